@@ -3,22 +3,22 @@
 //!
 //! | file | for |
 //! |---|---|
-//! | `config` | settings, the URL taken apart |
+//! | `config` | settings, and reading the URL |
 //! | `socket` | a connection whose socket we own (R29), TLS |
-//! | `publisher`, `confirms`, `lanes` | the session, its task, whose turn it is (R20, R21) |
+//! | `publisher`, `confirms`, `lanes` | the session, its task, the order of a key's rows (R20, R21) |
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |
-//! | `repartition` | another number of queues, without a message out of order |
-//! | `check`, `tap` | what an operator should know; reading all for demo, bench and tests |
+//! | `repartition` | changing the number of queues without reordering messages |
+//! | `check`, `tap` | findings for an operator; reading all messages for demo, bench and tests |
 //! | `raw` | the client library alone, for comparison in `bench` |
-//! | `wire`, `error` | CloudEvents over AMQP 0.9.1; what reply codes mean |
+//! | `wire`, `error` | CloudEvents over AMQP 0.9.1; the meaning of reply codes |
 //!
-//! Guarantees: a row is published by an ack **and** no return; order per key holds through nacks;
-//! publishing and consuming use connections of their own; every wait for the server has a deadline,
-//! except confirms while it says that it is blocked.
+//! Guarantees: a row is proven by an ack **and** no return. The order of a key holds also after a
+//! nack. Publishing and consuming use separate connections. Every wait for the server has a
+//! deadline, except the wait for confirms while the server says that it is blocked.
 //!
-//! Not here: SQL, decisions on refusals, retries over sessions; policies of the server, which are
-//! an operator's.
+//! Not here: SQL, decisions about refusals, retries across sessions; policies of the server, which
+//! an operator sets.
 
 mod check;
 mod config;
@@ -54,7 +54,7 @@ use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
-/// RabbitMQ as configured. Clones share the taps.
+/// A configured RabbitMQ. Clones share the taps.
 #[derive(Debug, Clone)]
 pub struct RabbitBroker {
     config: RabbitConfig,
@@ -66,19 +66,19 @@ impl RabbitBroker {
     /// Takes the settings; connects to nothing.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] where a setting or the URL cannot be meant.
+    /// [`BrokerError::Refused`] where a setting or the URL is invalid.
     pub fn new(config: RabbitConfig) -> Result<Self, BrokerError> {
         config.validate()?;
         Ok(Self { config, version: Arc::new(OnceCell::new()), taps: Arc::new(Taps::default()) })
     }
 
-    /// Takes the next step from the queues that a consumer's topic has to the configured number of
-    /// them, and says what is left to do; call it again until it is [`Repartition::Done`].
-    /// Repeating it, also after it was broken off, is safe.
+    /// Takes the next step from the queues that a consumer's topic has now to the configured number
+    /// of queues, and returns what is left to do. Call it again until it returns
+    /// [`Repartition::Done`]. A repeated call is safe, also after an interrupted one.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] from several queues to several others: they have the same names, so
-    /// 1 stands between them. Else what the server answered.
+    /// [`BrokerError::Refused`] for a change from several queues to another number of several
+    /// queues: they have the same names, so first change to 1. Otherwise the server's error.
     pub async fn repartition(&self, subscription: &Subscription, topic: &str) -> Result<Repartition, BrokerError> {
         let unlimited = self.version().await?.limits_deliveries();
         let link = Link::open(&self.config, "oncebox queues").await?;

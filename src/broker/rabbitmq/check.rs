@@ -1,7 +1,7 @@
-//! What breaks or weakens a promise on this server, as far as AMQP lets one see it, and what to do.
+//! Finds what breaks or weakens a promise on this server, as far as AMQP shows it, with the remedy.
 //!
-//! Policies cannot be seen over AMQP; where they matter, the command that shows or sets them is
-//! printed.
+//! AMQP does not show policies. Where they matter, a finding has the command that shows or sets
+//! them.
 
 use super::config::RabbitConfig;
 use super::error::again;
@@ -12,11 +12,11 @@ use super::version::ServerVersion;
 use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 
-/// Quorum queues with a single active consumer and a redelivery that keeps its order.
+/// The oldest version with quorum queues, a single active consumer, and redelivery in order.
 const OLDEST: (u32, u32) = (3, 10);
 
-/// Looks at everything that a publisher and these subscriptions use; declares nothing that is not
-/// there.
+/// Examines everything that the publisher and these subscriptions use. Declares nothing that does
+/// not exist.
 pub(super) async fn check(
     config: &RabbitConfig,
     version: &ServerVersion,
@@ -91,7 +91,7 @@ async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<
             ("not there yet".to_owned(), Some("start `publisher` or `consumer`, which declares it".to_owned()));
         return Ok(BrokerFinding { name, refused: false, stuck: false, detail, remedy });
     }
-    // It is there, so declaring it can only compare.
+    // The exchange exists, so declaring it only compares its properties.
     let compared = topology.exchange(config).await;
     difference(name, compared, "a durable topic exchange".into())
 }
@@ -108,9 +108,9 @@ async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<B
     })
 }
 
-/// Queues with consumers and messages that none of them has taken: whether they get on. AMQP does
-/// not tell what is taken and not acknowledged; a consumer that stands still soon takes nothing
-/// more.
+/// Examines again, after a pause, the queues that have consumers and ready messages, and notes in
+/// `findings` whether they make progress. AMQP does not tell how many messages are delivered and
+/// not acknowledged; but a consumer that stands still soon takes no more ready messages.
 async fn look_again(
     waiting: Vec<(usize, String, u32)>,
     topology: &mut Topology<'_>,
@@ -139,7 +139,7 @@ async fn look_again(
     Ok(())
 }
 
-/// And how many messages are ready though somebody reads it.
+/// The finding for a queue, and its number of ready messages where it has consumers and messages.
 async fn queue_finding(
     subscription: &Subscription,
     queue: &QueueName,
@@ -174,7 +174,8 @@ async fn queue_finding(
     Ok((finding?, ready))
 }
 
-/// Queues of another number of partitions are there: no consumer starts, or they are being drained.
+/// A finding where queues of another number of partitions exist. Then no consumer starts, or the
+/// queues are being drained.
 async fn other_layout(
     config: &RabbitConfig,
     subscription: &Subscription,
@@ -202,7 +203,8 @@ async fn other_layout(
     }))
 }
 
-/// The policy that does for an existing queue what the argument does for a new one.
+/// The command that sets a policy for an existing queue with the effect of the argument of a new
+/// queue.
 fn unlimited(queue: &str) -> String {
     let pattern = queue.replace('.', r"\.");
     format!(r#"rabbitmqctl set_policy --apply-to queues "{queue} unlimited" "^{pattern}$" '{{"delivery-limit":-1}}'"#)
@@ -236,7 +238,7 @@ fn policies(vhost: &str) -> BrokerFinding {
 }
 
 async fn plugin(config: &RabbitConfig) -> Result<BrokerFinding, BrokerError> {
-    // A connection of its own: the server closes it where the plugin is missing.
+    // A separate connection, because the server closes it where the plugin is missing.
     let link = Link::open(config, "oncebox doctor").await?;
     let there = Topology::new(&link, config).has_hash_plugin().await?;
     Ok(BrokerFinding {

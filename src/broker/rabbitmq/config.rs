@@ -1,6 +1,6 @@
-//! What can be set for RabbitMQ, and where the server is.
+//! The settings of RabbitMQ, and where the server is.
 //!
-//! Promise: nothing here prints a password; a URL that cannot be meant is refused with the reason.
+//! Promise: no password is printed, and a URL that is invalid is refused with the reason.
 //!
 //! Not here: reading files and the environment (room `app`).
 
@@ -17,70 +17,71 @@ use url::Url;
 use crate::error::{BrokerError, redact};
 use crate::policy::hosts::each;
 
-/// Channels of one publishing session. More than one, because the server works on each channel in a
-/// process of its own; a key always takes the same one.
+/// Channels of one publishing session. More than one, because the server handles each channel in a
+/// process of its own. A key always uses the same channel.
 const CHANNELS: usize = 4;
 /// Publishes without a confirm, over all channels of a session.
 const PUBLISH_WINDOW: usize = 1_000;
-/// Rows held by a session before `send` waits, in bytes (R20: rows that wait for their key count
-/// here only).
+/// Most bytes of rows that a session holds before `send` waits. It is the only bound for rows that
+/// wait for an earlier row of their key (R20).
 const HELD_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Deliveries in flight on one queue, whatever the subscription allows in all.
+/// Most deliveries in flight on one queue, even if the subscription allows more.
 const PREFETCH_MAX: u16 = 10_000;
 
-/// Settings of the adapter. [`RabbitConfig::new`] gives the defaults around a URL.
+/// Settings of the adapter. [`RabbitConfig::new`] takes a URL and sets the defaults.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RabbitConfig {
-    /// `amqp://USER:PASSWORD@HOST:PORT/VHOST` or `amqps://`; no vhost means `/`, which is written
-    /// `%2f`.
+    /// `amqp://USER:PASSWORD@HOST:PORT/VHOST` or `amqps://`. Without a vhost it is `/`; a `/` in a
+    /// vhost is written `%2f`.
     pub url: String,
     /// A PEM file of certificate authorities to trust instead of the built-in public ones.
     pub ca_file: Option<PathBuf>,
-    /// CloudEvents source and property `app_id` of what is published.
+    /// CloudEvents source and property `app_id` of every published message.
     pub source: String,
-    /// The durable topic exchange; topics are routing keys.
+    /// The name of the durable topic exchange; topics are its routing keys.
     pub exchange: String,
-    /// The exchange that takes what the exchange cannot route. With it an unroutable message counts
-    /// as published.
+    /// The exchange that gets what `exchange` cannot route. With it an unroutable message counts as
+    /// published.
     pub alternate_exchange: Option<String>,
-    /// Gives up R20: a key may have many unconfirmed publishes, and a nack in the middle of them
-    /// reorders the key.
+    /// Allows a key to have many unconfirmed publishes, against R20: a nack in the middle of them
+    /// then reorders the key.
     pub pipeline_per_key: bool,
-    /// Queues per consumer and topic. 1 is a plain quorum queue; more stand behind a
+    /// Queues per consumer and topic. 1 is a plain quorum queue; several are bound to a
     /// consistent-hash exchange (R30).
     pub partitions: u32,
     /// Channels of one publishing session.
     pub channels: usize,
-    /// Publishes without a confirm, over all channels of a session.
+    /// Most publishes without a confirm, over all channels of a session.
     pub publish_window: usize,
-    /// Bytes of rows that a session holds before `send` waits.
+    /// Most bytes of rows that a session holds before `send` waits.
     pub held_bytes_max: usize,
-    /// Upper bound of deliveries in flight on one queue.
+    /// Most deliveries in flight on one queue.
     pub prefetch: u16,
-    /// Heartbeat asked for; the server may want a shorter one.
+    /// The heartbeat that is asked for; the server may ask for a shorter one.
     pub heartbeat: Duration,
-    /// How long resolving, connecting, TLS and the handshake may take together, and how long one
-    /// answer of the server may.
+    /// The time limit for resolving, connecting, TLS and the handshake together, and for each
+    /// answer of the server.
     pub connect_deadline: Duration,
-    /// How long any close may take.
+    /// The time limit for every close.
     pub close_deadline: Duration,
-    /// How long a topic without a route is left alone before a row is tried again.
+    /// How long the relay waits before it tries a row of a topic without a route again.
     pub route_retry: Duration,
-    /// How long a consumer may be silent before the server is asked whether it still is a consumer.
+    /// How long a consumer may get no delivery before it asks the server whether it still is a
+    /// consumer.
     pub quiet_check: Duration,
-    /// Bytes of deliveries that are not yet acknowledged, at most (one delivery is always allowed).
+    /// Most bytes of deliveries that are not yet acknowledged (one delivery is always allowed).
     pub in_flight_bytes_max: usize,
-    /// What clones remember together; it is no setting.
+    /// State that clones share; it is no setting.
     #[doc(hidden)]
     pub remembered: Remembered,
 }
 
-/// What clones of a configuration remember together.
+/// State that clones of a configuration share.
 #[derive(Debug, Clone, Default)]
 pub struct Remembered {
-    /// Which of several servers answered last.
+    /// The index of the server that answered last.
     answered_last: Arc<AtomicUsize>,
-    /// How many deliveries at a time a consumer could bear.
+    /// The prefetch that each consumer can handle, by consumer.
     bearable: Arc<Mutex<HashMap<String, u16>>>,
 }
 
@@ -92,7 +93,7 @@ impl PartialEq for Remembered {
 
 impl Eq for Remembered {}
 
-/// Servers that are still to be asked.
+/// The servers that were not asked yet.
 pub(super) struct Tries<'a> {
     servers: VecDeque<(usize, Server)>,
     last: &'a AtomicUsize,
@@ -100,13 +101,13 @@ pub(super) struct Tries<'a> {
 }
 
 impl Tries<'_> {
-    /// The next one; when there is none, [`Tries::none`] says why.
+    /// The next server to ask. When it returns `None`, [`Tries::none`] gives the error.
     pub(super) fn next(&self) -> Option<&Server> {
         self.servers.front().map(|(_, server)| server)
     }
 
-    /// Takes what the next one answered: what is to be returned, unless it is away and another one
-    /// is to be asked.
+    /// Takes the answer of the server that was asked. Returns `None` where that server is away, so
+    /// that the caller asks the next one; otherwise returns the answer.
     pub(super) fn answered<T>(&mut self, answer: Result<T, BrokerError>) -> Option<Result<T, BrokerError>> {
         let (index, server) = self.servers.pop_front()?;
         match answer {
@@ -122,14 +123,14 @@ impl Tries<'_> {
         Some(answer)
     }
 
-    /// No server is there.
+    /// The error for the case that no server can be reached.
     pub(super) fn none(self) -> BrokerError {
         BrokerError::Unavailable(self.away.join("; "))
     }
 }
 
 impl RabbitConfig {
-    /// Defaults around a URL.
+    /// The default settings with a URL.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -156,7 +157,7 @@ impl RabbitConfig {
     /// Checks what can be checked without a server.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] with the name of the setting.
+    /// [`BrokerError::Refused`] names the setting.
     pub fn validate(&self) -> Result<(), BrokerError> {
         let servers = self.servers()?;
         let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));
@@ -185,15 +186,15 @@ impl RabbitConfig {
         Ok(())
     }
 
-    /// Where the servers are and who asks: the nodes of one cluster, in the order of the URL.
+    /// The addresses and the user for each node of the cluster, in the order of the URL.
     pub(super) fn servers(&self) -> Result<Vec<Server>, BrokerError> {
         let shown = redact(&self.url);
         let refused = |why: &str| BrokerError::Refused(format!("the URL {shown}: {why}"));
         each(&self.url).map_err(refused)?.iter().map(|url| self.server(url)).collect()
     }
 
-    /// So many deliveries at a time are asked for where `prefetch` was wished for: no more than the
-    /// consumer could bear, and twice that the next time, because its messages may be smaller then.
+    /// The prefetch to ask for instead of `prefetch`: no more than the consumer can handle. The
+    /// known limit is doubled for the next call, because its messages may be smaller then.
     pub(super) fn bearable(&self, consumer: &str, prefetch: u16) -> u16 {
         let mut known = self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(bearable) = known.get_mut(consumer) else { return prefetch };
@@ -202,13 +203,13 @@ impl RabbitConfig {
         asked
     }
 
-    /// A consumer bears so many deliveries at a time and not more.
+    /// Notes that a consumer can handle this prefetch and no more. Returns it.
     pub(super) fn bear(&self, consumer: &str, prefetch: u16) -> u16 {
         self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner).insert(consumer.to_owned(), prefetch);
         prefetch
     }
 
-    /// The servers to ask one after the other, the one that answered last first.
+    /// The servers to ask one after the other, beginning with the one that answered last.
     pub(super) fn tries(&self) -> Result<Tries<'_>, BrokerError> {
         let mut servers: Vec<(usize, Server)> = self.servers()?.into_iter().enumerate().collect();
         let last = self.remembered.answered_last.load(Ordering::Relaxed).min(servers.len() - 1);
@@ -230,7 +231,7 @@ impl RabbitConfig {
         if let Some((name, _)) = url.query_pairs().next() {
             return Err(refused(format!("`{name}` is not known here; settings stand under [broker.rabbitmq]")));
         }
-        // Not the parser of the client library: it turns an IPv6 host into `localhost`.
+        // The parser of the client library is not used: it turns an IPv6 host into `localhost`.
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("no host".to_owned()))?;
         let host = decode(host.trim_start_matches('[').trim_end_matches(']')).map_err(&refused)?;
         let port = url.port().unwrap_or_else(|| scheme.default_port());
@@ -258,7 +259,7 @@ impl RabbitConfig {
     }
 }
 
-// The URL holds a password.
+// Not derived: the URL contains a password.
 impl fmt::Debug for RabbitConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RabbitConfig")
@@ -270,7 +271,7 @@ impl fmt::Debug for RabbitConfig {
     }
 }
 
-/// A URL taken apart. No `Debug`: it holds the password.
+/// One server of the URL. No `Debug`, because it contains the password.
 #[derive(Clone)]
 pub(super) struct Server {
     pub(super) tls: bool,

@@ -1,20 +1,20 @@
-//! The task of a publishing session: publishes, collects confirms and returns, and says what became
-//! of each row.
+//! The task of a publishing session: it publishes rows, collects confirms and returns, and reports
+//! the outcome of each row.
 //!
-//! Guarantees: a row counts as published by an ack **and** no return (G2); of a key, one publish is
-//! unconfirmed (R20); a return belongs to the row whose id it carries, whatever confirm it came on,
-//! and where one was seen nothing of that channel is believed before its window is finished (R21);
-//! after a refusal no later row of that topic or key is published until the runtime knows of it; a
+//! Guarantees: a row is proven by an ack **and** no return (G2). At most one publish of a key is
+//! unconfirmed (R20). A return belongs to the row whose id it carries, whichever confirm it came
+//! with; after a return, the confirms of that channel are held until all its confirms are in (R21).
+//! After a refusal no later row of that topic or key is published until the runtime knows of it. A
 //! nack ends the session (R21).
 //!
-//! Why returns need care: the client library keeps returned messages in one queue and gives the
-//! first to whichever confirm completes next. A confirm without a return is safe: it found that
-//! queue empty, so its own return, had there been one, was given to a confirm that completed before
-//! it, which is in our hands already. A confirm *with* a return says nothing of its own row, so the
-//! channel then takes nothing new until all its confirms are in: by then every return is out too.
+//! Why returns need care: the client library keeps returned messages in one queue and attaches the
+//! first of them to whichever confirm completes next. A confirm without a return is safe: the queue
+//! was empty, so if its own message was returned, that return came with an earlier confirm, which
+//! is already collected. A confirm *with* a return tells nothing about its own row. So the channel
+//! publishes nothing new until all its confirms are in; then all returns are in too.
 //!
-//! Not here: what the runtime makes of a refusal (room `policy`), and how long it waits for a
-//! confirm that does not come.
+//! Not here: what the runtime does about a refusal (room `policy`), and how long it waits for a
+//! missing confirm.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -37,18 +37,18 @@ use crate::broker::{Receipt, Refusal};
 use crate::error::BrokerError;
 use crate::message::{OutgoingMessage, lane_id};
 
-/// Reply codes that can only be about the message itself, if it was alone: content too large,
-/// precondition, frame, syntax.
+/// Reply codes that are about the message itself if it was alone: content too large, precondition,
+/// frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
-/// How often the connection is looked at.
+/// How often the task checks the connection.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Rows as they come from the runtime.
+/// Rows from the runtime, in order.
 #[derive(Debug)]
 pub(super) struct Rows {
     pub(super) rows: Vec<(u64, OutgoingMessage)>,
-    /// How many hand-overs of outcomes the runtime had seen when it sent them.
+    /// How many times the runtime had been given outcomes when it sent these rows.
     pub(super) known: u64,
 }
 
@@ -62,7 +62,7 @@ struct InFlight {
     weight: usize,
 }
 
-/// A confirm that came, not yet believed.
+/// A row whose confirm came, before its outcome is reported.
 #[derive(Debug)]
 struct Confirmed {
     tag: u64,
@@ -75,7 +75,7 @@ struct Lane {
     channel: Channel,
     in_flight: usize,
     confirmed: Vec<Confirmed>,
-    /// Ids and topics of returned messages, with the server's reason.
+    /// Returned messages by id and topic, with the server's reason.
     returned: HashMap<(String, String), String>,
     failed: Vec<(u64, InFlight)>,
     error: Option<lapin::Error>,
@@ -92,14 +92,14 @@ pub(super) struct Confirms {
     lanes: Lanes,
     in_flight: HashMap<u64, InFlight>,
     publishing: FuturesUnordered<BoxFuture<'static, (u64, lapin::Result<Confirmation>)>>,
-    /// Topics refused, the reason, and the hand-overs before it: rows sent without knowing of it
-    /// are refused too.
+    /// Refused topics with the number of hand-overs of outcomes before the refusal, and the reason.
+    /// Rows that the runtime sent before it knew of the refusal are refused too.
     refused: HashMap<String, (u64, String)>,
-    /// Keys of which a message was refused, and the hand-overs before it: rows sent without knowing
-    /// of it stand behind it.
+    /// Keys with a refused message, and the number of hand-overs before it. Later rows of the key
+    /// that the runtime sent before it knew of it are not published ([`Refusal::Behind`]).
     refused_keys: HashMap<LaneId, u64>,
-    /// Set once the session is to end: nothing more is published, what is in flight may still be
-    /// proven.
+    /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight
+    /// may still be proven until then.
     ending: Option<(BrokerError, Instant)>,
 }
 
@@ -132,9 +132,10 @@ impl Confirms {
         })
     }
 
-    /// Works until the session ends or nobody can send any more.
+    /// Works until the session ends, or the publisher is dropped.
     pub(super) async fn run(mut self, mut rows: mpsc::UnboundedReceiver<Rows>) {
-        // Also where this task panics, nobody must wait for outcomes that cannot come.
+        // If this task panics, the drop ends the session too: otherwise the publisher would wait
+        // for ever.
         let ended = EndOnDrop(Arc::clone(&self.shared));
         let mut events = self.link.connection().events_listener().boxed();
         let mut tick = tokio::time::interval(LOOK_EVERY);
@@ -143,8 +144,8 @@ impl Confirms {
             if self.finished() {
                 break;
             }
-            // Cancel safety: every branch keeps what it has not returned (channel, stream of
-            // futures, timer).
+            // Cancel safety: each branch is a channel, a stream or a timer, which loses nothing
+            // when another branch wins.
             tokio::select! {
                 more = rows.recv() => match more {
                     Some(more) => self.take(more),
@@ -171,7 +172,7 @@ impl Confirms {
         self.ending.as_ref().is_some_and(|(_, until)| self.publishing.is_empty() || Instant::now() >= *until)
     }
 
-    /// The session ends for this reason; what is in flight has a last chance to be proven.
+    /// Ends the session for this reason. Rows in flight may be proven until the close deadline.
     fn end(&mut self, error: BrokerError) {
         let until = Instant::now() + self.close_deadline;
         self.ending.get_or_insert((error, until));
@@ -205,8 +206,8 @@ impl Confirms {
         }
         let mut idle = 0;
         let mut at = 0;
-        // Round and round the channels, so that none starves, until none has anything or the window
-        // is full.
+        // Takes one row of each channel in turn, so that each gets its share, until no channel has
+        // a row or the window is full.
         while idle < self.channels.len() && self.in_flight.len() < self.window && self.ending.is_none() {
             let open = self.channels[at].returned.is_empty() && self.channels[at].error.is_none();
             match if open { self.lanes.next(at) } else { None } {
@@ -252,10 +253,10 @@ impl Confirms {
         );
     }
 
-    /// A message is refused before it is sent, and nothing of its key that stands behind it goes.
+    /// Refuses a message before it is sent, and with it the later rows of its key.
     fn refuse_message(&mut self, tag: u64, weight: usize, lane: Option<LaneId>, why: String) {
         let taken = lane.map(|lane| self.lanes.take_key(lane)).unwrap_or_default();
-        // One lock for all, as for a topic.
+        // One lock for all of them, as in `refuse`.
         let mut state = self.shared.lock();
         state.settle(tag, weight, Err(Refusal::Message(why)));
         for row in taken {
@@ -276,7 +277,8 @@ impl Confirms {
                 Ok(Confirmation::Nack(returned)) => (false, returned),
                 Ok(Confirmation::NotRequested) => (false, None),
                 Err(error) => {
-                    // A reply of the server says more than that the channel is closed.
+                    // A reply of the server tells more than an error that says only that the
+                    // channel is closed.
                     if lane.error.as_ref().is_none_or(|known| reply(known).is_none()) {
                         lane.error = Some(error);
                     }
@@ -302,7 +304,7 @@ impl Confirms {
         self.shared.notify();
     }
 
-    /// Says what became of the confirmed rows of a channel, whose returns are all known.
+    /// Reports the outcomes of the confirmed rows of a channel, once all its returns are known.
     fn believe(&mut self, at: usize) {
         let returned = std::mem::take(&mut self.channels[at].returned);
         for Confirmed { tag, flight, acked } in std::mem::take(&mut self.channels[at].confirmed) {
@@ -328,7 +330,8 @@ impl Confirms {
         }
     }
 
-    /// A channel is closed: what the server's reply says of the rows on it.
+    /// Handles a closed channel: ends the session, and reports what the server's reply says about
+    /// its rows.
     fn fail(&mut self, at: usize) {
         let Some(error) = &self.channels[at].error else { return };
         let (cause, reply) = (classify(error), reply(error));
@@ -338,13 +341,13 @@ impl Confirms {
         }
         let failed = std::mem::take(&mut self.channels[at].failed);
         let Some((code, text)) = reply else { return };
-        // The server may have closed the whole connection over a message of any channel.
+        // The server may close the whole connection because of one message on any channel.
         let others = self.channels.iter().any(|lane| !lane.failed.is_empty() || !lane.confirmed.is_empty());
         let alone = failed.len() == 1 && self.in_flight.is_empty() && !others;
         for (tag, InFlight { topic, weight, .. }) in failed {
             match code {
                 NOT_FOUND => self.refuse(tag, weight, &topic, &text),
-                // Either the exchange is denied, or one topic, which the text then names.
+                // Access to the exchange is denied, or to one topic, which the text then names.
                 ACCESS_REFUSED
                     if alone || !text.contains(" topic '") || text.contains(&format!(" topic '{topic}'")) =>
                 {
@@ -358,10 +361,12 @@ impl Confirms {
         }
     }
 
-    /// A topic cannot be reached: neither this row nor any of it that is not published yet.
+    /// Refuses a row and all rows of its topic that are not published yet: the topic cannot be
+    /// reached.
     fn refuse(&mut self, tag: u64, weight: usize, topic: &str, why: &str) {
         let behind = self.lanes.take_topic(topic).into_iter().map(|row| (row.tag, row.message.weight()));
-        // One lock for all: a hand-over in between would make rows look as if the runtime knew.
+        // One lock for all of them: a hand-over in between would make later rows look as if the
+        // runtime had known.
         let mut state = self.shared.lock();
         for (tag, weight) in std::iter::once((tag, weight)).chain(behind) {
             state.settle(tag, weight, Err(Refusal::Destination(why.to_owned())));
@@ -384,15 +389,16 @@ impl Confirms {
                 tracing::info!("rabbitmq takes messages again");
                 self.shared.lock().blocked = None;
             }
-            // An error of a channel comes with its confirms, which say which rows it was about, or
-            // belongs to a probe.
+            // An error of a channel is handled with its confirms, which tell the affected rows, or
+            // it belongs to a probe.
             Event::Error(error) if !error.is_amqp_soft_error() => self.end(classify(&error)),
             _ => {}
         }
         self.shared.notify();
     }
 
-    /// A connection may end without a word to those who wait on it for nothing.
+    /// Ends the session if the connection has ended: nothing reports that while no confirm is
+    /// awaited.
     fn look_at_the_connection(&mut self) {
         let is_blocked = self.shared.lock().blocked.is_some();
         if self.ending.is_none()

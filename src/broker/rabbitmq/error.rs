@@ -1,7 +1,7 @@
-//! What an error of the client or a reply code of the server means.
+//! The meaning of the client's errors and of the server's reply codes.
 //!
-//! Promise: an unknown error is a doubt of the session, never the fault of a message. Source: AMQP
-//! 0.9.1, section 1.2 (reply codes), and what RabbitMQ puts into the reply texts.
+//! Promise: an unknown error puts the session in doubt and is never counted against a message.
+//! Source: AMQP 0.9.1, section 1.2 (reply codes), and the reply texts of RabbitMQ.
 
 use std::future::Future;
 use std::time::Duration;
@@ -11,32 +11,32 @@ use lapin::ErrorKind;
 use super::config::Server;
 use crate::error::BrokerError;
 
-/// No permission, or name and password not accepted.
+/// No permission, or user name and password were not accepted.
 pub(super) const ACCESS_REFUSED: u16 = 403;
-/// No such exchange, queue or vhost.
+/// The exchange, queue or vhost does not exist.
 pub(super) const NOT_FOUND: u16 = 404;
-/// Something is there with other properties, or a message is larger than the server takes.
+/// The object exists with other properties, or a message is larger than the server takes.
 pub(super) const PRECONDITION_FAILED: u16 = 406;
-/// An operator or a shutdown closed the connection.
+/// An operator or a shutdown of the server closed the connection.
 const CONNECTION_FORCED: u16 = 320;
-/// Exclusive queue of another connection.
+/// The queue is exclusive to another connection.
 const RESOURCE_LOCKED: u16 = 405;
-/// The exchange type is not known: its plugin is not enabled.
+/// The exchange type is unknown: its plugin is not enabled.
 pub(super) const COMMAND_INVALID: u16 = 503;
-/// The vhost is not there, or the user may not enter it.
+/// The vhost does not exist, or the user may not use it.
 const NOT_ALLOWED: u16 = 530;
 
-/// What came of one question to the server.
+/// Why a request to the server failed.
 #[derive(Debug)]
 pub(super) enum Fault {
-    /// The client's error, or the server's reply in it.
+    /// The client's error, which may carry the server's reply.
     Client(lapin::Error),
-    /// No answer within the deadline; the client library itself waits for ever.
+    /// No answer came within the deadline; the client library itself waits for ever.
     Silent(&'static str, Duration),
 }
 
 impl Fault {
-    /// The reply code where the server closed the channel or connection.
+    /// The reply code, where the server closed the channel or the connection.
     pub(super) fn code(&self) -> Option<u16> {
         match self {
             Self::Client(error) => reply(error).map(|(code, _)| code),
@@ -44,7 +44,7 @@ impl Fault {
         }
     }
 
-    /// The reply text, or what else is known.
+    /// The reply text, or what else is known about the error.
     pub(super) fn text(&self) -> String {
         match self {
             Self::Client(error) => reply(error).map_or_else(|| error.to_string(), |(_, text)| text),
@@ -62,7 +62,7 @@ impl From<Fault> for BrokerError {
     }
 }
 
-/// Asks the server with a deadline.
+/// Waits for an answer of the server, up to a deadline.
 pub(super) async fn within<T>(
     deadline: Duration,
     what: &'static str,
@@ -74,7 +74,7 @@ pub(super) async fn within<T>(
     }
 }
 
-/// The reply code and text where the server closed a channel or the connection.
+/// The reply code and text, where the server closed a channel or the connection.
 pub(super) fn reply(error: &lapin::Error) -> Option<(u16, String)> {
     match error.kind() {
         ErrorKind::ProtocolError(error) => Some((error.get_id(), error.get_message().to_string())),
@@ -82,7 +82,7 @@ pub(super) fn reply(error: &lapin::Error) -> Option<(u16, String)> {
     }
 }
 
-/// An error while working on an open connection.
+/// Classifies an error on an open connection.
 pub(super) fn classify(error: &lapin::Error) -> BrokerError {
     if let Some((code, text)) = reply(error) {
         return match code {
@@ -106,7 +106,7 @@ pub(super) fn classify(error: &lapin::Error) -> BrokerError {
     }
 }
 
-/// An error while the connection is made.
+/// Classifies an error of opening a connection.
 pub(super) fn connecting(error: &lapin::Error, server: &Server) -> BrokerError {
     match reply(error) {
         Some((ACCESS_REFUSED, _)) => BrokerError::Unauthorised(format!(
@@ -122,7 +122,7 @@ pub(super) fn connecting(error: &lapin::Error, server: &Server) -> BrokerError {
     }
 }
 
-/// The same error once more; `BrokerError` holds only text, so nothing is lost.
+/// A copy of the error; `BrokerError` holds only text, so nothing is lost.
 pub(super) fn again(error: &BrokerError) -> BrokerError {
     match error {
         BrokerError::Unavailable(text) => BrokerError::Unavailable(text.clone()),
@@ -134,7 +134,7 @@ pub(super) fn again(error: &BrokerError) -> BrokerError {
     }
 }
 
-/// The argument that a 406 names: `inequivalent arg 'x-delivery-limit' for queue ..`.
+/// The argument that a reply 406 names: `inequivalent arg 'x-delivery-limit' for queue ..`.
 pub(super) fn inequivalent(text: &str) -> Option<&str> {
     let rest = &text[text.find("inequivalent arg '")? + "inequivalent arg '".len()..];
     rest.split_once('\'').map(|(name, _)| name)

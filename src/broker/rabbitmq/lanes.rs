@@ -1,9 +1,9 @@
-//! Rows that wait for their turn: one unconfirmed publish per key (R20), and each key always on the
-//! same channel.
+//! The rows of a session that are not published yet: one unconfirmed publish per key (R20), and
+//! each key always on the same channel.
 //!
-//! Guarantees: of one key, rows leave in the order they came, and the next one only once the one
-//! before is settled; rows without a key never wait. With `pipeline` (R20 given up) nothing waits,
-//! but a key still keeps its channel and its order.
+//! Guarantees: rows of one key are published in the order in which they came, each only after the
+//! one before it is settled. Rows without a key never wait. With `pipeline` (without R20) no row
+//! waits, but a key still keeps its channel and its order.
 //!
 //! Pure: no I/O, no clock.
 
@@ -11,10 +11,10 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::message::{OutgoingMessage, lane_id};
 
-/// Identity of a (topic, key).
+/// Identifies a pair of topic and key.
 pub(super) type LaneId = [u8; 16];
 
-/// A row on its way to a channel.
+/// A row with the channel that will publish it.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) tag: u64,
@@ -27,9 +27,9 @@ pub(super) struct Row {
 #[derive(Debug)]
 pub(super) struct Lanes {
     pipeline: bool,
-    /// By channel: rows that may go now.
+    /// By channel: rows that may be published now.
     ready: Vec<VecDeque<Row>>,
-    /// A key stands here while one of its rows is ready or in flight; behind it, those that wait.
+    /// A key is in here while one of its rows is ready or in flight; the value has its later rows.
     lanes: HashMap<LaneId, VecDeque<Row>>,
     /// Rows not yet published, by topic.
     topics: HashMap<String, usize>,
@@ -43,7 +43,8 @@ impl Lanes {
 
     pub(super) fn add(&mut self, tag: u64, message: OutgoingMessage) {
         let lane = message.key.as_deref().map(|key| lane_id(&message.topic, key.as_bytes()));
-        // The tail of the id is random in every version; the head of a v7 id is time.
+        // The last bytes of an id are random in every version of UUID; the first bytes of a v7 are
+        // a time.
         let spread = lane.unwrap_or_else(|| message.id.into_bytes());
         let channel = usize::from(u16::from_be_bytes([spread[14], spread[15]])) % self.ready.len();
         *self.topics.entry(message.topic.clone()).or_default() += 1;
@@ -60,14 +61,14 @@ impl Lanes {
         }
     }
 
-    /// The next row for a channel; it counts as in flight until [`Lanes::settled`].
+    /// Takes the next row for a channel. It counts as in flight until [`Lanes::settled`].
     pub(super) fn next(&mut self, channel: usize) -> Option<Row> {
         let row = self.ready[channel].pop_front()?;
         self.leaves(&row.message.topic);
         Some(row)
     }
 
-    /// The row in flight of this key is settled: the next one may go.
+    /// Notes that the row of this key that was in flight is settled. The next one becomes ready.
     pub(super) fn settled(&mut self, lane: Option<LaneId>) {
         let Some(lane) = lane.filter(|_| !self.pipeline) else { return };
         match self.lanes.get_mut(&lane).and_then(VecDeque::pop_front) {
@@ -78,7 +79,7 @@ impl Lanes {
         }
     }
 
-    /// Takes out all rows of a key that are not published, in order.
+    /// Removes all rows of a key that are not published, and returns them in order.
     pub(super) fn take_key(&mut self, lane: LaneId) -> Vec<Row> {
         let mut taken = Vec::new();
         for ready in &mut self.ready {
@@ -94,7 +95,7 @@ impl Lanes {
         taken
     }
 
-    /// Takes out all rows of a topic that are not published, in order.
+    /// Removes all rows of a topic that are not published, and returns them in order.
     pub(super) fn take_topic(&mut self, topic: &str) -> Vec<Row> {
         if !self.topics.contains_key(topic) {
             return Vec::new();
@@ -105,8 +106,8 @@ impl Lanes {
                 if row.message.topic == topic { taken.push(row) } else { ready.push_back(row) }
             }
         }
-        // A lane whose first row was only ready goes wholly; one with a row in flight stays, with
-        // nothing behind it.
+        // A key whose first row was ready is removed. A key with a row in flight stays, without its
+        // later rows.
         for lane in taken.iter().filter_map(|row| row.lane).collect::<Vec<_>>() {
             taken.extend(self.lanes.remove(&lane).unwrap_or_default());
         }

@@ -1,9 +1,9 @@
-//! The publishing side: what the runtime holds, and what it shares with the task that works on the
-//! channels.
+//! A publishing session: the side that the runtime uses, and the state that it shares with the task
+//! that publishes.
 //!
-//! Guarantees: `settle` loses nothing when it is dropped (outcomes stand in the shared state until
-//! they are handed over); dropping the session cuts its connection; a topic without a route is not
-//! ready until it is time to try again.
+//! Guarantees: `settle` loses nothing when it is dropped, because outcomes stay in the shared state
+//! until they are handed over. Dropping the session cuts its connection. A topic without a route is
+//! not ready before it is time to try again.
 //!
 //! Not here: confirms, returns and channels (`confirms`), the order of a key (`lanes`).
 
@@ -26,35 +26,35 @@ use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// What the runtime's side and the task share.
+/// The state that the publisher and the task share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
-    /// Told when there are outcomes, an end, room, or a change of blocking.
+    /// Notified when there are outcomes, an end or room, or when the server blocks or unblocks.
     changed: Notify,
 }
 
-/// Under the lock, which is never held over an await.
+/// What the lock protects; it is never held over an await.
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// Outcomes not handed over.
+    /// Outcomes that were not handed over to the runtime yet.
     pub(super) outcomes: Vec<Settled>,
-    /// How often outcomes were handed over: rows sent since then know of them.
+    /// How often outcomes were handed over. The runtime sends later rows with their knowledge.
     pub(super) handovers: u64,
-    /// Rows sent and without an outcome.
+    /// The number of rows that were sent and have no outcome.
     pub(super) outstanding: usize,
     /// Bytes of those rows.
     pub(super) held_bytes: usize,
     /// Why the session ended.
     pub(super) ended: Option<BrokerError>,
-    /// The server's reason for taking nothing.
+    /// Why the server accepts no messages now.
     pub(super) blocked: Option<String>,
-    /// Topics whose last message came back, when, and why.
+    /// Topics whose last message was returned: when, and why.
     pub(super) no_route: HashMap<String, (Instant, String)>,
 }
 
 impl State {
-    /// Says what became of a row.
+    /// Records the outcome of a row.
     pub(super) fn settle(&mut self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
         self.outcomes.push(Settled { tag, outcome });
         self.outstanding = self.outstanding.saturating_sub(1);
@@ -76,7 +76,7 @@ impl Shared {
         self.notify();
     }
 
-    /// Waits until `look` finds something.
+    /// Waits until `look` returns a value for the state.
     async fn until<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> T {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
@@ -96,7 +96,7 @@ pub(super) struct RabbitPublisher {
     rows: Option<mpsc::UnboundedSender<Rows>>,
     task: JoinHandle<()>,
     exchange: String,
-    /// The exchange was seen in this session.
+    /// True once the exchange was seen in this session.
     exchange_seen: bool,
     held_bytes_max: usize,
     deadline: Duration,
@@ -105,7 +105,8 @@ pub(super) struct RabbitPublisher {
 }
 
 impl RabbitPublisher {
-    /// Opens the connection and its confirm channels, so that the first message does not wait.
+    /// Opens the connection and its confirm channels in advance, so that the first message does not
+    /// wait.
     pub(super) async fn open(config: &RabbitConfig) -> Result<Self, BrokerError> {
         let link = Arc::new(Link::open(config, "oncebox publisher").await?);
         let shared = Arc::new(Shared::default());
@@ -129,8 +130,8 @@ impl RabbitPublisher {
         self.shared.lock().ended.as_ref().map_or(Ok(()), |error| Err(again(error)))
     }
 
-    /// R16's probe: a new channel and a passive declare of the exchange. What is wrong, where
-    /// something is.
+    /// Asks on a new channel, with a passive declare, whether the exchange exists (R16 needs this
+    /// to tell a missing destination from a lost broker). Returns what is wrong, or `None`.
     async fn probe(&self) -> Result<Option<String>, BrokerError> {
         let channel = self.link.channel().await?;
         let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
@@ -138,8 +139,8 @@ impl RabbitPublisher {
         let asked = channel.exchange_declare(exchange, ExchangeKind::Topic, passive, FieldTable::default());
         match within(self.deadline, "exchange.declare", asked).await {
             Ok(()) => {
-                // The channel's own drop would close it too, but without a deadline and without
-                // order.
+                // Dropping the channel would close it too, but without a deadline and at no certain
+                // time.
                 let _ = within(self.close_deadline, "channel.close", channel.close(200, "OK".into())).await;
                 Ok(None)
             }
@@ -150,8 +151,8 @@ impl RabbitPublisher {
         }
     }
 
-    /// A topic without a route is left alone until it is time to try again; of the others the
-    /// exchange is asked for.
+    /// Whether a topic can be sent to. After a message was returned the topic is not ready for
+    /// `route_retry`; then, and for other topics, the exchange must exist.
     async fn state_of(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
         self.ended()?;
         let returned = self.shared.lock().no_route.get(topic).cloned();
@@ -167,14 +168,14 @@ impl RabbitPublisher {
             self.exchange_seen = false;
             return Ok(TopicState::NotReady(why));
         }
-        // Routes cannot be seen in advance: a row is the only way to find out.
+        // AMQP does not show routes in advance: only sending a row shows whether there is one.
         self.exchange_seen = true;
         let mut state = self.shared.lock();
         if state.no_route.get(topic).map(|(at, _)| *at) == returned.map(|(at, _)| at) {
             state.no_route.remove(topic);
             return Ok(TopicState::Ready);
         }
-        // A message came back while we asked.
+        // A message was returned while the probe ran.
         Ok(state.no_route.get(topic).map_or(TopicState::Ready, |(_, why)| TopicState::NotReady(why.clone())))
     }
 }
@@ -196,8 +197,8 @@ impl Publisher for RabbitPublisher {
             .shared
             .until(|state| match &state.ended {
                 Some(error) => Some(Err(again(error))),
-                // While the server is blocked nothing becomes free, and the runtime must stay able
-                // to ask why.
+                // While the server is blocked no room becomes free. Then `send` must not wait, so
+                // that the runtime can ask why.
                 None if state.held_bytes >= held_bytes_max && state.blocked.is_none() => None,
                 None => {
                     state.outstanding += rows.len();
@@ -231,7 +232,7 @@ impl Publisher for RabbitPublisher {
     }
 
     async fn close(mut self: Box<Self>) {
-        // The task ends when nobody can send any more.
+        // The task ends when its sender is dropped.
         self.rows = None;
         let _ = tokio::time::timeout(self.close_deadline, &mut self.task).await;
         self.link.close(self.close_deadline).await;

@@ -1,7 +1,8 @@
-//! The client library alone, with the properties and headers of a row: what `bench` compares with.
+//! The AMQP client alone: it publishes the properties and headers of a row. `bench` compares
+//! oncebox with it.
 //!
-//! Promise: one connection, one confirm channel, a sliding window of confirms; no return, order or
-//! nack is looked after.
+//! Promise: one connection, one confirm channel, a sliding window of confirms. It keeps no order; a
+//! return or a nack ends it with an error.
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
@@ -14,7 +15,7 @@ use super::wire;
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// A publisher without oncebox.
+/// A publisher without any of oncebox's guarantees.
 #[derive(Debug)]
 pub struct RawPublisher {
     channel: Channel,
@@ -25,10 +26,10 @@ pub struct RawPublisher {
 }
 
 impl RawPublisher {
-    /// Connects; at most `window` publishes are without a confirm.
+    /// Connects. At most `window` publishes are unconfirmed at a time.
     ///
     /// # Errors
-    /// What the adapter itself would say.
+    /// The same errors as the adapter's own sessions.
     pub async fn open(config: &RabbitConfig, window: usize) -> Result<Self, BrokerError> {
         let link = Link::open(config, "oncebox bench").await?;
         let channel = link.channel().await?;
@@ -43,10 +44,10 @@ impl RawPublisher {
         })
     }
 
-    /// Publishes all, and waits until all are confirmed.
+    /// Publishes all messages, and waits until all are confirmed.
     ///
     /// # Errors
-    /// The first nack, or what ends the channel.
+    /// The first nack or return, or the error that closed the channel.
     pub async fn send_all(&self, messages: &[OutgoingMessage]) -> Result<(), BrokerError> {
         let mut unconfirmed = FuturesUnordered::new();
         for message in messages {

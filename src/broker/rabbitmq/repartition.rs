@@ -1,19 +1,20 @@
-//! Another number of queues for a consumer's topic, without a message out of order.
+//! Changes the number of queues of a consumer's topic, without reordering messages.
 //!
-//! Why: a key has its place in one queue. Where the number of queues changes while messages wait,
-//! later messages of a key would stand in another queue than the earlier ones, and run first. So
-//! all that waits in the old queues is handled before anything is read from the new ones:
+//! Why: all messages of a key are in one queue. If the number of queues changed while messages
+//! wait, later messages of a key would be in another queue than the earlier ones, and could be
+//! handled first. So everything in the old queues is handled before anything is read from the new
+//! ones:
 //!
-//! 1. the new queues are bound, then the old ones are unbound: from here on the old ones only get
-//!    shorter. What came in between stands in both, and the inbox knows it the second time;
-//! 2. the consumers of the old number go on until nothing is left, and are stopped;
-//! 3. the old queues are deleted; only then does a consumer of the new number get in.
+//! 1. the new queues are bound, then the old ones are unbound. From then on the old ones only get
+//!    shorter. A message that came in between is in both; the inbox knows it the second time;
+//! 2. consumers of the old number go on until the old queues are empty, and are stopped;
+//! 3. the old queues are deleted. Only then are consumers of the new number admitted.
 //!
-//! Guarantees: each step may be repeated, and the whole may be broken off and begun again; a queue
-//! is deleted only after it was seen twice without a message and without a consumer; a consumer of
-//! any other number is refused all the while.
+//! Guarantees: each step may be repeated, and the change may be interrupted and begun again. A
+//! queue is deleted only after two looks found no message and no consumer. During the change, a
+//! consumer of any other number is refused.
 //!
-//! Not here: who waits, and for how long (`oncebox queues repartition`).
+//! Not here: who waits, and how long (`oncebox queues repartition`).
 
 use std::time::Duration;
 
@@ -26,27 +27,28 @@ use super::topology::{QueueName, Topology, hash_exchange, queues};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
-/// Between the two looks that must both find nothing.
+/// The pause between the two looks that must both find the old queues empty.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
-/// How far a change of the number of queues is.
+/// The progress of a change of the number of queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Repartition {
-    /// The queues are those of the number that is configured, and nothing else is there.
+    /// Only queues of the configured number exist.
     Done,
-    /// The old queues get nothing more. They must be read empty by consumers of the old number,
-    /// which must then end.
+    /// The old queues get no more messages. Consumers of the old number must empty them and must
+    /// then be stopped.
     Draining {
         /// The number of old queues.
         from: usize,
-        /// Messages ready in the old queues.
+        /// Messages that are ready in the old queues.
         ready: u64,
-        /// Consumers on the old queues.
+        /// Consumers that are connected to the old queues.
         consumers: u64,
     },
 }
 
-/// The queues of another number that are there: none where the configured layout, or nothing, is.
+/// The existing queues of another number. Empty where the queues of the configured number exist, or
+/// none.
 pub(super) async fn other_layout(
     config: &RabbitConfig,
     subscription: &Subscription,
@@ -62,8 +64,8 @@ pub(super) async fn other_layout(
         return Ok(vec![plain]);
     }
     let wanted = config.partitions as usize;
-    // The hash exchange is declared after all its queues: fewer of them without it are a start that
-    // was broken off.
+    // The hash exchange is declared after all its queues. Fewer queues without it are the rest of a
+    // start that was interrupted.
     let is_other = match numbered.len() {
         0 => false,
         fewer if fewer < wanted => topology.exchange_exists(&hash_exchange(subscription, topic)).await?,
@@ -72,7 +74,7 @@ pub(super) async fn other_layout(
     Ok(if is_other { numbered } else { Vec::new() })
 }
 
-/// The numbered queues that are there, in the order of their numbers.
+/// The numbered queues that exist, in the order of their numbers.
 async fn numbered(
     subscription: &Subscription,
     topic: &str,
@@ -89,14 +91,13 @@ async fn numbered(
     }
 }
 
-/// The exchange that stands while queues of this number are drained. Nothing is ever routed by it:
-/// that it is there tells consumers of the old number to read on, and not to bind their queues
-/// again.
+/// The name of the exchange that exists while queues of this number are drained. It routes nothing:
+/// its existence tells consumers of the old number to go on and not to bind their queues again.
 pub(super) fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
     format!("{}.draining.{from}", subscription.queue(topic))
 }
 
-/// Why a consumer of the configured number does not get in.
+/// The error for a consumer of the configured number while queues of another number exist.
 pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[QueueName], ready: u64) -> BrokerError {
     BrokerError::Refused(format!(
         "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; \
@@ -107,14 +108,14 @@ pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[QueueName], r
     ))
 }
 
-/// The queues of another number, for people.
+/// Describes the queues of another number for people.
 pub(super) fn described(topic: &str, other: &[QueueName], ready: u64) -> String {
     let names: Vec<String> = other.iter().map(|queue| format!("`{}`", queue.name)).collect();
     let (what, names) = (if names.len() == 1 { "queue" } else { "queues" }, names.join(", "));
     format!("topic `{topic}` has the {what} {names} of partitions = {} with {ready} ready messages", other.len())
 }
 
-/// Takes the next step towards the configured number of queues, and says what is left.
+/// Takes the next step towards the configured number of queues, and returns what is left to do.
 pub(super) async fn step(
     config: &RabbitConfig,
     subscription: &Subscription,
@@ -166,7 +167,7 @@ pub(super) async fn step(
     Ok(Repartition::Done)
 }
 
-/// From here on the old queues get nothing more.
+/// Unbinds the old queues, so that they get no more messages.
 async fn unbind(
     config: &RabbitConfig,
     subscription: &Subscription,
@@ -191,7 +192,7 @@ async fn unbind(
     Ok(within(config.connect_deadline, "exchange.unbind", unbound).await?)
 }
 
-/// Messages that are ready and consumers, over all these queues.
+/// The sums of ready messages and of consumers over these queues.
 pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> Result<(u64, u64), BrokerError> {
     let (mut ready, mut consumers) = (0, 0);
     for queue in queues {
@@ -203,7 +204,8 @@ pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> R
     Ok((ready, consumers))
 }
 
-/// Whether queues of the configured number are being drained by a change to another one.
+/// Whether queues of the configured number are being drained, because of a change to another
+/// number.
 pub(super) async fn is_draining(
     config: &RabbitConfig,
     subscription: &Subscription,

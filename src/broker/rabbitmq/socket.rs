@@ -1,16 +1,15 @@
-//! A connection whose socket is ours.
+//! A connection whose socket we own.
 //!
 //! Why: dropping a consumer, channel or connection of the client library *sends* `basic.cancel`,
-//! `channel.close` or `connection.close`; with unacknowledged deliveries that hands the later ones
-//! to the standby first (R29). So we open the socket, keep its descriptor (below TLS), and shut it
-//! down before any handle of the library is dropped: the server then sees a lost connection and
-//! puts everything back in order.
+//! `channel.close` or `connection.close`. If deliveries are unacknowledged, the standby consumer
+//! then gets later messages first (R29). So we open the socket, keep its descriptor (below TLS),
+//! and shut it down before any handle of the library is dropped: the server sees a lost connection
+//! and requeues everything in order.
 //!
-//! Guarantees: whatever ends a [`Link`] (drop, panic, abort of a task), `shutdown(2)` comes first;
-//! connecting has one deadline for name, socket, TLS and handshake together; TLS is always
-//! verified.
+//! Guarantees: whatever ends a [`Link`] (drop, panic, abort of a task), `shutdown(2)` comes first.
+//! One deadline covers name, socket, TLS and handshake of a connection. TLS is always verified.
 //!
-//! Not here: channels and what runs on them; recovery (never automatic, R29).
+//! Not here: the channels and their work; recovery, which is never automatic (R29).
 
 use std::io;
 use std::net::{Shutdown, SocketAddr};
@@ -28,13 +27,13 @@ use super::config::{RabbitConfig, Server};
 use super::error::{Fault, connecting, within};
 use crate::error::BrokerError;
 
-/// The socket below a connection; dropped means shut down.
+/// The socket below a connection; dropping it shuts it down.
 #[derive(Debug)]
 struct Socket(std::net::TcpStream);
 
 impl Socket {
     fn shut_down(&self) {
-        // An error means that it is not connected any more, which is what is wanted.
+        // An error means that the socket is not connected any more, which is the goal.
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }
@@ -47,14 +46,14 @@ impl Drop for Socket {
 
 /// One connection to the server.
 pub(super) struct Link {
-    // First field: shut down before the handle below is dropped.
+    // The first field, so that the socket is shut down before the handle below is dropped.
     socket: Socket,
     connection: Connection,
     deadline: Duration,
 }
 
 impl Link {
-    /// Connects, or says what is wrong without the password.
+    /// Connects to the first server that answers. An error contains no password.
     pub(super) async fn open(config: &RabbitConfig, name: &str) -> Result<Self, BrokerError> {
         let deadline = config.connect_deadline;
         let mut tries = config.tries()?;
@@ -86,8 +85,8 @@ impl Link {
             let connector = connector(config.ca_file.as_deref())?;
             stream = stream.into_rustls(&connector, &server.host).await.map_err(|error| untrusted(&error, server))?;
         }
-        // The library asks for a stream through a function that it could call again; there is one
-        // stream, and no retry.
+        // The library gets the stream from a function that it could call again. There is only one
+        // stream, so a second call fails.
         let once = Mutex::new(Some(stream));
         let connection = Connection::connector(
             server.uri.clone(),
@@ -108,18 +107,18 @@ impl Link {
         within(self.deadline, "channel.open", self.connection.create_channel()).await
     }
 
-    /// The connection's own events and state.
+    /// The client library's connection, for its events and state.
     pub(super) fn connection(&self) -> &Connection {
         &self.connection
     }
 
-    /// Cuts the connection: what is not acknowledged goes back in order.
+    /// Cuts the connection: the server requeues unacknowledged deliveries in order.
     pub(super) fn cut(&self) {
         self.socket.shut_down();
     }
 
-    /// Says goodbye, where nothing is outstanding. The library can hang here, so there is a
-    /// deadline.
+    /// Closes the connection in order, when no delivery is unacknowledged. The library can hang in
+    /// this call, so it has a deadline.
     pub(super) async fn close(&self, deadline: Duration) {
         let _ = within(deadline, "connection.close", self.connection.close(200, "OK".into())).await;
     }
@@ -131,7 +130,7 @@ impl std::fmt::Debug for Link {
     }
 }
 
-/// The addresses of the server.
+/// Looks up the addresses of the server.
 pub(super) async fn resolve(server: &Server) -> Result<Vec<SocketAddr>, BrokerError> {
     match tokio::net::lookup_host((server.host.as_str(), server.port)).await {
         Ok(addresses) => Ok(addresses.collect()),
@@ -139,7 +138,7 @@ pub(super) async fn resolve(server: &Server) -> Result<Vec<SocketAddr>, BrokerEr
     }
 }
 
-/// What makes TLS: the built-in public authorities, or only those of `ca_file`.
+/// The TLS settings: they trust the built-in public authorities, or only those of `ca_file`.
 pub(super) fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, BrokerError> {
     let roots = match ca_file {
         None => RustlsConnectorConfig::new_with_webpki_root_certs(),
@@ -157,7 +156,8 @@ pub(super) fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, Broke
     roots.connector_with_no_client_auth().map_err(|error| BrokerError::Refused(format!("TLS: {error}")))
 }
 
-/// A handshake that failed: not trusted, or not TLS at all.
+/// Classifies a failed handshake: the certificate is not trusted, there is no TLS, or the server is
+/// away.
 pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     match inner {
@@ -165,7 +165,8 @@ pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
             "the certificate of RabbitMQ at {server} is not trusted ({why:?}); set `ca_file` to its authority, and use the \
              host name that stands in it"
         )),
-        // Bytes that are none of TLS; a server that closes at once may be one that starts.
+        // The bytes are not TLS. (A server that closes at once may be starting; that is the next
+        // case.)
         Some(rustls::Error::InvalidMessage(why)) => {
             BrokerError::Untrusted(format!("RabbitMQ at {server} does not speak TLS there ({why:?})"))
         }

@@ -1,16 +1,16 @@
-//! The consuming side: queues, deliveries, acknowledgements, and an end that hands nothing back out
-//! of order.
+//! The consuming side: queues, deliveries, acknowledgements, and an end after which the server
+//! requeues everything in order.
 //!
-//! Guarantees: acknowledgements are `multiple` up to what the runtime said is committed, never
-//! beyond what was delivered (R29), and single where it said so of one above that, so that the
-//! server's prefetch counts only what is unfinished; a stream that ends, a channel or connection
-//! that closes, and a consumer that the server has forgotten are errors of [`Subscriber::next`];
-//! dropping this in any way cuts the socket before anything else (R29). Deliveries that are not yet
-//! acknowledged are bounded by count, which the server keeps, and by bytes, which it does not:
-//! where they grow beyond, the connection is cut, so that the server takes them back in their
-//! order, and the next one asks for fewer at a time.
+//! Guarantees: an acknowledgement is `multiple` up to what the runtime reported as committed, and
+//! never beyond what was delivered (R29). A single delivery above that is acknowledged alone when
+//! the runtime reports it as finished, so that the server's prefetch counts only unfinished ones. A
+//! stream that ends, a channel or connection that closes, and a consumer that the server has
+//! forgotten are errors of [`Subscriber::next`]. Dropping the subscriber cuts the socket before
+//! anything else (R29). Unacknowledged deliveries are bounded by count, which the server applies,
+//! and by bytes, which it cannot apply: above that bound the connection is cut, so that the server
+//! takes the deliveries back in order, and the next subscriber asks for a smaller prefetch.
 //!
-//! Not here: recovery (the runtime subscribes anew), dedupe (the inbox).
+//! Not here: recovery (the runtime subscribes anew), duplicates (the inbox).
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -33,12 +33,12 @@ use super::wire;
 use crate::broker::{Delivery, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 
-/// Deliveries in one event.
+/// Most deliveries in one event.
 const DELIVERIES_MAX: usize = 500;
-/// How often at most `caught_up` asks the server.
+/// The shortest time between two questions of `caught_up` to the server.
 const CAUGHT_UP_PAUSE: Duration = Duration::from_millis(100);
 
-/// Tells channels apart, also of subscribers that follow one another in one process.
+/// Tells channels apart, also those of later subscribers in the same process.
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 
 /// One queue on its channel.
@@ -47,17 +47,17 @@ struct Source {
     channel: Channel,
     consumer: Consumer,
     prefetch: u16,
-    /// The highest tag handed out, and the highest acknowledged.
+    /// The highest delivery tag received; below, the highest tag acknowledged.
     delivered: u64,
     acknowledged: u64,
-    /// Tags that are not yet acknowledged, and what each weighs.
+    /// Unacknowledged delivery tags, with the weight of each in bytes.
     in_flight: VecDeque<(u64, usize)>,
-    /// Messages that stood in the queue when we came, less those taken; none once the queue was
+    /// Messages that were in the queue at the start, less those delivered; 0 once the queue was
     /// seen empty.
     expected: u64,
 }
 
-/// Deliveries that are not yet acknowledged.
+/// The number and bytes of unacknowledged deliveries.
 #[derive(Debug, Clone, Copy, Default)]
 struct InFlight {
     rows: usize,
@@ -65,7 +65,8 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// One delivery is always allowed, else a large one would never be handled.
+    /// Checks the bound of bytes. One delivery is always allowed; otherwise a large one would never
+    /// be handled.
     fn is_bearable(self, config: &RabbitConfig, consumer: &str, queues: usize) -> Result<(), BrokerError> {
         let Self { rows, bytes } = self;
         if bytes <= config.in_flight_bytes_max || rows <= 1 {
@@ -81,7 +82,7 @@ impl InFlight {
     }
 }
 
-/// Everything that must outlive the socket: the socket is cut first, then the handles are dropped
+/// Keeps the order of dropping: the socket is cut first, then the library's handles are dropped
 /// (R29).
 struct Guard {
     link: Link,
@@ -103,16 +104,16 @@ pub(super) struct RabbitSubscriber {
     assigned: bool,
     paused: bool,
     waiting: VecDeque<Delivery>,
-    /// Where the next look begins, so that no queue starves.
+    /// The source that the next poll begins with, so that each source gets its turn.
     turn: usize,
     last_delivery: Instant,
-    /// The last look at quiet queues found one that should have delivered.
+    /// True if the last look at quiet queues found one that should have delivered.
     suspected: bool,
     last_look: Option<Instant>,
 }
 
 impl RabbitSubscriber {
-    /// Declares queues and bindings, then consumes.
+    /// Declares and binds the queues, then starts consuming.
     pub(super) async fn open(
         config: &RabbitConfig,
         subscription: &Subscription,
@@ -122,8 +123,8 @@ impl RabbitSubscriber {
         let mut guard = Guard { link, sources: Vec::new() };
         let mut queues = Vec::new();
         let mut topology = Topology::new(&guard.link, config);
-        // As the publisher does, so that either may start first, and producers of others need no
-        // publisher of ours.
+        // The publisher declares it in the same way, so that either may start first, and other
+        // producers need no publisher of ours.
         topology.exchange(config).await?;
         for topic in &subscription.topics {
             queues.extend(topology.subscribe(config, subscription, topic, unlimited).await?);
@@ -170,7 +171,7 @@ impl RabbitSubscriber {
         })
     }
 
-    /// Takes what has arrived, from all queues in turn, until so many wait.
+    /// Takes what has arrived, from all queues in turn, until `max` deliveries are waiting.
     fn take(&mut self, context: &mut Context<'_>, max: usize) -> Result<(), BrokerError> {
         let count = self.guard.sources.len();
         for step in 0..count {
@@ -200,8 +201,8 @@ impl RabbitSubscriber {
     }
 
     fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
-        // While paused, what the prefetch lets through is kept here, so that an end of the stream
-        // is still seen.
+        // While paused, deliveries within the prefetch are still taken and kept, so that the end of
+        // the stream is noticed.
         let max = if self.paused { usize::MAX } else { DELIVERIES_MAX };
         match self.take(context, max) {
             Ok(()) if self.paused || self.waiting.is_empty() => Poll::Pending,
@@ -209,9 +210,9 @@ impl RabbitSubscriber {
         }
     }
 
-    /// Messages that stood in a queue when we came may have gone to another process. An empty queue
-    /// says that nothing is left that we do not have, or that is on its way to us: the second
-    /// answer on the same channel comes after it.
+    /// Checks whether the messages that were in the queues at the start are gone; another process
+    /// may have got them. If a queue has no ready messages, they are all delivered. A second
+    /// request on the same channel is answered after them, so that they have then arrived here.
     async fn look_at_what_is_left(&mut self) -> Result<(), BrokerError> {
         let deadline = self.config.connect_deadline;
         let mut left = Vec::with_capacity(self.guard.sources.len());
@@ -238,7 +239,7 @@ impl RabbitSubscriber {
         Ok(())
     }
 
-    /// Nothing came for long: is the server there, and does it still know us as a consumer?
+    /// Checks, after a long silence, that the server is there and still knows this consumer.
     async fn look_at_quiet_queues(&mut self) -> Result<(), BrokerError> {
         let mut topology = Topology::new(&self.guard.link, &self.config);
         let mut stuck = None;
@@ -254,7 +255,8 @@ impl RabbitSubscriber {
                 stuck = Some(format!("queue `{place}`: messages are ready and none is delivered"));
             }
         }
-        // Once may be a message that came this moment.
+        // One time may be a message that has just come, so only the second time in a row is an
+        // error.
         match stuck {
             Some(why) if self.suspected => Err(BrokerError::Session(why)),
             found => {
@@ -280,20 +282,21 @@ impl Source {
         delivery
     }
 
-    /// The highest tag up to this one that the server still counts: it closes the channel over one
-    /// that it does not know any more.
+    /// The highest unacknowledged tag up to this one. The server closes the channel for a tag that
+    /// it does not know any more.
     fn last_counted(&self, through: u64) -> Option<u64> {
         let after = self.in_flight.partition_point(|(tag, _)| *tag <= through);
         self.in_flight.range(..after).next_back().map(|(tag, _)| *tag)
     }
 
-    /// This tag alone is acknowledged; gives its weight, where the server still counts it.
+    /// Removes one tag that is acknowledged alone. Returns its weight, or `None` where it was
+    /// acknowledged before.
     fn give_up_one(&mut self, tag: u64) -> Option<usize> {
         let at = self.in_flight.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
         self.in_flight.remove(at).map(|(_, weight)| weight)
     }
 
-    /// Everything through this tag is acknowledged; gives what that was.
+    /// Removes all tags up to this one, which are acknowledged. Returns their number and bytes.
     fn give_up(&mut self, through: u64) -> InFlight {
         self.acknowledged = through;
         let rows = self.in_flight.partition_point(|(tag, _)| *tag <= through);
@@ -302,8 +305,8 @@ impl Source {
 }
 
 impl Source {
-    /// Whether it was sent. Not sent is no loss: the inbox knows these messages. The end of the
-    /// channel comes from `next`.
+    /// Sends an acknowledgement; returns whether it was sent. A failure loses nothing: the inbox
+    /// knows these messages, and `next` reports the end of the channel.
     async fn acknowledge(&self, tag: u64, multiple: bool, deadline: Duration) -> bool {
         let ack = self.channel.basic_ack(tag, BasicAckOptions { multiple });
         let sent = within(deadline, "basic.ack", ack).await;
@@ -323,7 +326,7 @@ impl Subscriber for RabbitSubscriber {
         }
         loop {
             let quiet = self.config.quiet_check.saturating_sub(self.last_delivery.elapsed());
-            // Cancel safety: deliveries that were taken stand in `waiting` until they are returned.
+            // Cancel safety: taken deliveries stay in `waiting` until they are returned.
             let arrived = std::future::poll_fn(|context| self.poll_deliveries(context));
             match tokio::time::timeout(quiet, arrived).await {
                 Ok(Ok(())) => {
@@ -352,7 +355,7 @@ impl Subscriber for RabbitSubscriber {
                 source.id.place, source.delivered
             )));
         }
-        // The server closes the channel over a tag that it does not know any more.
+        // The server closes the channel for a tag that it does not know any more.
         if through <= source.acknowledged {
             return Ok(());
         }
@@ -397,12 +400,12 @@ impl Subscriber for RabbitSubscriber {
 
     async fn close(self: Box<Self>) {
         for source in &self.guard.sources {
-            // Any call with an answer: the server has then seen the acknowledgements before it on
-            // this channel.
+            // Any request with an answer: the answer shows that the server has processed the
+            // acknowledgements before it on this channel.
             let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
             let _ = within(self.config.close_deadline, "basic.qos", answered).await;
         }
-        // Not `connection.close`: prefetched messages would go back out of order (R29).
+        // `connection.close` would requeue prefetched messages out of order (R29).
         self.guard.link.cut();
     }
 }

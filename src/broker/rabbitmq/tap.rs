@@ -1,9 +1,9 @@
-//! Reading everything that was published, for `demo`, `bench` and tests: a queue beside the
-//! consumers' own.
+//! Reads everything that was published, for `demo`, `bench` and tests: a tap is a queue of its own
+//! beside the consumers' queues.
 //!
-//! Guarantees: a tap sees every message published after it was made; `read` answers with all of
-//! them, in the order of the queue, however often it is called. A forgotten tap queue goes away by
-//! itself. A dropped `read` may show messages twice.
+//! Guarantees: a tap gets every message that is published after it was made. `read` returns all of
+//! them in the order of the queue, also when it is called again. The server deletes a tap queue
+//! that is not used any more. If a `read` is dropped, a later one may return messages twice.
 
 use std::collections::HashMap;
 
@@ -20,9 +20,9 @@ use super::wire;
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
-/// A tap nobody reads for this long is gone.
+/// The server deletes a tap that is not read for this long.
 const EXPIRES_MILLIS: i32 = 60 * 60 * 1_000;
-/// Deliveries in flight while a tap is read.
+/// Most deliveries in flight while a tap is read.
 const PREFETCH: u16 = 1_000;
 
 /// The taps of one broker object, by topic.
@@ -36,7 +36,7 @@ struct Tap {
 }
 
 impl Taps {
-    /// Makes sure that what is published from now on is seen.
+    /// Makes a tap for a topic, if there is none: it gets all messages from now on.
     pub(super) async fn open(&self, config: &RabbitConfig, topic: &str) -> Result<(), BrokerError> {
         let mut taps = self.0.lock().await;
         if taps.contains_key(topic) {
@@ -62,7 +62,7 @@ impl Taps {
         Ok(())
     }
 
-    /// Everything seen so far.
+    /// Returns everything that the tap got so far.
     pub(super) async fn read(&self, config: &RabbitConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         let mut taps = self.0.lock().await;
         let tap = taps.get_mut(topic).ok_or_else(|| {
@@ -70,8 +70,8 @@ impl Taps {
         })?;
         let link = Link::open(config, "oncebox tap").await?;
         loop {
-            // A fresh channel each time: what it was given beyond the count goes back to its place
-            // when it is closed.
+            // A new channel each time: deliveries beyond the count are requeued in their place when
+            // it is closed.
             let channel = link.channel().await?;
             let passive = QueueDeclareOptions::default().passive();
             let asked = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());
@@ -103,7 +103,8 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
         };
         let tag = delivery.delivery_tag;
         tap.read.push(wire::arrived(delivery, &tap.queue));
-        // No tag twice: the server closes the channel over that.
+        // The last tag is acknowledged once: the server closes the channel for a tag that is
+        // acknowledged twice.
         if count == ready || count.is_multiple_of(u32::from(PREFETCH) / 2) {
             let ack = channel.basic_ack(tag, BasicAckOptions { multiple: true });
             within(config.connect_deadline, "basic.ack", ack).await?;

@@ -1,11 +1,11 @@
-//! Exchange, queues and bindings, declared so that declaring again changes nothing (R30).
+//! Declares exchange, queues and bindings; a repeated declaration changes nothing (R30).
 //!
-//! Guarantees: queues are durable quorum queues with a single active consumer from the first
-//! declaration; an existing queue with other arguments is refused by the name of the argument,
-//! except for the delivery limit, which cannot be changed afterwards and is taken as it stands;
-//! behind a hash exchange all queues are bound before the first message can reach it.
+//! Guarantees: queues are durable quorum queues with a single active consumer from their first
+//! declaration. An existing queue with other arguments is refused by the name of the argument,
+//! except for the delivery limit, which cannot be changed afterwards and is accepted as it is.
+//! Behind a hash exchange all queues are bound before the first message can reach it.
 //!
-//! Not here: policies (an operator's; `check` says what to set).
+//! Not here: policies, which an operator sets (`check` says which).
 
 use std::time::Duration;
 
@@ -24,12 +24,12 @@ use crate::broker::Subscription;
 use crate::error::BrokerError;
 use crate::message::wire;
 
-/// The argument that older servers do not know as -1, and that no policy can turn off on newer ones
-/// but this.
+/// How often a queue delivers a message before it is dropped. Servers that have such a limit by
+/// default get -1, which means no limit; older servers do not know that value.
 pub(super) const DELIVERY_LIMIT: &str = "x-delivery-limit";
 /// The exchange type of the plugin `rabbitmq_consistent_hash_exchange`.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
-/// What to do where the plugin is missing.
+/// The remedy where the plugin is missing.
 pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
 
 /// One queue of a subscription.
@@ -39,16 +39,16 @@ pub(super) struct QueueName {
     pub(super) name: String,
 }
 
-/// A queue as it was found.
+/// What the server tells about a queue.
 #[derive(Debug, Clone)]
 pub(super) struct Found {
     pub(super) ready: u32,
     pub(super) consumers: u32,
-    /// Its delivery limit is not the one we asked for.
+    /// True where the delivery limit is not the one that we asked for.
     pub(super) limit_as_it_stands: bool,
 }
 
-/// The queues of a topic: one, or `partitions` behind the hash exchange.
+/// The names of a topic's queues: one, or `partitions` of them behind the hash exchange.
 pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: &str) -> Vec<QueueName> {
     let queue = subscription.queue(topic);
     let named = |name: String| QueueName { topic: topic.to_owned(), name };
@@ -58,13 +58,13 @@ pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: 
     }
 }
 
-/// The hash exchange in front of a topic's queues.
+/// The name of the hash exchange in front of a topic's queues.
 pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String {
     format!("{}.hash", subscription.queue(topic))
 }
 
-/// Declares things on one connection; a refused declaration closes its channel, so each failure
-/// opens another one.
+/// Declares things on one connection. The server closes the channel of a refused declaration, so
+/// the next request opens another channel.
 #[derive(Debug)]
 pub(super) struct Topology<'l> {
     link: &'l Link,
@@ -95,7 +95,7 @@ impl<'l> Topology<'l> {
         within(self.deadline, "exchange.declare", channel.exchange_declare(name.into(), kind, options, arguments)).await
     }
 
-    /// Whether an exchange is there, of whatever kind.
+    /// Whether an exchange of this name exists, of any kind.
     pub(super) async fn exchange_exists(&mut self, name: &str) -> Result<bool, Fault> {
         let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
         match self.declare_exchange(name, ExchangeKind::Topic, passive, FieldTable::default()).await {
@@ -105,7 +105,7 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// The durable topic exchange of the publisher.
+    /// Declares the durable topic exchange of the publisher.
     pub(super) async fn exchange(&mut self, config: &RabbitConfig) -> Result<(), BrokerError> {
         let mut arguments = FieldTable::default();
         if let Some(alternate) = &config.alternate_exchange {
@@ -115,7 +115,8 @@ impl<'l> Topology<'l> {
         self.accept(declared, &config.exchange, "exchange").await
     }
 
-    /// A user without the right to configure may use what is there.
+    /// Accepts an existing object where this user has no right to declare it; refuses one with
+    /// other properties by name.
     async fn accept(&mut self, declared: Result<(), Fault>, name: &str, what: &str) -> Result<(), BrokerError> {
         match declared {
             Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
@@ -135,11 +136,11 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// Everything a subscription needs for one topic; answers with the queues in the order of their
-    /// numbers.
+    /// Declares everything that a subscription needs for one topic. Returns the queues in the order
+    /// of their numbers.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] where queues of another number of partitions are there.
+    /// [`BrokerError::Refused`] where queues of another number of partitions exist.
     pub(super) async fn subscribe(
         &mut self,
         config: &RabbitConfig,
@@ -193,10 +194,11 @@ impl<'l> Topology<'l> {
         let declared = self.declare_exchange(&hash, hash_kind(), durable(), hash_arguments()).await;
         self.accept(declared, &hash, "hash exchange").await?;
         for (queue, _) in &found {
-            // The routing key of a hash binding is a weight.
+            // The routing key of a binding to a hash exchange is a weight.
             self.bind_queue(&queue.name, &hash, "1").await?;
         }
-        // Last: a message that came before a queue is bound would be hashed over the others.
+        // Bound last: before all queues are bound, a message would be hashed over some of them
+        // only.
         let channel = self.channel().await?;
         let bound = channel.exchange_bind(
             hash.as_str().into(),
@@ -210,7 +212,7 @@ impl<'l> Topology<'l> {
         Ok(found)
     }
 
-    /// Deletes the queues of subscriptions and the exchanges that stand only before them.
+    /// Deletes the queues of subscriptions, and the hash exchanges in front of them.
     pub(super) async fn remove(
         &mut self,
         config: &RabbitConfig,
@@ -241,7 +243,7 @@ impl<'l> Topology<'l> {
         within(self.deadline, "exchange.delete", gone).await
     }
 
-    /// A quorum queue with a single active consumer.
+    /// Declares a quorum queue with a single active consumer, or accepts an existing one.
     pub(super) async fn queue(&mut self, name: &str, unlimited: bool) -> Result<Found, BrokerError> {
         let limit = unlimited.then_some(-1);
         let mut fault = match self.declare_queue(name, limit).await {
@@ -249,8 +251,8 @@ impl<'l> Topology<'l> {
             Err(fault) => fault,
         };
         if differs_in_limit(&fault) {
-            // The server names one argument at a time: the same again with the limit it has shows
-            // whether it was the only one.
+            // The server names one argument at a time. A declaration with the existing limit shows
+            // whether the limit was the only difference.
             match self.declare_queue(name, current_limit(&fault.text())).await {
                 Ok(found) => return Ok(Found { limit_as_it_stands: true, ..found }),
                 Err(other) => fault = other,
@@ -284,7 +286,8 @@ impl<'l> Topology<'l> {
         self.ask_queue(name, QueueDeclareOptions::durable(), arguments).await
     }
 
-    /// Passive declare: what the server lets one see of a queue, none where it is not there.
+    /// What the server tells about a queue (passive declare); `None` where the queue does not
+    /// exist.
     pub(super) async fn queue_as_it_stands(&mut self, name: &str) -> Result<Option<Found>, Fault> {
         match self.ask_queue(name, QueueDeclareOptions::default().passive(), FieldTable::default()).await {
             Ok(found) => Ok(Some(found)),
@@ -322,7 +325,8 @@ impl<'l> Topology<'l> {
     fn accept_binding(&self, bound: Result<(), Fault>, to: &str, exchange: &str) -> Result<(), BrokerError> {
         match bound {
             Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
-                // Who may only read works on what an operator has bound; AMQP cannot show bindings.
+                // A user with only the right to read uses what an operator has bound; AMQP does not
+                // show bindings.
                 tracing::warn!(to, exchange, why = fault.text(), "no right to bind; taking the binding as it stands");
                 Ok(())
             }
@@ -334,7 +338,8 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// Whether the plugin for hash exchanges is enabled: an exchange of that type for a moment.
+    /// Whether the plugin for hash exchanges is enabled: declares such an exchange and deletes it
+    /// again.
     pub(super) async fn has_hash_plugin(&mut self) -> Result<bool, Fault> {
         let name = format!("oncebox.probe.{}", uuid::Uuid::now_v7());
         let fleeting = ExchangeDeclareOptions { auto_delete: true, ..ExchangeDeclareOptions::default() };
@@ -356,8 +361,8 @@ pub(super) fn no_plugin(text: &str) -> BrokerError {
     ))
 }
 
-/// The plugin of an exchange type is missing: 503 and the end of the connection before 4.0, 406
-/// since.
+/// Whether the plugin of an exchange type is missing. The server answers 503 and closes the
+/// connection before 4.0, and answers 406 since.
 fn is_unknown_type(fault: &Fault) -> bool {
     fault.code() == Some(COMMAND_INVALID)
         || fault.code() == Some(PRECONDITION_FAILED) && fault.text().contains("unknown exchange type")
@@ -381,7 +386,8 @@ fn differs_in_limit(fault: &Fault) -> bool {
     fault.code() == Some(PRECONDITION_FAILED) && inequivalent(&fault.text()) == Some(DELIVERY_LIMIT)
 }
 
-/// `.. but current is the value '5' of type 'signedint'`, none for `.. but current is none`.
+/// Reads `.. but current is the value '5' of type 'signedint'`; `None` for `.. but current is
+/// none`.
 fn current_limit(text: &str) -> Option<i32> {
     let current = text.rsplit_once("current is the value '")?.1;
     current.split('\'').next()?.parse().ok()

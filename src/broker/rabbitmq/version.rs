@@ -1,7 +1,8 @@
-//! The version of the server, which decides one queue argument (R30).
+//! Asks for the version of the server, which decides one queue argument (R30).
 //!
-//! The client library receives it in `connection.start` and does not keep it, so we ask on a socket
-//! of our own that ends after that first frame. Asked once per broker object.
+//! The client library receives the version in `connection.start` and does not keep it. So we ask on
+//! a socket of our own, which is closed after that first frame. One answer serves a broker object
+//! for its whole life.
 
 use futures::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;
@@ -11,12 +12,12 @@ use super::config::{RabbitConfig, Server};
 use super::socket::{connector, resolve, untrusted};
 use crate::error::BrokerError;
 
-/// The largest first frame that is looked at.
+/// Most bytes of the first frame that are read.
 const FRAME_MAX: usize = 128 * 1024;
-/// Class and method of `connection.start`, then two bytes of protocol version.
+/// Class and method of `connection.start`; two bytes with the protocol version follow.
 const START: [u8; 4] = [0, 10, 0, 10];
 
-/// Product and version as the server says them.
+/// Product and version in the server's own words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ServerVersion {
     pub(super) product: String,
@@ -24,20 +25,20 @@ pub(super) struct ServerVersion {
 }
 
 impl ServerVersion {
-    /// Major and minor; zeros where the text is not of that form.
+    /// The major and minor number; 0 for a part that is no number.
     pub(super) fn numbers(&self) -> (u32, u32) {
         let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or(0));
         (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
     }
 
-    /// From 4.0 a quorum queue has a delivery limit of 20 unless told otherwise, and takes -1 for
-    /// none (R30, D9).
+    /// True from 4.0 on: a quorum queue then has a delivery limit of 20 unless its declaration says
+    /// otherwise, and -1 means no limit (R30).
     pub(super) fn limits_deliveries(&self) -> bool {
         self.numbers() >= (4, 0)
     }
 }
 
-/// Asks the server for its version; an unreachable node is passed over for the next one.
+/// Asks the server for its version. If a node is unreachable, the next one is asked.
 pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
     let deadline = config.connect_deadline;
     let mut tries = config.tries()?;

@@ -1,8 +1,7 @@
-//! CloudEvents over AMQP 0.9.1: a message as properties and headers, and back.
+//! CloudEvents over AMQP 0.9.1: from a message to properties and headers, and back.
 //!
-//! Guarantees: payload bytes are never touched; what the application gave as headers goes out as
-//! long strings; whatever type a foreign publisher used for a header comes in as bytes that a
-//! person can read.
+//! Guarantees: payload bytes are never changed. The application's headers are sent as long strings.
+//! A header of any type from another publisher is received as readable bytes.
 //!
 //! Source: CloudEvents AMQP binding 1.0.2 with the prefix `cloudEvents_`, here as headers of AMQP
 //! 0.9.1.
@@ -14,10 +13,10 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 
 use crate::message::{Arrived, Coordinates, OutgoingMessage, wire};
 
-/// Properties and headers of a message on its way out.
+/// The properties and headers that a message is published with.
 ///
 /// # Errors
-/// What AMQP cannot carry: a name, topic, kind or content type longer than 255 bytes.
+/// Says what AMQP cannot carry: a header name, kind, source or content type longer than 255 bytes.
 pub(super) fn properties(message: &OutgoingMessage, source: &str) -> Result<BasicProperties, String> {
     let id = message.id.to_string();
     let mut headers = FieldTable::default();
@@ -53,12 +52,12 @@ pub(super) fn properties(message: &OutgoingMessage, source: &str) -> Result<Basi
         .with_headers(headers))
 }
 
-/// Text as an AMQP short string.
+/// Converts text to an AMQP short string; an error where it is longer than 255 bytes.
 pub(super) fn short(what: &str, text: &str) -> Result<ShortString, String> {
     ShortString::try_new(text).map_err(|_| format!("{what} has {} bytes, AMQP carries at most 255", text.len()))
 }
 
-/// A delivery as the adapters hand it up.
+/// Reads a delivery: key, payload, headers and envelope.
 pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
     let properties = delivery.properties;
     let headers: Vec<(String, Vec<u8>)> = properties
@@ -89,8 +88,8 @@ pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
     }
 }
 
-/// A header value as bytes: text and byte arrays as they are, numbers in decimal, times in RFC
-/// 3339, tables and arrays as JSON.
+/// Converts a header value to bytes: text and byte arrays unchanged, numbers in decimal, times in
+/// RFC 3339, tables and arrays as JSON.
 fn bytes(value: &AMQPValue) -> Vec<u8> {
     match value {
         AMQPValue::LongString(text) => text.as_bytes().to_vec(),
@@ -118,7 +117,8 @@ fn json(value: &AMQPValue) -> serde_json::Value {
         AMQPValue::LongInt(number) => Value::from(*number),
         AMQPValue::LongUInt(number) => Value::from(*number),
         AMQPValue::LongLongInt(number) => Value::from(*number),
-        // Through text: 1.1 as a float stays 1.1, not 1.10000002384.
+        // Converted through text, so that 1.1 as a float stays 1.1 and does not become
+        // 1.10000002384.
         AMQPValue::Float(number) => number.to_string().parse().map_or_else(|_| float(f64::from(*number)), float),
         AMQPValue::Double(number) => float(*number),
         AMQPValue::DecimalValue(decimal) => Value::from(decimal_text(decimal.value, decimal.scale)),
