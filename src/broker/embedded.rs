@@ -1,16 +1,16 @@
-//! The embedded broker: a durable topic log in one SQLite file, shared by the processes of one
-//! machine.
+//! The embedded broker: a durable topic log in one SQLite file, which the processes of one machine
+//! share.
 //!
-//! Topics have partitions (by hash of the key), partitions have offsets without holes, groups have
-//! one lease row with an epoch per partition. It needs no server, and is what the first command of
-//! the README runs.
+//! Topics have partitions (by hash of the key), partitions have offsets without holes, and a group
+//! has one lease row with an epoch for each partition. The broker needs no server. The first
+//! command of the README runs it.
 //!
-//! Guarantees: an appended row is on disk (WAL, `synchronous=FULL`) before it is settled; the rows
-//! of a key stand in one partition in the order they were sent; an offset is committed only under
-//! the epoch of its lease (G9), so a process that lost a partition changes nothing; a process that
-//! dies is taken over when its lease ends.
+//! Guarantees: an appended row is on disk (WAL, `synchronous=FULL`) before it is settled. The rows
+//! of a key are in one partition, in the order in which they were sent. An offset is committed only
+//! under the epoch of its lease (G9), so that a process that lost a partition changes nothing. The
+//! partitions of a process that died go to others when its lease ends.
 //!
-//! Not here: the user's database (another file, never attached), more than one machine (SQLite over
+//! Not here: the user's database (another file, never attached); more than one machine (SQLite over
 //! a network file system loses data: use Kafka or RabbitMQ).
 //!
 //! ```no_run
@@ -47,19 +47,19 @@ use crate::error::BrokerError;
 use crate::message::Arrived;
 use crate::policy::horizon::TopicRetention;
 
-/// The broker in one SQLite file.
+/// A broker whose topics are in one SQLite file.
 #[derive(Debug, Clone)]
 pub struct EmbeddedBroker {
     log: Arc<Log>,
 }
 
 impl EmbeddedBroker {
-    /// Opens the file, and makes it where it is missing: topics are data, so there is nothing to
+    /// Opens the file, and creates it where it is missing. Topics are data, so there is nothing to
     /// migrate.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] where the directory is missing, the file is something else or was
-    /// written by a newer version, or a setting makes no sense.
+    /// [`BrokerError::Refused`] where the directory is missing, the file is no topic log or has a
+    /// newer version, or a setting is invalid.
     pub async fn open(config: EmbeddedConfig) -> Result<Self, BrokerError> {
         Ok(Self { log: Arc::new(Log::open(config).await?) })
     }

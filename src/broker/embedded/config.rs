@@ -1,38 +1,38 @@
-//! What the embedded broker needs to know.
+//! The settings of the embedded broker.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::BrokerError;
 
-/// Settings of the embedded broker, with defaults around a path.
+/// Settings of the embedded broker; [`EmbeddedConfig::new`] takes a path and sets the defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EmbeddedConfig {
-    /// The file; `-wal`, `-shm`, `.lock` and `.lock-next` stand beside it.
+    /// The file. `-wal`, `-shm`, `.lock` and `.lock-next` are beside it.
     pub path: PathBuf,
-    /// `ce_source` of what is published here.
+    /// The header `ce_source` of every published message.
     pub source: String,
-    /// Partitions of topics that are made from now on; those that exist keep theirs.
+    /// Partitions of topics that are created from now on; existing topics keep their number.
     pub partitions: u32,
-    /// How long a member of a group may be silent before its partitions go to others.
+    /// How long a member of a group may miss heartbeats before its partitions go to other members.
     pub session_timeout: Duration,
-    /// How long acknowledgements may be gathered before they are committed together. What a crash
-    /// loses of them comes again.
+    /// How long acknowledgements are collected before they are committed together. If a crash loses
+    /// some, their messages are delivered again.
     pub acknowledge_interval: Duration,
     /// How long a transaction waits for its turn and for the file.
     pub busy_timeout: Duration,
-    /// Rows older than this, and read by every group, are deleted. None keeps everything; a topic
-    /// that no group has read yet keeps everything too.
+    /// Rows that are older than this and were read by every group are deleted. `None` keeps
+    /// everything; a topic that no group has read yet keeps everything too.
     pub retention: Option<Duration>,
-    /// A message with more bytes in key, headers and payload is refused for what it is.
+    /// A message with more bytes than this in key, headers and payload is refused.
     pub message_bytes_max: usize,
-    /// Bytes of a member's deliveries that are not yet acknowledged: at so many nothing more is
-    /// read. One delivery is always allowed.
+    /// Most bytes of a member's unacknowledged deliveries; at this number nothing more is read. One
+    /// delivery is always allowed.
     pub in_flight_bytes_max: usize,
 }
 
 impl EmbeddedConfig {
-    /// Defaults around a file.
+    /// The default settings for a file.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
@@ -47,10 +47,10 @@ impl EmbeddedConfig {
         }
     }
 
-    /// Takes `embedded://FILE`.
+    /// Reads a URL `embedded://FILE`.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] where it is no such URL.
+    /// [`BrokerError::Refused`] where it is not such a URL.
     pub fn from_url(url: &str) -> Result<Self, BrokerError> {
         match url.strip_prefix("embedded://") {
             Some(path) if !path.is_empty() => Ok(Self::new(path)),
@@ -61,8 +61,7 @@ impl EmbeddedConfig {
         }
     }
 
-    /// How often a member says that it is alive: often enough that a busy file does not cost it its
-    /// membership.
+    /// The time between two heartbeats: short enough that a busy file does not cost the membership.
     pub(super) fn heartbeat(&self) -> Duration {
         self.session_timeout / 6
     }
@@ -70,7 +69,7 @@ impl EmbeddedConfig {
     /// Checks what can be checked without the file.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] with the name of the setting.
+    /// [`BrokerError::Refused`] names the setting.
     pub fn validate(&self) -> Result<(), BrokerError> {
         let refused = |what: &str| Err(BrokerError::Refused(format!("broker `{}`: {what}", self.path.display())));
         if !(1..=1_024).contains(&self.partitions) {

@@ -1,12 +1,12 @@
 //! Groups in the file: members, leases with epochs, committed offsets. Every function runs in the
 //! caller's write transaction.
 //!
-//! Guarantees: an offset moves only forward, and only under the epoch and member that its lease row
-//! has (G9); taking and giving up raise the epoch; a member whose time is over, or ends later than
-//! now plus its length (the clock went back, R22), counts as dead, and its leases are free in the
-//! same transaction.
+//! Guarantees: an offset moves only forward, and only under the epoch and member of its lease row
+//! (G9). Taking a lease and giving it up raise its epoch. A member counts as dead when its time is
+//! over, or when it ends later than now plus its length because the clock went back (R22). The
+//! leases of a dead member become free in the same transaction.
 //!
-//! Not here: who gets what (`share`), when to look (`member`).
+//! Not here: which member gets which partition (`share`), when to check (`member`).
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use sqlx::sqlite::SqliteConnection;
 use super::topology::Topic;
 use crate::broker::share::{Seat, share};
 
-/// Now, in milliseconds, by the clock of the transaction's connection.
+/// Reads the time in milliseconds, by the clock of this connection.
 const NOW: &str = "select cast(unixepoch('subsec') * 1000 as integer)";
 
 /// A joined member: the ids of group and member, and how long it lives without a heartbeat.
@@ -26,20 +26,20 @@ pub(super) struct Membership {
     pub(super) session: Duration,
 }
 
-/// A partition this member owns.
+/// A partition that this member owns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lease {
     pub(super) partition_id: i64,
     pub(super) epoch: i64,
     /// The next offset to be handled.
     pub(super) committed: i64,
-    /// The first offset that is there.
+    /// The first offset that still exists.
     pub(super) first: i64,
     /// The next offset to be written.
     pub(super) end: i64,
 }
 
-/// An offset to be committed, or a partition to be given back, under its epoch.
+/// An offset to commit, or a lease to release, under its epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fenced {
     pub(super) partition_id: i64,
@@ -49,18 +49,18 @@ pub(super) struct Fenced {
     pub(super) release: bool,
 }
 
-/// What a look at the group found.
+/// The state of this member in its group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Standing {
     pub(super) leases: Vec<Lease>,
     /// Partitions above this member's quota.
     pub(super) give_up: Vec<i64>,
-    /// Every partition of its topics has a live owner.
+    /// True where every partition of its topics has a live owner.
     pub(super) complete: bool,
     pub(super) generation: i64,
 }
 
-/// Joins as a new member.
+/// Joins the group as a new member.
 pub(super) async fn join(
     tx: &mut SqliteConnection,
     group: &str,
@@ -102,8 +102,8 @@ pub(super) async fn join(
     Ok(Membership { group_id, member_id, session })
 }
 
-/// Says that this member lives, buries the dead, takes what is free for it. None where others
-/// buried this member.
+/// Renews this member's time, removes dead members, and takes the free partitions of its share.
+/// Returns `None` where other members have removed this one: join again.
 pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<Standing>, sqlx::Error> {
     let now: i64 = sqlx::query_scalar(NOW).fetch_one(&mut *tx).await?;
     let alive = sqlx::query("update member set expires_at = ? where member_id = ?")
@@ -158,8 +158,7 @@ pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<
     Ok(Some(Standing { leases, give_up: share.give_up, complete: share.complete, generation }))
 }
 
-/// The group's generation and the partitions that are this member's: what a poll reads, in one
-/// statement.
+/// Reads the group's generation and this member's leases in one statement, for a poll.
 pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> Result<(i64, Vec<Lease>), sqlx::Error> {
     type Row = (i64, Option<i64>, Option<i64>, Option<i64>, Option<i64>, Option<i64>);
     let rows: Vec<Row> = sqlx::query_as(
@@ -178,11 +177,12 @@ pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> 
     Ok((generation, leases.collect()))
 }
 
-/// Commits offsets and gives partitions back, where the epochs still hold.
+/// Commits offsets and releases leases, where the epochs still hold.
 pub(super) async fn settle(tx: &mut SqliteConnection, me: &Membership, fenced: &[Fenced]) -> Result<(), sqlx::Error> {
     let mut released = false;
     for Fenced { partition_id, epoch, committed, release } in fenced {
-        // Where the epoch is another one nothing changes: the next look finds the partition gone.
+        // Where the epoch has changed, no row is updated: the next look shows that the lease is
+        // lost.
         let done = sqlx::query(
             "update lease set committed = max(committed, coalesce(?1, committed)), epoch = epoch + ?2, \
              member_id = case when ?2 then null else member_id end \
@@ -204,7 +204,7 @@ pub(super) async fn settle(tx: &mut SqliteConnection, me: &Membership, fenced: &
     Ok(())
 }
 
-/// Leaves: all partitions are free at once.
+/// Leaves the group: all its partitions are free at once.
 pub(super) async fn leave(tx: &mut SqliteConnection, me: &Membership) -> Result<(), sqlx::Error> {
     bury(tx, me.group_id, me.member_id).await?;
     raise(tx, me.group_id).await
@@ -220,7 +220,7 @@ async fn bury(tx: &mut SqliteConnection, group_id: i64, member_id: i64) -> Resul
     Ok(())
 }
 
-/// Makes the other members look.
+/// Raises the generation, so that the other members look at the group.
 async fn raise(tx: &mut SqliteConnection, group_id: i64) -> Result<(), sqlx::Error> {
     sqlx::query("update consumer_group set generation = generation + 1 where group_id = ?")
         .bind(group_id)

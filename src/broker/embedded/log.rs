@@ -1,8 +1,8 @@
-//! The file: how it is opened, made, and written to in turns.
+//! The file of the log: opening it, creating it, and writing to it in turns.
 //!
-//! Guarantees: WAL, and `synchronous=FULL` for rows; every write transaction is `BEGIN IMMEDIATE`
-//! inside a turn (R14); a file that is not a topic log, or was written by a newer version, is left
-//! as it is.
+//! Guarantees: WAL, and `synchronous=FULL` for rows. Every write transaction is `BEGIN IMMEDIATE`
+//! inside a turn (R14). A file that is not a topic log, or that a newer version wrote, is not
+//! changed.
 //!
 //! Not here: what is written (`topology`, `publisher`, `group`).
 
@@ -22,24 +22,24 @@ const APPLICATION_ID: i32 = 0x6f6e_6278;
 /// The value of `pragma user_version`: the version of the tables in the file.
 const SCHEMA_VERSION: i32 = 1;
 const SCHEMA: &str = include_str!("schema.sql");
-/// The WAL is cut to this when it starts anew.
+/// The WAL is truncated to this size when it starts anew.
 const WAL_BYTES_KEPT: u32 = 64 * 1024 * 1024;
 
-/// An open file, as far as a process shares it.
+/// An open log file, with the state that a process shares.
 #[derive(Debug)]
 pub(super) struct Log {
     pub(super) config: EmbeddedConfig,
     turn: Turn,
-    /// Counts appends of this process, so that its own subscribers need not wait for their next
+    /// Counts the appends of this process, so that its own subscribers need not wait for their next
     /// poll.
     pub(super) appended: watch::Sender<u64>,
 }
 
-/// A write transaction within its turn. Dropped, it rolls back.
+/// A write transaction in its turn. Dropping it rolls back.
 #[derive(Debug)]
 pub(super) struct WriteTx<'c> {
     pub(super) tx: Transaction<'c, Sqlite>,
-    // Dropped after the transaction.
+    // The last field, so that the turn is released after the transaction is dropped.
     held: Held,
 }
 
@@ -66,15 +66,15 @@ impl Log {
         Ok(log)
     }
 
-    /// A connection of its own: a thread and a file handle each. Its commits are on disk when they
-    /// return.
+    /// Opens a connection, which has a thread and a file handle of its own. Its commits are on disk
+    /// when they return.
     pub(super) async fn connect(&self) -> Result<SqliteConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full).await
     }
 
-    /// A connection for offsets and heartbeats: its commits survive the process at once, a power
-    /// failure only with the next sync. What is lost then is acknowledged again, by consumers that
-    /// know their messages.
+    /// Opens a connection for offsets and heartbeats. Its commits survive a crash of the process; a
+    /// power failure may lose those since the last sync. Messages whose acknowledgement was lost
+    /// are delivered again, and the inbox knows them.
     pub(super) async fn connect_for_offsets(&self) -> Result<SqliteConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Normal).await
     }
@@ -90,7 +90,8 @@ impl Log {
             .row_buffer_size(256)
             .thread_name(|number| format!("oncebox-broker-{number}"))
             .disable_statement_logging();
-        // In a turn: the change to WAL takes an exclusive lock for which no busy timeout waits.
+        // In a turn, because the change to WAL takes an exclusive lock that no busy timeout waits
+        // for.
         let held = self.take().await?;
         let mut connection = options.connect().await.map_err(|error| self.failed("open", &error))?;
         self.ensure_schema(&mut connection).await?;
@@ -131,18 +132,18 @@ impl Log {
         tx.commit().await.map_err(failed)
     }
 
-    /// Begins a write transaction.
+    /// Begins a write transaction in a turn.
     ///
     /// # Cancel safety
-    /// Run in tasks that are not cancelled: a cancelled one is rolled back, but only after its turn
-    /// was given back.
+    /// Not cancel safe: call it in tasks that are not cancelled. A cancelled transaction is rolled
+    /// back, but maybe after its turn was released.
     pub(super) async fn begin<'c>(&self, connection: &'c mut SqliteConnection) -> Result<WriteTx<'c>, BrokerError> {
         let held = self.take().await?;
         let tx = connection.begin_with("BEGIN IMMEDIATE").await.map_err(|error| self.failed("write to", &error))?;
         Ok(WriteTx { tx, held })
     }
 
-    /// Commits, and gives the turn back.
+    /// Commits, and releases the turn.
     pub(super) async fn commit(&self, write: WriteTx<'_>) -> Result<(), BrokerError> {
         let WriteTx { tx, held } = write;
         let committed = tx.commit().await;
@@ -154,7 +155,7 @@ impl Log {
         self.turn.take(self.config.busy_timeout).await.map_err(|error| BrokerError::Unavailable(error.to_string()))
     }
 
-    /// An error of SQLite, by what it means for the session.
+    /// Converts an error of SQLite to what it means for the session.
     pub(super) fn failed(&self, doing: &str, error: &sqlx::Error) -> BrokerError {
         let path = self.config.path.display();
         let words = classify::words(error);
@@ -172,13 +173,13 @@ impl Log {
         }
     }
 
-    /// How long the turn lasts at most in waiting, for deadlines around it.
+    /// How long a transaction waits for its turn at most, for deadlines around it.
     pub(super) fn patience(&self) -> Duration {
         self.config.busy_timeout
     }
 }
 
-/// The lock file of a broker file.
+/// The path of the lock file of a broker file.
 fn lock_file(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".lock");

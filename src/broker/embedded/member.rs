@@ -1,13 +1,13 @@
-//! The task of one membership: it keeps the lease alive, shares partitions with the others, reads
-//! ahead and commits offsets.
+//! The task of one group member: it renews the leases, shares partitions with the other members,
+//! reads ahead and commits offsets.
 //!
-//! Guarantees: reading goes on while a transaction waits for its turn; what is read and in flight
-//! stays below `in_flight_max` rows, two batches in memory, and `in_flight_bytes_max` bytes but for
-//! the row that makes them full; a partition that is to be given up is read no further, and given
-//! back when the runtime is through or `drain` is over, in the transaction that commits its last
-//! offsets.
+//! Guarantees: reading goes on while a transaction waits for its turn. Rows in flight stay below
+//! `in_flight_max` and below two queued batches, and their bytes below `in_flight_bytes_max` plus
+//! the row that reaches it. A partition that must be given up is read no further; its lease is
+//! released when the runtime has finished or `drain` is over, in the transaction that commits its
+//! last offsets.
 //!
-//! Polling is adaptive, 2 to 20 ms, and one pragma where nothing changed.
+//! Polling is adaptive, every 2 to 20 ms, and costs one pragma where nothing changed.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -30,18 +30,18 @@ use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
 use crate::policy::position::Found;
 
-/// Bounds of one batch.
+/// Most rows of one batch, and below, most bytes.
 const BATCH_ROWS: usize = 500;
 const BATCH_BYTES: usize = 4 * 1024 * 1024;
-/// Batches that may wait for `next`.
+/// Most batches that may wait for `next`.
 const BATCHES_QUEUED: usize = 2;
 const POLL_MIN: Duration = Duration::from_millis(2);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
-/// What the task tells the runtime's side.
+/// What the task tells the subscriber.
 #[derive(Debug)]
 pub(super) enum Told {
-    /// Sources, of which nothing is read before it is said where they begin.
+    /// New sources. Nothing of them is read before `begin` has set where they begin.
     Assigned(Vec<(PartitionId, Found)>),
     Deliveries(Vec<Delivery>),
     Revoked {
@@ -51,27 +51,27 @@ pub(super) enum Told {
     },
 }
 
-/// A partition this member owns.
+/// A partition that this member owns.
 #[derive(Debug)]
 struct Owned {
     id: PartitionId,
     epoch: i64,
-    /// It is said where it begins.
+    /// True once `begin` has set where it begins.
     begun: bool,
     /// The next offset to be read.
     position: i64,
-    /// The next offset to be written, as last seen.
+    /// The next offset to be written, as it was seen last.
     end: i64,
-    /// The next offset to be handled: as the runtime said, and as it stands in the file.
+    /// The next offset to be handled: as the runtime reported it, and below, as the file has it.
     acknowledged: i64,
     committed: i64,
-    /// What was read and is neither finished nor acknowledged, by offset.
+    /// Rows that were read and are neither finished nor acknowledged, by offset.
     in_flight: VecDeque<Unfinished>,
-    /// Being given up: the runtime's guard, and until when it is waited for.
+    /// Set while it is given up: the end of the runtime's guard, and how long to wait for it.
     leaving: Option<(std::sync::mpsc::Receiver<()>, Instant)>,
 }
 
-/// One write transaction of a membership.
+/// What one write transaction of a member must do.
 #[derive(Debug, Default)]
 struct Order {
     fenced: Vec<Fenced>,
@@ -79,12 +79,12 @@ struct Order {
     leave: bool,
 }
 
-/// What came of it.
+/// The result of a write transaction.
 #[derive(Debug)]
 struct Written {
     order: Order,
     standing: Option<Standing>,
-    /// Others had buried this member: it joined anew under this membership.
+    /// The new membership, where other members had removed this one and it joined again.
     joined_anew: Option<Membership>,
 }
 
@@ -102,7 +102,8 @@ impl Owned {
         while self.in_flight.pop_front_if(|row| row.offset < self.acknowledged).is_some() {}
     }
 
-    /// A row that stands aside is none of those that run, but its bytes are still in memory.
+    /// Counts a row no longer as in flight. A row that is set aside keeps its bytes, which are
+    /// still in memory.
     fn spare(&mut self, offset: i64, is_aside: bool) {
         let Ok(place) = self.in_flight.binary_search_by_key(&offset, |row| row.offset) else { return };
         if is_aside {
@@ -115,12 +116,12 @@ impl Owned {
 
 type Finished = (SqliteConnection, Result<Written, BrokerError>);
 
-/// A membership with its connections.
+/// A group member with its connections.
 pub(super) struct Member {
     log: Arc<Log>,
     group: String,
     topics: Vec<Topic>,
-    /// Topic and number by partition id.
+    /// Topic and partition number, by the partition's id.
     places: HashMap<i64, (Topic, i32)>,
     in_flight_max: usize,
     drain: Duration,
@@ -132,21 +133,21 @@ pub(super) struct Member {
     shared: Arc<Shared>,
     events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
     appended: watch::Receiver<u64>,
-    /// The group's generation this member last stood in, and whether it saw another one.
+    /// The generation at this member's last `stand`; below, whether it has changed since.
     generation: i64,
     stand_now: bool,
     stand_at: Instant,
     committed_at: Instant,
-    /// `pragma data_version` at the last look.
+    /// The value of `pragma data_version` at the last poll.
     seen: Option<i64>,
     poll_at: Instant,
     poll_after: Duration,
-    /// Where the next batch begins, so that no partition waits behind a full one.
+    /// The partition that the next batch begins with, so that each gets its turn.
     first: i64,
 }
 
 impl Member {
-    /// How many rows run or wait their turn, and the bytes of all that is not finished.
+    /// The number of unfinished rows that are not set aside, and the bytes of all unfinished rows.
     fn in_flight(&self) -> (usize, usize) {
         let in_flight = self.owned.values().flat_map(|owned| &owned.in_flight);
         in_flight.fold((0, 0), |(rows, weight), row| (rows + usize::from(!row.is_aside), weight + row.weight))
@@ -205,7 +206,7 @@ impl Member {
 
     pub(super) async fn run(mut self) {
         if let Err(error) = self.work().await {
-            // The lease ends by itself; the runtime subscribes anew.
+            // The lease ends without us, and the runtime subscribes again.
             let _ = self.events.send(Err(error));
             return;
         }
@@ -214,14 +215,14 @@ impl Member {
         }
     }
 
-    /// Until nobody listens any more.
+    /// Works until the subscriber is dropped.
     async fn work(&mut self) -> Result<(), BrokerError> {
         while !self.events.is_closed() {
             if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
                 self.finish_writing().await?;
             }
-            // Before the acknowledgements are noted: the runtime acknowledges first and lets go of
-            // the guard then.
+            // Asked before acknowledgements are noted, because the runtime acknowledges first and
+            // drops the guard after it: so no acknowledgement is missed.
             let through = self.through();
             self.note_begun();
             self.note_acknowledged();
@@ -238,7 +239,7 @@ impl Member {
         Ok(())
     }
 
-    /// Until something may be to do.
+    /// Waits until there may be something to do.
     async fn wait(&mut self) -> Result<(), BrokerError> {
         let until = self.next_deadline();
         let Self { writing, shared, events, appended, poll_at, .. } = self;
@@ -261,7 +262,7 @@ impl Member {
         Ok(())
     }
 
-    /// Waits for the write transaction that is under way.
+    /// Waits for the current write transaction.
     async fn finish_writing(&mut self) -> Result<(), BrokerError> {
         match self.writing.take() {
             Some(writing) => self.written(writing.await),
@@ -294,7 +295,7 @@ impl Member {
 
     fn note_acknowledged(&mut self) {
         for (id, next) in self.shared.take_acknowledged() {
-            // A source of an earlier assignment is nobody's any more (G9).
+            // A source of an earlier assignment is not found: its acknowledgement is ignored (G9).
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
                 owned.handled(next);
             }
@@ -306,7 +307,7 @@ impl Member {
         }
     }
 
-    /// Partitions that are being given up and with which the runtime is through, or had its time.
+    /// Partitions that are given up and that the runtime has finished with, or had its time for.
     fn through(&self) -> Vec<i64> {
         let now = Instant::now();
         let through = |owned: &Owned| {
@@ -317,7 +318,7 @@ impl Member {
         self.owned.iter().filter(|(_, owned)| through(owned)).map(|(partition_id, _)| *partition_id).collect()
     }
 
-    /// Starts a write transaction where one is due and none is under way.
+    /// Starts a write transaction where one is due and none is running.
     fn write(&mut self, through: &[i64]) {
         let now = Instant::now();
         let due = now >= self.committed_at + self.log.config.acknowledge_interval;
@@ -350,14 +351,15 @@ impl Member {
         self.committed_at = now;
         let (log, me) = (Arc::clone(&self.log), self.me.clone());
         let (group, topics) = (self.group.clone(), self.topics.clone());
-        // In a task of its own: a transaction is not cancelled, and reading goes on beside it.
+        // In a task of its own, so that the transaction is not cancelled, and reading goes on
+        // beside it.
         self.writing = Some(tokio::spawn(async move {
             let written = write(&log, &mut connection, &me, order, &group, &topics).await;
             (connection, written)
         }));
     }
 
-    /// Takes the result of a write transaction.
+    /// Handles the result of a write transaction.
     fn written(&mut self, finished: Result<Finished, tokio::task::JoinError>) -> Result<(), BrokerError> {
         let ended = |error: tokio::task::JoinError| BrokerError::Session(format!("a transaction ended early: {error}"));
         let (connection, written) = finished.map_err(ended)?;
@@ -380,7 +382,7 @@ impl Member {
         Ok(())
     }
 
-    /// Becomes what the group says that this member is.
+    /// Takes over the leases that this member has in the group, and starts to give up the surplus.
     fn apply(&mut self, standing: &Standing) {
         self.generation = standing.generation;
         let leases: HashMap<i64, i64> = standing.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
@@ -433,12 +435,12 @@ impl Member {
         self.shared.others_hold_all.store(idle, Ordering::Release);
     }
 
-    /// Gives up at once what others have already.
+    /// Gives up at once the partitions that other members own already.
     fn lose(&mut self, lost: impl Fn((i64, i64)) -> bool) {
         let mut sources = Vec::new();
         self.owned.retain(|partition_id, owned| {
             let lost = lost((*partition_id, owned.epoch));
-            // What is being given up was revoked already.
+            // A partition that is being given up was reported as revoked before.
             if lost && owned.leaving.is_none() {
                 sources.push(owned.id.clone());
             }
@@ -450,7 +452,7 @@ impl Member {
         }
     }
 
-    /// Looks whether the group changed and whether rows came; one pragma where nothing did.
+    /// Checks whether the group changed and whether rows came; costs one pragma where nothing did.
     async fn poll(&mut self) -> Result<(), BrokerError> {
         let failed = |error: sqlx::Error| self.log.failed("read", &error);
         let version: i64 =
@@ -472,7 +474,7 @@ impl Member {
         Ok(())
     }
 
-    /// Reads a batch where there is room for one; true where one was told.
+    /// Reads a batch where there is room for one. Returns true where it sent one to the subscriber.
     async fn fetch(&mut self) -> Result<bool, BrokerError> {
         if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
             return Ok(false);
@@ -531,7 +533,7 @@ impl Member {
     }
 
     fn tell(&self, told: Told) {
-        // Nobody listens any more: the loop ends.
+        // Sending fails only where the subscriber was dropped: then the loop ends.
         let _ = self.events.send(Ok(told));
     }
 
@@ -557,7 +559,7 @@ impl Member {
     }
 }
 
-/// One write transaction: offsets, leases given back, then the standing in the group.
+/// One write transaction: commits offsets, releases leases, then stands in the group or leaves it.
 async fn write(
     log: &Log,
     connection: &mut SqliteConnection,

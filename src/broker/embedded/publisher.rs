@@ -1,13 +1,12 @@
-//! Appending: rows that were handed over are written by a task, as many as wait together in one
-//! transaction.
+//! Appending: a task writes the rows of a session, all that wait together in one transaction.
 //!
-//! Guarantees: a row is settled after the commit that holds it, which is on disk; rows are appended
-//! in the order they were sent, so what the log has is a prefix of the session (R15); a row that is
-//! refused for what it is takes the later rows of its key in this session with it (as doubt of the
-//! session), never its own fault alone; a file that takes nothing for now (its disk is full,
-//! another process holds it) is blocked: the rows wait, and no message is at fault.
+//! Guarantees: a row is settled after the commit that contains it, which is on disk. Rows are
+//! appended in the order in which they were sent, so that the log has a prefix of the session
+//! (R15). When a row itself is refused, later rows of its key are not appended (`Refusal::Behind`)
+//! until the runtime has received the refusal. While the file takes nothing (its disk is full,
+//! another process holds it), the broker is blocked: the rows wait, and no message is at fault.
 //!
-//! Not here: topics that are missing. They are made when the first row of them comes.
+//! Not here: missing topics. A topic is created with its first row.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,36 +26,37 @@ use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// Bounds of one transaction: the write lock is held for some 20 ms at most.
+/// Most rows of one transaction, and below, most bytes: the write lock is held for at most about 20
+/// ms.
 const ROWS_PER_COMMIT: usize = 5_000;
 const BYTES_PER_COMMIT: usize = 8 * 1024 * 1024;
-/// Bytes that may wait for the writer; `send` waits above it.
+/// Most bytes that may wait for the writer; `send` waits above it.
 const BYTES_WAITING_MAX: usize = 32 * 1024 * 1024;
-/// How often old rows are looked for, where the setting `retention` is on.
+/// How often old rows are deleted, where the setting `retention` is on.
 const TRIM_EVERY: Duration = Duration::from_secs(30);
 
-/// How often a file is tried that takes nothing for now.
+/// How often a write is tried again while the file takes nothing.
 const BLOCKED_RETRY: Duration = Duration::from_millis(250);
 
 type Outcomes = Result<Vec<Settled>, BrokerError>;
 
-/// One publishing session on the file, as the relay holds it; a task of its own writes the rows.
+/// One publishing session on the file. A task of its own writes the rows.
 #[derive(Debug)]
 pub(super) struct EmbeddedPublisher {
     rows: mpsc::UnboundedSender<Row>,
     settled: mpsc::UnboundedReceiver<Outcomes>,
     in_flight: usize,
     room: Arc<Semaphore>,
-    /// Rows that settle without the file: refused ones.
+    /// Outcomes of rows that were refused without a write.
     refused: Vec<Settled>,
-    /// (topic, key) of rows that were refused, until that is known.
+    /// (topic, key) of refused rows, until the runtime received the refusals.
     broken_keys: HashSet<(String, String)>,
     log: Arc<Log>,
     blocked: Blocked,
     writer: tokio::task::JoinHandle<()>,
 }
 
-/// Why the file takes nothing for now; the writer says it, the runtime asks.
+/// Why the file takes nothing for now: the writer sets it, the runtime reads it.
 #[derive(Debug, Clone, Default)]
 struct Blocked(Arc<Mutex<Option<String>>>);
 
@@ -70,7 +70,7 @@ impl Blocked {
     }
 }
 
-/// A row on its way to the writer.
+/// A row that waits for the writer.
 #[derive(Debug)]
 struct Row {
     tag: u64,
@@ -99,7 +99,7 @@ impl EmbeddedPublisher {
         })
     }
 
-    /// The broker's word where it does not take a row.
+    /// Why a row is not taken; `None` where it is.
     fn refusal(&mut self, message: &OutgoingMessage) -> Option<Refusal> {
         let key = message.key.as_ref().map(|key| (message.topic.clone(), key.clone()));
         if key.as_ref().is_some_and(|key| self.broken_keys.contains(key)) {
@@ -134,7 +134,7 @@ impl Publisher for EmbeddedPublisher {
             let room = Arc::clone(&self.room).acquire_many_owned(weight).await;
             let Ok(room) = room else { break };
             let row = Row { tag, message, _room: room };
-            // A writer that has ended left its reason for `settle`.
+            // The writer has ended; `settle` returns the reason.
             if self.rows.send(row).is_err() {
                 break;
             }
@@ -146,7 +146,7 @@ impl Publisher for EmbeddedPublisher {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
         if !self.refused.is_empty() {
             settled.append(&mut self.refused);
-            // Who sends after this means it.
+            // Rows that are sent after this were sent with the knowledge of the refusals.
             self.broken_keys.clear();
             return Ok(());
         }
@@ -173,7 +173,7 @@ impl Publisher for EmbeddedPublisher {
     }
 }
 
-/// The task that appends.
+/// The task that appends rows.
 struct Writer {
     log: Arc<Log>,
     connection: SqliteConnection,
@@ -182,7 +182,7 @@ struct Writer {
     blocked: Blocked,
 }
 
-/// Rows ready to be written; a write that failed changes nothing of them.
+/// Rows that are ready to be written. A failed write leaves them unchanged.
 struct Append {
     /// Tag, topic and hash of each record.
     places: Vec<(u64, String, u32)>,
@@ -212,7 +212,8 @@ impl Writer {
                 bytes += row.message.weight();
                 rows.push(row);
             }
-            // A session that was dropped writes no more: what follows would be a zombie's.
+            // The session was dropped: nothing more may be written, because the next session sends
+            // these rows again.
             if self.answers.is_closed() {
                 break;
             }
@@ -221,7 +222,7 @@ impl Writer {
             if self.answers.send(outcomes).is_err() || over {
                 break;
             }
-            // Also where rows never stop coming.
+            // Also trims where rows never stop coming.
             if self.log.config.retention.is_some() && Instant::now() >= trim_at {
                 trim_at = self.trim().await;
             }
@@ -231,7 +232,7 @@ impl Writer {
         }
     }
 
-    /// Deletes a batch of what is old; gives when to look again. It never ends the session.
+    /// Deletes a batch of old rows. Returns when to do so again. An error does not end the session.
     async fn trim(&mut self) -> Instant {
         let Self { log, connection, .. } = self;
         let trimmed = async {
@@ -243,7 +244,7 @@ impl Writer {
         };
         match trimmed.await {
             Ok(0) => Instant::now() + TRIM_EVERY,
-            // More may be left; rows that wait go first.
+            // More may be left, but waiting rows go first.
             Ok(_) => Instant::now(),
             Err(error) => {
                 tracing::warn!(%error, "old rows could not be deleted");
@@ -252,10 +253,10 @@ impl Writer {
         }
     }
 
-    /// Appends rows; while the file takes nothing, tries again until it does or the session is
-    /// over.
+    /// Appends rows. While the file takes nothing, tries again until it does or the session has
+    /// ended.
     async fn append_when_it_can(&mut self, rows: Vec<Row>, waiting: &mpsc::UnboundedReceiver<Row>) -> Outcomes {
-        // Encoded before the turn is taken: others need it too.
+        // Encoded before the turn is taken, because other processes need the turn too.
         let mut append = Append { places: Vec::with_capacity(rows.len()), records: Vec::with_capacity(rows.len()) };
         for row in rows {
             append.places.push((row.tag, row.message.topic.clone(), partition_hash(&row.message)));
@@ -264,7 +265,7 @@ impl Writer {
         loop {
             match self.append(&mut append).await {
                 Err(BrokerError::Unavailable(why)) if !self.answers.is_closed() && !waiting.is_closed() => {
-                    // What the failed transaction made of topics is not there.
+                    // Topics that the failed transaction created do not exist.
                     self.topics.clear();
                     self.blocked.set(Some(why));
                     tokio::time::sleep(BLOCKED_RETRY).await;

@@ -1,7 +1,7 @@
-//! Rows of the log: where they stand, how they are written and read.
+//! Rows of the log: their positions, and how they are written and read.
 //!
-//! Guarantees: a position is (partition, offset) in one number, so that a partition is one range of
-//! one tree; a read is bounded in rows and bytes, whatever the rows weigh.
+//! Guarantees: a position has partition and offset in one number, so that a partition is one range
+//! of one tree. A read is bounded in rows and bytes, however large the rows are.
 
 use std::sync::Arc;
 
@@ -14,18 +14,18 @@ use sqlx::{FromRow, Row};
 use crate::broker::envelope;
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
-/// Offsets have 40 bits; the rest is the partition's id.
+/// The low 40 bits of a position are the offset; the bits above are the partition's id.
 const OFFSET_BITS: u32 = 40;
-/// Rows per statement: most of a large batch goes in statements of the first size.
+/// Rows per statement. Statements of the first size take most rows of a large batch.
 const CHUNKS: [usize; 3] = [100, 10, 1];
 
-/// Where a row stands.
+/// The position of a row: its partition and offset in one number.
 pub(super) fn position(partition_id: i64, offset: i64) -> i64 {
     partition_id << OFFSET_BITS | offset
 }
 
-/// What decides on the partition of a message: its key, or its id where there is none. Never
-/// changes for a key.
+/// The hash that selects the partition of a message: of its key, or of its id where it has no key.
+/// It is always the same for a key.
 pub(super) fn partition_hash(message: &OutgoingMessage) -> u32 {
     let digest = match &message.key {
         Some(key) => Sha256::digest(key.as_bytes()),
@@ -44,7 +44,7 @@ pub(super) struct NewRecord {
 }
 
 impl NewRecord {
-    /// A message as a row; its position comes with the transaction.
+    /// Makes a row of a message. The transaction sets its position.
     pub(super) fn of(message: OutgoingMessage, source: &str) -> Self {
         let headers = envelope::headers(&message, source);
         Self {
@@ -57,7 +57,7 @@ impl NewRecord {
     }
 }
 
-/// Inserts rows whose positions are known.
+/// Inserts rows whose positions are set.
 pub(super) async fn insert(
     connection: &mut SqliteConnection,
     records: &[NewRecord],
@@ -76,7 +76,7 @@ pub(super) async fn insert(
     Ok(())
 }
 
-/// The statement for as many rows, built once (sqlx keeps prepared statements by their text).
+/// The statement for so many rows, built once: sqlx keeps prepared statements by their text.
 fn insert_sql(rows: usize) -> sqlx::AssertSqlSafe<Arc<str>> {
     use std::sync::OnceLock;
     static BUILT: [OnceLock<Arc<str>>; CHUNKS.len()] = [const { OnceLock::new() }; CHUNKS.len()];
@@ -94,12 +94,12 @@ pub(super) struct Range<'a> {
     pub(super) topic: &'a str,
     pub(super) partition_id: i64,
     pub(super) number: i32,
-    /// From this offset on, up to and without the other.
+    /// The first offset to read; below, the first one not to read.
     pub(super) from: i64,
     pub(super) to: i64,
 }
 
-/// Reads a range, at most as many rows, and no further than the row that makes the bytes full.
+/// Reads a range: at most `rows_max` rows, and none after the row that reaches `bytes_max`.
 pub(super) async fn read(
     connection: &mut SqliteConnection,
     range: Range<'_>,

@@ -1,11 +1,10 @@
-//! Deleting what is old and read by everybody, a bounded batch per transaction.
+//! Deletes rows that are old and that every group has read, a bounded batch per transaction.
 //!
-//! Guarantees: only a prefix of a partition goes, so offsets stay without holes; never a row that a
-//! known group has not handled; a topic that no group has read yet keeps everything, because
-//! publisher and consumer may start in any order.
+//! Guarantees: only the beginning of a partition is deleted, so that offsets stay without holes. A
+//! row that a known group has not handled is never deleted. A topic that no group has read yet
+//! keeps everything, because publisher and consumer may start in any order.
 //!
-//! Not here: giving space back to the file system. The file keeps its free pages and fills them
-//! again.
+//! Not here: returning space to the file system. The file keeps its free pages and uses them again.
 
 use std::time::Duration;
 
@@ -13,10 +12,10 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::record::position;
 
-/// The most rows that one call of `trim` deletes from one partition.
+/// Most rows that one call of `trim` deletes from one partition.
 pub(super) const ROWS: i64 = 1_000;
 
-/// Deletes one batch in the caller's transaction; gives how many rows went.
+/// Deletes one batch in the caller's transaction. Returns the number of deleted rows.
 pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration, rows_max: i64) -> Result<u64, sqlx::Error> {
     let partitions: Vec<(i64, i64, i64)> = sqlx::query_as(
         "select p.partition_id, p.first_offset, min(l.committed) from topic_partition p join lease l using (partition_id) \

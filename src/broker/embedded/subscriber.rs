@@ -1,8 +1,9 @@
-//! A consumer's side: what the runtime holds of a membership that a task carries (`member`).
+//! The consumer's side: the subscriber that the runtime uses. A task (`member`) does the work of
+//! the membership.
 //!
-//! Guarantees: events come in the order in which they happened; `next` may be dropped at any point;
-//! an acknowledgement is noted at once and committed soon, together with others, and wholly when
-//! the subscriber is closed.
+//! Guarantees: events come in the order in which they happened. `next` may be dropped at any point.
+//! An acknowledgement is noted at once and committed soon, together with others; all are committed
+//! when the subscriber is closed.
 //!
 //! Not here: heartbeats and reading. They go on while the runtime is busy with a handler.
 
@@ -20,21 +21,21 @@ use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::policy::position::{Found, Position, start};
 
-/// What both sides of a membership share.
+/// The state that the subscriber and its task share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     /// The next offset to be handled, by source.
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
-    /// Delivered and not acknowledged, but finished, or (true) set aside.
+    /// Deliveries that are not acknowledged but finished (false) or set aside (true).
     spared: Mutex<Vec<(PartitionId, i64, bool)>>,
-    /// The first offset to deliver, by source; the member's task takes these entries out.
+    /// The first offset to deliver, by source. The task removes the entries.
     begun: Mutex<HashMap<PartitionId, i64>>,
-    /// Wakes the task that carries the membership.
+    /// Wakes the task of the membership.
     pub(super) wake: Notify,
     pub(super) paused: AtomicBool,
-    /// Batches that wait for `next`.
+    /// The number of batches that wait for `next`.
     pub(super) queued: AtomicUsize,
-    /// This member has nothing because live others have everything.
+    /// True where this member has no partition because live members own all of them.
     pub(super) others_hold_all: AtomicBool,
 }
 
@@ -58,15 +59,14 @@ impl Shared {
     }
 }
 
-/// A membership as the runtime sees it.
+/// A member of a group, for the runtime.
 #[derive(Debug)]
 pub(super) struct EmbeddedSubscriber {
     events: mpsc::UnboundedReceiver<Result<Told, BrokerError>>,
     shared: Arc<Shared>,
-    /// The next offset that was not delivered yet, and the end that was seen when the source was
-    /// assigned.
+    /// By source: the next offset to deliver, and the end of the partition at its assignment.
     delivered: HashMap<PartitionId, (i64, i64)>,
-    /// Assigned, and not yet said where they begin.
+    /// Assigned sources for which `begin` was not called yet.
     unbegun: HashMap<PartitionId, Found>,
     member: JoinHandle<()>,
     log: Arc<Log>,
@@ -171,7 +171,7 @@ impl Subscriber for EmbeddedSubscriber {
 
     async fn close(self: Box<Self>) {
         let Self { events, member, log, .. } = *self;
-        // The task commits what is acknowledged and leaves when nobody listens any more.
+        // When the receiver is dropped, the task commits what is acknowledged and leaves the group.
         drop(events);
         if tokio::time::timeout(log.patience(), member).await.is_err() {
             tracing::warn!("the embedded subscriber did not leave its group in time");

@@ -1,5 +1,5 @@
-//! Topics: made at the first publish or subscribe, or declared; looked at as a whole for checks and
-//! for `read_all`.
+//! Topics: they are created at the first publish or subscribe, or declared; and the work on whole
+//! topics: deleting, checking, `read_all`.
 
 use std::sync::Arc;
 
@@ -12,20 +12,21 @@ use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
-/// Rows of one read of [`read_all`].
+/// Most rows of one read in [`read_all`].
 const READ_ROWS: usize = 2_000;
 
 /// A topic and the ids of its partitions, by number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Topic {
     pub(super) topic_id: i64,
-    /// Another one when it is made anew; the row's number alone may be given again.
+    /// Identifies this creation of the topic. The topic's number alone may be used again after a
+    /// deletion.
     pub(super) made: String,
     pub(super) name: Arc<str>,
     pub(super) partitions: Vec<i64>,
 }
 
-/// Finds a topic by its name; `None` where it was not made yet.
+/// Finds a topic by its name; `None` where it was not created yet.
 pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Result<Option<Topic>, sqlx::Error> {
     let found: Option<(i64, String)> =
         sqlx::query_as("select topic_id, topic_id || '-' || created_at from topic where name = ?")
@@ -40,7 +41,7 @@ pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Resul
     Ok(Some(Topic { topic_id, made, name: name.into(), partitions }))
 }
 
-/// Finds a topic or makes it, in the caller's transaction.
+/// Finds a topic, or creates it, in the caller's transaction.
 pub(super) async fn ensure(
     connection: &mut SqliteConnection,
     name: &str,
@@ -70,7 +71,7 @@ pub(super) async fn ensure(
     Ok(Topic { topic_id, made, name: name.into(), partitions: ids })
 }
 
-/// Makes topics that are missing.
+/// Creates topics that are missing.
 pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("make topics in", &error);
@@ -82,7 +83,7 @@ pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerEr
     connection.close().await.map_err(failed)
 }
 
-/// Deletes the topics and groups of subscriptions, rows and offsets with them.
+/// Deletes the topics and groups of subscriptions, with their rows and offsets.
 pub(super) async fn remove(log: &Log, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("delete topics from", &error);
@@ -146,7 +147,7 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
     Ok(arrived)
 }
 
-/// Looks at the file and at the groups.
+/// Checks the file and the groups.
 pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("check", &error);
@@ -205,7 +206,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     Ok(findings)
 }
 
-/// How a group stands with the topics of a subscription.
+/// The state of a group on the topics of a subscription.
 #[derive(Debug, Clone, Copy, Default)]
 struct Group {
     members: i64,
