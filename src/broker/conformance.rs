@@ -1,17 +1,17 @@
 //! The executable definition of a broker: cases that run on any adapter.
 //!
-//! An adapter's test file gives a [`Fixture`] and one line:
+//! The test file of an adapter has a [`Fixture`] and one line:
 //!
 //! ```text
 //! async fn fixture(case: &str) -> Option<MyFixture> { /* None skips the case */ }
 //! oncebox::broker_conformance!(fixture);
 //! ```
 //!
-//! Every case is a test of its own, named as the sentence it proves, with topics of its own. What
-//! brokers do differently is said in [`Capabilities`]; a case that a broker cannot meet at all
+//! Every case is a test of its own, with its own topics, and is named after the sentence that it
+//! proves. [`Capabilities`] says where brokers differ. A case that a broker cannot meet at all
 //! passes without doing anything.
 //!
-//! Not here: faults of one broker (its own test file), what the runtime makes of refusals.
+//! Not here: faults of a single broker (its own test file), what the runtime does about refusals.
 
 mod consuming;
 mod groups;
@@ -31,27 +31,27 @@ pub use self::wire::*;
 use super::{Broker, Subscription};
 use crate::message::wire::{KAFKA, Names};
 
-/// What a broker does differently from others.
+/// Where a broker differs from others.
 #[derive(Debug, Clone)]
 pub struct Capabilities {
-    /// Receipts carry partition and offset; else they are confirms.
+    /// Receipts have partition and offset; otherwise they are confirms.
     pub offsets: bool,
-    /// A topic can be missing, so that rows to it are diverted or refused.
+    /// A topic can be missing, so that its rows are diverted or refused.
     pub missing_topics: bool,
-    /// The members of a group share the partitions; else one works and the others stand by.
+    /// The members of a group share the partitions; otherwise one works and the others stand by.
     pub shares: bool,
     /// A group that subscribes later gets what was published before.
     pub replays: bool,
-    /// Names of the envelope's headers.
+    /// The names of the envelope's headers.
     pub names: Names,
     /// The header `oncebox-hash` is set (R20).
     pub hash_header: bool,
-    /// How long anything may take before a case fails: longer than a take-over from a dead member.
+    /// How long anything may take before a case fails. Longer than taking over from a dead member.
     pub patience: Duration,
 }
 
 impl Capabilities {
-    /// A log with partitions and groups, as Kafka is one.
+    /// The capabilities of a log with partitions and groups, like Kafka.
     #[must_use]
     pub fn log() -> Self {
         Self {
@@ -65,7 +65,7 @@ impl Capabilities {
         }
     }
 
-    /// A queue with a single active consumer, as RabbitMQ has them.
+    /// The capabilities of a queue with a single active consumer, like RabbitMQ.
     #[must_use]
     pub fn queue() -> Self {
         Self {
@@ -83,35 +83,35 @@ impl Capabilities {
 /// A broker under test.
 #[async_trait]
 pub trait Fixture: Send + Sync {
-    /// What it does differently.
+    /// Where this broker differs from others.
     fn capabilities(&self) -> Capabilities;
 
-    /// The broker, configured so that `declare` makes topics.
+    /// The broker, configured so that `declare` creates topics.
     async fn broker(&self) -> Arc<dyn Broker>;
 
-    /// The same with this bound of the bytes that are delivered and not acknowledged; none where it
-    /// has no such bound.
+    /// The broker with this bound for the bytes of unacknowledged deliveries; `None` where it has
+    /// no such bound.
     async fn with_bytes(&self, _in_flight_bytes_max: usize) -> Option<Arc<dyn Broker>> {
         None
     }
 
-    /// The name of a topic that nobody else uses and that is not there yet.
+    /// A name for a topic that does not exist and that no other case uses.
     fn topic(&self, label: &str) -> String {
         format!("oncebox-test.{label}.{}", uuid::Uuid::now_v7().simple())
     }
 
-    /// Sees to it that what is published from now on reaches this subscription: topics are made,
-    /// queues bound. Nothing stays subscribed.
+    /// Prepares a subscription, so that it gets what is published from now on: topics are created,
+    /// queues bound. No subscriber stays connected.
     async fn prepare(&self, subscription: &Subscription) {
         harness::prepare(self.broker().await.as_ref(), &self.capabilities(), subscription).await;
     }
 
-    /// Removes what the case made. Not called where it failed.
+    /// Removes what the case created. Not called after a failure.
     async fn finish(&self) {}
 }
 
-/// Runs every case of the suite as a test, on what `fixture(case).await` gives; none skips the
-/// case.
+/// Makes a test of every case of the suite. It runs on the fixture that `fixture(case).await`
+/// returns; `None` skips the case.
 #[macro_export]
 macro_rules! broker_conformance {
     ($fixture:path) => {

@@ -1,7 +1,7 @@
-//! A broker in memory, for tests of what stands on a broker: the semantics of a log, and switches
-//! for what can go wrong.
+//! A broker in memory, for tests of code that uses a broker: it behaves like a log, and has a
+//! switch for each fault.
 //!
-//! Guarantees: deterministic (nothing random, no clock but the runtime's), the semantics that the
+//! Guarantees: it is deterministic (nothing random, no clock but the runtime's). It does what the
 //! conformance suite asks of every broker: order per key, offsets without holes, groups with fenced
 //! offsets, redelivery of what was not acknowledged. Every fault is a switch in [`Faults`]; without
 //! one nothing fails.
@@ -41,7 +41,7 @@ use crate::error::BrokerError;
 use crate::message::Arrived;
 use crate::policy::horizon::TopicRetention;
 
-/// A broker in memory. Clones are the same broker.
+/// A broker in memory. A clone is a handle to the same broker.
 #[derive(Debug, Clone)]
 pub struct MemoryBroker {
     shared: Arc<Shared>,
@@ -54,26 +54,26 @@ impl Default for MemoryBroker {
 }
 
 impl MemoryBroker {
-    /// A broker whose topics have four partitions and are made when they are first used.
+    /// A broker whose topics have four partitions and are created at their first use.
     #[must_use]
     pub fn new() -> Self {
         Self::with_partitions(4)
     }
 
-    /// A broker whose topics have so many partitions.
+    /// A broker whose topics have this number of partitions.
     #[must_use]
     pub fn with_partitions(partitions: usize) -> Self {
         Self { shared: Arc::new(Shared::new(partitions.max(1))) }
     }
 
-    /// The switches for faults of this broker; all clones of the broker share them.
+    /// The fault switches of this broker; all clones of the broker share them.
     #[must_use]
     pub fn faults(&self) -> Faults {
         Faults::new(Arc::clone(&self.shared))
     }
 
-    /// Appends a message of somebody else, as it stands: no envelope is added, a payload of none is
-    /// a tombstone. Gives partition and offset.
+    /// Appends a message of another producer unchanged: no envelope is added, and a payload of
+    /// `None` is a tombstone. Returns partition and offset.
     pub fn append(
         &self,
         topic: &str,
@@ -93,7 +93,7 @@ impl MemoryBroker {
         })
     }
 
-    /// The next offset that a group has to handle.
+    /// The next offset that a group must handle.
     #[must_use]
     pub fn committed(&self, group: &str, topic: &str, partition: i32) -> i64 {
         self.shared.look(|state| state.committed(group, topic, partition))

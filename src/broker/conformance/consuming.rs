@@ -1,8 +1,8 @@
 //! Cases of one subscriber: starting, redelivery, catching up, pausing, bounds.
 //!
 //! Shown to fail on adapters that commit what was read instead of what was acknowledged, forget
-//! acknowledgements when they are closed, say `caught_up` always, ignore `pause` or the bound, or
-//! wait on something after they took an event from their channel.
+//! acknowledgements when they are closed, always answer `caught_up` with true, ignore `pause` or
+//! the bound, or wait for something after they took an event from their channel.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -15,17 +15,17 @@ use crate::broker::{Broker, Delivery, Event, PartitionId, Subscription};
 use crate::message::OutgoingMessage;
 use crate::policy::position::{Break, Position};
 
-/// How long nothing must come before it counts as nothing.
+/// After so long without an event, a case takes it that nothing comes.
 const QUIET: Duration = Duration::from_millis(700);
 
-/// The subscriber starts before the topic is there: it waits, or ends and is subscribed anew, and
-/// gets what is published once it is there.
+/// The subscriber starts before the topic exists. It waits, or ends and is subscribed again; once
+/// the topic exists, it gets what is published.
 pub async fn publisher_and_subscriber_start_in_any_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let topic = case.name("any-order");
     let subscription = Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.clone()]);
     let consuming = tokio::spawn(consume_all(std::sync::Arc::clone(&case.broker), subscription.clone(), 20));
-    // Whatever the subscriber does meanwhile, it does before the topic is declared.
+    // The time for the subscriber to do what it does before the topic is declared.
     tokio::time::sleep(Duration::from_millis(300)).await;
     case.broker.declare(std::slice::from_ref(&topic)).await.expect("topics are declared");
     case.publish_once_it_is_there(rows(&topic, 3, 0, 20)).await;
@@ -33,7 +33,7 @@ pub async fn publisher_and_subscriber_start_in_any_order(fixture: &dyn Fixture) 
     assert_eq!(got, (0..20).collect());
 }
 
-/// Consumes as the runtime does: whatever ends a subscriber, another follows.
+/// Consumes as the runtime does: when a subscriber ends, it subscribes again.
 async fn consume_all(
     broker: std::sync::Arc<dyn Broker>,
     subscription: Subscription,
@@ -58,7 +58,7 @@ async fn consume_all(
     got
 }
 
-/// Nothing is acknowledged: after the subscriber is closed, everything comes again, in the order of
+/// Nothing is acknowledged: after the subscriber is closed, everything comes again, in order for
 /// every key.
 pub async fn what_was_not_acknowledged_comes_again_to_a_new_subscriber(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
@@ -73,8 +73,7 @@ pub async fn what_was_not_acknowledged_comes_again_to_a_new_subscriber(fixture: 
     }
 }
 
-/// Acknowledged through somewhere in every source: after the subscriber is closed, exactly the rest
-/// comes.
+/// A part of every source is acknowledged: after the subscriber is closed, exactly the rest comes.
 pub async fn what_was_acknowledged_does_not_come_again_and_the_rest_does_in_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("rest").await;
@@ -107,7 +106,7 @@ pub async fn what_was_acknowledged_does_not_come_again_and_the_rest_does_in_orde
     nothing.close().await;
 }
 
-/// Two consumers of one topic each get every row.
+/// Two consumers of one topic: each gets every row.
 pub async fn every_group_gets_everything(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, first) = case.topic("groups").await;
@@ -122,8 +121,8 @@ pub async fn every_group_gets_everything(fixture: &dyn Fixture) {
     }
 }
 
-/// `caught_up` is false until assigned and until everything that stood there was delivered, then
-/// true; on an empty topic it is true once assigned.
+/// `caught_up` is false until sources are assigned and everything that they held was delivered,
+/// then true. On an empty topic it is true once sources are assigned.
 pub async fn caught_up_says_so_once_what_stood_there_was_delivered(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("caught-up").await;
@@ -131,7 +130,7 @@ pub async fn caught_up_says_so_once_what_stood_there_was_delivered(fixture: &dyn
     empty.assigned().await;
     case.within("an empty topic to be caught up with", async {
         while !empty.subscriber.caught_up().await.expect("an answer") {
-            // Its events must be taken for that.
+            // An adapter learns of it only while its events are taken.
             if let Ok(event) = tokio::time::timeout(Duration::from_millis(50), empty.subscriber.next()).await {
                 empty.take(event.expect("the subscriber stands"), true).await;
             }
@@ -154,7 +153,7 @@ pub async fn caught_up_says_so_once_what_stood_there_was_delivered(fixture: &dyn
     reader.close().await;
 }
 
-/// Once paused and drained, nothing comes; when it goes on, everything does.
+/// A paused subscriber that is drained gets nothing. After it is resumed, everything comes.
 pub async fn a_paused_subscriber_gets_nothing_more_until_it_goes_on(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("paused").await;
@@ -172,7 +171,7 @@ pub async fn a_paused_subscriber_gets_nothing_more_until_it_goes_on(fixture: &dy
     reader.close().await;
 }
 
-/// What is delivered and not acknowledged stays within `in_flight_max`; an acknowledgement makes
+/// The number of unacknowledged deliveries stays within `in_flight_max`; an acknowledgement makes
 /// room.
 pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
@@ -196,9 +195,8 @@ pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound(fixture: 
     reader.close().await;
 }
 
-/// What is finished behind an unfinished delivery makes room for others at once, and an
-/// acknowledgement that comes later covers it. Shown by: `finished` that does nothing; reading ends
-/// at the bound.
+/// Finished deliveries behind an unfinished one make room at once, and a later acknowledgement
+/// covers them. Shown by: `finished` that does nothing; reading stops at the bound.
 pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, mut subscription) = case.topic("unfinished").await;
@@ -211,7 +209,7 @@ pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &
             let event = reader.next().await;
             let came = reader.take(event, false).await;
             let mut finished: HashMap<PartitionId, Vec<i64>> = HashMap::new();
-            // The very first one stays unfinished.
+            // The very first delivery stays unfinished.
             let new = reader.got.iter().enumerate().skip((reader.got.len() - came).max(1));
             new.for_each(|(_, new)| finished.entry(new.source.clone()).or_default().push(new.sequence));
             for (source, sequences) in finished {
@@ -228,9 +226,9 @@ pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &
     reader.close().await;
 }
 
-/// What is delivered and not acknowledged stays within `in_flight_bytes_max`, but for the one that
-/// makes it full, which may be larger than all of it. A broker that cannot bound bytes may end the
-/// session instead, and ask for fewer in the next one.
+/// The bytes of unacknowledged deliveries stay within `in_flight_bytes_max`, plus the delivery that
+/// reaches it, which may be larger than the whole bound. A broker that cannot bound bytes may end
+/// the session instead and ask for fewer deliveries in the next one.
 pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound_of_bytes(fixture: &dyn Fixture) {
     const MAX: usize = 20_000;
     let case = Case::new(fixture).await;
@@ -254,7 +252,7 @@ pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound_of_bytes(
                     in_flight.clear();
                     subscriber = subscribe().await;
                 }
-                // As much as may be in flight is.
+                // Nothing more comes: as much as may be is in flight.
                 Err(_) => {
                     for delivery in in_flight.drain(..) {
                         subscriber.acknowledge(&delivery.source, delivery.sequence).await.expect("it is taken");
@@ -272,7 +270,7 @@ pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound_of_bytes(
     assert_eq!(seen, (0..60).collect());
 }
 
-/// `next` is dropped again and again; every delivery comes all the same, once and in order.
+/// `next` is dropped many times; every delivery still comes, once and in order.
 pub async fn next_may_be_dropped_at_any_point_and_no_event_is_lost(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("next-dropped").await;
@@ -295,8 +293,8 @@ pub async fn next_may_be_dropped_at_any_point_and_no_event_is_lost(fixture: &dyn
     reader.close().await;
 }
 
-/// The database went back, or a commit of offsets did not arrive: what one of the two does not know
-/// as done comes again.
+/// The database was restored to an earlier state, or a commit of offsets was lost: what one of the
+/// two does not know as done comes again.
 pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.offsets {
@@ -330,7 +328,7 @@ pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(f
     second.assert_sequences_ascend();
     second.close().await;
 
-    // It remembers more than the group has committed.
+    // The database remembers more than the group has committed.
     case.publish(rows(&topic, 10, 300, 100)).await;
     let mut third = case.reader(&subscription).await;
     third.begin(|source| Some(Position { next: half(source.partition) * 2 + 2, ..remembered(source) })).await;
@@ -339,7 +337,8 @@ pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(f
     third.close().await;
 }
 
-/// What the group has committed speaks of a topic that is gone.
+/// After a topic was deleted and created again, the group's offset belongs to the old topic and is
+/// ignored.
 pub async fn a_topic_made_anew_is_consumed_from_its_beginning(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.offsets {

@@ -1,7 +1,7 @@
 //! Cases of several subscribers in one group: sharing, taking over, handing over, fencing.
 //!
-//! Shown to fail on adapters that hand over what was read instead of what was acknowledged, repeat
-//! what was acknowledged, or revoke a source twice.
+//! Shown to fail on adapters that hand over from what was read instead of what was acknowledged,
+//! repeat what was acknowledged, or revoke a source twice.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use super::harness::{Case, Reader, assert_order, number, numbers, rows};
 use crate::broker::{Delivery, Event, PartitionId};
 use crate::message::Arrived;
 
-/// What two readers handled, in the order in which it was handled.
+/// What two readers handled, in order.
 #[derive(Default)]
 struct Handled(Vec<Arrived>);
 
 impl Handled {
-    /// Waits a moment for an event of a reader, handles and acknowledges what it brings.
+    /// Waits a moment for an event of a reader; handles and acknowledges its deliveries.
     async fn step(&mut self, reader: &mut Reader) {
         let Ok(event) = tokio::time::timeout(Duration::from_millis(10), reader.subscriber.next()).await else { return };
         let came = reader.take(event.expect("the subscriber stands"), true).await;
@@ -25,8 +25,8 @@ impl Handled {
     }
 }
 
-/// A second subscriber joins while rows flow: nothing is lost, the order of every key holds over
-/// both, and where the broker shares, both work.
+/// A second subscriber joins while rows are published: nothing is lost, the order of every key
+/// holds over both, and where the broker shares, both work.
 pub async fn two_subscribers_share_without_loss_and_keep_the_order_of_every_key(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("share").await;
@@ -51,7 +51,7 @@ pub async fn two_subscribers_share_without_loss_and_keep_the_order_of_every_key(
             if all && both && published >= 3_000 {
                 break;
             }
-            // More rows come while they share, and after.
+            // More rows are published while they share, and after.
             if all && (published < 2_000 || both) {
                 case.publish(rows(&topic, 20, published, 1_000)).await;
                 published += 1_000;
@@ -69,14 +69,13 @@ pub async fn two_subscribers_share_without_loss_and_keep_the_order_of_every_key(
     second.close().await;
 }
 
-/// The first subscriber is dropped with deliveries that were not acknowledged; the second gets
-/// them, in order.
+/// The first subscriber is dropped with unacknowledged deliveries; the second gets them, in order.
 pub async fn a_subscriber_that_is_dropped_without_close_is_taken_over_in_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("takeover").await;
     case.publish(rows(&topic, 20, 0, 1_000)).await;
     let mut first = case.reader(&subscription).await;
-    // Half of what it got is handled and acknowledged, source by source.
+    // Half of its deliveries are handled and acknowledged, source by source.
     first.read(400, false).await;
     let mut halves: std::collections::BTreeMap<_, Vec<&Delivery>> = std::collections::BTreeMap::new();
     for delivery in &first.got {
@@ -112,7 +111,8 @@ pub async fn a_subscriber_that_is_dropped_without_close_is_taken_over_in_order(f
     second.close().await;
 }
 
-/// The first subscriber acknowledges what it got and is closed; the second goes on exactly there.
+/// The first subscriber acknowledges its deliveries and is closed; the second goes on exactly
+/// there.
 pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, mut subscription) = case.topic("hand-over").await;
@@ -120,7 +120,7 @@ pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(f
     case.publish(rows(&topic, 20, 0, 1_000)).await;
     let mut first = case.reader(&subscription).await;
     first.read(150, true).await;
-    // A standby, where there is such a thing, is there before the hand-over.
+    // A standby subscriber, where the broker has one, connects before the hand-over.
     let mut second = if case.can.shares { None } else { Some(case.reader(&subscription).await) };
     let handled: Vec<Arrived> = first.arrived().cloned().collect();
     let done = numbers(&handled);
@@ -136,8 +136,8 @@ pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(f
     second.close().await;
 }
 
-/// A subscriber that gave a source up acknowledges it all the same: nothing changes, everything
-/// comes again (G9).
+/// A subscriber acknowledges a source that it has given up: nothing changes, and everything comes
+/// again (G9).
 pub async fn g9_a_revoked_subscriber_acknowledges_nothing(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.shares {
@@ -148,7 +148,7 @@ pub async fn g9_a_revoked_subscriber_acknowledges_nothing(fixture: &dyn Fixture)
     let mut first = case.reader(&subscription).await;
     first.read(500, false).await;
 
-    // The second joins; what the first gives up is acknowledged only afterwards.
+    // The second one joins. The sources that the first gives up are acknowledged only afterwards.
     let mut second = case.reader(&subscription).await;
     let mut given_up: Vec<PartitionId> = Vec::new();
     let with_second = |given_up: &[PartitionId], second: &Reader| {
@@ -173,7 +173,7 @@ pub async fn g9_a_revoked_subscriber_acknowledges_nothing(fixture: &dyn Fixture)
     for source in &given_up {
         let last = first.got.iter().filter(|d| d.source == *source).map(|d| d.sequence).max();
         if let Some(last) = last {
-            // Whether it says so or not: it is too late.
+            // It may return an error or not: it is too late in any case.
             let _ = first.subscriber.acknowledge(source, last).await;
         }
     }

@@ -1,4 +1,4 @@
-//! What the cases share: rows that number themselves, publishing to the end, reading until a
+//! The code that the cases share: numbered rows, publishing until all is settled, reading until a
 //! condition holds.
 
 use std::collections::{BTreeSet, HashMap};
@@ -16,7 +16,7 @@ use crate::broker::{
 use crate::message::{Arrived, OutgoingMessage};
 use crate::policy::position::Position;
 
-/// A case on its way.
+/// A running case, with its broker.
 pub(super) struct Case<'f> {
     fixture: &'f dyn Fixture,
     pub(super) can: Capabilities,
@@ -32,7 +32,7 @@ impl<'f> Case<'f> {
         self.fixture.topic(label)
     }
 
-    /// A topic that is there, and a subscription that gets what is published from now on.
+    /// A topic that exists, and a subscription that gets what is published from now on.
     pub(super) async fn topic(&self, label: &str) -> (String, Subscription) {
         let topic = self.name(label);
         let subscription = Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.clone()]);
@@ -53,7 +53,7 @@ impl<'f> Case<'f> {
         Reader { subscriber, patience: self.can.patience, sources: BTreeSet::new(), got: Vec::new(), assigned: 0 }
     }
 
-    /// Publishes in one session, all rows proven.
+    /// Publishes rows in one session; all must be proven.
     pub(super) async fn publish(&self, rows: Vec<OutgoingMessage>) {
         let mut publisher = self.publisher().await;
         let settled = self.send_all(publisher.as_mut(), rows).await;
@@ -63,7 +63,7 @@ impl<'f> Case<'f> {
         publisher.close().await;
     }
 
-    /// Publishes rows one by one, each again for as long as its topic is not there.
+    /// Publishes rows one by one; repeats each until its topic exists.
     pub(super) async fn publish_once_it_is_there(&self, rows: Vec<OutgoingMessage>) {
         let mut publisher = self.publisher().await;
         for row in rows {
@@ -127,7 +127,7 @@ pub(super) async fn prepare(broker: &dyn Broker, can: &Capabilities, subscriptio
         if can.replays {
             return;
         }
-        // A queue that is to get what is published must have been there before.
+        // A queue gets only what is published after it exists, so it is made before.
         let mut subscriber = broker.subscriber(subscription).await.expect("a subscriber");
         while !matches!(subscriber.next().await.expect("an event"), Event::Assigned(_)) {}
         subscriber.close().await;
@@ -135,7 +135,7 @@ pub(super) async fn prepare(broker: &dyn Broker, can: &Capabilities, subscriptio
     .await;
 }
 
-/// A row of a key, whose payload is its number.
+/// A row with a key; its payload is its number.
 pub(super) fn row(topic: &str, key: Option<&str>, number: usize) -> OutgoingMessage {
     OutgoingMessage {
         id: Uuid::now_v7(),
@@ -150,23 +150,24 @@ pub(super) fn row(topic: &str, key: Option<&str>, number: usize) -> OutgoingMess
     }
 }
 
-/// Rows numbered from `from`, over so many keys.
+/// Rows that are numbered from `from` and spread over `keys` keys.
 pub(super) fn rows(topic: &str, keys: usize, from: usize, count: usize) -> Vec<OutgoingMessage> {
     (from..from + count).map(|number| row(topic, Some(&format!("key-{}", number % keys)), number)).collect()
 }
 
-/// A time as the wire carries it.
+/// A time with the precision of the wire.
 pub(super) fn whole_micros(time: DateTime<Utc>) -> DateTime<Utc> {
     DateTime::from_timestamp_micros(time.timestamp_micros()).expect("a time of today")
 }
 
-/// The number of a row.
+/// The number in the payload of a row.
 pub(super) fn number(arrived: &Arrived) -> usize {
     let payload = arrived.payload.as_deref().unwrap_or_default();
     std::str::from_utf8(payload).ok().and_then(|text| text.parse().ok()).expect("a number as payload")
 }
 
-/// First occurrences, key by key, ascend; repetitions may stand anywhere after.
+/// Asserts that the first occurrences of a key's rows are in order; repetitions may come anywhere
+/// later.
 pub(super) fn assert_order<'a>(arrived: impl IntoIterator<Item = &'a Arrived>) {
     let mut highest: HashMap<Option<Vec<u8>>, usize> = HashMap::new();
     let mut seen = BTreeSet::new();
@@ -181,7 +182,7 @@ pub(super) fn assert_order<'a>(arrived: impl IntoIterator<Item = &'a Arrived>) {
     }
 }
 
-/// Exactly these numbers came, each once.
+/// Asserts that exactly these numbers came, each once.
 pub(super) fn assert_exactly<'a>(
     arrived: impl IntoIterator<Item = &'a Arrived>,
     expected: impl Iterator<Item = usize>,
@@ -196,16 +197,16 @@ pub(super) fn assert_exactly<'a>(
     }
 }
 
-/// Which numbers came, once or more.
+/// The numbers that came, each at least once.
 pub(super) fn numbers<'a>(arrived: impl IntoIterator<Item = &'a Arrived>) -> BTreeSet<usize> {
     arrived.into_iter().map(number).collect()
 }
 
-/// A subscriber and what it was told.
+/// A subscriber with its sources and deliveries so far.
 pub(super) struct Reader {
     pub(super) subscriber: Box<dyn Subscriber>,
     patience: Duration,
-    /// What is assigned now.
+    /// The sources that are assigned now.
     pub(super) sources: BTreeSet<PartitionId>,
     pub(super) got: Vec<Delivery>,
     /// How many sources were ever assigned.
@@ -213,8 +214,8 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// Takes an event in; deliveries are also acknowledged where `acknowledge` says so. Sources
-    /// that are revoked are given up after that.
+    /// Handles an event. Deliveries are acknowledged where `acknowledge` is true; revoked sources
+    /// are given up. Returns the number of deliveries.
     pub(super) async fn take(&mut self, event: Event, acknowledge: bool) -> usize {
         match event {
             Event::Assigned(sources) => {
@@ -255,7 +256,7 @@ impl Reader {
         }
     }
 
-    /// Acknowledges everything that came.
+    /// Acknowledges all deliveries so far.
     pub(super) async fn acknowledge_all(&mut self) {
         let handled: Vec<_> = self.got.iter().map(|d| (d.source.clone(), d.sequence)).collect();
         self.acknowledge(handled.iter().map(|(source, sequence)| (source, *sequence))).await;
@@ -265,7 +266,7 @@ impl Reader {
         within(self.patience, "an event", self.subscriber.next()).await.expect("the subscriber stands")
     }
 
-    /// Reads until so many different rows came in all.
+    /// Reads until so many different rows have come in total.
     pub(super) async fn read(&mut self, distinct: usize, acknowledge: bool) {
         let patience = self.patience;
         let what = format!("{distinct} rows");
@@ -280,7 +281,7 @@ impl Reader {
         .await;
     }
 
-    /// Reads until nothing came for so long; gives how many rows came.
+    /// Reads until nothing has come for `quiet`. Returns how many rows came.
     pub(super) async fn read_until_quiet(&mut self, quiet: Duration) -> usize {
         let mut came = 0;
         while let Ok(event) = tokio::time::timeout(quiet, self.subscriber.next()).await {
@@ -289,7 +290,7 @@ impl Reader {
         came
     }
 
-    /// Reads events until something is assigned.
+    /// Reads events until a source is assigned.
     pub(super) async fn assigned(&mut self) {
         while self.assigned == 0 {
             let event = self.next().await;
@@ -297,7 +298,7 @@ impl Reader {
         }
     }
 
-    /// Reads events until something is assigned, and begins it with what is remembered.
+    /// Reads events until sources are assigned, and begins them with the remembered positions.
     pub(super) async fn begin(&mut self, remembered: impl Fn(&PartitionId) -> Option<Position>) -> Vec<Begun> {
         loop {
             let event = self.next().await;
@@ -314,7 +315,7 @@ impl Reader {
         self.got.iter().map(|delivery| &delivery.arrived)
     }
 
-    /// Within every source sequences ascend.
+    /// Asserts that sequences ascend within every source.
     pub(super) fn assert_sequences_ascend(&self) {
         let mut last: HashMap<&PartitionId, i64> = HashMap::new();
         for delivery in &self.got {
@@ -331,7 +332,7 @@ impl Reader {
     }
 }
 
-/// Receipts are of the kind that the broker gives.
+/// Asserts that a receipt is of the broker's kind.
 pub(super) fn assert_receipt(can: &Capabilities, settled: &Settled) {
     match settled.outcome {
         Ok(Receipt::Offset { partition, offset }) => {

@@ -1,7 +1,7 @@
 //! Cases of publishing: settling, order, dropped sessions, missing topics.
 //!
-//! Shown to fail on adapters that append a batch from its end, leave a row in the middle out, or
-//! wait on something after they took an outcome from their channel.
+//! Shown to fail on adapters that append a batch from its end, leave out a row in the middle, or
+//! wait for something after they took an outcome from their channel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::Fixture;
 use super::harness::{Case, assert_exactly, assert_order, assert_receipt, number, row, rows};
 use crate::broker::{Receipt, Refusal, Settled, Subscription, TopicState};
 
-/// Every row that is sent settles once, with a receipt of the broker's kind; without rows in flight
+/// Every row that is sent settles once, with a receipt of the broker's kind. Without rows in flight
 /// `settle` returns at once.
 pub async fn every_sent_row_settles_exactly_once_with_a_receipt(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
@@ -30,7 +30,7 @@ pub async fn every_sent_row_settles_exactly_once_with_a_receipt(fixture: &dyn Fi
     case.within("settle without rows", publisher.settle(&mut none)).await.expect("the session stands");
     assert!(none.is_empty());
 
-    // In a partition offsets follow the order of sending.
+    // In a partition the offsets follow the order of sending.
     let mut by_tag: BTreeMap<u64, (i32, i64)> = BTreeMap::new();
     for Settled { tag, outcome } in settled {
         if let Ok(Receipt::Offset { partition, offset }) = outcome {
@@ -48,7 +48,7 @@ pub async fn every_sent_row_settles_exactly_once_with_a_receipt(fixture: &dyn Fi
     publisher.close().await;
 }
 
-/// `settle` is dropped again and again; every outcome comes all the same, once.
+/// `settle` is dropped many times; every outcome still comes, once.
 pub async fn settle_may_be_dropped_at_any_point_and_no_outcome_is_lost(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, _) = case.topic("settle-dropped").await;
@@ -70,7 +70,8 @@ pub async fn settle_may_be_dropped_at_any_point_and_no_outcome_is_lost(fixture: 
     publisher.close().await;
 }
 
-/// Many rows of many keys are in flight at once; per key they arrive as they were sent, each once.
+/// Many rows of many keys are in flight at once; the rows of a key arrive as they were sent, each
+/// once.
 pub async fn the_order_of_every_key_is_kept_with_many_keys_in_flight(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("order").await;
@@ -83,8 +84,8 @@ pub async fn the_order_of_every_key_is_kept_with_many_keys_in_flight(fixture: &d
     reader.close().await;
 }
 
-/// A session that is dropped with rows in flight leaves a prefix of every key, so that the next
-/// one, which starts at the first row that is not proven, brings no key out of order (R15).
+/// A session that is dropped with rows in flight leaves a prefix of every key. So the next one,
+/// which starts at the first unproven row, puts no key out of order (R15).
 pub async fn r15_first_occurrences_of_a_key_are_in_order_when_sessions_are_dropped_in_the_middle(
     fixture: &dyn Fixture,
 ) {
@@ -113,7 +114,7 @@ pub async fn r15_first_occurrences_of_a_key_are_in_order_when_sessions_are_dropp
         while tags.contains(&(proven as u64)) {
             proven += 1;
         }
-        // In the middle: no close, no flush.
+        // Dropped in the middle: no close, no flush.
         drop(publisher);
     }
     case.publish(all[proven..].to_vec()).await;
@@ -124,8 +125,8 @@ pub async fn r15_first_occurrences_of_a_key_are_in_order_when_sessions_are_dropp
     reader.close().await;
 }
 
-/// A topic that is not there is said to be not ready, or its rows are refused as destination; rows
-/// of other topics go on. Once it appears, it is ready and takes rows.
+/// A topic that does not exist is not ready, or its rows are refused for their destination. Rows of
+/// other topics go on. Once the topic exists, it is ready and takes rows.
 pub async fn r19_a_topic_that_is_not_there_holds_only_its_own_rows_and_is_ready_once_it_appears(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.missing_topics {
@@ -138,7 +139,7 @@ pub async fn r19_a_topic_that_is_not_there_holds_only_its_own_rows_and_is_ready_
     let seen = publisher.topic(&missing).await.expect("an answer");
     let mut sent = rows(&there, 3, 0, 100);
     if seen == TopicState::Ready {
-        // The broker does not let one see: it refuses instead.
+        // The broker cannot tell in advance; it refuses the rows instead.
         for (at, row) in rows(&missing, 3, 0, 10).into_iter().enumerate() {
             sent.insert(at * 7, row);
         }

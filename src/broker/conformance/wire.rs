@@ -1,8 +1,8 @@
-//! Cases of what travels: bytes, envelope and headers arrive as INTERFACE says, under the names of
-//! the binding.
+//! Cases of the wire: bytes, envelope and headers arrive as they were sent, under the names of the
+//! binding.
 //!
-//! Shown to fail on adapters that make an empty key of a missing one, write a partition key without
-//! a key, or keep only some of the headers.
+//! Shown to fail on adapters that turn a missing key into an empty one, write a partition key
+//! without a key, or keep only some of the headers.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::harness::{Case, number, row, rows};
 use crate::message::wire::{ONCEBOX_HASH, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time, parse_time};
 use crate::message::{Arrived, IdRule, Message, MessageId, OutgoingMessage, TraceContext, content_hash};
 
-/// Messages at the edges of what is allowed.
+/// Messages at the limits of what is allowed.
 fn edges(topic: &str) -> Vec<OutgoingMessage> {
     let base = || row(topic, Some("acc-7"), 0);
     let trace = TraceContext {
@@ -69,8 +69,8 @@ async fn exchange(case: &Case<'_>, label: &str) -> Vec<(OutgoingMessage, Arrived
     pairs
 }
 
-/// Payload bytes, key, kind, id, source, time, content type, trace and headers are what was sent,
-/// at the edges of the limits.
+/// Payload bytes, key, kind, id, source, time, content type, trace and headers arrive as they were
+/// sent, at the limits of what is allowed.
 pub async fn a_message_arrives_as_it_was_sent(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     for (sent, arrived) in exchange(&case, "edges").await {
@@ -129,8 +129,8 @@ pub async fn the_envelope_stands_under_its_names_on_the_wire(fixture: &dyn Fixtu
     }
 }
 
-/// `read_all` sees what was published after the tap, without a group and without taking it from
-/// anybody.
+/// `read_all` returns what was published after the tap, without a group, and takes no message from
+/// a consumer.
 pub async fn read_all_gives_everything_that_was_published_since_the_tap(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("tap").await;
@@ -150,7 +150,7 @@ pub async fn read_all_gives_everything_that_was_published_since_the_tap(fixture:
         }
     })
     .await;
-    // Reading all took nothing away.
+    // Reading all messages removed none.
     let mut reader = case.reader(&subscription).await;
     reader.read(300, true).await;
     reader.close().await;

@@ -1,7 +1,7 @@
-//! The switches: what goes wrong, when, until it is switched off.
+//! The fault switches: each fault lasts until it is switched off.
 //!
-//! Faults of publishing meet single rows; the others meet sessions, topics or the broker as a
-//! whole.
+//! Faults of publishing apply to single rows; the others apply to sessions, topics or the whole
+//! broker.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,20 +12,20 @@ use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 use crate::policy::horizon::TopicRetention;
 
-/// What happens to a row that is sent.
+/// What happens to a row that the fault applies to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// It is refused for what it is.
+    /// It is refused because of the message.
     RefuseMessage(String),
-    /// It is refused for where it goes.
+    /// It is refused because of its destination.
     RefuseDestination(String),
-    /// It is refused, and the session is in doubt.
+    /// It is refused for no known cause, which puts the session in doubt.
     RefuseSession(String),
-    /// The session ends before it was appended.
+    /// The session ends before the row is appended.
     BreakBefore,
-    /// The session ends after it was appended: its outcome is unknown.
+    /// The session ends after the row was appended: its outcome is unknown.
     BreakAfter,
-    /// It is appended twice, as a client's own retry does.
+    /// It is appended twice, as by a retry of the client.
     AppendTwice,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Switches {
     pub(super) retention: Option<TopicRetention>,
     pub(super) deleted_below: i64,
     pub(super) in_flight_unbounded: bool,
-    /// Sessions up to this number have ended.
+    /// Sessions up to this number have ended. The same holds for subscribers below.
     pub(super) publishers_ended: u64,
     pub(super) subscribers_ended: u64,
 }
@@ -59,8 +59,8 @@ impl fmt::Debug for Switches {
 }
 
 impl Switches {
-    /// The fault that meets a row. Every matcher sees every row, so that those which count stay in
-    /// step.
+    /// The fault that applies to a row. Every matcher is called for every row, so that matchers
+    /// that count see all of them.
     pub(super) fn meet(&mut self, message: &OutgoingMessage) -> Option<Fault> {
         let mut met = None;
         for (fault, matcher) in &mut self.on_publish {
@@ -82,14 +82,14 @@ impl Switches {
         self.silent_topics.contains(topic)
     }
 
-    /// Why a topic cannot be published to, `exists` being whether anything made it.
+    /// Why a topic cannot be published to. `exists`: whether it was created.
     pub(super) fn missing(&self, topic: &str, exists: bool) -> Option<String> {
         let missing = self.missing_topics.contains(topic) || (self.topics_must_exist && !exists);
         missing.then(|| format!("unknown topic `{topic}`"))
     }
 }
 
-/// The handle to the switches of one broker.
+/// A handle to the fault switches of one broker.
 #[derive(Debug, Clone)]
 pub struct Faults {
     shared: Arc<Shared>,
@@ -104,44 +104,47 @@ impl Faults {
         self.shared.change(|state| set(&mut state.faults));
     }
 
-    /// From now on the fault meets every row that the matcher takes, in any session; the first
-    /// fault that matches counts.
+    /// From now on the fault applies to every row that the matcher accepts, in any session. If
+    /// several match, the first one applies.
     pub fn on_publish(&self, fault: Fault, matcher: impl FnMut(&OutgoingMessage) -> bool + Send + 'static) {
         self.set(|faults| faults.on_publish.push((fault, Box::new(matcher))));
     }
 
-    /// Takes all faults of rows back.
+    /// Removes all faults of rows.
     pub fn clear_on_publish(&self) {
         self.set(|faults| faults.on_publish.clear());
     }
 
-    /// Later rows of a key go through although one was refused, as Kafka does it. By default they
-    /// are refused as doubt of the session, so that the broker has a prefix (R15).
+    /// Later rows of a key are appended although an earlier one was refused, as by a client that
+    /// does not keep order. By default they are refused as
+    /// [`Refusal::Behind`](crate::broker::Refusal::Behind), so that the broker has a prefix of each
+    /// key (R15).
     pub fn accept_after_refusal(&self, accept: bool) {
         self.set(|faults| faults.accept_after_refusal = accept);
     }
 
-    /// The broker takes nothing for now, and says why: a memory alarm. Rows wait, nothing fails.
+    /// The broker takes nothing for now, with this reason, like a memory alarm. Rows wait, nothing
+    /// fails.
     pub fn block(&self, reason: Option<&str>) {
         self.set(|faults| faults.blocked = reason.map(str::to_owned));
     }
 
-    /// Rows are appended, but their receipts wait until this is switched off.
+    /// Rows are appended, but their outcomes are held back until this is switched off.
     pub fn hold_receipts(&self, hold: bool) {
         self.set(|faults| faults.receipts_held = hold);
     }
 
-    /// Ends every publishing session that is open; what it had not settled is unknown to it.
+    /// Ends every open publishing session. The outcome of its unsettled rows is unknown.
     pub fn drop_publishers(&self) {
         self.shared.change(|state| state.faults.publishers_ended = state.sessions);
     }
 
-    /// Ends every subscriber that is open; what it had not acknowledged comes again.
+    /// Ends every open subscriber. Its unacknowledged deliveries come again.
     pub fn drop_subscribers(&self) {
         self.shared.change(|state| state.faults.subscribers_ended = state.sessions);
     }
 
-    /// The broker is away, with this reason: sessions end, new ones cannot be opened.
+    /// The broker is away, with this reason: sessions end, and none can be opened.
     pub fn away(&self, reason: Option<&str>) {
         self.shared.change(|state| {
             state.faults.away = reason.map(str::to_owned);
@@ -152,12 +155,12 @@ impl Faults {
         });
     }
 
-    /// Topics are no longer made when they are first used, only when declared.
+    /// Topics are no longer created at their first use, only when they are declared.
     pub fn topics_must_exist(&self, must: bool) {
         self.set(|faults| faults.topics_must_exist = must);
     }
 
-    /// A topic neither takes nor refuses, as a queue without a majority; or it answers again.
+    /// A topic neither takes nor refuses, like a queue without a majority; or it answers again.
     pub fn silent_topic(&self, topic: &str, silent: bool) {
         self.set(|faults| {
             if silent {
@@ -168,7 +171,7 @@ impl Faults {
         });
     }
 
-    /// A topic is not there for publishers, or there again.
+    /// A topic does not exist for publishers, or exists again.
     pub fn missing_topic(&self, topic: &str, missing: bool) {
         self.set(|faults| {
             if missing {
@@ -184,31 +187,32 @@ impl Faults {
         self.set(|faults| faults.deliveries_held = hold);
     }
 
-    /// Acknowledgements get lost on their way until this is switched off: they come again after a
+    /// Acknowledgements are lost until this is switched off. Their messages come again after a
     /// rebalance.
     pub fn lose_acknowledgements(&self, lose: bool) {
         self.set(|faults| faults.acknowledgements_lost = lose);
     }
 
-    /// Subscribers get more than they asked for at most: whatever they have not acknowledged, the
-    /// next batch comes.
+    /// Subscribers get more than `in_flight_max`: the next batch comes although they have not
+    /// acknowledged enough.
     pub fn deliver_without_bound(&self, unbounded: bool) {
         self.set(|faults| faults.in_flight_unbounded = unbounded);
     }
 
-    /// The broker says that its topics keep their records for so long, or does not tell. It keeps
-    /// everything all the same.
+    /// What the broker answers when it is asked for the retention of topics; `None`: it does not
+    /// tell. It keeps everything in any case.
     pub fn says_retention(&self, retention: Option<TopicRetention>) {
         self.set(|faults| faults.retention = retention);
     }
 
-    /// Consumers find nothing below this offset any more, in any partition.
+    /// Tells consumers that start that offsets below this one do not exist any more, in any
+    /// partition.
     pub fn delete_below(&self, offset: i64) {
         self.set(|faults| faults.deleted_below = offset);
     }
 
-    /// The members of a group lose all their partitions, as after a freeze beyond the session
-    /// timeout, and share them anew: what was not acknowledged comes again.
+    /// The members of a group lose all their partitions, as after a freeze longer than the session
+    /// timeout, and share them anew. Unacknowledged messages come again.
     pub fn expire_leases(&self, group: &str) {
         self.shared.change(|state| {
             if let Some(group) = state.groups.get_mut(group) {

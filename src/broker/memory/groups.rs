@@ -8,7 +8,7 @@ use crate::broker::share::{Seat, Share, share};
 /// A partition of a topic.
 pub(super) type Place = (String, i32);
 
-/// Who reads a partition, under which epoch, and up to where it is done.
+/// The owner of a partition in a group, the epoch, and how far the group has handled it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Lease {
     pub(super) owner: Option<i64>,
@@ -20,7 +20,7 @@ pub(super) struct Lease {
 /// One consumer group: its members, and the lease of each partition.
 #[derive(Debug, Default)]
 pub(super) struct Group {
-    /// Topics by member, in the order in which they joined.
+    /// The topics of each member. Members are in the order in which they joined.
     pub(super) members: BTreeMap<i64, Vec<String>>,
     leases: BTreeMap<Place, Lease>,
 }
@@ -34,7 +34,7 @@ impl Group {
         self.leases.get(place)
     }
 
-    /// What a member is to take and to give up, by place, now that the topics are these.
+    /// The partitions that a member must take and give up, and whether all will have a live owner.
     pub(super) fn share(&mut self, me: i64, topics: &BTreeMap<String, Topic>) -> (Vec<Place>, Vec<Place>, bool) {
         let read = self.members.values().flatten().cloned().collect::<std::collections::BTreeSet<_>>();
         let mut seats = Vec::new();

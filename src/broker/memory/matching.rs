@@ -1,10 +1,11 @@
-//! Which rows a fault meets: functions for [`Faults::on_publish`](super::Faults::on_publish).
+//! Selects the rows that a fault applies to: functions for
+//! [`Faults::on_publish`](super::Faults::on_publish).
 
 use uuid::Uuid;
 
 use crate::message::OutgoingMessage;
 
-/// The nth row from now on, once, counted from 1.
+/// Only the nth row from now on, counted from 1.
 pub fn nth(n: usize) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     let mut seen = 0;
     move |_| {
@@ -27,30 +28,30 @@ pub fn any() -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     |_| true
 }
 
-/// The row with this id, whenever it comes.
+/// The row with this id, each time it is sent.
 pub fn id(id: Uuid) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     move |message| message.id == id
 }
 
-/// Rows of a topic.
+/// Every row of this topic.
 pub fn topic(topic: impl Into<String>) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     let topic = topic.into();
     move |message| message.topic == topic
 }
 
-/// Rows of a key.
+/// Every row with this key.
 pub fn key(key: impl Into<String>) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     let key = key.into();
     move |message| message.key.as_ref() == Some(&key)
 }
 
-/// Rows of a kind.
+/// Every row of this kind.
 pub fn kind(kind: impl Into<String>) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     let kind = kind.into();
     move |message| message.kind == kind
 }
 
-/// The first so many rows that another matcher meets.
+/// The first `times` rows that another matcher accepts.
 pub fn times(
     times: usize,
     mut matcher: impl FnMut(&OutgoingMessage) -> bool + Send + 'static,

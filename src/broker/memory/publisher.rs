@@ -1,4 +1,5 @@
-//! Publishing into memory: rows are appended in order, each met by the faults that are switched on.
+//! Publishing into memory: rows are appended in order, and each one gets the faults that apply to
+//! it.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState, envelope};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// `ce_source` of what is published here.
+/// The header `ce_source` of every published message.
 const SOURCE: &str = "oncebox";
 
 /// One publishing session on the broker in memory.
@@ -21,10 +22,10 @@ pub(super) struct MemoryPublisher {
     shared: Arc<Shared>,
     session: u64,
     changes: watch::Receiver<u64>,
-    /// Rows that wait while the broker is blocked, or their topic is silent.
+    /// Rows that wait because the broker is blocked or their topic is silent.
     waiting: VecDeque<(u64, OutgoingMessage)>,
     outcomes: Vec<Settled>,
-    /// (topic, key) of rows that were refused, until that is known.
+    /// (topic, key) of refused rows, until the runtime received the refusals and sends again.
     broken_keys: HashSet<(String, String)>,
     is_known: bool,
     broken: bool,
@@ -49,7 +50,7 @@ impl MemoryPublisher {
         })
     }
 
-    /// Appends what waits, as far as the switches let it.
+    /// Appends the waiting rows, as far as the switches allow it.
     fn work(&mut self) -> Result<(), BrokerError> {
         let shared = Arc::clone(&self.shared);
         if self.waiting.is_empty() {
@@ -137,12 +138,12 @@ impl Publisher for MemoryPublisher {
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
-        // Who sends after the outcomes were taken means it.
+        // The runtime knows of these refusals now: rows that come from here on may be appended.
         if std::mem::take(&mut self.is_known) {
             self.broken_keys.clear();
         }
         self.waiting.extend(rows);
-        // Its error comes from `settle`.
+        // The error is returned by `settle`.
         let _ = self.work();
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! What the broker in memory holds: topics, partitions, records; one lock, and a counter of changes
-//! to wait on.
+//! The content of the broker in memory: topics, partitions, records. One lock protects it, and a
+//! counter of changes lets sessions wait.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,10 +14,10 @@ use super::groups::Group;
 use crate::broker::{Subscription, envelope};
 use crate::message::{Arrived, Coordinates};
 
-/// The broker, shared by its sessions.
+/// The broker, which its sessions share.
 pub(super) struct Shared {
     state: Mutex<State>,
-    /// Counts changes, so that a session which looked waits for the next one and misses none.
+    /// Counts changes, so that a session waits for the next change after its look and misses none.
     changes: watch::Sender<u64>,
 }
 
@@ -48,14 +48,14 @@ impl Shared {
         look(&self.lock())
     }
 
-    /// Changes the state and wakes whoever waits.
+    /// Changes the state and wakes all sessions that wait.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let answer = change(&mut self.lock());
         self.changes.send_modify(|count| *count += 1);
         answer
     }
 
-    /// Changes the state and wakes nobody: the caller says whether others must look.
+    /// Changes the state and wakes no session. The caller wakes them if they must look.
     pub(super) fn look_and_change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         change(&mut self.lock())
     }
@@ -74,7 +74,7 @@ pub(super) struct Record {
     pub(super) appended_at: DateTime<Utc>,
 }
 
-/// A topic: a number of its own for shares, and partitions.
+/// A topic: its id, which also decides how shares are spread, and its partitions.
 #[derive(Debug)]
 pub(super) struct Topic {
     pub(super) id: i64,
@@ -88,9 +88,9 @@ pub(super) struct State {
     pub(super) topics: BTreeMap<String, Topic>,
     pub(super) groups: BTreeMap<String, Group>,
     pub(super) faults: Switches,
-    /// Sessions opened so far; a session that is older than a fault's mark ends.
+    /// The number of sessions opened so far. A fault ends all sessions up to a number.
     pub(super) sessions: u64,
-    /// Ids given so far, to members and topics.
+    /// The number of ids given so far, to members and topics.
     ids: i64,
 }
 
@@ -107,7 +107,7 @@ impl State {
         }
     }
 
-    /// Forgets topics and group of a subscription.
+    /// Deletes the topics and the group of a subscription.
     pub(super) fn remove(&mut self, subscription: &Subscription) {
         self.groups.remove(subscription.group());
         for topic in &subscription.topics {
@@ -115,7 +115,7 @@ impl State {
         }
     }
 
-    /// Appends to the partition that the hash source decides on.
+    /// Appends to the partition that the hash of `hashed` selects. Returns partition and offset.
     pub(super) fn append(&mut self, topic: &str, hashed: &[u8], record: Record) -> (i32, i64) {
         let Some(topic) = self.topics.get_mut(topic) else { return (0, 0) };
         let digest = Sha256::digest(hashed);
@@ -149,7 +149,7 @@ impl State {
         .collect()
     }
 
-    /// The next offset that a partition gets.
+    /// The offset that the next record of a partition gets.
     pub(super) fn end(&self, topic: &str, number: i32) -> i64 {
         end(self.partition(topic, number))
     }

@@ -1,8 +1,8 @@
-//! Consuming from memory: every event comes from a look at the shared state, so nothing is lost
+//! Consuming from memory: every event is computed from the shared state, so that nothing is lost
 //! when `next` is dropped.
 //!
-//! A subscriber that is dropped leaves its group at once; what it did not acknowledge comes again
-//! to others.
+//! A subscriber that is dropped leaves its group at once. Its unacknowledged deliveries come again,
+//! to other members.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,12 +19,12 @@ use crate::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber
 use crate::error::BrokerError;
 use crate::policy::position::{Found, Position, start};
 
-/// Rows of one batch.
+/// Most rows of one batch.
 const BATCH_ROWS: usize = 100;
-/// How often the guard of a revoked partition is looked at.
+/// How often the guard of a revoked partition is checked.
 const GUARD_EVERY: Duration = Duration::from_millis(1);
 
-/// A partition this member owns.
+/// A partition that this member owns.
 #[derive(Debug)]
 struct Owned {
     id: PartitionId,
@@ -32,9 +32,9 @@ struct Owned {
     /// The next offset to be delivered.
     position: i64,
     acknowledged: i64,
-    /// Not acknowledged, and not in flight any more.
+    /// Deliveries that are not acknowledged and do not count as in flight any more.
     spared: BTreeSet<i64>,
-    /// The end that was seen when it was assigned.
+    /// The end of the partition at its assignment.
     end: i64,
     leaving: Option<(Receiver<()>, Instant)>,
 }
@@ -63,9 +63,9 @@ pub(super) struct MemorySubscriber {
     changes: watch::Receiver<u64>,
     owned: BTreeMap<Place, Owned>,
     paused: bool,
-    /// Nothing is ours because live others have everything.
+    /// True where this member has no partition because live members own all of them.
     others_hold_all: bool,
-    /// Where the next batch begins, so that no partition waits behind a full one.
+    /// The partition that the next batch begins with, so that each gets its turn.
     turn: usize,
 }
 
@@ -100,8 +100,8 @@ impl MemorySubscriber {
         })
     }
 
-    /// The next event, where there is one; and whether the state was changed, so that others must
-    /// look.
+    /// Computes the next event, if there is one. Also returns whether the state was changed, so
+    /// that other members must look.
     fn look(&mut self, state: &mut State) -> Result<(Option<Event>, bool), BrokerError> {
         if state.faults.subscribers_ended >= self.session {
             state.faults.available()?;
