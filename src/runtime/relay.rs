@@ -1,14 +1,15 @@
-//! The relay: committed messages to the broker, in order per key, none lost.
+//! The relay: sends committed messages to the broker, in order per key, and loses none.
 //!
-//! Guarantees: the cursor moves only by the broker's proof, in order (G2); a session starts at or
-//! before the first unproven row and on any doubt is dropped whole (R15, G3); a message that cannot
-//! be sent holds its own key and nothing else; a destination that is not there, refuses, or says
-//! nothing holds its own topic and is released by itself; a broker or database that is away burns
-//! no attempts (G10); every write is fenced (G9); ready means that work gets on.
+//! Guarantees: the cursor moves only past rows that the broker has proven, or that are diverted, in
+//! order (G2). A session starts at or before the first unproven row, and on any doubt the whole
+//! session is dropped (R15, G3). A message that cannot be sent holds only its own key. A
+//! destination that does not exist, refuses, or does not answer holds only its own topic, and is
+//! released without a person. A broker or database that is away costs no attempt (G10). Every write
+//! is fenced (G9). The relay is ready only while its work makes progress.
 //!
-//! The way of a row: `pump` reads and claims → `sending` decides and sends → the broker settles →
-//! `pump` marks. Rows that were diverted come back through `release`, those of a blocked topic
-//! after a `trial` beside the session.
+//! The path of a row: `pump` reads and claims it, `sending` decides and sends, the broker settles,
+//! `pump` marks. Diverted rows return through `release`; rows of a blocked topic return after a
+//! `trial`, which runs beside the session.
 //!
 //! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`,
 //! `diversion`).
@@ -42,13 +43,13 @@ use trial::Pauses;
 /// How a relay ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RelayEnd {
-    /// It was told to stop.
+    /// The stop token was cancelled, and the relay stopped.
     Stopped,
-    /// The outbox was empty, where `until_empty` is set.
+    /// The outbox was empty and `until_empty` is set.
     Empty,
 }
 
-/// Why a relay cannot go on by itself.
+/// Why a relay has to end and needs a person.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RelayError {
@@ -60,7 +61,7 @@ pub enum RelayError {
     Broker(#[from] BrokerError),
 }
 
-/// The relay of one shard.
+/// The relay of one shard of an outbox.
 #[derive(Debug)]
 pub struct Relay {
     store: Arc<dyn Outbox>,
@@ -70,48 +71,49 @@ pub struct Relay {
     part: String,
 }
 
-/// What outlives a session, in memory only: a new process starts without suspicion.
+/// State that outlives a session, in memory only: a new process starts without it.
 #[derive(Debug, Default)]
 struct Memory {
     isolation: Isolation,
-    /// Decided at the end of a session, carried out when the next one meets the row.
+    /// Verdicts on rows, by position: decided in one session, carried out when the row is met next.
     verdicts: HashMap<i64, Diversion>,
-    /// Rows that the broker refused in company for what they are: they go aside into the table, and
-    /// from there alone.
+    /// Rows that the broker refused when they were sent with others: they are stored as held, and
+    /// then each is sent alone.
     alone: HashSet<i64>,
-    /// Topics that were found blocked, and why, until their rows stand in the table.
+    /// Topics that were found blocked, with the reason, until their rows are stored as held.
     blocked: HashMap<String, String>,
-    /// When blocked topics are tried again.
+    /// When each blocked topic is tried again.
     pauses: Pauses,
-    /// Sessions in a row that ended in doubt and marked nothing.
+    /// How many sessions in a row ended in doubt and marked nothing.
     doubts: u32,
-    /// A row was found out since the last end of a session.
+    /// True where something was learned of a row or topic since the last session ended.
     progress: bool,
-    /// The database refused the last read: no session is ready before one succeeds.
+    /// True where the database refused the last read: no session is ready before a read succeeds.
     refused: bool,
 }
 
-/// The trouble of a relay all of whose topics are blocked.
+/// The name of the health trouble of a relay whose topics are all blocked.
 const TOPICS: &str = "topics";
-/// So many sessions in a row may end in doubt without a mark until the relay is not ready.
+/// After so many sessions in a row that ended in doubt without a mark, the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;
 
 impl Relay {
-    /// Puts a relay together; [`Relay::run`] makes it work.
+    /// Makes a relay; it does nothing before [`Relay::run`].
     pub fn new(store: impl Outbox + 'static, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
         let part = format!("relay {}", options.shard);
         Self { store: Arc::new(store), broker, options, health, part }
     }
 
-    /// Runs until it is told to stop, or the outbox is empty where `until_empty` is set. Waits for
-    /// a database or broker that is not there, and stands by while somebody else has the lease.
+    /// Runs until the token is cancelled, or until the outbox is empty where `until_empty` is set.
+    /// Waits for a database or broker that is away, and stands by while another relay has the
+    /// lease.
     ///
     /// # Errors
-    /// What a person must mend: no schema, a refused setting, an unknown shard.
+    /// Errors that a person must mend: no schema, a refused setting, an unknown shard.
     ///
     /// # Cancel safety
-    /// Dropped, it loses nothing: what was in flight is sent again by the next session. Prefer the
-    /// token.
+    /// Dropping the future loses nothing: rows in flight are sent again by the next session.
+    /// Cancelling the token is better, because it also marks and releases the lease.
     pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
         observe::relay_starts(self.broker.name());
         self.health.set(&self.part, PartState::Starting);
@@ -121,8 +123,8 @@ impl Relay {
         };
         tokio::select! {
             ended = self.sessions(&stop) => ended,
-            // A database or broker that says nothing keeps nobody. The lease runs out; what is not
-            // marked is sent again.
+            // A database or broker that does not answer cannot delay the stop further. The lease
+            // runs out, and rows that are not marked are sent again.
             () = overdue => {
                 tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the last mark was not made");
                 Ok(RelayEnd::Stopped)
@@ -156,7 +158,7 @@ impl Relay {
         }
     }
 
-    /// A fresh session with the broker; waits, paced, for one that is away.
+    /// Opens a session with the broker. While the broker is away, retries with backoff.
     async fn connect(&self, stop: &CancellationToken) -> Result<Option<Box<dyn Publisher>>, BrokerError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(10));
         loop {
@@ -177,7 +179,8 @@ impl Relay {
         }
     }
 
-    /// The lease of the shard; waits for a database that is away and for an owner to stop.
+    /// Takes the lease of the shard. Waits for a database that is away, and while another relay has
+    /// the lease.
     async fn lease(
         &self,
         stop: &CancellationToken,
@@ -226,7 +229,7 @@ impl Relay {
         }
     }
 
-    /// Learns from the end of a session what the next one must do differently (R16).
+    /// Notes what the next session must do differently after this doubt (R16).
     async fn learn(&self, memory: &mut Memory, doubt: Doubt) -> Result<(), StoreError> {
         let shard = self.options.shard;
         let (why, row) = match doubt {
@@ -238,8 +241,8 @@ impl Relay {
                 (why, row)
             }
             Doubt::Silent { topics, overtaken, why } => {
-                // Whether the broker answers is found out before anything is concluded from its
-                // silence.
+                // The silence may be the whole broker's: the topics are blocked only if the broker
+                // answers.
                 if overtaken || self.broker_answers().await {
                     memory.progress = true;
                     memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));
@@ -274,7 +277,7 @@ impl Relay {
         match error {
             StoreError::Fenced(why) => {
                 observe::lease_lost();
-                // What was concluded is the next owner's to conclude; kept, it would judge a row
+                // The next owner draws its own conclusions. Ours, if kept, could apply to a row
                 // that was redriven since.
                 *memory = Memory::default();
                 tracing::error!(shard, %why, "the lease is lost");
@@ -305,8 +308,8 @@ impl Relay {
     }
 }
 
-/// A nack says nothing of the message, and may be of the topic or of this session only: the topic's
-/// trial, on a fresh session, finds out at once (R21).
+/// Blocks the topics of these refusals. A nack does not tell whether the message, the topic or only
+/// this session is at fault; the topic's trial in a new session finds out (R21).
 fn judge(memory: &mut Memory, refused: Vec<Refused>) {
     for Refused { topic, why, .. } in refused {
         memory.progress = true;

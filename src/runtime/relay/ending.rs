@@ -1,4 +1,4 @@
-//! How a session of the relay ends, and over what.
+//! How a session of the relay ends, and why.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -17,16 +17,17 @@ pub(super) enum End {
 /// Why a session cannot be trusted any more.
 #[derive(Debug)]
 pub(super) enum Doubt {
-    /// The database is the reason.
+    /// The database failed or refused.
     Store(StoreError),
-    /// The broker refused rows.
+    /// The broker refused rows, and nothing more is known.
     Refused(Vec<Refused>),
-    /// Topics have neither taken nor refused for too long. `overtaken`: what was sent later was
-    /// settled meanwhile, so it is theirs; otherwise the broker as a whole may be silent.
+    /// Rows of these topics have been neither taken nor refused for too long. `overtaken`: rows
+    /// sent later were settled, so these topics are at fault; otherwise the whole broker may be
+    /// silent.
     Silent { topics: Vec<String>, overtaken: bool, why: String },
-    /// A row was refused, and a later one of its key is on its way still.
+    /// A row was refused while a later one of its key is in flight.
     Held(String),
-    /// The session ended. `row`: the first that was sent and not settled.
+    /// The session was lost. `row`: the position of the first unsettled row.
     Lost { row: Option<i64>, why: String },
 }
 
@@ -40,33 +41,34 @@ pub(super) struct Refused {
     pub(super) why: String,
 }
 
-/// What a refusal speaks of.
+/// What a refusal is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Of {
-    /// The row stands aside in the table; what the client holds of its key may be refused too.
+    /// The destination. The row is diverted; rows of its key in the client may be refused too.
     Destination,
-    /// The row stands aside in the table; what the client holds of its key it sends.
+    /// The message. The row is diverted; rows of its key that the client holds would be sent.
     Message,
-    /// Nothing is known, as after a nack: the session ends over it.
+    /// Not known, as after a nack: the session ends.
     Session,
 }
 
-/// A session that ends: nothing more is sent, and what is in flight may still be proven or refused.
+/// A session that is ending: nothing more is sent, and rows in flight may still be proven or
+/// refused.
 #[derive(Debug)]
 pub(super) struct Ending {
     pub(super) until: Instant,
-    /// Where all of them stand aside and nothing of their keys is in flight any more, the session
-    /// goes on.
+    /// The refused rows that the session ends for. If all of them are diverted and no row of their
+    /// keys is in flight any more, the session goes on.
     pub(super) refused: Vec<Refused>,
 }
 
 impl Ending {
-    /// Topics and keys of the refused.
+    /// The topics and keys of the refused rows.
     pub(super) fn keys(&self) -> HashSet<(String, Option<String>)> {
         self.refused.iter().map(|refused| (refused.topic.clone(), refused.key.clone())).collect()
     }
 
-    /// What the session ends over.
+    /// Takes the refused rows and returns the doubt that the session ends with.
     pub(super) fn doubt(&mut self) -> Doubt {
         let (aside, refused): (Vec<_>, Vec<_>) = self.refused.drain(..).partition(|refused| refused.of != Of::Session);
         if !refused.is_empty() {

@@ -1,4 +1,4 @@
-//! What can be set of a relay; every bound has a name and a reason beside its default.
+//! The settings of a relay; a bound has its reason beside its default.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,52 +8,52 @@ use crate::runtime::DeadPolicy;
 /// Settings of a relay.
 #[derive(Debug, Clone)]
 pub struct RelayOptions {
-    /// The shard; 0 is the only one on MySQL and SQLite.
+    /// The number of the shard; 0 is the only one on MySQL and SQLite.
     pub shard: i32,
-    /// Who owns the lease: host, process and a random part.
+    /// The name of the lease's owner: host, process and a random part.
     pub owner: String,
-    /// Length of the lease in database time. 10 s: a standby takes over within it, a short freeze
-    /// does not lose it.
+    /// The length of the lease, in the time of the database. Default 10 s: a standby takes over
+    /// within that time, and a short freeze does not lose the lease.
     pub lease: Duration,
-    /// Rows of one read at most. 1,000: beyond it the gain is small and a mark comes later.
+    /// Most rows of one read. Default 1,000: more gains little and delays the mark.
     pub batch_rows: usize,
-    /// Bytes of one read at most, unless a single message is larger. 4 MiB: half a window, and a
-    /// thousand messages of 4 KiB.
+    /// Most bytes of one read, unless a single message is larger. Default 4 MiB: half a window, and
+    /// a thousand messages of 4 KiB.
     pub read_bytes: usize,
-    /// Rows from the oldest that is not proven to the last that was read, at most: bounds what a
-    /// crash sends again.
+    /// Most rows from the oldest unproven one to the last one that was read. It bounds what a crash
+    /// sends again.
     pub window_rows: usize,
-    /// Bytes sent and not proven at most: bounds memory.
+    /// Most bytes that are sent and not proven. It bounds memory.
     pub window_bytes: usize,
     /// The shortest pause between reads that found nothing.
     pub poll_min: Duration,
-    /// The longest pause between reads that found nothing: the delay of a message that comes after
-    /// a quiet time.
+    /// The longest pause between reads that found nothing. It is the delay of a message after a
+    /// quiet time.
     pub poll_max: Duration,
-    /// Dead and held rows at most; beyond it the shard stops reading, visibly.
+    /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
     pub held_rows_max: usize,
-    /// What a message that cannot be sent does to its key.
+    /// What a dead message does to later messages of its key.
     pub dead: DeadPolicy,
-    /// The same for single topics.
+    /// Exceptions to `dead`, by topic.
     pub dead_topics: BTreeMap<String, DeadPolicy>,
-    /// How long messages may go without an answer, unless the broker says that it is blocked; then
-    /// their topics are held. Where they keep others waiting, a second is enough if what was sent
-    /// later was answered, and five if nothing was.
+    /// How long messages may stay unanswered before their topics are held, unless the broker says
+    /// that it is blocked. Where they keep other rows waiting, the time is shorter: one second if
+    /// rows sent later were answered, five seconds if none was.
     pub publish_stall: Duration,
-    /// How often a blocked topic is tried, beside the session; one that says nothing ever more
-    /// rarely, up to 30 s.
+    /// How often a blocked topic is tried, beside the session. A topic that does not answer is
+    /// tried ever more rarely, up to every 30 s.
     pub probe: Duration,
-    /// Declare a topic that is not there before its rows are held. What that makes is the broker's
-    /// to say: on Kafka a topic.
+    /// Whether a missing topic is declared before its rows are held. The broker decides what that
+    /// creates: on Kafka a topic.
     pub declare_topics: bool,
-    /// How long a stop waits for what is in flight.
+    /// How long a stop waits for rows in flight.
     pub shutdown_grace: Duration,
-    /// End when the outbox is empty.
+    /// Whether the relay ends when the outbox is empty.
     pub until_empty: bool,
 }
 
 impl RelayOptions {
-    /// Defaults around an owner.
+    /// The default settings for an owner.
     pub fn new(owner: impl Into<String>) -> Self {
         Self {
             shard: 0,

@@ -1,9 +1,10 @@
-//! One session of a relay: read, claim, send, settle, mark, until a stop, emptiness or doubt.
+//! One session of a relay: read, claim, send, settle, mark, until a stop, an empty outbox or a
+//! doubt.
 //!
-//! Promise: a batch is sent only after a synchronous commit that began after its read (R5); the
-//! oldest batch is marked only when it is wholly proven or diverted; a doubt sends nothing more and
-//! is told to the caller; a topic whose rows are neither taken nor refused keeps others waiting for
-//! about a second.
+//! Promise: a batch is sent only after a synchronous commit that began after its read (R5). The
+//! oldest batch is marked only when every row of it is proven or diverted. After a doubt nothing
+//! more is sent, and the caller gets the doubt. A topic whose rows are neither taken nor refused
+//! delays other rows for about a second.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -33,17 +34,18 @@ pub(super) struct Pump<'a> {
     pub(super) memory: &'a mut Memory,
     pub(super) window: Window,
     pub(super) unsent: VecDeque<Unsent>,
-    /// The row that is in flight alone: nothing else is sent until it is settled.
+    /// The tag of the row that is in flight alone: nothing else is sent until it is settled.
     pub(super) alone: Option<u64>,
     pub(super) diverted: Diverted,
-    /// Diverted in the window, not yet in the table.
+    /// Rows that are diverted in the window and not yet stored as dead or held.
     pub(super) unmarked: HashSet<i64>,
     pub(super) ready_topics: HashSet<String>,
     pub(super) release: Release,
     pub(super) trials: Trials,
     pub(super) ending: Option<Ending>,
-    /// The clock of rows in flight: the time in which this loop turned and the broker was not
-    /// blocked. While this process, its machine or the database stands still, nobody is silent.
+    /// The clock for rows in flight. It counts only time in which this loop ran and the broker was
+    /// not blocked, so that a freeze of this process, its machine or the database is not taken for
+    /// silence of the broker.
     pub(super) clock: Duration,
     turned_at: Instant,
     looked_at: Duration,
@@ -53,37 +55,40 @@ pub(super) struct Pump<'a> {
     poll: Duration,
     rows_max: usize,
     tidied_at: Instant,
-    /// A read that found nothing, with nothing in the window.
+    /// True where the last read found nothing and there was no more to read.
     empty: bool,
-    /// More stands in the dead and held table than `held_rows_max`: what is not loaded could be
-    /// overtaken, so nothing is read until all of it is known.
+    /// True where there are more dead and held rows than `held_rows_max`. A row that is not loaded
+    /// could be overtaken, so nothing is read until all are loaded.
     not_loaded: bool,
-    /// Rows left the table since it was loaded.
+    /// True where rows have left the dead and held table since it was loaded.
     some_left: bool,
-    /// The health says that this part waits.
+    /// True while the health shows that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
-    /// The health may say that no topic takes messages.
+    /// True while the health may show that no topic takes messages. It begins as true, because an
+    /// earlier session may have shown it.
     pub(super) shown_blocked: bool,
 }
 
-/// The claim of a read without rows of ours may wait this long (R2.5).
+/// A read without rows may need a claim for gaps or for rows of other shards; that claim may wait
+/// this long.
 const QUIET_CLAIM: Duration = Duration::from_millis(800);
 const TIDY: Duration = Duration::from_secs(5);
-/// One turn of the loop counts for so much at most.
+/// One turn of the loop counts for at most so much time on the clock.
 const TURN_MAX: Duration = Duration::from_millis(250);
-/// How long a topic may keep others waiting: while it neither takes nor refuses, and what was sent
-/// after it was settled.
+/// How long a topic may keep other rows waiting while it neither takes nor refuses, if rows that
+/// were sent later are settled.
 const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
-/// The same where nothing was settled after it, so that the broker as a whole may be slow.
+/// The same limit where no later row was settled, so that the whole broker may be slow.
 const SILENT_MAX: Duration = Duration::from_secs(5);
-/// How often it is looked for silence.
+/// How often the session checks for silence.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// How long a session that ends waits for what is in flight.
+/// How long a session that is ending waits for rows in flight.
 pub(super) const DRAIN_MAX: Duration = Duration::from_millis(500);
-/// So much of a stop's grace is kept for the last mark.
+/// The part of a stop's grace that is kept for the last mark.
 const MARK_KEPT: Duration = Duration::from_secs(2);
-/// A step that takes longer is shown: the database, or the broker's client, does not answer.
+/// A step that takes longer is shown in the health: the database or the broker's client does not
+/// answer.
 const STEP_SHOWN: Duration = Duration::from_secs(1);
 
 impl<'a> Pump<'a> {
@@ -160,7 +165,7 @@ impl<'a> Pump<'a> {
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
                 let mark = self.window.take_done();
                 self.claim(mark).await?;
-                // A row that was stored just now may go alone.
+                // A row that was only just stored as held may have to be sent alone.
                 if self.nothing_left() {
                     return Ok(End::Empty);
                 }
@@ -191,7 +196,7 @@ impl<'a> Pump<'a> {
         done
     }
 
-    /// The dead and held rows as they stand.
+    /// Loads the dead and held rows.
     async fn load(&mut self) -> Result<(), Doubt> {
         let limit = self.relay.options.held_rows_max.saturating_add(1);
         let rows = self.session.diverted(limit).await?;
@@ -204,7 +209,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// One round; false where there was nothing to do.
+    /// One round of work. Returns false where there was nothing to do.
     async fn step(&mut self) -> Result<bool, Doubt> {
         let mut moved = self.send_unsent().await?;
         if self.not_loaded && self.some_left && self.nothing_under_way() {
@@ -216,7 +221,7 @@ impl<'a> Pump<'a> {
             moved |= self.read().await?;
         } else {
             if self.unsent.is_empty() && self.alone.is_none() {
-                // Nothing is to be read.
+                // There is no read for the rows sent alone to wait for.
                 self.release.was_read();
             }
             if self.window.has_something_done() {
@@ -257,8 +262,8 @@ impl<'a> Pump<'a> {
         true
     }
 
-    /// Whether the next read fits the window: a whole one, or the eighth part of a window. Reads of
-    /// a few rows, each with a commit of its own, would follow each other otherwise.
+    /// Whether the next read fits into the window: a full one, or an eighth of the window.
+    /// Otherwise many small reads would follow each other, each with a commit of its own.
     fn has_room(&self) -> bool {
         let options = &self.relay.options;
         let portion = self.rows_max.min(options.window_rows / 8).max(1);
@@ -268,7 +273,7 @@ impl<'a> Pump<'a> {
             && self.window.bytes() < options.window_bytes
     }
 
-    /// So many rows more may be under way until the oldest of them is marked.
+    /// How many more rows may be read before the oldest unmarked ones are marked.
     pub(super) fn room(&self) -> usize {
         self.relay.options.window_rows.max(1).saturating_sub(self.window.span())
     }
@@ -286,7 +291,7 @@ impl<'a> Pump<'a> {
         self.release.was_read();
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
         if read.rows.is_empty() && !read.more && self.window.is_empty() {
-            // Every row was met: whatever is blocked has rows in the table by now.
+            // All rows were seen, so every blocked topic has its rows in the table by now.
             self.memory.blocked.clear();
             self.gets_on();
         }
@@ -302,8 +307,8 @@ impl<'a> Pump<'a> {
             self.poll = self.relay.options.poll_min;
         }
         let batch = self.window.open(Some(read.batch), found);
-        // A read that found no row writes nothing, unless there are gaps to fence or rows of others
-        // to pass: then within a second. Its batch is marked with the next claim.
+        // A read without rows needs no claim, unless there are gaps to fence or rows of other
+        // shards to pass: then within a second. Its batch is marked with the next claim.
         let due = read.needs_claim && self.claimed_at.elapsed() >= QUIET_CLAIM;
         if found > 0 || due || self.window.has_something_done() {
             let mark = self.window.take_done();
@@ -321,8 +326,8 @@ impl<'a> Pump<'a> {
         Ok(found > 0 || read.more)
     }
 
-    /// Batches grow while rows are small and shrink when they are large: a read stays near a
-    /// fraction of the window's bytes.
+    /// Adapts the number of rows of a read to their size, so that a read stays near an eighth of
+    /// the window's bytes.
     fn fit_batch(&mut self, rows: usize, weight: usize) {
         let target = (self.relay.options.window_bytes / 8).max(1);
         if rows == self.rows_max && weight < target {
@@ -332,8 +337,8 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// Open gaps are bounded (R9): half of the bound is said, and at the bound, where nothing new
-    /// is read, the relay is not ready.
+    /// Shows open gaps, whose number is bounded (R9): a warning from half of the bound on, and not
+    /// ready at the bound, where nothing new is read.
     async fn show_gaps(&mut self) -> Result<(), Doubt> {
         let gaps = self.session.open_gaps().await?;
         let trouble = gaps.map(|OpenGaps { open, max, held_by }| {
@@ -356,7 +361,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Commits synchronously, with the mark, and takes over what the mark did.
+    /// Commits synchronously, with the mark, and updates this session's state by what the mark did.
     pub(super) async fn claim(&mut self, mark: Mark) -> Result<(), Doubt> {
         let gone: Vec<i64> = mark.released.iter().chain(&mark.discarded).copied().collect();
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
@@ -385,7 +390,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Something was marked, or there is nothing to do: no doubt stands any more.
+    /// Forgets earlier doubts: something was marked, or there is nothing to do.
     fn gets_on(&mut self) {
         self.shown_waiting |= std::mem::take(&mut self.memory.doubts) > 0;
     }
@@ -394,7 +399,7 @@ impl<'a> Pump<'a> {
         self.window.is_empty() && self.unsent.is_empty() && self.diverted.on_way() == 0 && self.release.is_idle()
     }
 
-    /// Takes what the broker has said, without waiting.
+    /// Takes the outcomes that the broker has ready, without waiting.
     fn hear_what_is_there(&mut self) -> Result<(), Doubt> {
         let mut settled = std::mem::take(&mut self.settled);
         let outcome = self.publisher.settle(&mut settled).now_or_never();
@@ -402,7 +407,7 @@ impl<'a> Pump<'a> {
         self.heard(outcome.unwrap_or(Ok(())))
     }
 
-    /// Deals with what the broker said, and with the end of the session after it.
+    /// Handles the outcomes, and after them the error that ended the broker's session, if any.
     fn heard(&mut self, outcome: Result<(), BrokerError>) -> Result<(), Doubt> {
         let mut settled = std::mem::take(&mut self.settled);
         let mut proven = 0;
@@ -424,14 +429,16 @@ impl<'a> Pump<'a> {
         self.silence()
     }
 
-    /// The session is at its end: over the rows that were refused before, or by itself.
+    /// The doubt after the broker's session was lost: because of rows that were refused before, or
+    /// without a known cause.
     pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(mut ending) => ending.doubt(),
-            // A row was found out, and the session with it: nothing is said of another.
+            // This session already found a cause, which explains its end: no other row is
+            // suspected.
             None if self.memory.progress => Doubt::Held(error.to_string()),
             None => {
-                // A broker that is away says nothing of a row.
+                // A broker that is away is no reason to suspect a row.
                 let is_away = matches!(error, BrokerError::Unavailable(_));
                 let row = if is_away { None } else { self.window.first_unproven() };
                 Doubt::Lost { row, why: error.to_string() }
@@ -439,8 +446,8 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// A session that ends hears what is on its way still; one that only waits for rows of blocked
-    /// topics goes on after it.
+    /// Waits for outcomes of rows in flight while the session is ending. If only diverted rows are
+    /// the cause and no row of their keys is in flight any more, the session goes on.
     async fn drain(&mut self) -> Result<(), Doubt> {
         let Some(ending) = &mut self.ending else { return Ok(()) };
         let until = ending.until;
@@ -459,10 +466,10 @@ impl<'a> Pump<'a> {
         self.heard(outcome.unwrap_or(Ok(())))
     }
 
-    /// Silence of topics, or of the broker, while messages are in flight.
+    /// Checks whether topics, or the broker, stay silent while messages are in flight.
     fn silence(&mut self) -> Result<(), Doubt> {
         if let Some(why) = self.publisher.blocked() {
-            // No failure: it takes nothing for now, and says so.
+            // No failure: the broker says that it takes nothing for now.
             if self.window.in_flight() > 0 {
                 self.shown_waiting = true;
                 let why = format!("the broker is blocked: {why}");
@@ -478,7 +485,7 @@ impl<'a> Pump<'a> {
         let silent = self.silent_topics();
         let Some(longest) = silent.iter().map(|(_, silence)| *silence).max() else { return Ok(()) };
         let overtaken = self.window.is_overtaken();
-        // Of two topics that are silent one waits for the other, in the broker's client.
+        // If two topics are silent, one may wait for the other in the broker's client.
         let keeps_others = !self.has_room() || silent.len() > 1;
         let limit = match (keeps_others, overtaken || self.alone.is_some()) {
             (false, _) => self.relay.options.publish_stall,
@@ -488,7 +495,8 @@ impl<'a> Pump<'a> {
         if longest < limit {
             return Ok(());
         }
-        // Those that are silent for half as long began to wait for them.
+        // Topics that are silent for less than half of the longest time began to wait for the
+        // others.
         let began = |silence: Duration| silence >= limit.max(longest / 2);
         let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
         let limit = humantime::format_duration(limit);
@@ -496,16 +504,16 @@ impl<'a> Pump<'a> {
         Err(Doubt::Silent { topics, overtaken, why })
     }
 
-    /// Topics whose oldest row in flight is there for long enough to keep others waiting, and for
-    /// how long.
+    /// Topics whose oldest row in flight has waited for at least `KEPT_WAITING_MAX`, with that
+    /// time.
     pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
         let mut silent = self.window.silence(self.clock, self.goes_in_turn());
         silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
         silent
     }
 
-    /// Waits for whatever comes first: an answer of the broker, a hint, the next poll, a duty, the
-    /// stop.
+    /// Waits for the first of: an outcome, the answer of a trial, a hint that a row was enqueued,
+    /// the next poll, the stop.
     async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
         let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
         if self.has_room() && !self.release.pauses_reading() {
@@ -528,7 +536,7 @@ impl<'a> Pump<'a> {
         self.heard(outcome)
     }
 
-    /// A stop: nothing new is sent; what is in flight is waited for, within the grace, and marked.
+    /// Stops: sends nothing new, waits for rows in flight within the grace, and marks.
     async fn finish(&mut self) -> Result<End, Doubt> {
         let grace = self.relay.options.shutdown_grace;
         let deadline = Instant::now() + grace - MARK_KEPT.min(grace / 4);
@@ -538,7 +546,7 @@ impl<'a> Pump<'a> {
             self.settled = settled;
             match outcome {
                 Ok(Ok(())) => self.heard(Ok(()))?,
-                // What is not proven is sent again by the next session.
+                // Rows that are not proven are sent again by the next session.
                 Ok(Err(_)) | Err(_) => break,
             }
             if self.ending.is_some() {
@@ -551,7 +559,7 @@ impl<'a> Pump<'a> {
     }
 }
 
-/// Does a step and shows it as waiting while it takes long; true where it did.
+/// Runs a step. While it takes long, the health shows that it waits. Returns true where it did.
 async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
     let mut late = false;
     let mut step = std::pin::pin!(step);
@@ -567,7 +575,7 @@ async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
     }
 }
 
-/// The first of many.
+/// Names the first topic, and how many more there are.
 fn named(topics: &[String]) -> String {
     match topics {
         [] => "any topic".to_owned(),

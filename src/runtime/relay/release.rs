@@ -1,9 +1,10 @@
-//! The way back of dead and held rows (R17): decided by the reader between two reads, in position
-//! order, under the same window rules, removed in the marking transaction.
+//! The release of dead and held rows (R17): how they return to the broker. The session decides
+//! between two reads, in the order of positions and under the bounds of the window; the mark
+//! removes released rows from the table.
 //!
-//! A row is on its way back when it is held, its key has no older dead row, and its destination is
-//! open: an operator's redrive turns a dead row into such a one, a discard takes it away, a trial
-//! beside the session opens a topic.
+//! A row can be released when it is held, no older dead row of its key exists, and its destination
+//! is open. An operator's redrive makes a dead row such a row; a discard removes it; a trial beside
+//! the session opens a topic.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -19,35 +20,35 @@ use crate::observe::Trouble;
 use crate::policy::diversion::{Diverted, DivertedRow};
 use crate::store::{Diversion, OutboxRow, RequestedAct};
 
-/// How often operators' requests are looked for while something is dead.
+/// How often the session looks for requests of operators.
 const REQUESTS: Duration = Duration::from_millis(500);
 
-/// So many rows go back at first. Each that is proven lets one more be under way, so that they
-/// double with each answer of the broker, up to a batch: what was stuck may be stuck still, and
-/// others wait no longer than for a few rows.
+/// How many rows are released at first. Each one that is proven allows one more at a time, so that
+/// the number doubles with each round of answers, up to a batch: the destination may still be
+/// blocked, and then other rows have waited for a few rows only.
 const FEW: usize = 16;
-/// How long reading waits for rows that were diverted behind those on their way back to be stored,
-/// so that they can follow them: else a topic that is never quiet would go through the table for
-/// ever.
+/// How long reading pauses until rows that were diverted behind released ones are stored, so that
+/// they can be released too. Without the pause a topic that is never quiet would go through the
+/// table for ever.
 const PAUSE_MAX: Duration = Duration::from_millis(150);
-/// How often it does so at most.
+/// The shortest time between two such pauses.
 const PAUSE_EVERY: Duration = Duration::from_secs(1);
 
-/// The state of releasing in one session.
+/// The state of releases in one session.
 #[derive(Debug)]
 pub(super) struct Release {
-    /// Blocked topics whose trial went through.
+    /// Blocked topics whose trial row was taken.
     open: HashSet<String>,
-    /// Rows an operator wants sent again.
+    /// Rows that an operator wants sent again.
     redriven: HashSet<i64>,
-    /// So many rows may be on their way back at once.
+    /// How many rows may be under release at once.
     width: usize,
-    /// Since when reading waits for rows to be stored.
+    /// Since when reading is paused.
     pause: Option<Instant>,
     pause_from: Instant,
-    /// A row went alone, and the others have not had their turn since.
+    /// True where a row was sent alone and there was no read since.
     owes_a_read: bool,
-    /// Something changed: look for rows on their way back.
+    /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
 }
@@ -66,7 +67,7 @@ impl Release {
         }
     }
 
-    /// True for a moment, while all that is on its way back is sent but for rows that are not
+    /// True while reading is paused, because rows that could follow the released ones are not
     /// stored yet.
     pub(super) fn pauses_reading(&self) -> bool {
         self.pause.is_some_and(|since| since.elapsed() < PAUSE_MAX)
@@ -82,7 +83,7 @@ impl Release {
         }
     }
 
-    /// Nothing waits to be looked for.
+    /// True where there is no reason to look for rows to release.
     pub(super) fn is_idle(&self) -> bool {
         !self.look
     }
@@ -91,41 +92,42 @@ impl Release {
         self.look = true;
     }
 
-    /// Others had their turn.
+    /// Notes a read, after which a row may be sent alone again.
     pub(super) fn was_read(&mut self) {
         self.owes_a_read = false;
     }
 
-    /// A row left the table.
+    /// Notes that a row left the table.
     pub(super) fn left(&mut self, position: i64) {
         self.redriven.remove(&position);
         self.look = true;
     }
 
-    /// The broker has proven a row on its way back.
+    /// Notes that the broker has proven a released row: one more may be under way.
     pub(super) fn proven(&mut self, batch_rows: usize) {
         self.width = (self.width + 1).min(batch_rows);
     }
 
-    /// A row on its way back stays in the table.
+    /// Notes that a released row goes back to the table: fewer may be under way.
     pub(super) fn stays(&mut self) {
         self.width = (self.width / 2).max(FEW);
         self.look = true;
     }
 
-    /// The broker refused a row for its destination: the topic is closed until its next trial.
+    /// Closes a topic until its next trial: the broker refused a row for its destination.
     pub(super) fn close(&mut self, topic: &str) {
         self.open.remove(topic);
     }
 
-    /// The change of a row is stored, and with it the request that led there is done. Not earlier:
-    /// until then the request still stands in the table and would be taken a second time.
+    /// Notes that the change of a row is stored, which completes the request for it. Not to be
+    /// called earlier: until the change is stored, the request is still in the table and would be
+    /// taken twice.
     pub(super) fn changed(&mut self, position: i64) {
         self.redriven.remove(&position);
         self.look = true;
     }
 
-    /// The table is loaded anew, requests with it.
+    /// Notes that the table was loaded anew; requests are read again.
     pub(super) fn reloaded(&mut self, now: Instant) {
         self.redriven.clear();
         self.requests_at = now;
@@ -133,8 +135,8 @@ impl Release {
     }
 }
 
-/// Why a row is diverted, in the words of the policy; none for a dead row under policy `skip`,
-/// which holds nothing.
+/// The policy's reason for a diversion. `None` for a dead row under policy `skip`, which holds
+/// nothing.
 pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
     match diversion {
         Diversion::Dead { holds: true, .. } => Some(Diverted::Dead),
@@ -145,7 +147,8 @@ pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
 }
 
 impl Pump<'_> {
-    /// Requests, probes, and rows on their way back; false where nothing moved.
+    /// Handles operators' requests, trials, and rows to release. Returns false where nothing
+    /// happened.
     pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
         let now = Instant::now();
         if now >= self.release.requests_at {
@@ -185,7 +188,7 @@ impl Pump<'_> {
         Ok(())
     }
 
-    /// Hears what trials found, and begins those that are due.
+    /// Handles what trials found, and starts those that are due.
     async fn look_after_trials(&mut self) -> Result<bool, Doubt> {
         let every = self.relay.options.probe;
         let mut moved = false;
@@ -227,8 +230,8 @@ impl Pump<'_> {
         Ok(moved)
     }
 
-    /// There is something to do, and nothing goes on: not ready. Where another topic takes
-    /// messages, the relay is at work.
+    /// Shows in the health whether every topic with work is blocked: then the relay is not ready.
+    /// While another topic takes messages, it is.
     fn show_blocked(&mut self, why: Option<String>) {
         if self.shown_blocked != why.is_some() {
             self.shown_blocked = why.is_some();
@@ -243,8 +246,9 @@ impl Pump<'_> {
         self.release.look = true;
     }
 
-    /// The first row of each of these topics, for its trial: none of one whose first row is not in
-    /// the table yet, and none of the last ones where the others reach the bytes of a read.
+    /// The first row of each of these topics, for its trial. Left out are topics whose first row is
+    /// not stored yet or already under release, and the last ones where the rows exceed the bytes
+    /// of a read.
     async fn first_rows(&mut self, topics: &[String]) -> Result<Vec<(i64, OutgoingMessage)>, Doubt> {
         let topics: HashSet<&str> = topics.iter().map(String::as_str).collect();
         let mut first: HashMap<&str, i64> = HashMap::new();
@@ -265,17 +269,17 @@ impl Pump<'_> {
         Ok(rows.into_iter().map(|row| (row.position, row.message)).collect())
     }
 
-    /// Whether rows of this topic may go back to it.
+    /// Whether rows of this topic may be released.
     pub(super) fn goes_back(&self, topic: &str) -> bool {
         self.release.open.contains(topic) || !self.diverted.blocks(topic)
     }
 
     async fn send_released(&mut self) -> Result<bool, Doubt> {
-        // Half of a window at most: the other half is for what is read.
+        // At most half of a window; the other half is for rows that are read.
         let width = self.release.width.min(self.relay.options.window_rows / 2).max(1);
         let room = width.saturating_sub(self.diverted.on_way()).min(self.room());
         if room < width.div_ceil(2) {
-            // Some at a time: each look goes through the table from its beginning.
+            // Wait until several fit: each look goes through the table from its beginning.
             return Ok(false);
         }
         let mut positions = Vec::new();
@@ -287,7 +291,7 @@ impl Pump<'_> {
                 continue;
             }
             if self.unmarked.contains(&row.position) {
-                // Not in the table yet, and later ones must not overtake it.
+                // It is not stored yet, and later rows must not overtake it.
                 behind_unmarked = true;
                 break;
             }
@@ -314,7 +318,7 @@ impl Pump<'_> {
         self.release.owes_a_read = alone;
         let rows = self.session.held(&positions).await?;
         self.forget_what_is_gone(&positions, &rows);
-        // Large ones come a few at a time: the others are looked for when these have left.
+        // Of large rows only a few are returned; the others are released when these have left.
         let batch = self.window.open(None, rows.len());
         for row in rows {
             self.diverted.goes(row.position);
@@ -329,9 +333,9 @@ impl Pump<'_> {
         Ok(true)
     }
 
-    /// Rows that were taken out of the table by hand: what does not come although it was the first,
-    /// or stands before one that came, is not there. Nothing can be sent of them, and nothing waits
-    /// for them.
+    /// Forgets rows that somebody deleted from the table by hand. A row is missing if it was asked
+    /// for and not returned although a later one was, or none at all was. It cannot be sent, and
+    /// nothing must wait for it.
     fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) {
         let last = rows.last().map(|row| row.position);
         let came: HashSet<i64> = rows.iter().map(|row| row.position).collect();

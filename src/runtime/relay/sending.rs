@@ -1,10 +1,10 @@
-//! Row by row, at the moment of sending: broker, dead, held, or alone; and what the broker says of
-//! each.
+//! What becomes of each row at the moment of sending (sent, dead, held, or sent alone), and the
+//! handling of the broker's answer for it.
 //!
-//! Promise: the decision is made when a row's turn comes, so a refusal that was just heard already
-//! counts for the next row of its key; a topic that was not seen is diverted before anything of it
-//! is produced (R19); what is refused for its destination holds its topic, and the session goes on,
-//! unless the broker may yet take a later row of the same key.
+//! Promise: the decision is made when a row's turn comes, so that a refusal that has just arrived
+//! counts for the next row of its key. Rows of a topic that is not ready are diverted before any is
+//! sent (R19). A refusal for the destination holds its topic and the session goes on, unless the
+//! broker may still take a later row of the same key.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -22,20 +22,20 @@ use crate::policy::diversion::{Behind, DivertedRow, Way};
 use crate::policy::isolate::Mode;
 use crate::store::Diversion;
 
-/// A row that was read and claimed, and is not yet sent.
+/// A row that was read and claimed, and is not sent yet.
 #[derive(Debug)]
 pub(super) struct Unsent {
     pub(super) position: i64,
     pub(super) batch: u64,
     pub(super) message: OutgoingMessage,
-    /// It comes from the dead and held table.
+    /// True where the row comes from the dead and held table.
     pub(super) is_release: bool,
-    /// Nothing else is in flight with it.
+    /// True where the row must be in flight alone.
     pub(super) alone: bool,
 }
 
 impl Pump<'_> {
-    /// Sends what may be sent; false where nothing moved.
+    /// Sends the rows that may be sent. Returns false where nothing happened.
     pub(super) async fn send_unsent(&mut self) -> Result<bool, Doubt> {
         if self.unsent.is_empty() || self.ending.is_some() {
             return Ok(false);
@@ -56,7 +56,7 @@ impl Pump<'_> {
             }
             let alone = row.alone || self.memory.isolation.mode() == Mode::Alone(row.position);
             if alone && (self.window.in_flight() > 0 || !out.is_empty()) {
-                // Everything before it is proven first.
+                // All rows before it must be settled first.
                 break;
             }
             let Some(row) = self.unsent.pop_front() else { break };
@@ -66,7 +66,7 @@ impl Pump<'_> {
                 continue;
             }
             if alone && self.memory.isolation.needs_probe() {
-                // The topic was seen in this session, which is a fresh one.
+                // The topic was seen in this session, which is a new one.
                 self.memory.isolation.on_probe_succeeded();
             }
             let leaving = Leaving {
@@ -95,8 +95,8 @@ impl Pump<'_> {
         Ok(moved)
     }
 
-    /// Asks for the topics of the rows that wait, all at once, where this session has not seen
-    /// them. Gives those that are not there, with the reason.
+    /// Asks for the state of the waiting rows' topics that this session has not seen, in one call.
+    /// Returns the topics that are not ready, with the reason.
     async fn see_topics(&mut self) -> Result<HashMap<String, String>, Doubt> {
         let mut unknown = BTreeSet::new();
         for row in &self.unsent {
@@ -122,16 +122,16 @@ impl Pump<'_> {
         Ok(not_ready)
     }
 
-    /// Whether a row on its way back still is: the one before it may just have been refused again.
+    /// Whether a row may still be released: the row before it may just have been refused again.
     fn still_released(&self, row: &Unsent) -> bool {
         self.diverted.is_free(row.position) && self.goes_back(&row.message.topic)
     }
 
-    /// Whether the row leaves the way to the broker, and as what.
+    /// The diversion of a row that must not be sent now; `None` where it may be sent.
     fn diversion_of(&self, row: &Unsent, not_ready: &HashMap<String, String>) -> Option<Diversion> {
         let (topic, key) = (&row.message.topic, row.message.key.as_deref());
-        // Also for a row on its way back: without its verdict it would end every session, and
-        // nothing else would flow (G3).
+        // A verdict also applies to a row under release: otherwise the row would end every session,
+        // and no other key would be served (G3).
         if let Some(verdict) = self.memory.verdicts.get(&row.position) {
             let holds = self.relay.options.holds(topic);
             return Some(match verdict.clone() {
@@ -172,9 +172,9 @@ impl Pump<'_> {
         self.stand_aside(position, batch, message.topic, message.key, is_release, diversion);
     }
 
-    /// The row goes to the dead and held table; one on its way back stays there, for another
-    /// reason. A redriven row whose topic is blocked is held for its destination from then on: left
-    /// as it was, it would be tried without end, and reading would wait for it.
+    /// Diverts a row into the dead and held table. A row under release stays there with another
+    /// reason. A redriven row whose topic is blocked is then held for its destination: otherwise it
+    /// would be tried without end, and reading would wait for it.
     fn stand_aside(
         &mut self,
         position: i64,
@@ -193,7 +193,7 @@ impl Pump<'_> {
         }
         match super::release::why(&diversion) {
             Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),
-            // Dead under policy `skip`: it holds nothing.
+            // Dead under policy `skip`: the row holds no other row.
             None => drop(self.diverted.leave(position)),
         }
         if is_release {
@@ -209,7 +209,7 @@ impl Pump<'_> {
         tracing::warn!(topic, reason, "the destination is blocked; its messages are held and released by themselves");
     }
 
-    /// The broker has proven a row; false where it is none of this session.
+    /// Handles a proof of the broker. Returns false for a tag that is not in flight.
     pub(super) fn proven(&mut self, tag: u64) -> bool {
         let Some(sent) = self.window.get(tag) else { return false };
         let position = sent.position;
@@ -236,10 +236,10 @@ impl Pump<'_> {
         true
     }
 
-    /// Takes the broker's refusals, after everything that it proved at the same time. What speaks
-    /// of the destination holds the topic; what speaks of the message holds its key, until the
-    /// message was sent alone; all else ends the session, once the others have had their chance to
-    /// be proven or refused too.
+    /// Handles the broker's refusals, after everything that it proved at the same time. A refusal
+    /// for the destination holds the topic. A refusal for the message holds its key until the
+    /// message was sent alone. Any other refusal ends the session, once the other rows have had
+    /// time to be settled.
     pub(super) fn refused(&mut self, refusals: Vec<(u64, Refusal)>) {
         let mut all = Vec::new();
         for (tag, refusal) in refusals {
@@ -292,9 +292,9 @@ impl Pump<'_> {
         self.ends_over(all);
     }
 
-    /// The session ends where nothing is known of a row, or where a later row of a refused key is
-    /// in flight: that one may be refused too where it goes to the same destination; otherwise the
-    /// client must not send it, and nothing is waited for.
+    /// Ends the session where nothing is known of a refused row, or where a later row of its key is
+    /// in flight. After a refusal for the destination that later row may be refused too, so its
+    /// outcome is awaited. Otherwise the client must not send it, and the session ends at once.
     fn ends_over(&mut self, mut refused: Vec<Refused>) {
         let of = |refused: &Refused| (refused.topic.clone(), refused.key.clone());
         let in_flight = self.window.in_flight_of(&refused.iter().map(of).collect());
@@ -309,13 +309,14 @@ impl Pump<'_> {
         ending.refused.extend(refused);
     }
 
-    /// Of a key the broker gets one row at a time (R20): it is no log that keeps them in order by
-    /// itself.
+    /// True where the broker gets one row of a key at a time (R20), because it is no log that keeps
+    /// them in order by itself.
     pub(super) fn goes_in_turn(&self) -> bool {
         !self.relay.broker.is_log()
     }
 
-    /// Nothing else was in flight, so nothing may have been reordered: the session goes on.
+    /// Declares a row dead. It was in flight alone, so nothing can be reordered and the session
+    /// goes on.
     fn dead(
         &mut self,
         position: i64,
@@ -330,8 +331,7 @@ impl Pump<'_> {
         tracing::error!(position, %topic, %reason, "a message is dead: the broker refused it, sent alone");
         let holds = self.relay.options.holds(&topic);
         let diversion = Diversion::Dead { reason, holds };
-        // Remembered until it is marked: where the session ends first, it must not be found out
-        // anew.
+        // Kept until it is marked, so that a session that ends before need not find it out again.
         self.memory.verdicts.insert(position, diversion.clone());
         self.memory.alone.remove(&position);
         self.memory.progress = true;

@@ -1,13 +1,13 @@
-//! Trials of blocked topics, beside the session: whether they are there, and whether the broker
-//! takes their first row.
+//! Trials of blocked topics, beside the session: whether a topic exists, and whether the broker
+//! takes its first row.
 //!
-//! Promises: a trial costs the session nothing but the reading of one row; it has a publisher and a
-//! deadline of its own, so a topic that neither takes nor refuses is waited for by nobody; topics
-//! that were silent are tried apart from the others, and ever more rarely. A row on trial is the
-//! first of its topic, and none behind it is sent before it is proven: order stands.
+//! Promises: a trial costs the session only the read of one row. It has its own publisher and
+//! deadline, so that nothing else waits for a topic that neither takes nor refuses. Topics that
+//! were silent are tried apart from the others, and ever more rarely. The row of a trial is the
+//! first of its topic, and no later one is sent before it is proven, so that the order holds.
 //!
-//! A trial that is dropped leaves its row in doubt, as a session leaves those in flight: it is sent
-//! again, at the same place.
+//! A trial that is dropped leaves the outcome of its row unknown, like a session does with its rows
+//! in flight: the row is sent again, in the same place.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -25,34 +25,35 @@ use crate::policy::retry::pause;
 
 /// The longest pause between two trials of a topic that was silent.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// How long a trial may last; a broker that is slow for all is not asked to be faster here.
+/// How long a trial may last. It is long enough for a broker that is slow for all topics.
 const TRIAL_MAX: Duration = Duration::from_secs(10);
-/// So many trials of each topic in vain, and none that takes messages, until the relay is not
-/// ready.
+/// After so many failed trials of every blocked topic, while no topic takes messages, the relay is
+/// not ready.
 const TRIES_SHOWN: u32 = 2;
-/// So many topics a session makes itself. The rows of more are held, and the trials make them: on
-/// Kafka a broker that has just made hundreds takes messages late, and everything would wait.
+/// How many topics a session creates itself. If more are missing, their rows are held and the
+/// trials create the topics: a Kafka broker that has just created hundreds takes messages late, and
+/// everything would wait.
 const MADE_AT_ONCE: usize = 8;
-/// How long a session waits for topics to be made; beyond it their rows are held, and the trials
-/// find out. The session's lease and all other topics wait as long.
+/// How long a session waits for topics to be created; the renewal of its lease and all other topics
+/// wait too. After it the rows are held, and the trials find out.
 const MADE_MAX: Duration = Duration::from_secs(2);
-/// A publisher for trials that nobody needed for so long is closed.
+/// A publisher for trials that was not used for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
-/// When a topic is tried next. Outlives a session, in memory only.
+/// When each blocked topic is tried next. It outlives a session, in memory only.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pauses(HashMap<String, Pause>);
 
 #[derive(Debug, Clone)]
 struct Pause {
     next: Instant,
-    /// Trials in a row that did not open it.
+    /// Trials in a row that did not open the topic.
     tries: u32,
-    /// Trials in a row that were not answered.
+    /// Trials in a row that got no answer.
     silent: u32,
-    /// Trials in a row whose session the row ended, with no other row in it.
+    /// Trials in a row whose session was lost while this row was alone in it.
     lost: u32,
-    /// What the last trial said: the reason that stands beside the topic's rows.
+    /// The reason that the last trial gave, which is stored with the topic's rows.
     reason: String,
 }
 
@@ -62,13 +63,13 @@ impl Pauses {
         self.0.entry(topic.to_owned()).or_insert_with(none)
     }
 
-    /// Notes what a trial said; true where it says something new.
+    /// Notes a failed trial. Returns true where the reason is a new one.
     fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) -> bool {
         let known = self.of(topic);
         let is_new = known.reason != reason;
         reason.clone_into(&mut known.reason);
         known.lost = 0;
-        // Where it was there, and had no row that could be tried, nothing is said.
+        // Without a reason the topic existed and had no row to try: that is no failure.
         known.tries = known.tries.saturating_add(u32::from(!reason.is_empty()));
         known.silent = if was_silent { known.silent.saturating_add(1) } else { 0 };
         let grows = known.silent > 1;
@@ -77,8 +78,8 @@ impl Pauses {
         is_new
     }
 
-    /// Notes that a trial said nothing of the topic, for its session was lost; true where that is
-    /// the row's own doing.
+    /// Notes a trial that told nothing about the topic, because its session was lost. Returns true
+    /// where the row must be the cause.
     fn lost(&mut self, topic: &str, was_alone: bool, every: Duration) -> bool {
         let known = self.of(topic);
         known.next = Instant::now() + every;
@@ -87,12 +88,12 @@ impl Pauses {
         known.lost >= ENDS_ALONE_BEFORE_DEAD
     }
 
-    /// Only what is blocked has a pause.
+    /// Forgets topics that are not blocked any more.
     pub(super) fn keep(&mut self, blocked: &HashSet<&str>) {
         self.0.retain(|topic, _| blocked.contains(topic.as_str()));
     }
 
-    /// Where each of these was tried so often in vain: why the first of them is blocked.
+    /// If every blocked topic has failed often enough, returns why the first of them is blocked.
     pub(super) fn all_in_vain(&self, blocked: &HashSet<&str>) -> Option<String> {
         let in_vain = |topic: &&str| self.0.get(*topic).is_some_and(|pause| pause.tries >= TRIES_SHOWN);
         let first = blocked.iter().min()?;
@@ -109,41 +110,41 @@ impl Pauses {
     }
 }
 
-/// What a trial found.
+/// The result of a trial.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// These topics are there: their first rows are wanted, and [`Trials::give`] awaits them.
+    /// These topics exist. [`Trials::give`] must be called with their first rows.
     There(Vec<String>),
-    /// The row was taken: the topic is open.
+    /// The row was taken, so the topic is open.
     Taken { topic: String, position: i64 },
-    /// The broker refused the row for what it is, or it ends sessions: the topic is open, and the
-    /// row is sent alone.
+    /// The broker refused the row itself, or the row ends sessions. The topic is open, and the row
+    /// must be sent alone.
     Message { topic: String, position: i64 },
-    /// It stays blocked, for a reason; the row that was tried, if any. `is_new`: it is another
-    /// reason than before.
+    /// The topic stays blocked. `position`: the row that was tried, if any. `is_new`: the reason is
+    /// not the one before.
     Blocked { topic: String, position: Option<i64>, reason: String, is_new: bool },
 }
 
 /// The trials of one session.
 #[derive(Debug)]
 pub(super) struct Trials {
-    /// Topics that answer; topics that were silent the last time.
+    /// The lane for topics that answer, and the lane for topics that were silent last time.
     lanes: [Lane; 2],
     broker: Arc<dyn Broker>,
     declare: bool,
     answers: mpsc::UnboundedSender<(usize, Answer)>,
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
-    /// Awaited and not yet dealt with.
+    /// Received and not yet handled.
     heard: VecDeque<(usize, Answer)>,
 }
 
 #[derive(Debug)]
 struct Lane {
     orders: mpsc::UnboundedSender<Order>,
-    /// Topics of the round that is under way.
+    /// Topics of the current round.
     under_way: HashSet<String>,
-    /// So many topics a round: halved where a round's session was lost, so that the row which ends
-    /// sessions is found out.
+    /// Most topics of a round. It is halved when the session of a round was lost, so that a row
+    /// that ends sessions is found.
     width: usize,
     was_lost: bool,
     task: JoinHandle<()>,
@@ -179,7 +180,7 @@ enum Answer {
         position: Option<i64>,
         said: Said,
     },
-    /// The round is over.
+    /// The current round has ended.
     Over,
 }
 
@@ -189,7 +190,7 @@ enum Said {
     Message,
     Blocked(String),
     Silent(String),
-    /// The session was lost; `alone`: with this row alone in it.
+    /// The session was lost. `alone`: no other row was in it.
     Lost {
         alone: bool,
     },
@@ -202,10 +203,10 @@ impl Trials {
         Self { lanes, broker: Arc::clone(broker), declare, answers, found, heard: VecDeque::new() }
     }
 
-    /// Begins a lane anew whose task ended, which is a panic below it: what it had under way says
-    /// nothing of its topics, and they are tried again.
+    /// Restarts a lane whose task has ended, which means a panic. That tells nothing about its
+    /// topics: they are tried again.
     fn mend(&mut self, number: usize, pauses: &mut Pauses, every: Duration) {
-        // What it said before it ended is heard first.
+        // Answers that the task gave before it ended are handled first.
         if !self.lanes[number].task.is_finished() || !self.heard.is_empty() || !self.found.is_empty() {
             return;
         }
@@ -216,7 +217,7 @@ impl Trials {
         self.lanes[number].width = (topics.len() / 2).max(1);
     }
 
-    /// Begins a round of those topics that are due, in each lane where none is under way.
+    /// Starts a round with the topics that are due, in each lane that has none running.
     pub(super) fn begin(
         &mut self,
         blocked: &HashSet<&str>,
@@ -245,30 +246,31 @@ impl Trials {
             }
             let lane = &mut self.lanes[number];
             lane.under_way.extend(topics.iter().cloned());
-            // Where the task is gone it is begun anew, and the topics with it.
+            // Sending fails only where the task has ended: `mend` restarts it and tries the topics
+            // again.
             let _ = lane.orders.send(Order::Ask(topics));
         }
     }
 
-    /// The first rows of topics that were found to be there; a topic without one is tried another
+    /// Gives a lane the first rows of topics that exist; a topic without a row is tried another
     /// time.
     pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
         let _ = self.lanes[lane].orders.send(Order::Send(rows));
     }
 
-    /// Waits until something was found.
+    /// Waits until a trial has an answer.
     ///
     /// # Cancel safety
-    /// Safe: what was found is kept.
+    /// Safe: an answer that was received is kept.
     pub(super) async fn answered(&mut self) {
         match self.found.recv().await {
             Some(answer) => self.heard.push_back(answer),
-            // The tasks ended; they do so with the session.
+            // The lanes' tasks have ended; they do so with the session.
             None => std::future::pending().await,
         }
     }
 
-    /// What was found meanwhile, without waiting, with the lane that found it.
+    /// Takes the next result without waiting, with the number of its lane.
     pub(super) fn found(&mut self, pauses: &mut Pauses, every: Duration) -> Option<(usize, Found)> {
         while let Some((lane, answer)) = self.heard.pop_front().or_else(|| self.found.try_recv().ok()) {
             let (topic, position, said) = match answer {
@@ -279,7 +281,7 @@ impl Trials {
                     let was_lost = std::mem::take(&mut round.was_lost);
                     round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };
                     for topic in self.lanes[lane].under_way.drain() {
-                        // It was there, and had no row that could be tried.
+                        // The topic existed and had no row to try.
                         if pauses.is_due(&topic, Instant::now()) {
                             pauses.failed(&topic, "", false, every);
                         }
@@ -317,7 +319,7 @@ impl Trials {
 
 type Answering = mpsc::UnboundedSender<(usize, Answer)>;
 
-/// The way back to the session.
+/// Sends the answers of a lane to the session.
 #[derive(Debug)]
 struct Answers {
     lane: usize,
@@ -388,7 +390,7 @@ impl Trier {
         self.answers.give(Answer::Over);
     }
 
-    /// Which of these topics are there.
+    /// Asks which of these topics exist and returns them; answers for the others.
     async fn ask(&mut self, topics: &[String]) -> Result<Vec<String>, BrokerError> {
         let publisher = match &mut self.publisher {
             Some(publisher) => publisher,
@@ -409,7 +411,7 @@ impl Trier {
         Ok(ready)
     }
 
-    /// Sends one row for each topic and says what became of it.
+    /// Sends one row for each topic and answers with the outcomes.
     async fn send(&mut self, rows: Vec<(i64, OutgoingMessage)>) {
         let Some(mut publisher) = self.publisher.take() else { return };
         let alone = rows.len() == 1;
@@ -439,7 +441,7 @@ impl Trier {
         for (position, topic) in left.into_values() {
             self.answers.say(&topic, Some(position), said.clone());
         }
-        // What it still holds must not arrive: the session is dropped with it.
+        // Rows that this session still holds must not arrive later, so it is dropped.
         drop(publisher);
     }
 
@@ -472,9 +474,9 @@ impl Trier {
     }
 }
 
-/// The state of these topics; with `declare`, those that are not there are made first, all at once,
-/// unless they are many. What stands in the way of that is the trouble of these topics, not of the
-/// session, and their trials find out whose.
+/// The state of these topics. With `declare`, missing ones are created first, all in one call,
+/// unless they are too many. A failure to create them makes these topics not ready and does not end
+/// the session; their trials find out which topic is at fault.
 pub(super) async fn see(
     broker: &dyn Broker,
     publisher: &mut dyn Publisher,
@@ -500,7 +502,8 @@ pub(super) async fn see(
     Ok(states.into_iter().map(not_made).collect())
 }
 
-/// As [`see`], for as long as it takes; where they cannot be made together, one by one.
+/// Like [`see`] without its limits. If the topics cannot be created together, it creates them one
+/// by one.
 async fn make_each(
     broker: &dyn Broker,
     publisher: &mut dyn Publisher,
@@ -515,7 +518,7 @@ async fn make_each(
     match broker.declare(&missing_now).await {
         Ok(()) => {}
         Err(BrokerError::Refused(_) | BrokerError::Destination(_)) => {
-            // Some may have been made.
+            // Some of them may have been created.
             let states = publisher.topics(&missing_now).await?;
             for topic in missing(&missing_now, &states) {
                 match broker.declare(std::slice::from_ref(&topic)).await {
@@ -535,7 +538,7 @@ async fn make_each(
     Ok(states.map(with_reason).collect())
 }
 
-/// Those that are not ready.
+/// The topics that are not ready.
 fn missing(topics: &[String], states: &[TopicState]) -> Vec<String> {
     let all = topics.iter().zip(states);
     all.filter(|(_, state)| **state != TopicState::Ready).map(|(topic, _)| topic.clone()).collect()

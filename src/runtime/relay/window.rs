@@ -1,27 +1,28 @@
-//! What is read and not yet marked: batches in read order, rows in the order they were sent.
+//! The rows that were read and are not marked yet: batches in the order of reads, rows in the order
+//! of sending.
 //!
-//! Promise: a mark covers only the oldest batches, each wholly proven or diverted (R2.7); tags
-//! ascend by one; the rows since the oldest that is not marked are counted, so that what a crash
-//! sends again has a bound.
+//! Promise: a mark covers only the oldest batches, each with all its rows proven or diverted. Tags
+//! ascend by one. The rows since the oldest unmarked one are counted, so that what a crash sends
+//! again is bounded.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use crate::store::{Diversion, Mark};
 
-/// So many keys are remembered with the time of their last settled row; beyond it all are
-/// forgotten, and the next ones count from the time they were sent.
+/// How many keys are remembered with the time of their last settled row. Above it all are
+/// forgotten, and the rows in flight count from the time they were sent.
 const TURNS_MAX: usize = 20_000;
 
 /// Rows that were read together.
 #[derive(Debug)]
 struct Batch {
-    /// The store's number of it; none for rows on their way back from the dead and held table.
+    /// The store's number of the batch; `None` for released rows.
     through: Option<u64>,
     rows: usize,
-    /// Rows neither proven nor diverted.
+    /// Rows that are neither proven nor diverted.
     left: usize,
-    /// It had rows, or decides something: worth a write of its own.
+    /// True where the batch had rows or a decision, so that it is worth a write.
     matters: bool,
     diverted: Vec<(i64, Diversion)>,
     released: Vec<i64>,
@@ -37,15 +38,15 @@ pub(super) struct Sent {
     topic: u32,
     pub(super) key: Option<Box<str>>,
     weight: usize,
-    /// By the session's own clock.
+    /// When it was sent, by the session's own clock.
     at: Duration,
-    /// It came from the dead and held table.
+    /// True where the row came from the dead and held table.
     pub(super) is_release: bool,
     settled: bool,
     proven: bool,
 }
 
-/// A row on its way into the window.
+/// A row that is about to be sent.
 #[derive(Debug)]
 pub(super) struct Leaving<'a> {
     pub(super) position: i64,
@@ -56,7 +57,7 @@ pub(super) struct Leaving<'a> {
     pub(super) is_release: bool,
 }
 
-/// Topics by number: a row in flight names its topic by four bytes.
+/// Numbers for topics, so that a row in flight needs only four bytes for its topic.
 #[derive(Debug, Default)]
 struct Topics {
     numbers: HashMap<String, u32>,
@@ -79,7 +80,7 @@ impl Topics {
     }
 }
 
-/// The window of one session.
+/// The rows in flight and the unmarked batches of one session.
 #[derive(Debug, Default)]
 pub(super) struct Window {
     batches: VecDeque<Batch>,
@@ -94,10 +95,10 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Opens a batch of so many rows; gives its number in this window.
+    /// Opens a batch of so many rows. Returns its number in this window.
     pub(super) fn open(&mut self, through: Option<u64>, rows: usize) -> u64 {
-        // Reads that found nothing follow each other for as long as a broker is blocked: one batch
-        // stands for them all (G11).
+        // While a broker is blocked, reads without rows go on. One batch stands for all of them, so
+        // that the window stays bounded (G11).
         if rows == 0
             && through.is_some()
             && let Some(last) = self.batches.back_mut()
@@ -128,7 +129,7 @@ impl Window {
         self.batches.get_mut(index)
     }
 
-    /// A row is sent now; gives its tag.
+    /// Adds a row that is sent now. Returns its tag.
     pub(super) fn send(&mut self, row: &Leaving<'_>, at: Duration) -> u64 {
         let tag = self.first_tag + self.sent.len() as u64;
         let Leaving { position, batch, topic, key, weight, is_release } = *row;
@@ -149,18 +150,18 @@ impl Window {
         tag
     }
 
-    /// The row of a tag, while it is in flight.
+    /// The row of a tag; `None` unless it is in flight.
     pub(super) fn get(&self, tag: u64) -> Option<&Sent> {
         let index = usize::try_from(tag.checked_sub(self.first_tag)?).ok()?;
         self.sent.get(index).filter(|sent| !sent.settled)
     }
 
-    /// The topic of a row.
+    /// The name of the topic of a row.
     pub(super) fn topic(&self, sent: &Sent) -> &str {
         self.topics.name(sent.topic)
     }
 
-    /// The broker has proven it.
+    /// Notes that the broker has proven a row.
     pub(super) fn prove(&mut self, tag: u64) {
         let Some((number, position, is_release)) = self.leave_flight(tag, true) else { return };
         self.row_done(number);
@@ -169,15 +170,15 @@ impl Window {
         }
     }
 
-    /// The broker refused it, and that is taken as final; what becomes of the row is said by
-    /// `divert`, `change` or `leave`.
+    /// Takes a refused row out of flight. The caller then decides on it with `divert`, `change` or
+    /// `leave`.
     pub(super) fn refuse(&mut self, tag: u64) -> Option<Sent> {
         let sent = self.get(tag)?.clone();
         self.leave_flight(tag, false)?;
         Some(sent)
     }
 
-    /// Gives batch, position and whether it is a release.
+    /// Returns the batch, the position, and whether it was released from the table.
     fn leave_flight(&mut self, tag: u64, proven: bool) -> Option<(u64, i64, bool)> {
         let index = usize::try_from(tag.checked_sub(self.first_tag)?).ok()?;
         let sent = self.sent.get_mut(index).filter(|sent| !sent.settled)?;
@@ -198,7 +199,7 @@ impl Window {
         }
     }
 
-    /// A row of this batch goes to the dead and held table.
+    /// Notes that a row of this batch goes to the dead and held table.
     pub(super) fn divert(&mut self, number: u64, position: i64, diversion: Diversion) {
         self.row_done(number);
         if let Some(batch) = self.batch(number) {
@@ -206,7 +207,7 @@ impl Window {
         }
     }
 
-    /// A row of the dead and held table stays there, with another reason.
+    /// Notes that a row of the dead and held table stays there, with another reason.
     pub(super) fn change(&mut self, number: u64, position: i64, diversion: Diversion) {
         self.row_done(number);
         if let Some(batch) = self.batch(number) {
@@ -214,24 +215,23 @@ impl Window {
         }
     }
 
-    /// A row of the dead and held table stays there as it is.
+    /// Notes that a row of the dead and held table stays there unchanged.
     pub(super) fn leave(&mut self, number: u64) {
         self.row_done(number);
     }
 
-    /// A dead row is discarded with the next mark.
+    /// Discards a dead row with the next mark.
     pub(super) fn discard(&mut self, position: i64) {
         self.decided(|batch| batch.discarded.push(position));
     }
 
-    /// A row of the dead and held table was proven beside this session: it leaves the table with
-    /// the next mark.
+    /// Notes that a trial has proven a row of the dead and held table: it leaves the table with the
+    /// next mark.
     pub(super) fn proven_beside(&mut self, position: i64) {
         self.decided(|batch| batch.released.push(position));
     }
 
-    /// A row of the dead and held table, which was tried beside this session, stays there for
-    /// another reason.
+    /// Notes that a row of the dead and held table stays there after a trial, with another reason.
     pub(super) fn changed_beside(&mut self, position: i64, diversion: Diversion) {
         self.decided(|batch| batch.changed.push((position, diversion)));
     }
@@ -244,7 +244,8 @@ impl Window {
         }
     }
 
-    /// Takes the oldest batches that are done, as one mark; empty where the oldest is not.
+    /// Takes the oldest batches that are done, as one mark. The mark is empty where the oldest
+    /// batch is not done.
     pub(super) fn take_done(&mut self) -> Mark {
         let mut mark = Mark::default();
         while self.batches.front().is_some_and(|batch| batch.left == 0) {
@@ -260,38 +261,38 @@ impl Window {
         mark
     }
 
-    /// Rows sent and not settled.
+    /// The number of rows that are sent and not settled.
     pub(super) fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// Rows of the batches that are not marked: what a crash sends again at most.
+    /// The rows of unmarked batches: most of what a crash sends again.
     pub(super) fn span(&self) -> usize {
         self.span
     }
 
-    /// Bytes sent and not settled.
+    /// The bytes of rows that are sent and not settled.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// True where nothing that matters waits for a mark.
+    /// True where no batch with rows or a decision waits for a mark.
     pub(super) fn is_empty(&self) -> bool {
         !self.batches.iter().any(|batch| batch.matters)
     }
 
-    /// True where the oldest batches are done and a mark of them would say something.
+    /// True where the oldest batches are done and their mark would write something.
     pub(super) fn has_something_done(&self) -> bool {
         self.batches.iter().take_while(|batch| batch.left == 0).any(|batch| batch.matters)
     }
 
-    /// The first row that was sent and not settled.
+    /// The position of the first row that is sent and not settled.
     pub(super) fn first_unproven(&self) -> Option<i64> {
         self.sent.iter().find(|sent| !sent.settled).map(|sent| sent.position)
     }
 
-    /// Positions of rows of the same key that were sent after this one and are proven: an order
-    /// incident.
+    /// The positions of proven rows of the same key that were sent after this one: if this row is
+    /// refused, they are an order incident.
     pub(super) fn proven_after(&self, tag: u64) -> Vec<i64> {
         let Some(row) = self.get(tag).filter(|row| row.key.is_some()) else { return Vec::new() };
         let from = usize::try_from(tag + 1 - self.first_tag).unwrap_or(usize::MAX);
@@ -299,27 +300,27 @@ impl Window {
         later.filter(|sent| (sent.topic, &sent.key) == (row.topic, &row.key)).map(|sent| sent.position).collect()
     }
 
-    /// Those of these topics and keys of which a row is in flight: the broker may take it yet.
+    /// The topics and keys, among these, of which a row is in flight: the broker may still take it.
     pub(super) fn in_flight_of(&self, keys: &HashSet<(String, Option<String>)>) -> HashSet<(String, Option<String>)> {
         let of = |sent: &Sent| (self.topic(sent).to_owned(), sent.key.as_deref().map(str::to_owned));
         let keyed = self.sent.iter().filter(|sent| !sent.settled && sent.key.is_some() && !keys.is_empty());
         keyed.map(of).filter(|of| keys.contains(of)).collect()
     }
 
-    /// How long the oldest row is in flight.
+    /// How long the oldest row has been in flight.
     pub(super) fn oldest(&self, now: Duration) -> Option<Duration> {
-        // The front is never settled.
+        // The first row is never a settled one.
         self.sent.front().map(|sent| now.saturating_sub(sent.at))
     }
 
-    /// Whether the broker has settled a row that was sent after one that is in flight still.
+    /// Whether the broker has settled a row that was sent after one that is still in flight.
     pub(super) fn is_overtaken(&self) -> bool {
         self.in_flight < self.sent.len()
     }
 
-    /// How long each topic is silent: the time since its oldest row that the broker has before it
-    /// was sent. `in_turn`: of a key the broker gets one row at a time, so the next one's time
-    /// begins when the one before it was settled.
+    /// How long each topic has been silent: the time since its oldest row in flight was sent. With
+    /// `in_turn` the broker has only one row of a key at a time, so a row's time begins when the
+    /// one before it was settled.
     pub(super) fn silence(&self, now: Duration, in_turn: bool) -> Vec<(String, Duration)> {
         let mut keys = HashSet::new();
         let mut topics: HashMap<u32, Duration> = HashMap::new();
@@ -338,7 +339,7 @@ impl Window {
         topics.into_iter().map(|(topic, silent)| (self.topics.name(topic).to_owned(), silent)).collect()
     }
 
-    /// Notes when a row of a key was settled, for [`Window::silence`] of rows that go in turn.
+    /// Notes when a row of a key was settled, for [`Window::silence`] with `in_turn`.
     pub(super) fn turns(&mut self, tag: u64, now: Duration) {
         if self.settled_at.len() > TURNS_MAX {
             self.settled_at.clear();
@@ -393,7 +394,7 @@ mod tests {
         assert_eq!(window.first_unproven(), Some(1));
     }
 
-    /// Shown to fail: judged by the last answer of any row, no topic was ever silent while another
+    /// Shown by: judging by the last answer for any row. Then no topic was silent while another
     /// one's rows were proven.
     #[test]
     fn a_topic_is_silent_by_its_oldest_row_whatever_others_say() {
@@ -413,7 +414,7 @@ mod tests {
         let both = |bad, good| vec![("bad".to_owned(), bad * second), ("good".to_owned(), good * second)];
         assert_eq!(silence(&window, false), both(4, 1));
         assert_eq!(window.oldest(now), Some(4 * second));
-        // One row of a key at a time: the second one's time begins when the first was settled.
+        // One row of a key at a time: the time of the second begins when the first was settled.
         assert_eq!(silence(&window, true), both(4, 1));
         window.turns(bad, 4 * second);
         window.prove(bad);
