@@ -1,22 +1,22 @@
-//! Turns at a file between processes: a lock file beside a SQLite database (R14).
+//! Turns for processes that write to one SQLite database: a lock file beside the database (R14).
 //!
-//! SQLite's own busy handler is unfair: beside two consumers a writer and a relay got one
+//! SQLite's own busy handler is unfair: beside two consumers, a writer and a relay got one
 //! transaction each in twelve seconds. So every process of oncebox takes a turn around each write
-//! transaction. Programs that know nothing of turns get in because a busy file rests: when the
-//! stamp in the lock file is a second old, the holder keeps the turn for 120 ms after its
-//! transaction. A file that stood idle for most of that second has let them in already and needs no
+//! transaction. Programs that do not take turns get in because a busy file rests: when the stamp in
+//! the lock file is a second old, the holder keeps the turn for 120 ms after its transaction. If
+//! the file was idle for most of that second, such programs could get in already, and there is no
 //! rest.
 //!
-//! A second file beside it, `<lock file>-next`, makes turns go round between processes (`next`);
-//! within one they go to who asked first.
+//! A second file, `<lock file>-next`, makes turns go round between processes (`next`). Within one
+//! process turns are given in the order of the requests.
 //!
-//! Guarantees: one turn at a time, over all processes and within one; a process that dies gives
-//! back what it has (the kernel does), one that is frozen while it waits holds others up for a
-//! second; waiting never blocks an executor thread, and ends with an error that names the process
-//! that holds the turn. While nobody waits no thread is made.
+//! Guarantees: one turn at a time, over all processes and within each. When a process dies, the
+//! kernel releases its locks. A process that is frozen while it waits delays others for a second.
+//! Waiting never blocks an executor thread; it ends with an error that names the process that holds
+//! the turn. A thread is started only to wait.
 //!
-//! Not here: what is done in a turn. A process that is frozen inside its turn holds it (R28): only
-//! its end frees it.
+//! Not here: the work in a turn. A process that is frozen inside its turn keeps it until it ends
+//! (R28).
 
 mod next;
 mod stamp;
@@ -32,31 +32,31 @@ use tokio::sync::{Mutex, OwnedMutexGuard, oneshot};
 use self::next::{Queue, STEP_ASIDE};
 use self::stamp::Stamp;
 
-/// How long a busy file rests, with the turn held.
+/// How long a busy file rests while the turn is still held.
 const REST: Duration = Duration::from_millis(120);
 
-/// The turns at one file. Clones share the queue within the process.
+/// Takes turns at one file. Clones share the queue within the process.
 #[derive(Debug, Clone)]
 pub(crate) struct Turn {
     path: PathBuf,
     files: Arc<Mutex<Files>>,
 }
 
-/// What a process locks.
+/// The two lock files of a process.
 #[derive(Debug)]
 struct Files {
     turn: File,
     queue: Queue,
 }
 
-/// A turn. Given back when dropped, after the rest where one is due.
+/// A turn. Dropping it releases the turn, after the rest where one is due.
 #[derive(Debug)]
 pub(crate) struct Held {
     lock: Option<Lock>,
     since: Instant,
 }
 
-/// The lock itself: given back when dropped, wherever that happens.
+/// The lock itself. Dropping it releases the lock, on any thread.
 #[derive(Debug)]
 struct Lock(OwnedMutexGuard<Files>);
 
@@ -67,21 +67,21 @@ impl Drop for Lock {
 }
 
 impl Turn {
-    /// Opens the lock file, and `<path>-next` beside it, and makes them where they are missing.
+    /// Opens the lock file, and `<path>-next` beside it. Creates them where they are missing.
     pub(crate) fn open(path: impl Into<PathBuf>) -> io::Result<Self> {
         let path = path.into();
         let files = Files { turn: next::open(&path)?, queue: Queue::open(&path)? };
         Ok(Self { path, files: Arc::new(Mutex::new(files)) })
     }
 
-    /// Waits for a turn, at most as long as `patience`.
+    /// Waits for a turn for at most `patience`.
     ///
     /// # Errors
-    /// `TimedOut`, naming the process that holds the turn, and whatever the lock file says.
+    /// `TimedOut`, with the process that holds the turn, or an I/O error of the lock files.
     ///
     /// # Cancel safety
-    /// Safe: a turn that comes after nobody waits for it is given back at once, and the place in
-    /// the queue with it.
+    /// Safe: if the future is dropped, the turn is released as soon as it comes, and so is the
+    /// place in the queue.
     pub(crate) async fn take(&self, patience: Duration) -> io::Result<Held> {
         let taken = tokio::time::timeout(patience, async {
             let files = Arc::clone(&self.files).lock_owned().await;
@@ -90,8 +90,8 @@ impl Turn {
             }
             let away = files.queue.is_next_away();
             let next = if away { None } else { files.queue.try_take() };
-            // With somebody before us the turn is not asked for: it may be free only because that
-            // one does not run yet.
+            // If another process is next, do not ask for the turn: it may be free only because that
+            // process has not run yet.
             if away || next.is_some() {
                 match files.turn.try_lock() {
                     Ok(()) => {
@@ -102,8 +102,8 @@ impl Turn {
                     Err(TryLockError::Error(error)) => return Err(error),
                 }
             }
-            // A thread of its own, not the runtime's pool: a runtime that ends would wait for it,
-            // for as long as the other process likes.
+            // A thread of its own: a blocking task would delay the end of the runtime for as long
+            // as the other process holds the turn.
             let (sender, receiver) = oneshot::channel();
             std::thread::Builder::new().name("oncebox-turn".to_owned()).spawn(move || {
                 let place = files.queue.stand(next);
@@ -112,7 +112,8 @@ impl Turn {
                 }
                 let locked = next::lock(&files.turn);
                 drop(place);
-                // Where nobody waits any more, the answer is dropped, and the turn with it.
+                // If the future was dropped, sending fails, and the turn is dropped with the
+                // answer.
                 let _ = sender.send(locked.map(|()| Held::new(files)));
             })?;
             receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that waits for a turn ended")))
@@ -131,7 +132,7 @@ impl Turn {
         }
     }
 
-    /// Who holds the turn, or held it last.
+    /// The id of the process that holds the turn, or held it last.
     pub(crate) fn holder(&self) -> u32 {
         std::fs::read(&self.path).map(|text| Stamp::parse(&text)).unwrap_or_default().process
     }
@@ -156,7 +157,8 @@ impl Drop for Held {
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
         stamp.write(&mut lock.0.turn);
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            // The transaction is over and its caller goes on; only the turn is kept.
+            // The transaction is over and its caller goes on. Only the turn is kept during the
+            // rest.
             runtime.spawn(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);
@@ -185,8 +187,8 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// Another process: this test executable again, which runs only `the_other_process` and does as
-    /// `act` says.
+    /// Another process: this test executable, started again with only `the_other_process`, which
+    /// does what `act` says.
     struct Other {
         child: Child,
         lines: Lines<BufReader<ChildStdout>>,
@@ -205,7 +207,7 @@ mod tests {
             Self { child, lines }
         }
 
-        /// What it says next after this word.
+        /// Reads its output up to a line with this word; returns the rest of the line.
         fn says(&mut self, word: &str) -> String {
             loop {
                 let line = self.lines.next().expect("the other process says something").unwrap();
@@ -215,7 +217,7 @@ mod tests {
             }
         }
 
-        /// Stops it, and sees that each of its threads has stopped.
+        /// Stops the process, and waits until each of its threads has stopped.
         #[cfg(target_os = "linux")]
         async fn freeze(&self) {
             self.signal("-STOP");
@@ -226,11 +228,11 @@ mod tests {
             }
         }
 
-        /// The states of its threads, as the kernel gives them.
+        /// The states of its threads, from the kernel.
         #[cfg(target_os = "linux")]
         fn threads(&self) -> Vec<String> {
             let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-            // One that ended since it was listed is none any more.
+            // A thread that has ended since the listing is left out.
             let texts = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).ok());
             texts.map(|text| text.rsplit_once(") ").unwrap().1[..1].to_owned()).collect()
         }
@@ -314,12 +316,12 @@ mod tests {
         }
     }
 
-    /// Whether somebody has `next`.
+    /// Whether a process or thread holds the lock of `next`.
     fn is_next_taken(path: &Path) -> bool {
         File::open(next::beside(path)).unwrap().try_lock().is_err()
     }
 
-    // Shown by taking the lock out of `take`: 600 turns counted to less.
+    // Shown by taking the lock out of `take`: 600 turns were counted as fewer.
     #[test]
     fn r14_one_turn_at_a_time_over_processes() {
         let (_directory, path) = lock_file();
@@ -331,8 +333,9 @@ mod tests {
         assert_eq!(std::fs::read_to_string(path.with_extension("count")).unwrap(), "600");
     }
 
-    // Shown by taking turns without `next`, on a busy machine: in 12 of 30 runs, the worst 1, 15
-    // and 2,086 turns. With it the most was at most 1.3 times the least.
+    // Shown by taking turns without `next`, on a busy machine: unfair in 12 of 30 runs, in the
+    // worst one 1, 15 and 2,086 turns. With `next`, the most turns were at most 1.3 times the
+    // fewest.
     #[test]
     fn r14_no_process_starves_beside_others_that_want_every_turn() {
         let (_directory, path) = lock_file();
@@ -347,8 +350,8 @@ mod tests {
         assert!(least * 20 >= *most, "turns are not fair: {turns:?}");
     }
 
-    // Shown by leaving the rest out: the longest wait was nearly all of the time there was, instead
-    // of 1.0 s.
+    // Shown by leaving out the rest: the longest wait was nearly the whole time of the test,
+    // instead of 1.0 s.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn r14_a_program_that_knows_nothing_of_turns_gets_in_beside_writers_that_never_pause() {
         use sqlx::{ConnectOptions, Executor};
@@ -358,7 +361,7 @@ mod tests {
             .filename(directory.path().join("file.db"))
             .create_if_missing(true)
             .journal_mode(sqlx::sqlite::SqliteJournalMode::Wal)
-            // Turns are what is looked at here, not the disk.
+            // This test is about turns, not about the disk.
             .synchronous(sqlx::sqlite::SqliteSynchronous::Off)
             .busy_timeout(Duration::from_secs(30));
         let mut outside = options.connect().await.unwrap();
@@ -405,7 +408,7 @@ mod tests {
         assert_eq!(turn.holder(), std::process::id());
     }
 
-    // Shown by asking for the turn also with somebody before us: in all 20 rounds.
+    // Shown by asking for the turn although another one was next: overtaken in all 20 rounds.
     #[tokio::test]
     async fn r14_who_gave_a_turn_back_stands_behind_who_waits_for_it() {
         let (_directory, path) = lock_file();
@@ -426,12 +429,12 @@ mod tests {
             drop(held);
             waiter.await.unwrap();
         }
-        // Who waits may be overtaken where its thread does not run for a second.
+        // A waiter may be overtaken where its thread does not run for a second.
         assert!(overtaken <= rounds / 4, "overtaken in {overtaken} of {rounds} rounds");
     }
 
     // Shown by a thread that gives up its place when it begins to wait for the turn: `next` was
-    // free.
+    // free then.
     #[tokio::test]
     async fn r14_who_stood_behind_for_more_than_a_second_keeps_its_place() {
         let (_directory, path) = lock_file();
@@ -442,7 +445,7 @@ mod tests {
             let mut before = tokio::spawn(async move { one.take(PATIENCE).await.unwrap() });
             until("the first one waits", || is_next_taken(&path)).await;
             let mut behind = tokio::spawn(async move { other.take(PATIENCE).await.unwrap() });
-            // No condition: it is time that the second one is to outlast.
+            // There is no condition to wait for: the second one must wait longer than this.
             tokio::time::sleep(next::BEHIND_MAX * 3 / 2).await;
             drop(held);
             // Both wait for the turn by now, and the kernel wakes both.
@@ -469,7 +472,7 @@ mod tests {
         panic!("who stood behind came first, five times out of five");
     }
 
-    // Shown by waiting for `next` without a limit: no turn came, nobody held it.
+    // Shown by waiting for `next` without a limit: no turn came, although none was held.
     #[cfg(target_os = "linux")]
     #[tokio::test]
     async fn r28_a_process_that_froze_while_it_waited_keeps_nobody_from_a_turn() {
@@ -498,18 +501,20 @@ mod tests {
         }
     }
 
-    // Shown by a turn that keeps `next`, and by a thread that waits on for nobody.
+    // Shown by a turn that keeps `next`, and by a thread that goes on waiting after its caller is
+    // gone.
     #[tokio::test]
     async fn a_turn_that_nobody_waits_for_any_more_is_given_back_and_the_place_in_the_queue_with_it() {
         let (_directory, path) = lock_file();
         let [here, first, second] = [(); 3].map(|()| Turn::open(&path).unwrap());
         let held = here.take(PATIENCE).await.unwrap();
-        // One that has `next`, and one behind it.
+        // The first one has `next`, the second one is behind it.
         first.take(Duration::from_millis(50)).await.unwrap_err();
         second.take(Duration::from_millis(50)).await.unwrap_err();
         until("who stands behind gives up without a turn", || second.files.try_lock().is_ok()).await;
         drop(held);
-        // The thread that still waits gets the turn, finds nobody, and gives back both.
+        // The thread that still waits gets the turn, finds that its caller is gone, and releases
+        // both.
         for turn in [&here, &first, &second] {
             drop(turn.take(PATIENCE).await.unwrap());
         }
@@ -526,7 +531,7 @@ mod tests {
         drop(held);
         earlier.lock().unwrap();
         turn.take(Duration::from_millis(50)).await.unwrap_err();
-        // Also with another `next` than ours.
+        // Also with a new file for `next`.
         std::fs::remove_file(next::beside(&path)).unwrap();
         let other = Turn::open(&path).unwrap();
         other.take(Duration::from_millis(50)).await.unwrap_err();

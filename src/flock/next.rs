@@ -1,17 +1,18 @@
-//! The lock `next`: who has it is the next to have a turn.
+//! The lock `next`: the process that holds it gets the next turn.
 //!
-//! The lock of the turn alone is unfair: the kernel wakes who waits, and whoever gave the turn back
-//! has taken it again before that one runs (of three processes one had 2,427 turns in three
-//! seconds, another 2). So whoever wants a turn first takes `next`, and gives it back once it has
-//! the turn. Who comes from a turn finds `next` with the one that waits for its own, and stands
-//! behind it. It is a file because `std` locks whole files only.
+//! The lock of the turn alone is unfair: the kernel wakes a waiting process, but the process that
+//! has just released the turn takes it again before the other one runs (of three processes one had
+//! 2,427 turns in three seconds, another 2). So a process that wants a turn takes `next` first, and
+//! releases it once it has the turn. A process that comes from a turn finds `next` taken by the one
+//! that waits, and queues behind it. `next` is a file of its own because `std` locks only whole
+//! files.
 //!
-//! Guarantees: it decides who comes first, never who may: beside a process that knows only the
-//! turn, or after somebody deleted the file, turns are uneven and no more. Who has it and is frozen
-//! keeps others for a second, and then makes them step aside for five milliseconds before each
-//! turn.
+//! Guarantees: `next` decides only the order of turns, never the right to one. Beside a process
+//! that takes turns without it, or after the file was deleted, turns are unfair, and nothing worse
+//! happens. A process that is frozen while it holds `next` delays the others for a second; after
+//! that they wait five milliseconds before each turn.
 //!
-//! Not here: the turn (`flock`). Nobody waits for `next` who has a turn.
+//! Not here: the turn itself (`flock`). A process that has the turn never waits for `next`.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -19,26 +20,28 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// For how long a take stands behind one that has `next` before it waits for the turn itself: that
-/// one may be frozen.
+/// How long a take waits for `next` before it waits for the turn itself: the process that holds
+/// `next` may be frozen.
 pub(super) const BEHIND_MAX: Duration = Duration::from_secs(1);
-/// How long a process whose `next` is away leaves the turn to others before it asks for it.
+/// While a thread of this process still waits for `next`, a take lets other processes go first for
+/// so long.
 pub(super) const STEP_ASIDE: Duration = Duration::from_millis(5);
 
-/// The way to `next` of one process.
+/// The access of one process to `next`.
 #[derive(Debug)]
 pub(super) struct Queue {
-    /// Shared only with a thread that waits for the lock, and with the [`Next`] that this one gets.
+    /// Shared only with a thread that waits for the lock, and with the [`Next`] that this thread
+    /// gets.
     file: Arc<File>,
 }
 
-/// The right to the next turn. Given back when dropped, wherever that happens.
+/// The right to the next turn. Dropping it releases `next`, on any thread.
 #[derive(Debug)]
 pub(super) struct Next(Arc<File>);
 
-/// What a take has of `next` while it waits for its turn, and drops when that has come: `next`
-/// itself, or where it will arrive, so that somebody has it also while turns are long and takes
-/// outlast [`BEHIND_MAX`].
+/// What a take holds of `next` until its turn has come: `next` itself, or the receiver that it will
+/// arrive in. The receiver keeps the place in the queue also where turns are so long that a take
+/// waits longer than [`BEHIND_MAX`].
 pub(super) type Place = (Option<Next>, Option<mpsc::Receiver<Next>>);
 
 impl Drop for Next {
@@ -48,39 +51,39 @@ impl Drop for Next {
 }
 
 impl Queue {
-    /// Opens the file of `next` beside that of the turn.
+    /// Opens the file of `next`, beside the file of the turn.
     pub(super) fn open(turn: &Path) -> io::Result<Self> {
         Ok(Self { file: Arc::new(open(&beside(turn))?) })
     }
 
-    /// Whether a thread of ours still waits for `next`: a take has outlasted [`BEHIND_MAX`], or was
-    /// given up.
+    /// Whether a thread of this process still waits for `next` or holds it: its take waited longer
+    /// than [`BEHIND_MAX`], or was dropped.
     pub(super) fn is_next_away(&self) -> bool {
         Arc::strong_count(&self.file) > 1
     }
 
-    /// Takes `next`, unless somebody has it. Not called while it is away.
+    /// Takes `next` if it is free. Not called while `is_next_away`.
     pub(super) fn try_take(&self) -> Option<Next> {
         self.file.try_lock().is_ok().then(|| Next(Arc::clone(&self.file)))
     }
 
-    /// Waits for `next`, unless it is `here` or away, for at most [`BEHIND_MAX`]. Blocks the
-    /// thread.
+    /// Waits for `next` for at most [`BEHIND_MAX`], unless `here` already has it or it is away.
+    /// Blocks the thread.
     pub(super) fn stand(&self, here: Option<Next>) -> Place {
         if here.is_some() || self.is_next_away() {
             return (here, None);
         }
-        // Who took a free turn had it for microseconds only.
+        // The holder may have had it for microseconds only, to take a free turn.
         if let Some(next) = self.try_take() {
             return (Some(next), None);
         }
         let (sender, coming) = mpsc::channel();
         let file = Arc::clone(&self.file);
-        // A lock cannot be waited for with a limit, a thread can. Where none is to be had, or it
-        // meets an error, this take goes without.
+        // Waiting for a lock has no time limit, waiting for a thread has. If the thread cannot be
+        // started or gets an error, this take goes on without `next`.
         let _ = std::thread::Builder::new().name("oncebox-next".to_owned()).spawn(move || {
             if lock(&file).is_ok() {
-                // Where nobody wants it any more it is dropped, and given back.
+                // If the take has ended, sending fails: `next` is dropped and so released.
                 let _ = sender.send(Next(file));
             }
         });
@@ -88,12 +91,12 @@ impl Queue {
     }
 }
 
-/// Opens a file to lock, and makes it where it is missing.
+/// Opens a file that is used as a lock. Creates it where it is missing.
 pub(super) fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
 }
 
-/// Waits for a lock, whatever signals come.
+/// Waits for a lock, and goes on waiting after a signal.
 pub(super) fn lock(file: &File) -> io::Result<()> {
     loop {
         match file.lock() {
@@ -103,14 +106,14 @@ pub(super) fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// An error here leaves the lock to the kernel, which frees it with the last handle.
+/// Releases a lock. After an error the kernel releases it with the last handle.
 pub(super) fn unlock(file: &File) {
     if let Err(error) = file.unlock() {
         tracing::error!(%error, "a lock of turns could not be given back");
     }
 }
 
-/// The file of `next`.
+/// The path of the file of `next`.
 pub(super) fn beside(turn: &Path) -> PathBuf {
     let mut name = turn.as_os_str().to_owned();
     name.push("-next");

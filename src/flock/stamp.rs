@@ -1,6 +1,6 @@
-//! What stands in the lock file: who has the turn, and when the file is to rest (R14).
+//! The content of the lock file: which process has the turn, and when the file last rested (R14).
 //!
-//! Guarantees: a file that says something else counts as one without a turn yet.
+//! Guarantees: a file with any other content counts as one that nobody took a turn at yet.
 //!
 //! Not here: the rest itself (`flock`).
 
@@ -10,28 +10,28 @@ use std::time::Duration;
 
 /// How often a busy file rests.
 const REST_EVERY: Duration = Duration::from_secs(1);
-/// A file that was held for less than one part in so many needs no rest.
+/// If the turn was held for less than one part in so many of the time, there is no rest.
 const IDLE_ENOUGH: u32 = 4;
 
-/// What stands in the lock file.
+/// The content of the lock file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Stamp {
-    /// Who holds the turn, or held it last.
+    /// The process that holds the turn, or held it last.
     pub(super) process: u32,
     /// When the file last rested, in milliseconds since 1970.
     rested_at: u64,
-    /// For how long it was held since, in microseconds.
+    /// How long the turn was held since then, in microseconds.
     busy: u64,
 }
 
 impl Stamp {
-    /// Counts a turn that ends now; true where the file is to rest.
+    /// Counts a turn that ends now. Returns true where the file must rest.
     pub(super) fn give_back(&mut self, now: u64, held: Duration) -> bool {
         self.process = std::process::id();
         self.busy = self.busy.saturating_add(u64::try_from(held.as_micros()).unwrap_or(u64::MAX));
         let age = match now.checked_sub(self.rested_at) {
             Some(age) if self.rested_at > 0 => Duration::from_millis(age),
-            // The first turn ever, or the clock went back: count anew from here.
+            // The first turn ever, or the clock was set back: begin to count at this time.
             _ => {
                 *self = Self { rested_at: now, busy: 0, ..*self };
                 return false;
@@ -49,7 +49,7 @@ impl Stamp {
         let text = String::from_utf8_lossy(text);
         let mut numbers = text.split_ascii_whitespace().map(str::parse::<u64>);
         let mut next = || numbers.next().and_then(Result::ok);
-        // Anything else than what was written below counts as the first turn ever.
+        // Any text that `write` does not produce counts as a file without a turn yet.
         match (next(), next(), next()) {
             (Some(process), Some(rested_at), Some(busy)) => {
                 Self { process: u32::try_from(process).unwrap_or_default(), rested_at, busy }
@@ -64,7 +64,7 @@ impl Stamp {
         read.map(|length| Self::parse(&text[..length])).unwrap_or_default()
     }
 
-    /// Fixed width, so that a shorter stamp covers a longer one.
+    /// Writes the stamp in a fixed width, so that it replaces any earlier one completely.
     pub(super) fn write(self, file: &mut File) {
         let text = format!("{:>10} {:>20} {:>20}\n", self.process, self.rested_at, self.busy);
         if let Err(error) = file.rewind().and_then(|()| file.write_all(text.as_bytes())) {
@@ -88,11 +88,11 @@ mod tests {
         assert!(!stamp.give_back(10_400, second / 4), "the stamp is not a second old");
         assert!(stamp.give_back(11_000, second / 2), "busy for most of a second");
         assert!(!stamp.give_back(11_500, second / 2), "it has just rested");
-        // Held for a hundredth of the time since: outsiders had their chance.
+        // Held for a hundredth of the time: programs without turns could get in.
         let mut stamp = Stamp { rested_at: 10_000, ..Stamp::default() };
         assert!(!stamp.give_back(20_000, second / 10));
         assert_eq!(stamp.rested_at, 20_000);
-        // A clock that went back starts the count anew.
+        // A clock that was set back begins the count again.
         assert!(!stamp.give_back(15_000, second));
         assert_eq!(stamp.rested_at, 15_000);
     }
