@@ -1,36 +1,38 @@
-//! What a second request is, and what becomes of it: the decisions of the operation engine (O1 to
-//! O29).
+//! The decisions of the operation engine: whether a request is new or repeated, and how it is
+//! answered (O1 to O29).
 //!
-//! Under the `Idempotency-Key` of a client, an operation runs once. A second request is one of six
-//! (M3): the same command after it was completed; while it runs; after its process died; after an
-//! outside provider took it and the answer was lost; another command under the same key; one that
-//! comes after the record was purged. This room proves which, from what a store read, and never
-//! guesses.
+//! Under one `Idempotency-Key` of a client, an operation runs once. A second request under the key
+//! is one of six cases (M3): the same command after it completed; while it runs; after its process
+//! died; after an outside provider took it and the answer was lost; another command; a request that
+//! comes after the record was purged. This module decides between them from what a store read, and
+//! never guesses.
 //!
 //! Guarantees:
 //!
-//! * No I/O, no clock, no chance: time is [`DbTime`](super::db_time::DbTime), chance an argument.
-//! * What may execute is decided in one table ([`decide()`]), walked by tests over its whole space.
+//! * No I/O, no clock, no random numbers: time is a [`DbTime`](super::db_time::DbTime) argument,
+//!   chance is an argument.
+//! * One table decides what may execute ([`decide()`]), and tests run it over all combinations of
+//!   facts.
 //!
 //! | module | decides | rules |
 //! |---|---|---|
-//! | [`key`] | what is a key | O24 |
-//! | [`identity`] | which request it is, and whose | O15, O16, O20 |
-//! | [`keyring`] | under which secret a hash was made | O20, O21 |
-//! | [`canonical`], [`decimal`], [`json`], [`raw`] | what a command says of itself | M18 to M24 |
-//! | [`fingerprint`] | whether two commands are one | O21 |
-//! | [`record`], [`machine`] | what is remembered, and how it may change | O2, O3, M31 |
+//! | [`key`] | which texts are a key | O24 |
+//! | [`identity`] | which key of which tenant and operation, and which principal | O15, O16, O20 |
+//! | [`keyring`] | the secrets under which hashes are made | O20, O21 |
+//! | [`canonical`], [`decimal`], [`json`], [`raw`] | the canonical bytes of a command | M18 to M24 |
+//! | [`fingerprint`] | whether two commands are the same | O21 |
+//! | [`record`], [`machine`] | what is stored for a key, and how it may change | O2, O3, M31 |
 //! | [`flow`] | the stages of a phased operation | O9, O13, M32 |
-//! | [`route`] | what an operation's author chose | O4, O19, O23, O25 |
-//! | [`mod@decide`] | what becomes of a request | O3, O11, O15, O19, M42 |
-//! | [`classify`] | how a run ended, by what is certain | O10, M76 |
+//! | [`route`] | the settings of one operation | O4, O19, O23, O25 |
+//! | [`mod@decide`] | how a request is answered | O3, O11, O15, O19, M42 |
+//! | [`classify`] | how a run ended, as far as that is certain | O10, M76 |
 //! | [`doubt`] | what follows a transaction of unknown outcome | O1 |
 //! | [`provider`] | what an outside provider's answer proves, and the next step | O5 to O8 |
-//! | [`delivery`] | the words for what is sent to others | O28 |
-//! | [`problem`], [`pace`] | the codes, and when to come again | O29 |
+//! | [`delivery`] | the states of an e-mail or webhook | O28 |
+//! | [`problem`], [`pace`] | the codes, and the seconds of `Retry-After` | O29 |
 //! | [`resend`] | what a client does after an attempt | O26, O27 |
-//! | [`versions`] | which live processes can read what others write | O21 |
-//! | [`retention`] | how long what is remembered | O3, O23, M99 |
+//! | [`versions`] | which live processes can read the fingerprints of others | O21 |
+//! | [`retention`] | how long records and bodies are kept | O3, O23, M99 |
 
 pub mod canonical;
 pub mod classify;
@@ -67,7 +69,7 @@ pub use self::problem::Code;
 pub use self::record::{Mode, Record, State};
 pub use self::route::Route;
 
-/// Parts one after the other, each behind its length in bytes as eight bytes, the highest first.
+/// Joins the parts. Each stands after its length in bytes, as eight bytes in big-endian order.
 fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
     let parts = parts.into_iter();
     let mut out = Vec::with_capacity(parts.clone().map(|part| part.len() + 8).sum());

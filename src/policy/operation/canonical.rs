@@ -1,21 +1,21 @@
-//! The canonical form of a command: what a fingerprint is the hash of (M18 to M24).
+//! The canonical form of a command: the bytes of which a fingerprint is the hash (M18 to M24).
 //!
 //! Guarantees:
 //!
-//! * Every value is typed and length-prefixed, so two different commands never write the same
-//!   bytes, whatever their texts hold.
-//! * Whole numbers are exact at every size, and one number has one form whatever the width of its
-//!   type, so widening a field changes no fingerprint. Amounts are [`Decimal`]s. A float has no
-//!   canonical form and does not compile:
+//! * Every value has a type tag and a length prefix, so two different commands never give the same
+//!   bytes, whatever their texts contain.
+//! * Whole numbers are exact at every size. A number has the same form for every width of its type,
+//!   so widening a field changes no fingerprint. Amounts are [`Decimal`]s. A float has no canonical
+//!   form and does not compile:
 //!
 //! ```compile_fail
 //! oncebox::policy::operation::FingerprintWriter::new().field("amount", &10.5_f64);
 //! ```
 //!
-//! * The order in which fields are written, and the order of a map, do not matter.
+//! * The order in which fields are written does not matter, nor does the order of a map.
 //!
-//! Not here: validation and defaults, which come first (a missing `channel` and `"web"` must be one
-//! command), and the hash ([`fingerprint`](super::fingerprint)).
+//! Not here: validation and defaults, which must come first (a missing `channel` and `"web"` must
+//! be the same command), and the hash ([`fingerprint`](super::fingerprint)).
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -24,19 +24,19 @@ use uuid::Uuid;
 use super::decimal::Decimal;
 use super::framed;
 
-/// The fields of a command or of a record inside it.
+/// Collects the fields of a command, or of a record inside it.
 #[derive(Debug, Clone, Default)]
 pub struct FingerprintWriter {
     fields: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// Takes one value; made by [`FingerprintWriter::field`] and for each element of a list or map.
+/// Takes one value. Made by [`FingerprintWriter::field`], and for each element of a list or map.
 #[derive(Debug)]
 pub struct ValueWriter<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// What can stand in a fingerprint.
+/// A value that can be part of a fingerprint.
 pub trait FingerprintValue {
     /// Writes this value, by exactly one call.
     fn write(&self, out: ValueWriter<'_>);
@@ -53,14 +53,14 @@ impl FingerprintWriter {
         Self::default()
     }
 
-    /// Adds a field. The name belongs to the command's contract: renaming it changes every
+    /// Adds a field. The name is part of the command's contract: renaming it changes every
     /// fingerprint.
     pub fn field(&mut self, name: &str, value: &(impl FingerprintValue + ?Sized)) -> &mut Self {
         self.fields.push((name.as_bytes().to_vec(), encoded(value)));
         self
     }
 
-    /// The fields by name. A name that is written twice stands twice.
+    /// The bytes of all fields, sorted by name. A name that was written twice is there twice.
     pub(super) fn finish(mut self) -> Vec<u8> {
         self.fields.sort_unstable();
         framed(self.fields.iter().flat_map(|(name, value)| [name.as_slice(), value]))
@@ -98,24 +98,24 @@ impl ValueWriter<'_> {
         self.put(b'd', amount.to_string().as_bytes());
     }
 
-    /// A value that is not there. A default must be filled in before; absent is a value of its own.
+    /// An absent value, which differs from any default. Fill in defaults before.
     pub fn absent(self) {
         self.put(b'n', &[]);
     }
 
-    /// A value that need not be there and is. It differs from the bare value, so that an absent
-    /// value inside a present one (null in a patch) is not the absent one.
+    /// An optional value that is present. It differs from the bare value, so an absent value inside
+    /// a present one (null in a patch) differs from an absent one.
     pub fn present(self, value: &(impl FingerprintValue + ?Sized)) {
         self.put(b'o', &encoded(value));
     }
 
-    /// Values in this order.
+    /// A list of values in this order.
     pub fn list<'v, V: FingerprintValue + ?Sized + 'v>(self, values: impl IntoIterator<Item = &'v V>) {
         let values: Vec<Vec<u8>> = values.into_iter().map(encoded).collect();
         self.put(b'l', &framed(values.iter().map(Vec::as_slice)));
     }
 
-    /// Values by key, in the order of the keys' canonical bytes.
+    /// A map, sorted by the canonical bytes of the keys.
     pub fn map<'v, K, V>(self, entries: impl IntoIterator<Item = (&'v K, &'v V)>)
     where
         K: FingerprintValue + ?Sized + 'v,
@@ -233,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    /// A value of any shape, with an equality of its own to hold the bytes against.
+    /// A value of any shape, with its own equality to compare the bytes with.
     #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
     enum Any {
         Text(String),
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Short alphabets, so that pairs which differ in little are common.
+    /// Short alphabets, so that pairs with small differences are common.
     fn value() -> impl Strategy<Value = Any> {
         let leaf = prop_oneof![
             "[bs]{0,3}".prop_map(Any::Text),

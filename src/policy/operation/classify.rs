@@ -1,20 +1,20 @@
-//! How a run ended, by what is certain and not by the number of the status (O10, O12, O13, M69 to
-//! M77).
+//! How a run ended, decided by what is certain and not only by the status code (O10, O12, O13, M69
+//! to M77).
 //!
 //! Guarantees:
 //!
-//! * What may have happened and was not seen to end is UNKNOWN. "Retryable" is written only where
-//!   no effect can be outstanding: by a handler's own word, or because its transaction is known to
-//!   have rolled back.
-//! * A request that was refused before the operation began frees its key: a typo does not pin a
-//!   failure for a day.
-//! * A rate limit or a timeout never becomes an answer that is replayed, unless its author said so
-//!   by a tag; a missing login does only where the operation had begun, or nobody can tell.
-//! * Once a guard has committed, what it stored is the outcome, whatever inner layers answer (O2).
-//! * In mode bridged only the guard's commit is a success. A run that says that it did its work
-//!   without it may have committed by itself, and so may one that failed without having asked the
-//!   guard: UNKNOWN. Else nobody would notice that such a route executes twice when its process is
-//!   killed.
+//! * A run that may have had an effect and whose end was not seen becomes UNKNOWN. "Retryable" is
+//!   written only where no effect can be outstanding: the handler says so, or its transaction is
+//!   known to be rolled back.
+//! * A request that was refused before the operation began frees its key, so a typing error does
+//!   not block the key for a day.
+//! * A rate limit or a timeout is never stored as an answer to replay, unless the author said so by
+//!   a tag. A missing login is stored only if the operation had begun or may have begun.
+//! * After a guard has committed, the outcome is what it stored, whatever inner layers answer (O2).
+//! * In mode bridged only the guard's commit is a success. A run that reports success without it
+//!   may have committed by itself, and so may a run that failed without asking the guard to commit:
+//!   both become UNKNOWN. Otherwise it would stay hidden that such a route executes twice when its
+//!   process is killed.
 //!
 //! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases
 //! ([`flow`](super::flow)), and what is kept of an answer.
@@ -22,43 +22,43 @@
 use super::record::{Mode, State};
 use super::route::Route;
 
-/// What a handler says of its run, with the answer. Typed handlers return it; others may attach it
-/// to their answer.
+/// What a handler reports about its run, with the answer. Typed handlers return it; others may
+/// attach it to their answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome<R> {
-    /// The effect happened; this is the answer.
+    /// The effect happened. The value is the answer.
     Completed(R),
-    /// A business rule refused it, and nothing happened.
+    /// A business rule refused the request, and nothing happened.
     Rejected {
         /// The answer that tells the client of the refusal.
         answer: R,
-        /// Whether the refusal holds for this key for ever (`INSUFFICIENT_FUNDS`), or only for this
-        /// try.
+        /// Whether the refusal holds for this key from now on (`INSUFFICIENT_FUNDS`), or only for
+        /// this try.
         binding: bool,
     },
-    /// Nothing happened, and no effect is outstanding; the same key may run again.
+    /// Nothing happened, and no effect is outstanding. The same key may run again.
     Retryable(R),
-    /// Whether the effect happened is not known: recovery or an operator must find out.
+    /// It is not known whether the effect happened. Recovery or an operator must find out.
     Unknown(R),
-    /// Nothing happened, and nothing is to be remembered.
+    /// Nothing happened, and nothing must be stored.
     DontStore(R),
 }
 
-/// How a run ended that carries no tag.
+/// How a run without a tag ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Untagged {
     /// The run ended with an answer of this HTTP status.
     Status(u16),
-    /// With an error or a panic.
+    /// The run ended with an error or a panic.
     Failed,
 }
 
 /// What is known of the run besides its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// The mode it was claimed in.
+    /// The mode in which the key was claimed.
     pub mode: Mode,
-    /// How far it came.
+    /// How far the run came.
     pub reached: Reached,
     /// The route's setting [`Route::release_untagged`].
     pub release_untagged: bool,
@@ -69,37 +69,38 @@ pub struct Run {
 pub enum Reached {
     /// The operation's code was not called.
     NotCalled,
-    /// It was called, and nothing tells whether it went beyond its extractors: no `Idempotent<E>`
-    /// on the route.
+    /// The code was called, and it is not known whether its extractors let the request in: the
+    /// route has no `Idempotent<E>`.
     Called,
-    /// It was called, and the `started` flag of the guard is unset: no extractor has let it in.
+    /// The code was called, and the guard's `started` flag is not set: no extractor has let the
+    /// request in.
     NotStarted,
-    /// It was called, and the flag is set.
+    /// The code was called, and the guard's `started` flag is set.
     Started,
-    /// The guard was asked to commit, and has rolled everything back.
+    /// The guard was asked to commit, and rolled everything back.
     Undone,
-    /// The guard's commit failed to say how it ended.
+    /// The outcome of the guard's commit is not known.
     CommitUnknown,
     /// The guard has committed business rows and outcome together.
     Committed,
 }
 
-/// What is done with the record, by one statement that compares the epoch.
+/// What the engine does with the record, by one statement that compares the epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Settle {
-    /// Write this state with the answer. In a transactional operation a binding rejection rolls back to the savepoint
-    /// before.
+    /// Write this state with the answer. In a transactional operation, a binding rejection first
+    /// rolls back to the savepoint.
     Finish(State),
-    /// Take the record away; in a transactional operation, roll everything back.
+    /// Delete the record; in a transactional operation, roll everything back.
     Release,
-    /// It stands already: answer what is stored.
+    /// The outcome is stored already: answer it.
     Stored,
     /// Write nothing. The lease ends, and the next request finds the outcome or takes over.
     Leave,
 }
 
 impl<R> Outcome<R> {
-    /// The answer, without what the handler said of its run.
+    /// The answer without the handler's report.
     pub fn into_answer(self) -> R {
         match self {
             Self::Completed(answer)
@@ -110,7 +111,7 @@ impl<R> Outcome<R> {
         }
     }
 
-    /// What is done with the record after a tagged end.
+    /// Decides what is done with the record after a run that ended with a tag.
     #[must_use]
     pub fn settle(&self, run: Run) -> Settle {
         if let Some(settled) = run.settled() {
@@ -128,13 +129,13 @@ impl<R> Outcome<R> {
 }
 
 impl Run {
-    /// A run of a route.
+    /// A run of this route that came this far.
     #[must_use]
     pub fn of(route: &Route, reached: Reached) -> Self {
         Self { mode: route.mode, reached, release_untagged: route.release_untagged }
     }
 
-    /// What is settled already, whatever was answered.
+    /// The decision that does not depend on the answer, if there is one.
     fn settled(self) -> Option<Settle> {
         match self.reached {
             Reached::Committed => Some(Settle::Stored),
@@ -144,7 +145,7 @@ impl Run {
         }
     }
 
-    /// What is done with the record after an untagged end.
+    /// Decides what is done with the record after a run that ended without a tag.
     #[must_use]
     pub fn settle(self, end: Untagged) -> Settle {
         if let Some(settled) = self.settled() {
@@ -152,7 +153,8 @@ impl Run {
         }
         match end {
             Untagged::Status(200..=399) => Settle::Finish(self.success()),
-            // Before the operation begins: its envelope, its caller, its pace.
+            // These statuses refuse a request before the operation begins: for its form, its
+            // caller, or its rate.
             Untagged::Status(400 | 401 | 403 | 405 | 406 | 411 | 413 | 414 | 415 | 417 | 422 | 426 | 428 | 431)
                 if self.frees_refusals() =>
             {
@@ -172,13 +174,13 @@ impl Run {
         }
     }
 
-    /// What a success is that the guard did not commit.
+    /// The state after a success that the guard did not commit.
     fn success(self) -> State {
         if self.mode == Mode::Bridged { State::UnknownRequiresRecovery } else { State::Completed }
     }
 
-    /// What is done when nobody saw the end. Where all effects stand in a transaction that is known
-    /// to have been rolled back, or the operation's own code was not entered, nothing happened.
+    /// Decides what is done when the end was not seen. If all effects are in a transaction that is
+    /// known to be rolled back, or the operation's own code did not begin, nothing happened.
     fn lost(self) -> Settle {
         match (self.mode, self.reached) {
             (Mode::Transactional, _) => Settle::Release,
@@ -193,8 +195,8 @@ mod tests {
     use super::*;
 
     const REACHED: [Reached; 3] = [Reached::Called, Reached::NotStarted, Reached::Started];
-    /// The statuses that O10 lists: untagged, they free the key while no extractor has let the
-    /// request in.
+    /// The statuses of refusals (O10): without a tag they free the key as long as no extractor has
+    /// let the request in.
     const REFUSALS: [u16; 14] = [400, 401, 403, 405, 406, 411, 413, 414, 415, 417, 422, 426, 428, 431];
     const UNKNOWN: Settle = Settle::Finish(State::UnknownRequiresRecovery);
     const FAILURE: Settle = Settle::Finish(State::FailedReplayable);
@@ -243,7 +245,8 @@ mod tests {
         }
     }
 
-    // Shown by: treating `Rejected` without looking at `binding`; FAILED_RETRYABLE in a transactional operation.
+    // Shown by: treating `Rejected` without looking at `binding`; FAILED_RETRYABLE in a
+    // transactional operation.
     #[test]
     fn m71_m76_a_tag_says_what_is_certain() {
         let settle = |outcome: &Outcome<()>, mode| outcome.settle(run(mode, Reached::Started));

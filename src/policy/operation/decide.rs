@@ -1,24 +1,25 @@
-//! What becomes of a request: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21,
+//! How a request is answered: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21,
 //! O23, O29, M42).
 //!
-//! Guarantees, each walked over the whole space of facts by a test that also kills mutants of the
-//! table:
+//! Guarantees. A test checks each of them over all combinations of facts, and also with mutants of
+//! the table:
 //!
-//! * The order of decision: principal, fingerprint version, fingerprint, state, and expiry only for
-//!   terminal states (O3).
+//! * The facts are judged in this order: principal, fingerprint version, fingerprint, state. Expiry
+//!   counts only for terminal states (O3).
 //! * Another command under the key executes nothing and replays nothing, in any state (M26, M27).
-//!   Another principal gets the very same answer.
-//! * A stale claim is executed again in two cases only: the mode `bridged`, and an edge route
-//!   declared repeatable. A committed claim of a transactional operation is never taken over: it is an alarm.
-//! * IN_PROGRESS and UNKNOWN never expire. What cannot be judged here (another's secret, a newer
-//!   program, a store that is away) is answered with 503, and nothing runs (M60).
+//!   Another principal gets exactly the same answer.
+//! * A stale claim is executed again in two cases only: in mode `bridged`, and on an edge route
+//!   that is declared repeatable. A committed claim of a transactional operation is never taken
+//!   over: it is an alarm.
+//! * IN_PROGRESS and UNKNOWN never expire. What this process cannot judge (a secret that it does
+//!   not have, a newer version, a store that is away) is answered with 503, and nothing runs (M60).
 //!
-//! An operation asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with
-//! [`Found::Running`] from the map of what runs in its process; with what a plain read found; and,
-//! when the lock or the insert was refused, with what a second read found, or [`Found::Busy`]. Only
-//! the answer to a read may execute, and then by one fenced statement: insert-first for
-//! [`Decision::Claim`], an UPDATE that compares the epoch for the others. Zero rows: read and ask
-//! again.
+//! An operation asks more than once (O15): first with [`Found::NotAsked`], before it takes a
+//! connection; with [`Found::Running`], if the key runs in this process; with the result of a plain
+//! read; and, if the lock or the insert was refused, with the result of a second read or
+//! [`Found::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
+//! statement: an INSERT for [`Decision::Claim`], an UPDATE that compares the epoch for the others.
+//! If that statement changed no row, read and ask again.
 //!
 //! Not here: the statements (`store`), the answers' texts (`http`), and how a run ends
 //! ([`classify`](super::classify)).
@@ -36,68 +37,71 @@ use crate::policy::horizon::Bounds;
 
 use self::table::{Asks, Body, Facts, Seen, judge};
 
-/// What an operation is to do.
+/// What an operation must do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Decision {
-    /// Run without a key: the route has none, or none was sent and none is needed.
+    /// Run without protection: the route has keys off, or takes them optionally and the request has
+    /// none.
     PassThrough,
-    /// A key is needed.
+    /// The request has no key, and the route needs one.
     KeyRequired,
-    /// The key is malformed, or needs a time and has none.
+    /// The key is malformed, or it has no time and the route needs one.
     KeyInvalid,
     /// The key's time lies beyond database time and skew: the client's clock is wrong.
     KeyFromTheFuture,
     /// There is no scope from verified authentication.
     ScopeRequired,
-    /// Another region keeps this key.
+    /// The record of this key is kept in another region.
     WrongRegion,
     /// The store does not answer.
     StoreUnavailable,
-    /// The record under the digest is of another identity: never to be touched. An alarm; answered
-    /// as an unavailable store.
+    /// The record under this digest has another identity, so it must not be changed. This is an
+    /// alarm, answered like an unavailable store.
     WrongRecord,
-    /// The tenant has too much running or unresolved.
+    /// The tenant has too many operations that run or are not resolved. The engine also uses this
+    /// when the tenant's stored answers have too many bytes.
     QuotaExceeded,
-    /// Look: in the map of what runs here, then in the store.
+    /// Look for the key in the map of what runs in this process, then in the store.
     Look,
-    /// Insert the record first; who inserted it executes.
+    /// Insert the record. The process whose insert succeeds executes.
     Claim,
     /// Answer with what is stored.
     Replay,
     /// Answer with 303 and the resource's location.
     ReplayReference,
-    /// Let the route build the answer from the resource; nothing is run.
+    /// Let the route build the answer from the resource. Nothing is executed.
     Reconstruct,
-    /// It happened, and the answer is not kept.
+    /// The operation happened, and its answer is not kept.
     NotRetained,
-    /// The first request runs.
+    /// The first request under this key still runs.
     InProgress(InProgress),
     /// Raise the epoch, then execute.
     TakeOver(TakeOver),
-    /// Failed with no effect outstanding: raise epoch and attempts, then execute.
+    /// The last run failed without an effect outstanding: raise epoch and attempts, then execute.
     Reclaim,
-    /// Its time is over: raise epoch and generation, make a new operation id, then execute (O4).
+    /// The record has expired: raise epoch and generation, make a new operation id, then execute
+    /// (O4).
     ExecuteAsNew,
-    /// Its time is over, and the route wants a new key.
+    /// The record has expired, and the route wants a new key.
     Expired,
-    /// Take recovery ownership of the operation and recover within the budget, else answer that
-    /// recovery is pending.
+    /// Take the operation's lease and recover it within the time budget. If that takes longer,
+    /// answer that recovery is pending.
     Recover,
-    /// Somebody recovers the operation now; answer that recovery is pending.
+    /// Another process recovers the operation now. Answer that recovery is pending.
     RecoveryPending,
     /// Wake the worker that reconciles this route; answer that recovery is pending.
     Reconcile,
     /// Write UNKNOWN by a fenced UPDATE that raises the epoch, then read and ask again.
     MarkUnknown(Lost),
-    /// Nobody knows, and only an operator can say.
+    /// The outcome is not known, and only an operator can find it out.
     UnknownOutcome,
     /// The key was used with another command: refuse the request.
     Mismatch,
-    /// Another principal; answered exactly as a mismatch.
+    /// The key was used by another principal. The answer is the same as for a mismatch.
     PrincipalMismatch,
-    /// Another process can judge the fingerprint or the principal.
+    /// This process cannot judge the fingerprint or the principal; another one can.
     FingerprintUnreadable,
-    /// Nobody can judge the fingerprint any more.
+    /// No process can judge the fingerprint any more.
     FingerprintTooOld,
 }
 
@@ -106,28 +110,29 @@ pub enum Decision {
 pub enum InProgress {
     /// Answer 409 at once.
     Conflict,
-    /// 202 with the location of the operation.
+    /// Answer 202 with the location of the operation.
     Accepted,
-    /// Wait between reads, without a connection, up to the route's bound; then 409.
+    /// Read again after waits, without holding a connection, up to the route's limit; then answer
+    /// 409.
     Wait,
 }
 
 /// Why a claim without an outcome may be executed again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TakeOver {
-    /// Had anything been done, the completion stood in the same transaction (O2).
+    /// The effect and the outcome commit together, so without an outcome nothing was done (O2).
     Bridged,
-    /// The route's author declared it harmless (O11).
+    /// The route's author declared that a second run does no harm (O11).
     Repeatable,
 }
 
-/// How a claim's outcome was lost sight of.
+/// Why the outcome of a claim is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lost {
-    /// A claim of a transactional operation is committed without its outcome: a handler ended the transaction. An
-    /// alarm (O1).
+    /// A claim of a transactional operation was committed without its outcome, because a handler
+    /// ended the transaction. This is an alarm (O1).
     CommittedClaim,
-    /// The lease of an edge claim is over (O11).
+    /// The lease of an edge claim has ended (O11).
     StaleEdge,
 }
 
@@ -136,9 +141,9 @@ pub enum Lost {
 pub enum Asked<'a> {
     /// No key was sent.
     Keyless,
-    /// A key was sent that is none ([`KeyError`](super::key::KeyError)).
+    /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
     Malformed,
-    /// A key was sent, and nobody was authenticated.
+    /// A key was sent, and the caller is not authenticated.
     Unscoped,
     /// A key was sent whose home is another region (M106).
     Elsewhere,
@@ -146,51 +151,54 @@ pub enum Asked<'a> {
     Keyed(&'a Request<'a>),
 }
 
-/// A request under a key, its body read and validated.
+/// A request under a key, with its body read and validated.
 #[derive(Clone, Copy)]
 pub struct Request<'a> {
-    /// Who asks, from verified authentication.
+    /// The tenant and principal, from verified authentication.
     pub scope: &'a Scope,
     /// Tenant, operation and key.
     pub identity: &'a Identity,
     /// The command, for its fingerprint.
     pub command: &'a dyn Canonical,
-    /// The fingerprints of the operation: what this process can read and write.
+    /// Which fingerprints of the operation this process reads and writes.
     pub fingerprinter: &'a Fingerprinter,
-    /// Whether the tenant has too much running or unresolved to start more.
+    /// Whether the tenant has too many operations running or unresolved to start another one.
     pub over_quota: bool,
 }
 
 /// What is known of the key.
 #[derive(Debug, Clone, Copy)]
 pub enum Found<'a> {
-    /// Nobody was asked yet.
+    /// Nothing was read yet.
     NotAsked,
-    /// It runs in this process.
+    /// A request under this key runs in this process.
     Running {
-        /// The principal of the one that runs.
+        /// The principal of the request that runs.
         principal: &'a PrincipalMark,
         /// The fingerprint of the command that runs.
         fingerprint: &'a Fingerprint,
     },
     /// The store does not answer, or takes no writes.
     Unreachable,
-    /// No committed record, and the lock or the insert was refused: an uncommitted claim (O19).
+    /// There is no committed record, and the lock or the insert was refused: another process has a
+    /// claim that is not committed yet (O19).
     Busy,
-    /// No committed record. With database time and the operation's purge bound, read in the same
-    /// statement; without them, a route that judges the age of keys goes no further.
+    /// There is no committed record. The bounds are database time and the operation's purge bound,
+    /// read in the same statement. Without them, a route that checks the age of keys refuses the
+    /// key.
     Nothing(Option<Bounds>),
-    /// A committed record, with database time.
+    /// A committed record, and the database time of the read.
     Record(&'a Record, DbTime),
 }
 
-/// What becomes of a request.
+/// Decides how a request is answered.
 #[must_use]
 pub fn decide(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Decision {
     judge(table::TABLE, &facts(route, asked, found))
 }
 
-/// What the table looks at. Columns that mean nothing here hold what is most careful.
+/// Builds the facts for the table. Facts that do not apply keep the most conservative value
+/// ([`Facts::CAREFUL`]).
 fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
     let (asks, request) = match asked {
         Asked::Keyless => (Asks::Keyless, None),
@@ -246,8 +254,8 @@ fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
 }
 
 impl Decision {
-    /// The problem that is answered, with what is known of the key; none where something is run,
-    /// read or replayed.
+    /// The problem code of the answer, with what is known of the key. `None` if the decision leads
+    /// to a run, a read or a replay.
     #[must_use]
     pub fn problem(self) -> Option<(Code, KeyState)> {
         let code = match self {

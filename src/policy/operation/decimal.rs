@@ -1,7 +1,7 @@
-//! Amounts that are exact: a whole number and how many of its digits stand behind the point.
+//! Exact amounts: a whole number, and how many of its digits are after the point.
 //!
-//! Promise: two texts of one amount (`10`, `10.0`, `010.00`) are one value with one text, and no
-//! digit is lost. What does not fit is refused, never rounded.
+//! Promise: all texts of one amount (`10`, `10.0`, `010.00`) give the same value with the same
+//! text, and no digit is lost. An amount with too many digits is refused, never rounded.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,10 +17,11 @@ pub struct Decimal {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecimalError {
-    /// Not digits with an optional sign and an optional point between digits. Exponents are none.
+    /// The text is not digits with an optional minus and an optional point between digits.
+    /// Exponents are not allowed.
     #[error("not a decimal: write digits, an optional minus and an optional point, such as -12.50")]
     Syntax,
-    /// More digits than fit.
+    /// The text has more than 38 digits.
     #[error("more than 38 digits")]
     TooLong,
 }

@@ -1,7 +1,7 @@
-//! The words for what became of something that is sent to others: e-mails and webhooks (O28).
+//! The state of something that is sent to others: an e-mail or a webhook (O28).
 //!
-//! Guarantees: `sent` and `refused` are said of what is proven; where a try may have arrived, the
-//! word says how often; nothing that may have arrived is called refused or waiting.
+//! Guarantees: `sent` and `refused` are used only for what is proven. When a try may have arrived,
+//! the state holds the number of such tries and is never `refused` or `waiting`.
 //!
 //! Not here: what proves an outcome ([`provider`](super::provider)), and the senders (`runtime`).
 
@@ -9,23 +9,24 @@ use std::fmt;
 
 use super::provider::Settled;
 
-/// What became of it.
+/// The state of an e-mail or a webhook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Delivery {
-    /// It was not sent yet, for certain; it will be tried.
+    /// It was certainly not sent yet, and will be tried.
     Waiting,
-    /// So many tries may each have arrived; it will be tried again.
+    /// This many tries may each have arrived. It will be tried again.
     PossiblySent(u32),
-    /// The other side took it, and that is proven.
+    /// The receiver took it, and that is proven.
     Sent,
     /// It was refused for good, and no try arrived.
     Refused,
-    /// Nobody tries any more but a person; so many tries may each have arrived.
+    /// Only a person tries it again. This many tries may each have arrived.
     Dead(u32),
 }
 
 impl Delivery {
-    /// From what is proven, whether it was given up, and how many tries may have arrived.
+    /// Computes the state from what is proven, whether it was given up, and how many tries may have
+    /// arrived.
     #[must_use]
     pub fn of(settled: Option<Settled>, given_up: bool, doubtful: u32) -> Self {
         match settled {
@@ -65,7 +66,7 @@ impl fmt::Display for Delivery {
 mod tests {
     use super::*;
 
-    // Shown by: calling what was given up refused; forgetting the number of a dead one.
+    // Shown by: calling a message that was given up refused; losing the number of a dead one.
     #[test]
     fn o28_what_may_have_arrived_is_said_with_its_number() {
         let of = |settled, given_up, doubtful| Delivery::of(settled, given_up, doubtful).to_string();

@@ -1,22 +1,22 @@
-//! What follows a transaction whose outcome is not known (O1, G12): of a transactional operation, and of a later phase
-//! of a phased one.
+//! What follows a transaction whose outcome is not known (O1, G12): the transaction of a
+//! transactional operation, or of a later phase of a phased one.
 //!
-//! Two doubts: the connection was lost while COMMIT was on its way; or the proof that it is still
-//! the same transaction failed before COMMIT, because a handler ended it by raw SQL or swallowed an
-//! error that rolled it back. A fresh connection looks (for up to a second, O29), and what it finds
-//! decides.
+//! There are two cases. The connection was lost during COMMIT. Or the proof that the transaction is
+//! still the same failed before COMMIT, because a handler ended the transaction by raw SQL or
+//! ignored an error that rolled it back. Then a new connection reads the record, for up to a second
+//! (O29), and the result decides.
 //!
-//! Guarantees: "nothing happened" is said only where it is proven; else the record becomes UNKNOWN,
-//! with an alarm. No retry executes beside an effect that may be there.
+//! Guarantees: "nothing happened" is answered only where it is proven. Otherwise the record becomes
+//! UNKNOWN, with an alarm. No retry executes while an earlier effect may exist.
 //!
-//! Not here: the proof itself and the look (`store`).
+//! Not here: the proof itself and the read (`store`).
 
 use super::problem::Code;
 use super::record::State;
 
-/// What is known of a later phase of an operation that did not move its operation on (O9). An error of
-/// its transaction (its connection was lost, the server said nothing in time) proves nothing, and
-/// neither does a process that died: the phase is begun anew, and finds [`Self::Marked`] or
+/// What is known of a later phase that did not move its operation on (O9). An error of its
+/// transaction (a lost connection, no answer in time) proves nothing, and neither does the death of
+/// its process. In these cases the phase is begun again, and finds [`Self::Marked`] or
 /// [`Self::Unmarked`].
 ///
 /// | known | the phase |
@@ -27,20 +27,20 @@ use super::record::State;
 /// | marked | goes to an operator |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Trace {
-    /// Its transaction was rolled back, or the server proves that nothing of it was committed.
+    /// The transaction was rolled back, or the server proves that nothing of it was committed.
     Undone,
-    /// The transaction that the phase began in is not there any more, and nothing proves that it
-    /// committed nothing.
+    /// The phase's transaction does not exist any more, and nothing proves that it committed
+    /// nothing.
     Ended,
-    /// Begun anew: every run before was rolled back.
+    /// The phase was begun again: all earlier runs were rolled back.
     Unmarked,
-    /// Begun anew: a run before was committed, and not by us, who move the operation on in the same
-    /// commit.
+    /// The phase was begun again: an earlier run was committed. The engine did not do this, because
+    /// it moves the operation on in the same commit.
     Marked,
 }
 
 impl Trace {
-    /// Whether the phase may run again. Else only a person can say what it did.
+    /// Whether the phase may run again. If not, only a person can find out what it did.
     #[must_use]
     pub fn may_run_again(self) -> bool {
         matches!(self, Self::Undone | Self::Unmarked)
@@ -50,10 +50,10 @@ impl Trace {
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Doubt {
-    /// COMMIT was sent, the proof had held, and no answer came; or none came in time when it was
-    /// asked for the proof that a handler which failed has not committed by itself.
+    /// The proof had held, COMMIT was sent, and no answer came. Or the handler failed, and no
+    /// answer came in time to the proof that it has not committed by itself.
     CommitLost,
-    /// The token was gone before COMMIT.
+    /// The transaction's token was gone before COMMIT.
     TokenGone {
         /// Whether it is proven that no statement ran after the lost transaction, so that nothing
         /// was autocommitted.
@@ -61,56 +61,57 @@ pub enum Doubt {
     },
 }
 
-/// What a fresh connection found under the key.
+/// What a new connection found under the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Look {
-    /// The store did not answer within the second.
+    /// The store did not answer within a second.
     NoAnswer,
     /// There is no committed record under the key.
     Nothing,
-    /// A record of this run, by operation id.
+    /// There is a record of this run: it has its operation id.
     Ours(State),
-    /// A record of another run: this one rolled back, and another request has claimed since.
+    /// There is a record of another run: this run was rolled back, and another request has claimed
+    /// the key since.
     Anothers,
 }
 
-/// What is done and answered.
+/// What the engine does, and what it answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Aftermath {
-    /// It was committed: answer what is stored.
+    /// The run was committed: answer the stored outcome.
     Stored,
-    /// Answer 503; the retry with the same key finds the outcome, or nothing and runs.
+    /// Answer 503. A retry with the same key finds the outcome, or finds nothing and runs.
     CommitUnknown,
-    /// Insert the record as UNKNOWN where there is none of this run, raise the alarm, answer 500.
+    /// Insert an UNKNOWN record if there is none of this run, raise the alarm, answer 500.
     InsertUnknown,
-    /// Make the committed claim UNKNOWN, raise the alarm, answer 500.
+    /// Change the committed claim to UNKNOWN, raise the alarm, answer 500.
     MarkUnknown,
-    /// The alarm and 500; the record says it already.
+    /// Raise the alarm and answer 500. No record of this run must be written.
     Ended,
 }
 
 impl Doubt {
-    /// What follows from what the look found.
+    /// Decides what follows from what the new connection found.
     #[must_use]
     pub fn after(self, look: Look) -> Aftermath {
         match (self, look) {
             (_, Look::Ours(State::InProgress)) => Aftermath::MarkUnknown,
             (_, Look::Ours(State::UnknownRequiresRecovery)) => Aftermath::Ended,
-            // COMMIT arrived, or a handler ended the transaction after the outcome was written: it
-            // stands.
+            // COMMIT arrived, or the handler ended the transaction after the outcome was written.
+            // The outcome is committed.
             (_, Look::Ours(_)) => Aftermath::Stored,
             (Self::CommitLost, _) | (Self::TokenGone { nothing_ran_after: true }, _) => Aftermath::CommitUnknown,
-            // Where the store did not answer, the insert is tried all the same: it changes no
-            // record that is there.
+            // The insert is also tried when the store did not answer: it changes no existing
+            // record.
             (Self::TokenGone { nothing_ran_after: false }, Look::Nothing | Look::NoAnswer) => Aftermath::InsertUnknown,
-            // The key is another run's: all that is left is to say it loudly.
+            // The key belongs to another run, so only the alarm is left.
             (Self::TokenGone { nothing_ran_after: false }, Look::Anothers) => Aftermath::Ended,
         }
     }
 }
 
 impl Aftermath {
-    /// The problem that is answered; none where the stored answer is.
+    /// The problem code of the answer; `None` if the stored outcome is answered.
     #[must_use]
     pub fn code(self) -> Option<Code> {
         match self {
@@ -144,8 +145,8 @@ mod tests {
         Look::Ours(State::UnknownRequiresRecovery),
     ];
 
-    // The whole table. Shown by: 503 where no record is found, whatever ran after (two effects on
-    // PostgreSQL).
+    // The whole table. Shown by: 503 where no record is found, whatever ran after the lost
+    // transaction (two effects on PostgreSQL).
     #[test]
     fn o1_what_follows_a_doubt_for_every_look() {
         use Aftermath::{CommitUnknown, Ended, InsertUnknown, MarkUnknown, Stored};
@@ -161,7 +162,7 @@ mod tests {
         }
     }
 
-    // Shown by: letting a phase run again whose mark stands (its effect was there twice).
+    // Shown by: running a phase again although its mark exists (its effect was there twice).
     #[test]
     fn o9_a_later_phase_runs_again_as_the_table_says_for_every_trace() {
         let all = [

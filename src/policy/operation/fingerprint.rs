@@ -2,13 +2,14 @@
 //!
 //! Guarantees:
 //!
-//! * A fingerprint says under which version and key id it was made, and is compared under those:
-//!   raising either changes no verdict on what is stored.
-//! * What this process cannot compute is never called different: newer than it knows, or an unknown
-//!   key id, is *unreadable* (503, another process may know); older than it remembers is *too old*
-//!   (the result is not retained). Neither is executed.
-//! * `write_version` is a setting apart from what can be read: raise it when every process reads
-//!   the new one.
+//! * A fingerprint holds the version and key id under which it was made, and is compared under
+//!   them. So raising either changes no verdict on what is stored.
+//! * A fingerprint that this process cannot compute is never called different. A newer version or
+//!   an unknown key id is *unreadable* (503, because another process may be able to). A version
+//!   older than it knows is *too old* (the result is not retained). In neither case anything is
+//!   executed.
+//! * `write_version` is a setting of its own, separate from the versions that can be read. Raise it
+//!   when every process reads the new version.
 //!
 //! Not here: the canonical form itself ([`canonical`](super::canonical)), and the answer
 //! ([`decide`](super::decide())).
@@ -24,24 +25,25 @@ use super::keyring::{Keyring, Kid};
 use super::versions::Versions;
 use crate::policy::hex::{hex, unhex};
 
-/// A command whose repetition is recognised. Write it after validation and defaults (M20).
+/// A command whose repetition is recognised. Write its fingerprint after validation and defaults
+/// (M20).
 pub trait IdempotentCommand {
-    /// The operation's name, the same for ever.
+    /// The operation's name. It must never change.
     const OPERATION: &'static str;
     /// The newest version of [`fingerprint`](Self::fingerprint) that this program can write.
     const VERSION: u32;
-    /// The oldest version that this program can still write, to compare with what is stored. Keep
-    /// the one before until every record of it has expired.
+    /// The oldest version that this program can still write, to compare it with what is stored.
+    /// Keep an old version until all its records have expired.
     const OLDEST: u32 = Self::VERSION;
 
-    /// Writes the fields of this command as that version wrote them.
+    /// Writes the fields of this command as they belong to that version.
     fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter);
 }
 
 /// What a [`Fingerprinter`] takes: any [`IdempotentCommand`], or the raw request of the generic
 /// layer.
 pub trait Canonical {
-    /// Writes the fields as that version wrote them.
+    /// Writes the fields as they belong to that version.
     fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter);
 }
 
@@ -59,27 +61,29 @@ pub struct Fingerprint {
     hash: [u8; 32],
 }
 
-/// A stored text is no fingerprint.
+/// The stored text is not a fingerprint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a stored fingerprint is not `version:kid:hex` with 64 hexadecimal digits")]
 pub struct ParseFingerprintError;
 
-/// What a stored fingerprint says of a command.
+/// How a stored fingerprint compares with a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Comparison {
     /// The command is the same as the stored one.
     Equal,
-    /// The command is another than the stored one.
+    /// The command is not the stored one.
     Different,
-    /// It was written by a newer program: another process can judge it.
+    /// A newer program wrote the fingerprint: another process can compare it.
     Newer,
-    /// It was written under a key id that this process does not have: another process can judge it.
+    /// The fingerprint was written under a key id that this process does not have: another process
+    /// can compare it.
     UnknownKid,
-    /// It was written by a program older than this one remembers: nobody can judge it any more.
+    /// A program older than this one knows wrote the fingerprint: no process can compare it any
+    /// more.
     TooOld,
 }
 
-/// The fingerprints of one operation: what is read, and what is written.
+/// The fingerprints of one operation: which versions are read, and which one is written.
 #[derive(Debug, Clone)]
 pub struct Fingerprinter {
     operation: OperationName,
@@ -95,12 +99,12 @@ pub enum FingerprinterError {
     /// The command's operation has no usable name.
     #[error(transparent)]
     Operation(#[from] IdentityError),
-    /// The version to write is none that can be read.
+    /// The version to write is not among those that can be read.
     #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
     WriteVersion {
         /// The operation whose setting is wrong.
         operation: OperationName,
-        /// What was asked for.
+        /// The value of `write_version`.
         asked: u32,
         /// The oldest version that can be written.
         oldest: u32,
@@ -110,12 +114,13 @@ pub enum FingerprinterError {
 }
 
 impl Fingerprinter {
-    /// For an operation whose command can be written in these versions. Without a `write_version`
-    /// it is the oldest: every process that runs beside this one reads it (O21).
+    /// For an operation whose command can be written in these versions. The default of
+    /// `write_version` is the oldest one, which every process that runs beside this one can read
+    /// (O21).
     ///
     /// # Errors
     ///
-    /// `write_version` is none of them.
+    /// `write_version` is not one of these versions.
     pub fn new(
         operation: OperationName,
         readable: RangeInclusive<u32>,
@@ -134,19 +139,20 @@ impl Fingerprinter {
     ///
     /// # Errors
     ///
-    /// Its operation has no usable name, or `write_version` is none of its versions.
+    /// The operation has no usable name, or `write_version` is not one of the command's versions.
     pub fn of<C: IdempotentCommand>(write_version: Option<u32>, keyring: Keyring) -> Result<Self, FingerprinterError> {
         Self::new(C::OPERATION.parse()?, C::OLDEST..=C::VERSION, write_version, keyring)
     }
 
-    /// The fingerprint under which a new record is written.
+    /// The fingerprint for a new record of this command.
     #[must_use]
     pub fn write(&self, command: &(impl Canonical + ?Sized)) -> Fingerprint {
         let (kid, hash) = self.keyring.write(&self.message(self.write_version, command));
         Fingerprint { version: self.write_version, kid, hash }
     }
 
-    /// Compares a stored fingerprint with a command, as the program that stored it would have.
+    /// Compares a stored fingerprint with a command, under the version and key id of the stored
+    /// one.
     #[must_use]
     pub fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
         if stored.version > *self.readable.end() {
@@ -168,7 +174,7 @@ impl Fingerprinter {
         &self.operation
     }
 
-    /// The secrets, under which principals are marked too.
+    /// The secrets. Principals are hashed with them too.
     #[must_use]
     pub fn keyring(&self) -> &Keyring {
         &self.keyring

@@ -10,9 +10,9 @@
 //!   from LOCAL on: SUCCEEDED; FAILED, after an intent only with proof
 //! ```
 //!
-//! A flow's own points (`LOCAL_PAYMENT_CREATED`, `PROVIDER_REQUEST_SENT`, `PROVIDER_CONFIRMED`) are
-//! names that its author gives; each stands in one of these stages, and the stage says what a retry
-//! or the recovery worker does:
+//! The recovery points of a flow (`LOCAL_PAYMENT_CREATED`, `PROVIDER_REQUEST_SENT`,
+//! `PROVIDER_CONFIRMED`) have names that its author gives. Each point belongs to one of these
+//! stages, and the stage decides what a retry or the recovery worker does:
 //!
 //! | stage | what is durable | a retry or the worker |
 //! |---|---|---|
@@ -24,8 +24,8 @@
 //! | FAILED | the outcome | replays |
 //! | UNKNOWN | the intents and the evidence | as OUTSTANDING; then an operator |
 //!
-//! Where each end of a phase leads; a test reads this table and compares it with [`Stage::after`].
-//! Rows that hold no end (SUCCEEDED, FAILED) are final.
+//! The stage to which each end of a phase leads. A test reads this table and compares it with
+//! [`Stage::after`]. SUCCEEDED and FAILED are final and have no column.
 //!
 //! | end | RECEIVED | LOCAL | OUTSTANDING | SETTLED | UNKNOWN |
 //! |---|---|---|---|---|---|
@@ -40,21 +40,22 @@
 //! | dont-store | RECEIVED | - | - | - | - |
 //! | lost | RECEIVED | LOCAL | UNKNOWN | UNKNOWN | UNKNOWN |
 //!
-//! Guarantees: once an intent is committed, no phase ends as if nothing had happened: a rejection,
-//! "retryable" and "do not store" are no ends there, an error or a panic is UNKNOWN, and a failure
-//! needs proof (O13). Before it, a lost phase has rolled back and runs again.
+//! Guarantees: after an intent is committed, no phase can end as if nothing had happened. A
+//! rejection, "retryable" and "do not store" are not allowed there, an error or a panic leads to
+//! UNKNOWN, and a failure needs proof (O13). Before an intent, a lost phase was rolled back and
+//! runs again.
 //!
-//! Not here: the types by which a wrong end does not compile (the phased engine), and the fenced
+//! Not here: the types that keep a wrong end from compiling (the phased engine), and the fenced
 //! UPDATE from point to point (`store`).
 
 use super::record::State;
 
-/// Where a phased operation stands.
+/// The stage of a phased operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// Its first phase runs; nothing is committed.
+    /// The first phase runs, and nothing is committed.
     Received,
-    /// Rows of ours are committed, and no intent.
+    /// Our own rows are committed, and no intent.
     Local,
     /// An intent is committed: a provider may have been asked.
     Outstanding,
@@ -64,32 +65,32 @@ pub enum Stage {
     Succeeded,
     /// The operation is over, and it failed.
     Failed,
-    /// Whether it happened is not known: recovery or an operator has to find out.
+    /// It is not known whether the effect happened: recovery or an operator must find out.
     Unknown,
 }
 
 /// How a phase ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PhaseEnd {
-    /// A point to go on from is committed.
+    /// A recovery point is committed.
     RecoveryPoint,
     /// An intent to call a provider is committed, with the exact bytes (O5).
     Intent,
-    /// A provider's answer proves what happened (O7).
+    /// The evidence proves what a provider did (O7).
     Settle,
-    /// An intent to undo a settled effect is committed; it is an effect with an identity of its
-    /// own.
+    /// An intent to undo a settled effect is committed. Undoing is an effect with an identity of
+    /// its own.
     Compensate,
     /// The operation succeeded, proven if a provider was asked.
     Succeed,
-    /// The operation failed, and what proves it is committed: a verdict of O7, or a compensation
-    /// that settled.
+    /// The operation failed, and the proof is committed: a verdict of a provider (O7), or a
+    /// compensation that settled.
     FailProven,
-    /// A business rejection before anything left the house.
+    /// A business rule refused the operation before an intent was committed.
     Rejected,
     /// Nothing happened in this phase; it may run again.
     Retryable,
-    /// Nothing happened, and nothing is to be remembered.
+    /// Nothing happened, and nothing must be stored.
     DontStore,
     /// An error, a panic, or evidence that proves nothing.
     Lost,
@@ -114,8 +115,8 @@ impl Stage {
         }
     }
 
-    /// The word that a client sees at the operation's resource: not every internal state is for
-    /// outside (M121).
+    /// The word that a client sees at the operation's resource. Internal stages are not all shown
+    /// (M121).
     #[must_use]
     pub fn public(self) -> &'static str {
         match self {
@@ -126,8 +127,8 @@ impl Stage {
         }
     }
 
-    /// The state of the idempotency record while the operation stands here, written in the same
-    /// transaction.
+    /// The state of the idempotency record while the operation is in this stage. It is written in
+    /// the same transaction.
     #[must_use]
     pub fn record(self) -> State {
         match self {
@@ -138,14 +139,14 @@ impl Stage {
         }
     }
 
-    /// Whether a provider may have been asked: the operation cannot be released or run anew (O11,
-    /// O13).
+    /// Whether a provider may have been asked. Such an operation cannot be released or run again
+    /// from its start (O11, O13).
     #[must_use]
     pub fn has_intents(self) -> bool {
         !matches!(self, Self::Received | Self::Local)
     }
 
-    /// Where a phase that ends so leads; none if it may not end so here.
+    /// The stage after a phase with this end; `None` if a phase of this stage must not end so.
     #[must_use]
     pub fn after(self, end: PhaseEnd) -> Option<Self> {
         match (self, end) {

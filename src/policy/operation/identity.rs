@@ -1,16 +1,16 @@
-//! Which request this is: tenant, operation and key; and who sent it (O15, O16, O20).
+//! The identity of a request (tenant, operation and key), and its principal (O15, O16, O20).
 //!
 //! Guarantees:
 //!
-//! * Two requests are the same only if tenant, operation and key are equal byte for byte. Parts are
-//!   length-prefixed, so no two triples give one text; case, accents and trailing blanks stay
-//!   different on every database.
-//! * A scope comes from verified authentication and cannot be left out. [`Scope::public`] is said,
-//!   never assumed.
-//! * The principal is kept as a keyed hash, and a hash under an unknown key id compares as unknown,
-//!   not as another's.
+//! * Two requests are the same only if tenant, operation and key are equal byte for byte. Each part
+//!   stands after its length, so two different triples never give the same text. Case, accents and
+//!   trailing blanks make a difference on every database.
+//! * A scope comes from verified authentication and is always required. [`Scope::public`] must be
+//!   written explicitly.
+//! * The principal is stored as a keyed hash. A hash under an unknown key id compares as
+//!   unreadable, not as another principal.
 //!
-//! Not here: reading a scope out of a request (`http`, `grpc`), and what a difference means
+//! Not here: reading a scope out of a request (`http`, `grpc`), and how a difference is answered
 //! ([`decide`](super::decide())).
 
 use std::fmt;
@@ -26,7 +26,7 @@ use crate::policy::hex::{hex, unhex};
 /// The longest tenant or principal, in bytes.
 pub const SCOPE_BYTES_MAX: usize = 255;
 
-/// Who asks: the tenant that keys belong to, and the principal inside it. From verified
+/// The caller: the tenant to which keys belong, and the principal inside it. From verified
 /// authentication only.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Scope {
@@ -39,7 +39,7 @@ pub struct Scope {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OperationName(String);
 
-/// What a key identifies: the primary key of every store.
+/// What a key identifies. Its digest is the primary key in every store.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Identity {
     tenant: String,
@@ -54,15 +54,15 @@ pub struct PrincipalMark {
     hash: [u8; 32],
 }
 
-/// Whether the principal of a request is the one of the record.
+/// Whether the principal of a request is the principal of the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PrincipalMatch {
     /// The principals are the same.
     Same,
-    /// It is another: answered exactly as a mismatch, counted apart, never executed, never
+    /// The principals differ. Answered exactly as a mismatch, counted separately, never executed or
     /// replayed.
     Other,
-    /// It was written under a key id that this process does not have.
+    /// The stored principal was hashed under a key id that this process does not have.
     Unreadable,
 }
 
@@ -73,31 +73,31 @@ pub enum IdentityError {
     /// A tenant or principal is empty or too long.
     #[error("a {part} has {bytes} bytes: it needs 1 to 255")]
     Scope {
-        /// Which part is wrong: `tenant` or `principal`.
+        /// Which part it is: `tenant` or `principal`.
         part: &'static str,
-        /// How long it is.
+        /// The length of the part in bytes.
         bytes: usize,
     },
-    /// Not a name of an operation.
+    /// The text is not a valid operation name.
     #[error("`{0}` is no name of an operation: use 1 to 128 of A-Z, a-z, 0-9 and _ . / : -")]
     Operation(String),
-    /// A stored part is not what this program wrote.
+    /// A stored part is not text that this program wrote.
     #[error("a stored {0} is not text that this program wrote")]
     Stored(&'static str),
-    /// A stored key is none.
+    /// A stored key is not a valid key.
     #[error("a stored key is none: {0}")]
     Key(#[from] KeyError),
-    /// A stored hash is none.
+    /// A stored principal has not the form `kid:hex`.
     #[error("a stored principal is not `kid:hex` with 64 hexadecimal digits")]
     Principal,
-    /// Its key id is none.
+    /// The key id of a stored principal is not valid.
     #[error(transparent)]
     Kid(#[from] KeyringError),
 }
 
 impl Scope {
-    /// The scope of a caller that was authenticated. `principal` is the stable id of the subject,
-    /// never a token.
+    /// The scope of an authenticated caller. `principal` is the stable id of the subject, never a
+    /// token.
     ///
     /// # Errors
     ///
@@ -112,8 +112,8 @@ impl Scope {
         Ok(Self { tenant, principal })
     }
 
-    /// The one scope of all callers of an operation that is open to everybody. It is no tenant's:
-    /// tenants have names.
+    /// The shared scope of all callers of an operation that is open to everybody. It equals no
+    /// tenant's scope, because a tenant's name is not empty.
     #[must_use]
     pub fn public() -> Self {
         Self { tenant: String::new(), principal: String::new() }
@@ -125,14 +125,14 @@ impl Scope {
         &self.tenant
     }
 
-    /// The principal as it is stored, under the id that the ring writes with.
+    /// The principal in its stored form, hashed under the key id with which the ring writes.
     #[must_use]
     pub fn mark(&self, keyring: &Keyring) -> PrincipalMark {
         let (kid, hash) = keyring.write(&self.principal_message());
         PrincipalMark { kid, hash }
     }
 
-    /// Whether this is the principal that a record was written by.
+    /// Compares this principal with the one that a record stores.
     #[must_use]
     pub fn compare(&self, stored: &PrincipalMark, keyring: &Keyring) -> PrincipalMatch {
         match keyring.hash(&stored.kid, &self.principal_message()) {
@@ -180,13 +180,14 @@ impl fmt::Display for OperationName {
 }
 
 impl Identity {
-    /// What this key identifies for this caller.
+    /// The identity of a request of this caller.
     #[must_use]
     pub fn new(scope: &Scope, operation: OperationName, key: Key) -> Self {
         Self { tenant: scope.tenant.clone(), operation, key }
     }
 
-    /// From the parts that a store keeps beside the digest, to be compared with the request's.
+    /// Builds an identity from the parts that a store keeps beside the digest. The caller compares
+    /// it with the request's.
     ///
     /// # Errors
     ///
@@ -215,8 +216,8 @@ impl Identity {
         &self.key
     }
 
-    /// The primary key in every store: SHA-256 of tenant, operation and key, each behind its length
-    /// in bytes as eight bytes, the highest first (O16).
+    /// The primary key in every store: SHA-256 of tenant, operation and key, each after its length
+    /// in bytes as eight big-endian bytes (O16).
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         Sha256::digest(framed([self.tenant.as_bytes(), self.operation.0.as_bytes(), self.key.as_str().as_bytes()]))
@@ -224,7 +225,7 @@ impl Identity {
     }
 
     /// The number of the lock that is tried before the claim: the first eight bytes of the digest,
-    /// the highest first. The only place where it is made (O15).
+    /// in big-endian order (O15). It is computed only here.
     #[must_use]
     pub fn lock_number(&self) -> i64 {
         let [a, b, c, d, e, f, g, h, ..] = self.digest();

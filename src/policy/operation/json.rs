@@ -1,31 +1,30 @@
-//! One text for each JSON document: the fallback of the generic layer, where no typed command is
-//! known.
+//! One canonical text for each JSON document, for the generic layer when there is no typed command.
 //!
 //! Guarantees:
 //!
-//! * What is accepted comes out as RFC 8785 has it, numbers with a fraction or an exponent
-//!   excepted, which stay as they were written: no two values are one text. No white space, members
-//!   sorted by the UTF-16 code units of their names, strings with the shortest escapes. Any total
-//!   order would do for a hash; this one lets a person check a fingerprint with the RFC's libraries
-//!   of any language.
-//! * What readers do not agree on is refused, because this text and the handler might see two
-//!   different commands: a member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself
-//!   writes 9007199254740993 and ..992 alike), a lone surrogate. A typed operation takes such commands
-//!   ([`canonical`](super::canonical)).
-//! * It ends on any input, at a depth of at most [`DEPTH_MAX`], and keeps no digit and no name in
-//!   its errors.
+//! * An accepted document is written as in RFC 8785: no white space, members sorted by the UTF-16
+//!   code units of their names, strings with the shortest escapes. Two different values never give
+//!   the same text. Numbers with a fraction or an exponent, and `-0`, are the exception to the RFC:
+//!   they stay as they were written. Any total order would do for a hash; this one lets a person
+//!   check a fingerprint with an RFC 8785 library of any language.
+//! * A document that parsers do not read alike is refused, because this text and the handler might
+//!   see two different commands: a member named twice, whole numbers beyond 2^53 - 1 (RFC 8785
+//!   itself writes 9007199254740993 and ..992 alike), a lone surrogate. A typed operation takes
+//!   such commands ([`canonical`](super::canonical)).
+//! * The parser ends on any input, at a depth of at most [`DEPTH_MAX`], and its errors contain no
+//!   digit and no name of the document.
 //!
-//! A reader of our own, because the numbers and duplicate names that `serde_json` shows depend on
-//! features that any crate of the graph may turn on; a test holds the two against each other.
+//! This is a parser of its own because `serde_json` treats numbers and duplicate names by features
+//! that any crate of the build may turn on. A test compares the two.
 
 use std::fmt::Write as _;
 
-/// The deepest nesting of arrays and objects: what `serde_json` reads.
+/// The deepest nesting of arrays and objects, the same as in `serde_json`.
 pub const DEPTH_MAX: usize = 127;
 
 const INTEGER_MAX: u64 = (1 << 53) - 1;
 
-/// What is wrong with a document, and where. The answer is `REQUEST_INVALID`.
+/// What is wrong with a document, and where. The answer to the client is `REQUEST_INVALID`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the body is not acceptable JSON: {fault} at byte {at}")]
 pub struct JsonError {
@@ -42,22 +41,22 @@ pub enum JsonFault {
     /// The bytes are not valid UTF-8.
     #[error("text that is not UTF-8")]
     NotUtf8,
-    /// It ends in the middle.
+    /// The document ends too early.
     #[error("an early end")]
     Truncated,
     /// A character stands where JSON does not allow it.
     #[error("a character that does not belong there")]
     Syntax,
-    /// Half of a surrogate pair.
+    /// A string holds half of a surrogate pair.
     #[error("half of a surrogate pair")]
     LoneSurrogate,
-    /// Two members of one object have one name.
+    /// Two members of one object have the same name.
     #[error("a member that the object has already")]
     DuplicateMember,
-    /// Beyond 2^53 - 1.
+    /// A whole number is beyond 2^53 - 1.
     #[error("a whole number beyond 9007199254740991")]
     IntegerTooBig,
-    /// Beyond what a double holds: readers refuse it, or read infinity.
+    /// A number is beyond what a double can hold: some parsers refuse it, others read infinity.
     #[error("a number beyond 1.8e308")]
     NumberTooBig,
     /// Arrays and objects are nested deeper than [`DEPTH_MAX`].
@@ -65,11 +64,11 @@ pub enum JsonFault {
     TooDeep,
 }
 
-/// The canonical text of a document.
+/// Returns the canonical text of a document.
 ///
 /// # Errors
 ///
-/// What is wrong with it, and where.
+/// The first fault of the document, and its offset.
 pub fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
     let text =
         std::str::from_utf8(body).map_err(|error| JsonError { at: error.valid_up_to(), fault: JsonFault::NotUtf8 })?;
@@ -93,7 +92,7 @@ impl Reader<'_> {
         self.text.as_bytes().get(self.at).copied().ok_or(self.fault(JsonFault::Truncated))
     }
 
-    /// Takes this byte and says whether it was there.
+    /// Takes the next byte if it is this one. Returns whether it was.
     fn take(&mut self, byte: u8) -> Result<bool, JsonError> {
         let there = self.peek()? == byte;
         self.at += usize::from(there);
@@ -110,7 +109,7 @@ impl Reader<'_> {
         if self.take(byte)? { Ok(()) } else { Err(self.fault(JsonFault::Syntax)) }
     }
 
-    /// The next value, with so many levels of nesting left.
+    /// Reads the next value, with this many levels of nesting left.
     fn value(&mut self, depth: usize) -> Result<String, JsonError> {
         self.blanks();
         match self.peek()? {
@@ -139,7 +138,7 @@ impl Reader<'_> {
         }
         let digits = &self.text[digits..self.at];
         if digits.is_empty() {
-            // The end, or what is no digit.
+            // The document ends here, or the next character is not a digit.
             self.peek()?;
             return Err(self.fault(JsonFault::Syntax));
         }
@@ -152,8 +151,8 @@ impl Reader<'_> {
             if !text.parse::<f64>().is_ok_and(f64::is_finite) {
                 return refused(start, JsonFault::NumberTooBig);
             }
-            // As it was written: to make one text of equal numbers, one would have to say how exact
-            // the handler's are.
+            // The number stays as it was written. To give equal numbers one text, this code would
+            // have to know the precision of the handler's numbers.
             Ok(text.to_owned())
         } else if digits.parse::<u64>().is_ok_and(|number| number <= INTEGER_MAX) {
             Ok(self.text[start..self.at].to_owned())
@@ -162,7 +161,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A fraction and an exponent, where they are there.
+    /// Reads a fraction and an exponent, if there are any.
     fn tail(&mut self) -> Result<(), JsonError> {
         if matches!(self.peek(), Ok(b'.')) {
             self.at += 1;
@@ -240,7 +239,7 @@ impl Reader<'_> {
         Ok(format!("{{{}}}", members.join(",")))
     }
 
-    /// A string, without its quotes and escapes.
+    /// Reads a string and resolves its quotes and escapes.
     fn string(&mut self) -> Result<String, JsonError> {
         self.expect(b'"')?;
         let mut out = String::new();
@@ -278,8 +277,8 @@ impl Reader<'_> {
                 if !(0xd800..0xe000).contains(&unit) {
                     return char::from_u32(unit.into()).ok_or(lone);
                 }
-                // What follows decides between a pair and a lone half; an early end is an early
-                // end.
+                // The next character decides between a pair and a lone half. If the document ends
+                // here, the fault is `Truncated`.
                 if unit >= 0xdc00 || !self.take(b'\\')? || self.peek()? != b'u' {
                     return Err(lone);
                 }

@@ -1,16 +1,16 @@
-//! The key that a client sends so that a second request is known as the second (O24).
+//! The key that a client sends, by which a second request is recognised (O24).
 //!
 //! Guarantees:
 //!
-//! * One header line, quoted or bare, gives one key: the same client through two stacks has one
-//!   identity. It is never parsed as a structured field, because a bare UUID that starts with a
-//!   digit is none.
-//! * Keys are compared byte for byte; a UUID format lower-cases first.
-//! * A key is never shown raw: `Debug` and [`short_hash`](Key::short_hash) give twelve characters
-//!   of its SHA-256.
+//! * One header line gives one key, whether the value is quoted or bare. So a client has one
+//!   identity through two HTTP stacks. The value is not parsed as a structured field, because a
+//!   bare UUID that starts with a digit is not valid there.
+//! * Keys are compared byte for byte; with a UUID format the key is lower-cased first.
+//! * A key is never shown as it is: `Debug` and [`short_hash`](Key::short_hash) give twelve
+//!   characters of its SHA-256.
 //!
-//! Not here: whether a route wants a key ([`route`](super::route)), and what is known of one
-//! ([`decide`](super::decide())).
+//! Not here: whether a route needs a key ([`route`](super::route)), and what the store knows of a
+//! key ([`decide`](super::decide())).
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ pub const KEY_BYTES_MIN: usize = 16;
 /// The longest key, in bytes.
 pub const KEY_BYTES_MAX: usize = 255;
 
-/// What a route takes as a key.
+/// The form of key that a route accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyFormat {
     /// Any 16 to 255 bytes of `[A-Za-z0-9_.:~-]`.
@@ -33,29 +33,29 @@ pub enum KeyFormat {
     Opaque,
     /// A UUID of any version in its 36-character form.
     Uuid,
-    /// A UUID v7 in its 36-character form. Its time tells a late retry from a new key when the
-    /// record is gone (O23).
+    /// A UUID v7 in its 36-character form. When there is no record, its time tells a late retry
+    /// from a new key (O23).
     UuidV7,
 }
 
-/// A key as it is compared and stored.
+/// A key in the form in which it is compared and stored.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(String);
 
-/// What is wrong with a key. No message repeats the key.
+/// What is wrong with a key. No message contains the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
-    /// Several header lines: which one is meant would be a guess.
+    /// There are several header lines, and it is not certain which one is meant.
     #[error("the key is given in {0} header lines: send one")]
     Lines(usize),
-    /// There is a header line, and nothing in it.
+    /// The header line is empty.
     #[error("the key is empty: send 16 to 255 characters, or no header at all")]
     Empty,
-    /// Too few bytes to be random.
+    /// The key has too few bytes to be random.
     #[error("the key has {0} characters: it needs at least 16, and a random UUID has 36")]
     TooShort(usize),
-    /// Too many bytes to be kept.
+    /// The key has more bytes than are stored.
     #[error("the key has {0} characters: it may have at most 255")]
     TooLong(usize),
     /// A byte outside `[A-Za-z0-9_.:~-]`; a comma or a space means that two values were joined.
@@ -84,12 +84,12 @@ pub enum KeyError {
 }
 
 impl Key {
-    /// The key in the lines of the `Idempotency-Key` header (or of gRPC metadata); none if there is
-    /// no line.
+    /// Reads the key from the lines of the `Idempotency-Key` header (or of gRPC metadata). Returns
+    /// `None` if there is no line.
     ///
     /// # Errors
     ///
-    /// What is wrong with it; the answer is `IDEMPOTENCY_KEY_INVALID`.
+    /// The key is not valid. The answer to the client is `IDEMPOTENCY_KEY_INVALID`.
     pub fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, KeyError> {
         match lines {
             [] => Ok(None),
@@ -98,11 +98,12 @@ impl Key {
         }
     }
 
-    /// A key without quotes and blanks: from a field of a message, or from a person.
+    /// Reads a key without quotes and white space, from a field of a message or from a person's
+    /// input.
     ///
     /// # Errors
     ///
-    /// What is wrong with it.
+    /// The key is not valid in this format.
     pub fn parse(content: &[u8], format: KeyFormat) -> Result<Self, KeyError> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:~-".contains(&byte);
         if content.is_empty() {
@@ -134,14 +135,14 @@ impl Key {
         &self.0
     }
 
-    /// What stands for the key in logs and lists: the first twelve hexadecimal characters of its
-    /// SHA-256.
+    /// The text that stands for the key in logs and lists: the first twelve hexadecimal characters
+    /// of its SHA-256.
     #[must_use]
     pub fn short_hash(&self) -> String {
         hex(&Sha256::digest(self.0.as_bytes())[..6])
     }
 
-    /// The time inside the key, where it is a UUID v7.
+    /// The time inside the key; `None` if the key is not a UUID v7.
     #[must_use]
     pub fn time(&self) -> Option<DbTime> {
         let uuid = hyphenated(&self.0).filter(|&uuid| is_v7(uuid))?;
@@ -156,7 +157,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Without the optional white space around a header value.
+/// Removes the optional white space around a header value.
 fn trimmed(mut value: &[u8]) -> &[u8] {
     while let [b' ' | b'\t', rest @ ..] = value {
         value = rest;
@@ -180,7 +181,7 @@ fn unquoted(value: &[u8]) -> Result<&[u8], KeyError> {
     }
 }
 
-/// A UUID in its 36-character form, in any case; other spellings are none.
+/// Reads a UUID in its 36-character form, in any case. Other spellings are refused.
 fn hyphenated(text: &str) -> Option<Uuid> {
     if text.len() == 36 { Uuid::try_parse(text).ok() } else { None }
 }

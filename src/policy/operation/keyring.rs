@@ -1,14 +1,14 @@
-//! The server's secrets for hashes that must not be guessed offline (O20, O21; an amount and an
-//! account are few bits).
+//! The server's secrets for hashes that must not be guessed offline, because an amount and an
+//! account have few possible values (O20, O21).
 //!
 //! Guarantees:
 //!
-//! * What was written under a key id is read under that id, while the id is in the ring: raising
-//!   `write_kid` changes no stored hash.
-//! * No secret is kept as bytes or shown: the ring holds keyed hash states, and `Debug` names ids
+//! * A hash that was written under a key id is read under that id while the ring holds it. So
+//!   changing `write_kid` changes no stored hash.
+//! * No secret is kept as bytes or shown: the ring holds keyed hash states, and `Debug` prints ids
 //!   only.
-//! * The id `sha256` means "no secret" and is always readable, so a ring can be given to a service
-//!   that had none.
+//! * The id `sha256` means "no secret" and can always be read, so a service without secrets can get
+//!   a ring later.
 //!
 //! Not here: where the secrets come from (`app`), and encryption of bodies.
 
@@ -19,18 +19,18 @@ use std::str::FromStr;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-/// The fewest bytes of a secret.
+/// The minimum length of a secret in bytes.
 pub const SECRET_BYTES_MIN: usize = 32;
 
-/// The name of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
+/// The id of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Kid(String);
 
-/// The secrets that can be read, and the one that is written with.
+/// The secrets for reading, and the one for writing.
 #[derive(Clone)]
 pub struct Keyring {
     write: Kid,
-    /// None writes without a secret.
+    /// `None` writes without a secret.
     writer: Option<Hmac<Sha256>>,
     secrets: BTreeMap<Kid, Hmac<Sha256>>,
 }
@@ -42,21 +42,21 @@ pub enum KeyringError {
     /// The text is not a valid key id.
     #[error("`{0}` is no key id: use 1 to 32 of A-Z, a-z, 0-9 and _ . -")]
     Kid(String),
-    /// `sha256` means "no secret".
+    /// A secret was given the id `sha256`, which means "no secret".
     #[error("the key id `sha256` stands for hashes without a secret: choose another name")]
     Reserved,
-    /// The same id twice.
+    /// The same id was given twice.
     #[error("the key id `{0}` is given twice")]
     Twice(Kid),
-    /// A secret that can be guessed.
+    /// The secret is so short that it can be guessed.
     #[error("the secret of key id `{kid}` has {bytes} bytes: it needs at least 32")]
     Short {
         /// The key id of the short secret.
         kid: Kid,
-        /// How long it is.
+        /// The length of the secret in bytes.
         bytes: usize,
     },
-    /// The id to write with has no secret.
+    /// There is no secret with the id of `write_kid`.
     #[error("`write_kid` is `{0}`, and there is no secret with this id")]
     WriteKid(Kid),
 }
@@ -105,7 +105,7 @@ impl Keyring {
     ///
     /// # Errors
     ///
-    /// The id or secret that cannot be used.
+    /// An id or a secret cannot be used.
     pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, KeyringError> {
         let mut ring = Self::plain();
         for (kid, secret) in secrets {
@@ -129,24 +129,24 @@ impl Keyring {
         Ok(ring)
     }
 
-    /// The id that new hashes are written with.
+    /// The id under which new hashes are written.
     #[must_use]
     pub fn write_kid(&self) -> &Kid {
         &self.write
     }
 
-    /// The ids that can be read.
+    /// The ids whose hashes can be read.
     pub fn readable(&self) -> impl Iterator<Item = Kid> {
         std::iter::once(Kid::plain()).chain(self.secrets.keys().cloned())
     }
 
-    /// The hash of a message under an id; none if the id is not in the ring.
+    /// The hash of a message under an id; `None` if the ring does not hold the id.
     pub(super) fn hash(&self, kid: &Kid, message: &[u8]) -> Option<[u8; 32]> {
         let keyed = if *kid == Kid::plain() { None } else { Some(self.secrets.get(kid)?) };
         Some(hash(keyed, message))
     }
 
-    /// The hash of a message under the id that is written with.
+    /// The hash of a message under the id for writing.
     pub(super) fn write(&self, message: &[u8]) -> (Kid, [u8; 32]) {
         (self.write.clone(), hash(self.writer.as_ref(), message))
     }

@@ -1,4 +1,4 @@
-//! How the record of a key may change (M31).
+//! How the record of a key may change its state (M31).
 //!
 //! ```text
 //!                        +--release--> (none)
@@ -13,7 +13,7 @@
 //!                      +---------------------------- execute-as-new --+    +--purge--> (none)
 //! ```
 //!
-//! The same, whole; a test reads this table and compares it with [`allowed`]:
+//! All changes. A test reads this table and compares it with [`allowed`]:
 //!
 //! | from \ to | (none) | IN_PROGRESS | COMPLETED | FAILED_REPLAYABLE | FAILED_RETRYABLE | UNKNOWN_REQUIRES_RECOVERY | EXPIRED |
 //! |---|---|---|---|---|---|---|---|
@@ -25,46 +25,46 @@
 //! | UNKNOWN_REQUIRES_RECOVERY | - | take-over | recover, resolve | recover, resolve | recover, resolve | - | - |
 //! | EXPIRED | forget, purge | execute-as-new | - | - | - | - | - |
 //!
-//! Guarantees: an outcome is never rewritten; nothing leaves IN_PROGRESS or UNKNOWN because of time
-//! or age; only an expired record is purged. Each change but `time` is one statement fenced by the
-//! epoch it saw, and every change of owner raises the epoch.
+//! Guarantees: an outcome is never rewritten; no record leaves IN_PROGRESS or UNKNOWN because of
+//! time or age; only an expired record is purged. Each change but `time` is one statement that
+//! compares the epoch, and every change of owner raises the epoch.
 //!
-//! Not here: who may do what when ([`decide`](super::decide())), and the stages of a phased
-//! operation ([`flow`](super::flow)).
+//! Not here: which request may cause which change ([`decide`](super::decide())), and the stages of
+//! a phased operation ([`flow`](super::flow)).
 
 use super::record::State;
 
 /// What changes a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// A request inserts it first and owns it.
+    /// A request inserts the record and owns it.
     Claim,
     /// Its owner extends the lease.
     Heartbeat,
     /// Its owner writes how the run ended.
     Finish,
-    /// Its owner takes it away: nothing happened, and nothing is to be remembered.
+    /// Its owner deletes the record, because nothing happened and nothing must be remembered.
     Release,
-    /// Another request becomes its owner and executes: only where that is proven or declared
+    /// Another request becomes the owner and executes, only where that is proven or declared
     /// harmless (O2, O11).
     TakeOver,
-    /// What happened was lost sight of: a stale edge claim, a committed claim of a transactional operation, a
-    /// transaction that ended.
+    /// The outcome became unknown: a stale edge claim, a committed claim of a transactional
+    /// operation, a transaction that a handler ended.
     Lose,
     /// Recovery or a route's `reconcile` found out how it ended, from evidence.
     Recover,
     /// An operator said how it ended.
     Resolve,
-    /// A request runs again what failed with no effect outstanding.
+    /// A request runs an operation again that failed without an effect outstanding.
     Reclaim,
-    /// Its time is over. Nothing is written.
+    /// The record's lifetime ends. Nothing is written.
     Time,
-    /// A request uses the key anew: epoch and generation are raised, a new operation id is made
-    /// (O4).
+    /// A request uses the key again after expiry: epoch and generation are raised, and a new
+    /// operation id is made (O4).
     ExecuteAsNew,
-    /// The metadata's time is over too.
+    /// The lifetime of the metadata is over too, and the record is deleted.
     Purge,
-    /// An operator takes away a known outcome (`keys release`, `keys purge`).
+    /// An operator deletes a record with a known outcome (`keys release`, `keys purge`).
     Forget,
 }
 
@@ -87,7 +87,7 @@ impl Event {
     ];
 }
 
-/// Whether a record may go from one state to another for this reason. None is "no record".
+/// Whether a record may change from one state to another by this event. `None` means "no record".
 #[must_use]
 pub fn allowed(from: Option<State>, event: Event, to: Option<State>) -> bool {
     use State::{Completed, Expired, FailedReplayable, FailedRetryable, InProgress, UnknownRequiresRecovery};
@@ -134,7 +134,7 @@ mod tests {
         dashed.collect::<String>().to_lowercase()
     }
 
-    // The cells of the drawn table, row by row. Shown by: allowing COMPLETED to be finished again;
+    // The cells of the table above, row by row. Shown by: allowing COMPLETED to be finished again;
     // a purge of UNKNOWN; taking a word out of the table.
     #[test]
     fn m31_the_machine_is_the_one_that_is_drawn_for_every_pair_and_event() {

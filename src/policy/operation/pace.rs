@@ -1,30 +1,30 @@
-//! When to come again: the seconds of `Retry-After` (M45, O29).
+//! The seconds of `Retry-After` (M45, O29).
 //!
-//! Guarantees: never 0, at most 30 before jitter; growing for a key that keeps failing; chance is
-//! an argument.
+//! Guarantees: the value is never 0, at most 30 before jitter, and grows for a key that keeps
+//! failing. Chance is an argument.
 //!
-//! Not here: what is retryable ([`problem`](super::problem)), and the client's own backoff
-//! (`client`).
+//! Not here: which answers may be retried ([`problem`](super::problem)), and the client's own
+//! backoff (`client`).
 
 use std::time::Duration;
 
 /// The longest wait before jitter.
 pub const RETRY_AFTER_MAX: u32 = 30;
 
-/// The seconds of `Retry-After` for a wait of about `expected`, where `chance` is drawn from 0 to
-/// 1: rounded up, kept within 1 and 30, and up to a quarter (at least a second) later, so that all
-/// who wait do not come at once.
+/// The seconds of `Retry-After` for a wait of about `expected`; `chance` is drawn from 0 to 1. The
+/// value is rounded up, kept within 1 and 30, and raised by up to a quarter (at least by up to a
+/// second), so that clients do not all come back at once.
 #[must_use]
 pub fn retry_after(expected: Duration, chance: f64) -> u32 {
     let whole = expected.as_secs().saturating_add(u64::from(expected.subsec_nanos() > 0));
     let base = u32::try_from(whole).unwrap_or(RETRY_AFTER_MAX).clamp(1, RETRY_AFTER_MAX);
     let spread = (base / 4).max(1);
-    // The cast saturates: no draw leads out of the bounds.
+    // The cast saturates, so no value of `chance` leads out of the bounds.
     base + ((f64::from(spread + 1) * chance) as u32).min(spread)
 }
 
-/// How long a `Retry-After` asks to wait, in both forms: digits, which are seconds, however many;
-/// and a date, which is no wait where it lies behind. None where it is neither.
+/// The wait that a `Retry-After` asks for. The text is a number of seconds, of any length, or a
+/// date; a date in the past means no wait. `None` if the text is neither.
 #[cfg(feature = "client")]
 #[must_use]
 pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration> {
@@ -36,8 +36,8 @@ pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration>
     Some(at.duration_since(now).unwrap_or(Duration::ZERO))
 }
 
-/// How long the first request may still run: what is left of its lease, or of the time that runs
-/// usually take if that is known and less.
+/// The time that the first request may still run: the rest of its lease, or the rest of the usual
+/// time of a run if that is known and shorter.
 #[must_use]
 pub fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
     usual.map_or(lease_left, |usual| usual.saturating_sub(ran).min(lease_left))
@@ -50,17 +50,18 @@ pub fn after_attempts(attempts: u32) -> Duration {
     Duration::from_secs(doubled.clamp(1, RETRY_AFTER_MAX.into()))
 }
 
-/// How long runs of one operation usually take: a moving average of which each run is a fifth.
+/// How long a run of one operation usually takes: a moving average in which each new run counts a
+/// fifth.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usual(Option<Duration>);
 
 impl Usual {
-    /// Counts a run that took this long in the average.
+    /// Adds a run of this length to the average.
     pub fn observe(&mut self, ran: Duration) {
         self.0 = Some(self.0.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5));
     }
 
-    /// The average; none before the first run.
+    /// The average; `None` before the first run.
     #[must_use]
     pub fn duration(self) -> Option<Duration> {
         self.0
@@ -71,8 +72,8 @@ impl Usual {
 mod tests {
     use super::*;
 
-    // Shown by: reading seconds only; taking a date that lies behind for none; a parser of numbers,
-    // which reads a sign and no number that is too large.
+    // Shown by: reading seconds only; returning `None` for a date in the past; a number parser that
+    // accepts a sign and refuses a number that is too large.
     #[cfg(feature = "client")]
     #[test]
     fn m110_retry_after_is_read_in_both_forms() {

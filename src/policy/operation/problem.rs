@@ -1,15 +1,16 @@
-//! Every code that the engine answers with, once: for HTTP, gRPC and the client (M36, M120).
+//! The table of all problem codes that the engine answers, for HTTP, gRPC and the client (M36,
+//! M120).
 //!
 //! Guarantees:
 //!
-//! * The name, status, `retryable` and `key_state` of a code are the same wherever it is met.
+//! * The name, status, `retryable` and `key_state` of a code are the same everywhere.
 //! * `retryable` answers one question: may the same request be sent again under the same key, and
-//!   can that help? What is refused for itself is not; corrected, it may come under the same key
-//!   where `key_state` is no reason against it.
-//! * `key_state` claims only what was looked up. It is `spent` where the outcome of this very
-//!   command is known and nothing else: a client that has once lost an answer may end at `spent`,
-//!   and at no other problem (O26). So a mismatch says `not_said`: it must not show the state of
-//!   another's record, and proves nothing of an earlier try.
+//!   can that help? It is false for a request that is refused for its own content. Such a request,
+//!   corrected, may use the same key unless `key_state` forbids it.
+//! * `key_state` states only what was looked up. It is `spent` only where the outcome of this same
+//!   command is known: a client that has lost an answer may end its operation at `spent`, and at no
+//!   other problem (O26). So a mismatch says `not_said`: it must not show the state of another's
+//!   record, and proves nothing about an earlier try.
 //!
 //! Not here: titles and links in a problem body (`http`), codes of an application such as
 //! `INSUFFICIENT_FUNDS`, and the seconds of `Retry-After` ([`pace`](super::pace)).
@@ -20,71 +21,73 @@ use std::str::FromStr;
 /// What is known of a key when a problem is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KeyState {
-    /// No record stands under it.
+    /// There is no record under the key.
     Free,
-    /// The first request runs.
+    /// The first request under the key still runs.
     InProgress,
     /// The outcome of this command is known and will not change.
     Spent,
-    /// Its time is over.
+    /// The record has expired.
     Expired,
-    /// The record was not looked at, or nothing may be said of it.
+    /// The record was not read, or nothing may be said about it.
     NotSaid,
-    /// Nobody knows yet what became of the operation.
+    /// It is not known yet how the operation ended.
     Unknown,
 }
 
-/// A code of `code` in a problem body and of `reason` in gRPC's `ErrorInfo`.
+/// A problem code: the field `code` of a problem body, and `reason` in gRPC's `ErrorInfo`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Code {
-    /// A key is required and missing.
+    /// The request has no key, and the operation requires one.
     KeyRequired,
-    /// The key is malformed, doubled, or its time lies in the future.
+    /// The key is malformed, given twice, or its time lies in the future.
     KeyInvalid,
-    /// No scope from verified authentication.
+    /// There is no scope from verified authentication.
     ScopeRequired,
     /// The caller is not authenticated.
     Unauthenticated,
-    /// The request is not what the operation takes.
+    /// The request is not valid for this operation.
     RequestInvalid,
-    /// A content type that the operation does not take.
+    /// The operation does not accept this content type.
     UnsupportedMediaType,
     /// The body is longer than the limit.
     BodyTooLarge,
-    /// The body did not come in time.
+    /// The body did not arrive in time.
     BodyTooSlow,
-    /// The bodies in flight fill the memory given to them (`body_memory_max`, O29).
+    /// The request bodies that are being read fill the memory that they may use (`body_memory_max`,
+    /// O29).
     BodyMemoryExceeded,
     /// The key was used with another command, or by another principal.
     KeyReused,
-    /// The first request runs.
+    /// The first request under the key still runs.
     InProgress,
-    /// What happened is being found out.
+    /// The outcome is being found out.
     RecoveryPending,
-    /// What happened is not known, and nobody is finding it out but an operator.
+    /// The outcome is not known, and only an operator can find it out.
     OutcomeUnknown,
-    /// The key's time is over.
+    /// The record of the key has expired.
     KeyExpired,
-    /// It happened, and the answer is not kept.
+    /// The operation happened, and its answer is not kept.
     ResultNotRetained,
-    /// The commit's outcome is not known; the retry finds it.
+    /// The outcome of the commit is not known. A retry finds it out.
     CommitUnknown,
-    /// It happened, and the answer could not be written yet.
+    /// The operation happened, and its answer could not be stored yet.
     ResultNotStored,
-    /// The handler ended the transaction by itself: a defect.
+    /// The handler ended the operation's transaction by itself. This is a defect.
     TransactionEnded,
-    /// Another process must judge this key.
+    /// This process cannot compare the fingerprint; another one must.
     FingerprintVersionUnknown,
-    /// The store does not answer, takes no writes, or has no connection to spare. This request ran
-    /// nothing; of an earlier one under the key it says nothing.
+    /// The store does not answer, takes no writes, or has no free connection. This request ran
+    /// nothing. The code says nothing about an earlier request under the key.
     StoreUnavailable,
-    /// The tenant has too much running or unresolved.
+    /// The tenant has too many operations that run or are not resolved, or too many bytes of stored
+    /// answers.
     QuotaExceeded,
-    /// The key's home is another region.
+    /// The record of the key is kept in another region.
     WrongRegion,
-    /// The operation's own code failed, and everything that it did was rolled back: nothing is
-    /// remembered (M36).
+    /// The operation's own code failed, and everything that it did was rolled back. Nothing is
+    /// stored (M36).
     OperationFailed,
 }
 
@@ -107,7 +110,7 @@ struct Row {
     grpc: i32,
     retryable: bool,
     key_state: KeyState,
-    /// Seconds to wait at least, where a wait helps.
+    /// The minimum wait in seconds, if a wait helps.
     pause: Option<u32>,
 }
 
@@ -173,11 +176,11 @@ impl Code {
     }
 
     fn row(self) -> &'static Row {
-        // The table stands in the order of the codes; a test holds it to that.
+        // The table has the order of the codes; a test checks this.
         &TABLE[self as usize]
     }
 
-    /// The name, fixed for ever.
+    /// The name of the code. It never changes.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         self.row().name
@@ -196,19 +199,19 @@ impl Code {
         self.row().grpc
     }
 
-    /// Whether the same request may be sent again under the same key, and that can help.
+    /// Whether the same request may be sent again under the same key, and whether that can help.
     #[must_use]
     pub fn retryable(self) -> bool {
         self.row().retryable
     }
 
-    /// What is known of the key, unless the one who answers knows more.
+    /// What is known of the key, unless the caller knows more.
     #[must_use]
     pub fn key_state(self) -> KeyState {
         self.row().key_state
     }
 
-    /// How many seconds to wait at least; none where waiting does not help.
+    /// The minimum wait in seconds; `None` if waiting does not help.
     #[must_use]
     pub fn pause(self) -> Option<u32> {
         self.row().pause
@@ -252,7 +255,7 @@ impl fmt::Display for KeyState {
     }
 }
 
-/// A text is no code of the engine's: it may be an application's, or a newer program's.
+/// The text is not a code of this engine. It may come from an application or a newer program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a code that this program knows")]
 pub struct UnknownCode;
@@ -277,7 +280,7 @@ impl FromStr for KeyState {
 mod tests {
     use super::*;
 
-    // The published table, code by code: what others program against. Shown by: changing one cell.
+    // The published table, code by code, which clients rely on. Shown by: changing one cell.
     #[test]
     fn m36_m120_every_code_has_the_status_and_the_answer_that_are_published() {
         let published = [
@@ -336,7 +339,7 @@ mod tests {
         }
     }
 
-    // HTTP.md, section 8.
+    // The mapping from HTTP status to gRPC status, as it is published.
     #[test]
     fn m109_the_grpc_status_follows_from_the_code() {
         for code in Code::all() {

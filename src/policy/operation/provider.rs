@@ -1,22 +1,24 @@
-//! An outside provider: what its answer proves, and what to do next (O5 to O8, M78 to M82).
+//! An outside provider: what its answers prove, and what to do next with an effect (O5 to O8, M78
+//! to M82).
 //!
-//! Guarantees, each held by a model of random histories (lost requests and answers, late arrivals,
-//! crashes, lost leases):
+//! Guarantees, each tested by a model with random histories (lost requests and answers, late
+//! arrivals, crashes, lost leases):
 //!
-//! * A send is repeated only while the provider still knows our key, and the key and bytes of an
-//!   effect never change.
-//! * "Not found" proves nothing: a request may be on its way. Only what was found decides.
+//! * A send that may have arrived is repeated only while the provider still knows our key, or if
+//!   the effect is declared repeatable, or if an operator accepts a duplicate. The key and bytes of
+//!   an effect never change.
+//! * "Not found" proves nothing, because a request may still be under way. Only a found effect
+//!   decides.
 //! * A failure is believed only as a listed verdict on the operation, or as the answer to the only
-//!   send that can have arrived: judged when it is decided, because another process may have begun
-//!   a send since the answer came. All else stays unknown, and what no rule can find out goes to an
-//!   operator, whatever the number of attempts.
-//! * An operator who accepts a duplicate lets a send go out once more. That proves nothing of the
-//!   sends before it: they may have arrived, and a refusal of a later one does not say that they
-//!   did not.
+//!   send that can have arrived. The latter is judged at the decision, because another process may
+//!   have begun a send after the answer came. In every other case the outcome stays unknown. When
+//!   no rule can find it out, it goes to an operator, whatever the number of attempts.
+//! * An operator who accepts a duplicate allows one more send. That proves nothing about earlier
+//!   sends: they may have arrived, and a refusal of a later send does not say that they did not.
 //!
-//! What the store must keep to: the begin of every send is committed, fenced by the epoch, before
-//! it starts, so that a crash cannot forget one; evidence is appended by anybody at any time;
-//! [`Strategy::next`] is asked in the transaction that decides, with the evidence read there (O8).
+//! What the store must do: commit the begin of every send, fenced by the epoch, before the send
+//! starts, so that a crash cannot lose it; let any process append evidence at any time; call
+//! [`Strategy::next`] in the transaction that decides, with the evidence that was read there (O8).
 //!
 //! Not here: the calls and their timeouts (`runtime`), an adapter's list of verdicts, and the rows
 //! (`store`).
@@ -30,59 +32,61 @@ use crate::policy::db_time::DbTime;
 
 pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 
-/// So many replays of a stored server error end the resends: the provider will say nothing else
-/// (O7).
+/// After this many sends that got a stored server error, sends stop: the provider will not answer
+/// anything else (O7).
 pub const STORED_ERRORS_MAX: usize = 3;
 
-/// What a provider offers to find out whether an effect happened; declared per effect (O6).
+/// The means that a provider offers to find out whether an effect happened. Declared for each
+/// effect (O6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Strategy {
-    /// It keeps our key and answers a second send as the first.
+    /// The provider keeps our key and answers a second send like the first.
     Key(Window),
-    /// It can be asked for the effect by our reference.
+    /// The provider can be asked for the effect by our reference.
     Query,
-    /// It keeps our key, and can be asked for the effect too.
+    /// The provider keeps our key, and can also be asked for the effect.
     KeyAndQuery(Window),
-    /// Neither: what is not certain goes to an operator. A declared gap (M82).
+    /// The provider offers neither. An uncertain outcome goes to an operator. This is a declared
+    /// gap (M82).
     None,
-    /// Its author declared that doing it twice does no harm: at-least-once.
+    /// The author declared that a second effect does no harm: at-least-once.
     Repeatable,
 }
 
-/// For how long a send may be repeated under its key.
+/// The time during which a send may be repeated under its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
     /// How long the provider keeps a key from its first use.
     pub retention: Duration,
-    /// The longest time from our decision to send until the provider has taken the request, however
-    /// late.
+    /// The longest time from our decision to send until the provider has taken the request, at the
+    /// latest.
     pub max_in_flight: Duration,
 }
 
-/// A window within which nothing can be repeated.
+/// A window in which no send could be repeated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("`max_in_flight` ({}) must be shorter than the provider's `retention` of keys ({})",
     humantime::format_duration(*max_in_flight), humantime::format_duration(*retention))]
 pub struct WindowError {
     /// How long the provider keeps our key.
     pub retention: Duration,
-    /// The window's longest flight.
+    /// The longest time until a request arrives.
     pub max_in_flight: Duration,
 }
 
-/// What is committed of an effect's sends.
+/// What is committed about the sends of an effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Sends {
     /// Database time of the intent, committed before the first send.
     pub first_sent_at: Option<DbTime>,
-    /// Sends begun by anybody.
+    /// The number of sends that any process has begun.
     pub begun: u32,
 }
 
 /// A row of evidence: what one answer proves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Proof {
-    /// The send that it answers, counted from 1; none for a query.
+    /// The send that was answered, counted from 1; `None` for a query.
     pub send: Option<u32>,
     /// What the answer proves of the effect.
     pub verdict: Verdict,
@@ -90,11 +94,11 @@ pub struct Proof {
     pub at: DbTime,
 }
 
-/// What the evidence rows of an effect come to; made by [`Evidence::of`].
+/// The summary of the evidence rows of an effect, made by [`Evidence::of`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Evidence {
     succeeded: bool,
-    /// A query found that it was refused for good, or a person says that it failed.
+    /// A query found that the effect was refused for good, or a person reported that it failed.
     failed: bool,
     /// The sends that were refused for good.
     declined: BTreeSet<u32>,
@@ -104,28 +108,29 @@ pub struct Evidence {
     wait_until: Option<DbTime>,
     not_found: bool,
     stored_errors: BTreeSet<u32>,
-    /// The sends that did not leave us. A row that was written twice counts once, here and in all
-    /// sets of sends.
+    /// The sends that did not leave this process. A row that was written twice counts once, here
+    /// and in all sets of sends.
     not_sent: BTreeSet<u32>,
-    /// The sends that may have arrived, and that an operator lets be repeated all the same.
+    /// The sends that may have arrived, and for which an operator accepted a duplicate.
     waived: BTreeSet<u32>,
 }
 
 /// What is proven of an effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Settled {
-    /// It happened, once, as we asked.
+    /// The effect happened once, as we asked.
     Succeeded,
-    /// It did not happen and will not.
+    /// The effect did not happen and will not.
     Failed,
 }
 
-/// What to do next with an effect.
+/// The next step for an effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// It is proven: go on with the flow.
+    /// The outcome is proven: continue the flow.
     Settle(Settled),
-    /// Send for the first time, or after sends that are proven not to have left us.
+    /// Send for the first time, or after sends that did not leave us or whose duplicate an operator
+    /// accepted.
     Send,
     /// Send the same bytes under the same key again.
     Resend,
@@ -136,25 +141,26 @@ pub enum Step {
         /// Database time before which nothing is sent or asked.
         until: DbTime,
     },
-    /// Give it to an operator, for this reason.
+    /// Park the operation for an operator, for this reason.
     Operator(Gap),
 }
 
-/// Why only a person can find out.
+/// Why only a person can find out the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Gap {
     /// The provider offers neither key nor query.
     NoMeans,
     /// The provider may have forgotten our key, and offers no query.
     WindowOver,
-    /// It was asked and not found, which proves nothing.
+    /// A query did not find the effect, which proves nothing.
     NotFound,
     /// The provider replays a stored error, and offers no query.
     StoredError,
-    /// It happened otherwise than we asked, or the evidence contradicts itself
+    /// The effect happened differently from what we asked, or the evidence contradicts itself
     /// (`provider-mismatch`).
     Mismatch,
-    /// A send was refused that repeats, by an operator's leave, one that may have arrived.
+    /// An operator accepted a duplicate of a send that may have arrived, and the duplicate was
+    /// refused.
     DuplicateRefused,
     /// The attempts are used up (O9). UNKNOWN stays UNKNOWN.
     Attempts,
@@ -165,15 +171,15 @@ impl Window {
     ///
     /// # Errors
     ///
-    /// Nothing could ever be repeated in it.
+    /// No send could be repeated within the window.
     pub fn validate(self) -> Result<(), WindowError> {
         let Self { retention, max_in_flight } = self;
         if max_in_flight < retention { Ok(()) } else { Err(WindowError { retention, max_in_flight }) }
     }
 
     /// Whether a send that is decided now arrives while the provider knows the key. A first send
-    /// that lies in the future by more than a flight was written before the clock went back (R22):
-    /// nobody knows how long ago it was.
+    /// that lies in the future by more than `max_in_flight` was written before the clock went back,
+    /// so its age is not known (R22).
     #[must_use]
     pub fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
         let end = first_sent_at.after(self.retention).before(self.max_in_flight);
@@ -182,7 +188,7 @@ impl Window {
 }
 
 impl Evidence {
-    /// What the rows of an effect come to.
+    /// Makes the summary of the evidence rows of an effect.
     #[must_use]
     pub fn of(rows: impl IntoIterator<Item = Proof>) -> Self {
         let mut evidence = Self::default();
@@ -207,30 +213,31 @@ impl Evidence {
         evidence
     }
 
-    /// The number of the only send that may have arrived.
+    /// The number of the only send that may have arrived; `None` if there is no such send or more
+    /// than one.
     fn only_send(&self, sends: Sends) -> Option<u32> {
         let mut doubtful = (1..=sends.begun).filter(|send| !self.not_sent.contains(send));
         doubtful.next().filter(|_| doubtful.next().is_none())
     }
 
-    /// Whether another send is no duplicate of one before it, or a duplicate that an operator
-    /// accepted.
+    /// Whether another send duplicates no earlier one, or only sends for which an operator accepted
+    /// a duplicate.
     fn is_free(&self, sends: Sends) -> bool {
         (1..=sends.begun).all(|send| self.not_sent.contains(&send) || self.waived.contains(&send))
     }
 
-    /// Whether an operator let a send be repeated that may have arrived.
+    /// Whether an operator accepted a duplicate of a send that may have arrived.
     fn is_waived(&self) -> bool {
         !self.waived.is_subset(&self.not_sent)
     }
 
-    /// Whether it is said to have failed. That a duplicate was declined says nothing of the send
-    /// that it repeats.
+    /// Whether the evidence reports a failure. A refused duplicate does not count: it says nothing
+    /// about the send that it repeats.
     fn is_failed(&self) -> bool {
         self.failed || !self.declined.is_empty() && !self.is_waived()
     }
 
-    /// What is proven now; none also if the evidence contradicts itself.
+    /// The proven outcome; `None` if there is none or the evidence contradicts itself.
     #[must_use]
     pub fn settled(&self, sends: Sends) -> Option<Settled> {
         match (self.succeeded, self.is_failed()) {
@@ -244,7 +251,8 @@ impl Evidence {
         }
     }
 
-    /// Whether it contradicts an outcome that was decided: an alarm, and nothing is rewritten (O8).
+    /// Whether the evidence contradicts an outcome that was decided. This is an alarm; the outcome
+    /// is not rewritten (O8).
     #[must_use]
     pub fn contradicts(&self, decided: Settled) -> bool {
         self.mismatch || if decided == Settled::Succeeded { self.is_failed() } else { self.succeeded }
@@ -252,7 +260,7 @@ impl Evidence {
 }
 
 impl Strategy {
-    /// Within which a send may be repeated; none where that is not by a key.
+    /// The window in which a send may be repeated; `None` if the strategy uses no key.
     #[must_use]
     pub fn window(self) -> Option<Window> {
         match self {
@@ -261,7 +269,7 @@ impl Strategy {
         }
     }
 
-    /// What to do next with an effect, from what is committed and nothing else.
+    /// Decides the next step for an effect, only from what is committed.
     #[must_use]
     pub fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
         if evidence.mismatch || evidence.succeeded && evidence.is_failed() {
@@ -294,9 +302,10 @@ impl Strategy {
 }
 
 impl Step {
-    /// The step, or the operator where the attempts are used up. What is proven is settled whatever
-    /// their number, what never left us and a pause that was asked for leave nothing to find out,
-    /// and nothing unknown ever turns into a failure (O9).
+    /// Returns this step, or [`Step::Operator`] if the attempts are used up. A proven outcome, a
+    /// pause that the provider asked for and [`Step::Send`] do not depend on the number of
+    /// attempts, because they leave nothing to find out. An unknown outcome never becomes a failure
+    /// (O9).
     #[must_use]
     pub fn within(self, attempts: u32, max_attempts: u32) -> Self {
         match self {
@@ -307,8 +316,8 @@ impl Step {
     }
 }
 
-/// Whether a call may start: its timeout must fit into what is left of the lease by the process's
-/// own monotonic clock, so that no call begins whose owner is another already (O5).
+/// Whether a call may start: its timeout must fit into the rest of the lease, measured by the
+/// process's own monotonic clock. So no call begins after another process became the owner (O5).
 #[must_use]
 pub fn may_start(timeout: Duration, lease_left: Duration) -> bool {
     timeout <= lease_left

@@ -1,14 +1,14 @@
-//! The raw request as a command: what the generic layer compares when it knows no typed one (M19,
+//! The raw request as a command. The generic layer compares it when there is no typed command (M19,
 //! M22, pitfall 24).
 //!
 //! Guarantees:
 //!
-//! * Path parameters, the query and the body count, each length-prefixed; the path itself does not,
-//!   because the operation has a name.
-//! * Only headers that the route lists count. `Authorization`, cookies and the key are refused in
-//!   the list: a retry may carry a fresh token.
-//! * A JSON body counts by its canonical text, any other by its bytes, and the two never compare as
-//!   equal.
+//! * Path parameters, the query and the body count, each with a length prefix. The path itself does
+//!   not count, because the operation has a name.
+//! * Of the headers, only those that the route lists count. The list must not have `Authorization`,
+//!   cookies or the key, because a retry may carry a new token.
+//! * A JSON body counts by its canonical text, any other body by its bytes. The two never compare
+//!   as equal.
 //!
 //! Not here: reading the body, its limit, and which headers a route lists (the layer).
 
@@ -20,13 +20,13 @@ use super::json::{JsonError, canonical_json};
 const NEVER: [&str; 6] =
     ["authorization", "proxy-authorization", "cookie", "idempotency-key", "traceparent", "user-agent"];
 
-/// What a request asks for.
+/// The parts of a request that its fingerprint covers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RawCommand {
     path: Vec<(String, String)>,
     query: Vec<(String, String)>,
     content_type: String,
-    /// With the version of the fingerprint from which each counts.
+    /// Each with the version of the fingerprint from which on it counts.
     headers: Vec<(u32, (String, Vec<u8>))>,
     body: RawBody,
 }
@@ -44,20 +44,20 @@ impl Default for RawBody {
 }
 
 impl RawCommand {
-    /// The request's path parameters and its query, both decoded. The order of query names does not
-    /// matter, that of the values of one name does.
+    /// A command of the request's path parameters and its query, both decoded. The order of query
+    /// names does not matter; the order of the values of one name does.
     #[must_use]
     pub fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
         query.sort_by(|a, b| a.0.cmp(&b.0));
         Self { path, query, ..Self::default() }
     }
 
-    /// The body under its `Content-Type`. JSON (`application/json` and `+json`) is read, unless it
-    /// is empty.
+    /// Sets the body and its `Content-Type`. JSON (`application/json` and `+json`) is parsed,
+    /// unless it is empty.
     ///
     /// # Errors
     ///
-    /// JSON that two readers may read differently.
+    /// The body is JSON that two parsers may read differently.
     pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, JsonError> {
         let essence = content_type.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
         let is_json = essence == "application/json" || essence.ends_with("+json");
@@ -69,8 +69,8 @@ impl RawCommand {
         Ok(self)
     }
 
-    /// A line of a header that the route lists, and that counts from this version of the
-    /// fingerprint.
+    /// Adds a line of a header that the route lists and that counts from this version of the
+    /// fingerprint on.
     #[must_use]
     pub fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
         self.headers.push((since, (name.to_ascii_lowercase(), value.to_vec())));

@@ -1,14 +1,13 @@
-//! What is remembered of a request (M29, M33, M34): the row that a store reads, without the
-//! answer's body.
+//! The record of a request as a store reads it, without the answer's body (M29, M33, M34).
 //!
 //! Guarantees:
 //!
-//! * A state's text is the same in every store, and `EXPIRED` is never stored: it is derived from
+//! * A state has the same text in every store. `EXPIRED` is never stored: it is computed from
 //!   database time, and only for terminal states. IN_PROGRESS and UNKNOWN_REQUIRES_RECOVERY never
 //!   expire (O3).
-//! * A record says in which mode it was claimed, and that mode, not today's route, says what a
-//!   stale one means (O2).
-//! * A lease that ends later than now and its length was written before the clock went back: it
+//! * A record holds the mode in which it was claimed. That mode, not the route's current mode,
+//!   decides what a stale record means (O2).
+//! * A lease that ends later than now plus its length was written before the clock went back, and
 //!   counts as over (R22).
 //!
 //! Not here: how states may change ([`machine`](super::machine)), and the stored answer's headers
@@ -30,68 +29,66 @@ use crate::policy::lease::Lease;
 pub enum State {
     /// Claimed; no outcome yet.
     InProgress,
-    /// It succeeded; the answer is replayed.
+    /// It succeeded, and the answer is replayed.
     Completed,
-    /// It failed for good; the failure is replayed.
+    /// It failed for good, and the failure is replayed.
     FailedReplayable,
-    /// It failed with no effect outstanding; the same key may run again.
+    /// It failed without an effect outstanding, and the same key may run again.
     FailedRetryable,
-    /// Nobody knows whether it happened. Found out by evidence, or said by an operator; never by
-    /// time.
+    /// It is not known whether it happened. Evidence or an operator settles this, time never does.
     UnknownRequiresRecovery,
-    /// A terminal state whose time is over. Derived, never stored.
+    /// A terminal state after its lifetime. Computed, never stored.
     Expired,
 }
 
-/// Who claimed it, and so what a claim without an outcome means.
+/// The mode of the claim. It decides what a claim without an outcome means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Claim, business rows and completion commit together. A committed IN_PROGRESS is an
-    /// alarm.
+    /// Claim, business rows and completion commit together. A committed IN_PROGRESS is an alarm.
     Transactional,
-    /// A layer, and a handler that commits the completion in its own transaction: the only mode in
-    /// which a stale claim proves that nothing happened.
+    /// A layer, and a handler that commits the completion in its own transaction. Only in this mode
+    /// a stale claim proves that nothing happened.
     Bridged,
     /// A layer around any handler: a stale claim proves nothing.
     Edge,
-    /// Phases with recovery points; a stale one is recovered.
+    /// Phases with recovery points. A stale claim is recovered.
     Phased,
 }
 
 /// A record as a store reads it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Tenant, operation and key as they are stored beside the digest; compared with the request's
-    /// (O16).
+    /// Tenant, operation and key as stored beside the digest. They are compared with those of the
+    /// request (O16).
     pub identity: Identity,
     /// The principal of the first request.
     pub principal: PrincipalMark,
     /// The command of the first request.
     pub fingerprint: Fingerprint,
-    /// The mode it was claimed in.
+    /// The mode in which it was claimed.
     pub mode: Mode,
-    /// Its state as it is stored: never [`State::Expired`].
+    /// The stored state, never [`State::Expired`].
     pub state: State,
-    /// Raised by every change of owner; every fenced statement compares it.
+    /// The number that every change of owner raises. Every fenced statement compares it.
     pub epoch: i64,
-    /// The owner's lease. For [`Mode::Phased`] that of the operation row, which has the only one
-    /// (O9), read in the same statement. Its length is stored beside its end, because a route's may
-    /// change while claims live (R22). None if nobody owns it.
+    /// The owner's lease; `None` if there is no owner. For [`Mode::Phased`] the lease of the
+    /// operation row, the only one (O9), read in the same statement. Its length is stored with its
+    /// end, because a route's setting may change while claims exist (R22).
     pub lease: Option<Lease>,
-    /// Raised when the key is used anew after its time was over (O4).
+    /// The number that is raised when the key is used again after its record expired (O4).
     pub generation: i64,
-    /// The identity of this generation's run, from which every downstream identity is derived. It
-    /// lives as long as the record.
+    /// The id of this generation's run. Every identity that is sent to others is derived from it.
+    /// It lives as long as the record.
     pub operation_id: Uuid,
-    /// How often it was begun.
+    /// How often a run was begun.
     pub attempts: u32,
-    /// Recovery gave it to an operator (O9); only for [`Mode::Phased`].
+    /// Whether recovery handed it to an operator (O9); only for [`Mode::Phased`].
     pub parked: bool,
-    /// When it was claimed first.
+    /// When it was first claimed.
     pub created_at: DbTime,
     /// When it entered a terminal state.
     pub outcome_at: Option<DbTime>,
-    /// When that state's time is over. Set when the outcome is, and by nothing else.
+    /// When the record expires. It is set together with the outcome, and at no other time.
     pub expires_at: Option<DbTime>,
     /// What is kept of the answer.
     pub answer: Option<StoredAnswer>,
@@ -104,16 +101,16 @@ pub struct StoredAnswer {
     pub status: u16,
     /// The version of the schema that the body was written in (M66).
     pub schema_version: u32,
-    /// What there is to replay.
+    /// What is kept of the body.
     pub body: StoredBody,
 }
 
 /// What is kept of an answer's body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoredBody {
-    /// Its bytes, to be replayed as they are.
+    /// The bytes are kept and replayed as they are.
     Kept,
-    /// Nothing, for this reason. It is never run again to get one.
+    /// Nothing is kept, for this reason. The operation is never run again to get a body.
     Tombstone(Tombstone),
     /// Where the result is (M63).
     Reference(Resource),
@@ -122,13 +119,13 @@ pub enum StoredBody {
 /// Why a body was not kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Tombstone {
-    /// It was longer than the limit.
+    /// The body was longer than the limit.
     Oversize,
-    /// It was a stream.
+    /// The body was a stream.
     Stream,
-    /// The route keeps none, because it would be a secret (M67).
+    /// The route stores no body, because it would contain a secret (M67).
     Withheld,
-    /// Its time is over; the metadata lives longer (M99).
+    /// The body's lifetime is over; the metadata lives longer (M99).
     Purged,
 }
 
@@ -143,7 +140,7 @@ pub struct Resource {
     pub location: Option<String>,
 }
 
-/// A stored text names no state, mode or tombstone.
+/// A stored text that is not a known state, mode or tombstone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is no {what} that this program knows")]
 pub struct UnknownName {
@@ -174,7 +171,7 @@ impl State {
         }
     }
 
-    /// Whether the outcome is known; only such a state expires, and only such a record is purged.
+    /// Whether the outcome is known. Only such a state expires, and only such a record is purged.
     #[must_use]
     pub fn is_terminal(self) -> bool {
         matches!(self, Self::Completed | Self::FailedReplayable | Self::FailedRetryable | Self::Expired)
@@ -221,13 +218,13 @@ impl Record {
         if over { State::Expired } else { self.state }
     }
 
-    /// What is left of the owner's lease; zero if it is over or there is none.
+    /// The time until the owner's lease ends; zero if it is over or there is none.
     #[must_use]
     pub fn lease_left(&self, now: DbTime) -> Duration {
         self.lease.map_or(Duration::ZERO, |lease| lease.remaining(now))
     }
 
-    /// Whether somebody owns it now.
+    /// Whether the record has an owner now.
     #[must_use]
     pub fn is_owned(&self, now: DbTime) -> bool {
         self.lease.is_some_and(|lease| !lease.is_expired(now))
@@ -265,8 +262,8 @@ names! {
 pub(super) mod tests {
     use super::*;
 
-    /// A record of these parts, claimed at 0 s with a lease of 30 s, its outcome (if terminal) at
-    /// 10 s for 100 s.
+    /// A record of these parts, claimed at 0 s with a lease of 30 s. A terminal one has its outcome
+    /// at 10 s and lives 100 s from then.
     pub(in crate::policy::operation) fn record(
         identity: Identity,
         principal: PrincipalMark,

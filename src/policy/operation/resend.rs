@@ -1,15 +1,15 @@
-//! What a client does after an attempt: send again, follow, end, or say that nobody knows (O26,
-//! O27, M110).
+//! What a client does after an attempt: send again, follow, end, or report that the outcome is
+//! unknown (O26, O27, M110).
 //!
-//! Guarantees, walked over everything that an attempt can meet:
+//! Guarantees, tested for everything that an attempt can meet:
 //!
-//! * After one attempt of unknown outcome only a 2xx from the URL that was asked, or a problem
-//!   whose `key_state` is `spent`, ends the operation. Every other answer leaves it unknown,
+//! * After one attempt of unknown outcome, only a 2xx from the requested URL, or a problem whose
+//!   `key_state` is `spent`, ends the operation. Any other answer leaves the outcome unknown,
 //!   whatever it says of the second attempt.
-//! * A redirect, and a 2xx from another URL, never end it: a proxy may have turned a POST into a
+//! * A redirect, or a 2xx from another URL, never ends it: a proxy may have turned a POST into a
 //!   GET.
-//! * What never reached the server leaves no doubt.
-//! * Nothing here makes a key: an operation has one, for ever.
+//! * An attempt that never reached the server leaves no outcome unknown.
+//! * Nothing here makes a key: an operation keeps its one key for ever.
 //!
 //! Chance and time are arguments. Not here: sockets, headers and clocks (`client`), the server's
 //! decisions ([`decide`](super::decide())), and providers that oncebox calls itself
@@ -19,20 +19,21 @@ use std::time::Duration;
 
 use super::problem::{Code, KeyState};
 
-/// What one attempt met.
+/// The result of one attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Seen {
-    /// Not connected: refused, no such host, no TLS. Nothing was sent.
+    /// There was no connection: refused, no such host, no TLS. Nothing was sent.
     NotSent,
-    /// Sent, perhaps in part, and no whole answer came: reset, timeout, a body that was cut off.
+    /// The request was sent, perhaps in part, and no complete answer came: reset, timeout, a body
+    /// that was cut off.
     NoAnswer,
     /// The answer has a status from 300 to 399; the redirect is not followed.
     Redirected,
-    /// An answer from another URL than the one that was asked.
+    /// The answer comes from another URL than the requested one.
     Elsewhere,
     /// A 2xx that is the result.
     Success,
-    /// A 202 with a `Location` on the origin that was asked.
+    /// A 202 with a `Location` on the requested origin.
     Accepted,
     /// A 202 with a `Location` on another origin.
     AcceptedElsewhere,
@@ -40,31 +41,31 @@ pub enum Seen {
     Answer {
         /// The HTTP status of the answer.
         status: u16,
-        /// The code of its problem body, where it is one of the engine's.
+        /// The code of its problem body, if it is a code of the engine.
         code: Option<Code>,
         /// What its problem body says of the key.
         key_state: Option<KeyState>,
     },
 }
 
-/// What follows an attempt.
+/// What the client does after an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Next {
     /// The answer is the end of the operation.
     Done,
-    /// The same bytes under the same key, after a pause.
+    /// Send the same bytes under the same key again, after a pause.
     Again {
-        /// Whether an outcome is unknown from now on.
+        /// Whether the outcome of an attempt is unknown from now on.
         doubt: bool,
     },
-    /// Ask the `Location` for the outcome, after a pause. An outcome is unknown from now on.
+    /// Ask the `Location` for the outcome, after a pause. The outcome is unknown from now on.
     Follow,
-    /// Nothing that is sent now helps, and the outcome is not known: fresh credentials may.
+    /// The outcome is not known, and another send does not help now. New credentials may help.
     Unknown,
 }
 
-/// What follows an attempt, where `doubt` says that the outcome of one before it is unknown. A
-/// client that finds the operation in its journal begins in doubt.
+/// Decides what follows an attempt. `doubt` says that the outcome of an earlier attempt is unknown.
+/// A client that finds the operation in its journal begins with `doubt`.
 #[must_use]
 pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
     match seen {
@@ -82,33 +83,33 @@ pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
     }
 }
 
-/// What the operation's own URL answered, where the attempt asked it for the outcome.
+/// The answer of the operation's own URL to a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Polled {
     /// `pending` or `unknown`, or a 202.
     Pending,
-    /// `succeeded` or `failed`, and the result is there.
+    /// `succeeded` or `failed`, with the result.
     Ended,
-    /// It ended without a kept result, or the answer has another form than that of oncebox.
+    /// The operation ended without a kept result, or the answer does not have the form of oncebox.
     Unclear,
-    /// What is met elsewhere, too.
+    /// A result that any attempt can have.
     Met(Seen),
 }
 
-/// What follows a question for the outcome.
+/// What the client does after a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AfterPoll {
     /// The result is the end of the operation.
     Done,
     /// Ask again, after a pause.
     Ask,
-    /// Send the operation again, after a pause: its answer is replayed.
+    /// Send the operation again, after a pause. Its answer is replayed.
     Resend,
-    /// Nobody knows; also where the operation is not found (O26).
+    /// The outcome is not known; also if the operation is not found (O26).
     Unknown,
 }
 
-/// What follows a question for the outcome.
+/// What the client does after a question for the outcome.
 #[must_use]
 pub fn after_poll(polled: Polled) -> AfterPoll {
     match polled {
@@ -126,25 +127,25 @@ pub fn after_poll(polled: Polled) -> AfterPoll {
     }
 }
 
-/// What an answer that is no success says of the attempt that it answers.
+/// What an answer without success says about its own attempt.
 enum Says {
     /// The request may be sent again after a pause.
     Wait {
-        /// It is certain that this attempt ran nothing, or was taken back whole. Of another process
-        /// that sent the same key before it says nothing: one that goes on after it begins in
-        /// doubt.
+        /// Whether this attempt certainly ran nothing or was rolled back completely. This says
+        /// nothing about another process that sent the same key before; a client that continues
+        /// such an operation begins with `doubt`.
         ran_nothing: bool,
     },
-    /// Refused, and a second time would be too.
+    /// The request is refused, and would be refused again.
     No,
-    /// Something went wrong that no retry mends, and the outcome is not known.
+    /// There was an error that no retry mends, and the outcome is not known.
     Nobody,
 }
 
 fn says(status: u16, code: Option<Code>) -> Says {
     match code {
-        // Refused before the operation was looked at, or by its store; or it ran, and was taken
-        // back whole.
+        // The request was refused before the operation was looked at, or by its store; or it ran
+        // and was rolled back completely.
         Some(
             Code::StoreUnavailable
             | Code::QuotaExceeded
@@ -171,9 +172,9 @@ fn says(status: u16, code: Option<Code>) -> Says {
 }
 
 impl Seen {
-    /// What a unary gRPC call met, by the number of its status: `reason` and `key_state` come from
-    /// `ErrorInfo`. A deadline and a cancellation are mostly the client's own, and say nothing of
-    /// the server (O27).
+    /// The result of a unary gRPC call, by the number of its status. `reason` and `key_state` come
+    /// from `ErrorInfo`. A deadline or a cancellation is mostly the client's own and says nothing
+    /// about the server (O27).
     #[must_use]
     pub fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
         let http = match status {
@@ -186,8 +187,8 @@ impl Seen {
             9 => 422,
             12 => 405,
             16 => 401,
-            // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, and what is
-            // not a status: a reason that the server gave is heard, nothing else is.
+            // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, or a number
+            // that is no status: only a reason from the server counts.
             _ if reason.is_none() => return Self::NoAnswer,
             _ => reason.map_or(503, Code::status),
         };
@@ -195,9 +196,9 @@ impl Seen {
     }
 }
 
-/// A pause between nothing and the backoff's bound, as chance (0 to 1) draws it: full jitter, so
-/// that those who failed together do not come back together. `failed` counts the attempts that
-/// failed, from 1.
+/// A pause between zero and the backoff's limit, drawn by `chance` (0 to 1): full jitter, so that
+/// clients which failed together do not try again together. `failed` counts the failed attempts,
+/// from 1.
 #[must_use]
 pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
     let doubled = base.saturating_mul(1_u32.checked_shl(failed.saturating_sub(1)).unwrap_or(u32::MAX));
@@ -205,22 +206,22 @@ pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duratio
     doubled.min(cap).mul_f64(chance)
 }
 
-/// How long an operation may be sent.
+/// The time during which an operation may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// How long this call may take in all.
+    /// The longest time of this call.
     pub total: Duration,
-    /// How long the server remembers a key at least, counted from the first send: beyond it the
-    /// same key might run anew.
+    /// The time for which the server remembers a key at least, counted from the first send. After
+    /// it the same key might run again.
     pub lifetime: Duration,
-    /// How long one attempt may take.
+    /// The longest time of one attempt.
     pub attempt: Duration,
 }
 
 impl Window {
-    /// Whether an attempt may begin after this pause, where the call has lasted so long and the
-    /// first send is so old. An attempt must also have ended, by its own limit, while the server
-    /// still remembers the key.
+    /// Whether an attempt may begin after this pause. `lasted` is the time of the call so far,
+    /// `age` the time since the first send. The attempt must also end, by its own limit, while the
+    /// server still remembers the key.
     #[must_use]
     pub fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
         let begins = lasted.saturating_add(pause);
@@ -232,7 +233,7 @@ impl Window {
 mod tests {
     use super::*;
 
-    /// Everything that an attempt can meet.
+    /// All results that an attempt can have.
     fn everything() -> Vec<Seen> {
         let mut all = vec![
             Seen::NotSent,
@@ -289,8 +290,8 @@ mod tests {
             } else if status >= 500 {
                 assert_ne!(next, Next::Done, "nobody knows what a {status} did: {seen:?}");
             }
-            // An answer without doubt says of the attempt that it did nothing; so it must never be
-            // said of what may have run.
+            // An answer that leaves no doubt says that the attempt did nothing, so an attempt that
+            // may have run must never get such an answer.
             let sure = [
                 Code::StoreUnavailable,
                 Code::QuotaExceeded,

@@ -1,14 +1,14 @@
-//! How long what is remembered, and when it may be forgotten (O3, O23, M97 to M101).
+//! How long records and bodies are kept, and when they may be forgotten (O3, O23, M97 to M101).
 //!
 //! Guarantees:
 //!
-//! * Every time counts from the outcome. An operation that was recovered on the third day is
-//!   remembered from then.
-//! * The body lives at most as long as the answer is replayed, and the metadata at least as long:
-//!   so a late retry is seen as late, and another command under the key as another.
+//! * Every lifetime counts from the outcome. An operation that was recovered on the third day is
+//!   kept from that day on.
+//! * The body lives at most as long as the answer is replayed, and the metadata at least as long.
+//!   So a late retry is recognised as late, and another command under the key as another one.
 //!
-//! Not here: what a purge takes, and the bound that it records (`store`, whose suite holds every
-//! adapter to it), and the verdict on a key's time, which is
+//! Not here: which rows a purge removes and the bound that it records (`store`, where a suite
+//! checks every adapter), and the verdict on a key's time,
 //! [`horizon::judge`](crate::policy::horizon::judge).
 
 use std::time::Duration;
@@ -16,12 +16,12 @@ use std::time::Duration;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::{Age, Bounds, Verdict, judge};
 
-/// Lifetimes of an operation's records, each from the outcome on.
+/// Lifetimes of an operation's records, counted from the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retention {
-    /// How long an answer is replayed; it is published. Default 24 h.
+    /// How long an answer is replayed. This time is published. Default 24 h.
     pub ttl: Duration,
-    /// How long the answer's body is kept. Default as `ttl`.
+    /// How long the answer's body is kept. Default 24 h, as `ttl`.
     pub body: Duration,
     /// How long the metadata is kept. Default 7 days.
     pub metadata: Duration,
@@ -31,13 +31,13 @@ pub struct Retention {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RetentionError {
-    /// Nothing would ever be replayed.
+    /// With a `ttl` of zero no answer would ever be replayed.
     #[error("`ttl` must be longer than zero")]
     NoTtl,
-    /// A body that nobody can get.
+    /// The body would be kept when it is not replayed any more.
     #[error("`body` must not be longer than `ttl`: nothing is replayed after it")]
     BodyBeyondTtl,
-    /// The record would go while its answer is promised.
+    /// The record would be deleted while its answer must still be replayed.
     #[error("`metadata` must be at least as long as `ttl`")]
     MetadataBelowTtl,
 }
@@ -54,7 +54,7 @@ impl Retention {
     ///
     /// # Errors
     ///
-    /// Those that contradict each other.
+    /// The lifetimes contradict each other.
     pub fn validate(&self) -> Result<(), RetentionError> {
         if self.ttl.is_zero() {
             Err(RetentionError::NoTtl)
@@ -68,21 +68,22 @@ impl Retention {
     }
 }
 
-/// What the time inside a key says, where there is no record of it (O23).
+/// What the time inside a key means when there is no record of it (O23).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KeyAge {
-    /// Nothing speaks against it.
+    /// The key may be used.
     Fine,
-    /// A record of it may have been purged: `IDEMPOTENCY_KEY_EXPIRED`.
+    /// A record of the key may have been purged: `IDEMPOTENCY_KEY_EXPIRED`.
     TooOld,
-    /// Beyond database time and skew: `IDEMPOTENCY_KEY_INVALID`, naming the clock.
+    /// The time lies beyond database time and skew: `IDEMPOTENCY_KEY_INVALID`, with a hint at the
+    /// clock.
     FromTheFuture,
-    /// It carries no time: nothing can be said.
+    /// The key carries no time, so its age is not known.
     Untimed,
 }
 
 impl KeyAge {
-    /// The age of a key whose record is not there.
+    /// Judges the time of a key that has no record.
     #[must_use]
     pub fn of(time: Option<DbTime>, bounds: Bounds) -> Self {
         let Some(time) = time else { return Self::Untimed };

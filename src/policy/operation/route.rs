@@ -1,8 +1,8 @@
-//! What the author of an operation chose (M4): every policy explicit, checked when the service
-//! starts.
+//! The settings of an operation, chosen by its author (M4). Each is explicit and is checked when
+//! the service starts.
 //!
-//! Guarantees: choices that cannot keep the promise together are refused by name, before a request
-//! is taken.
+//! Guarantees: a combination of settings that cannot keep the promise is refused by name before a
+//! request is taken.
 //!
 //! Not here: the command's fingerprint ([`fingerprint`](super::fingerprint)), the strategies of
 //! outside providers ([`provider`](super::provider)), and where a route's settings are read from.
@@ -16,7 +16,7 @@ use super::retention::{Retention, RetentionError};
 /// Whether a request must carry a key (M6, M12).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Requirement {
-    /// A key in the header is ignored: GET, HEAD, OPTIONS, uploads.
+    /// A key in the header is ignored, as for GET, HEAD, OPTIONS and uploads.
     Off,
     /// A request without a key runs unprotected.
     Optional,
@@ -24,52 +24,54 @@ pub enum Requirement {
     Required,
 }
 
-/// What a request gets while the first one runs (M43).
+/// How a duplicate is answered while the first request runs (M43).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WhileRunning {
     /// The duplicate gets 409 with `Retry-After` at once.
     Conflict,
-    /// 202 with the `Location` of the operation. Not for a transactional operation, whose running operation nobody
-    /// else can see.
+    /// 202 with the `Location` of the operation. Not for a transactional operation, which others
+    /// cannot see while it runs.
     Accepted,
-    /// Wait up to [`Route::wait_max`], then replay, else 409.
+    /// The duplicate waits up to [`Route::wait_max`] for the outcome and replays it; after that it
+    /// gets 409.
     Wait,
 }
 
-/// What a request gets whose key's time is over (M98, O4).
+/// How a request is answered whose record has expired (M98, O4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AfterExpiry {
-    /// It is a new operation.
+    /// The request is a new operation.
     ExecuteAsNew,
-    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also when nothing is left of the record. Needs keys that
-    /// carry their time.
+    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also when the record is gone. Needs keys that carry their
+    /// time.
     Reject,
 }
 
-/// What is replayed where the body was not kept (M62 to M64).
+/// What is replayed when the body was not kept (M62 to M64).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Replay {
-    /// The first answer's bytes; without them 409 `IDEMPOTENT_RESULT_NOT_RETAINED`.
+    /// Only the first answer's bytes. Without them the answer is 409
+    /// `IDEMPOTENT_RESULT_NOT_RETAINED`.
     Exact,
     /// 303 with the `Location` of the resource.
     Reference,
-    /// The route builds the answer anew from the resource, without running the operation.
+    /// The route builds the answer again from the resource, without running the operation.
     Reconstruct,
 }
 
-/// What the author of an edge route says of a run whose end was not seen. (In the modes `same_tx`
-/// and `bridged` all effects stand in the transaction; a phased operation declares a strategy per
-/// effect.)
+/// What the author of an edge route declares about a run whose end was not seen. (In the modes
+/// `same_tx` and `bridged` all effects are in the transaction; a phased operation declares a
+/// strategy per effect.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Effects {
-    /// It may have done anything.
+    /// The run may have had any effect.
     #[default]
     External,
-    /// It may have done anything, and doing it twice does no harm: at-least-once.
+    /// The run may have had any effect, and a second run does no harm: at-least-once.
     Repeatable,
 }
 
-/// The status of a mismatch; the code is the same (M27).
+/// The HTTP status of a mismatch. The code is always the same (M27).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum MismatchStatus {
     /// 422, which generic clients do not retry.
@@ -81,12 +83,12 @@ pub enum MismatchStatus {
     BadRequest,
 }
 
-/// What the store is that the route's records stand in.
+/// What the store of the records guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Durability {
-    /// It remembers every outcome.
+    /// The store remembers every outcome.
     Durable,
-    /// It suppresses duplicates while one primary keeps its data (Redis, O25).
+    /// The store suppresses duplicates only while one primary keeps its data (Redis, O25).
     Guard,
 }
 
@@ -95,55 +97,58 @@ pub enum Durability {
 pub struct Route {
     /// The mode of the operation: how its keys are claimed.
     pub mode: Mode,
-    /// Whether a key is needed. Default required.
+    /// Whether a request needs a key. Default required.
     pub requirement: Requirement,
-    /// What a key looks like. Default opaque, for phased operations UUID v7.
+    /// The form of a key. Default opaque, for phased operations UUID v7.
     pub key_format: KeyFormat,
-    /// What a duplicate gets while the first one runs. Default 409.
+    /// How a duplicate is answered while the first request runs. Default 409.
     pub while_running: WhileRunning,
     /// How long a duplicate waits at most, for [`WhileRunning::Wait`], and for its turn at a SQLite
-    /// file (O18).
+    /// file (O18). Default 5 s.
     pub wait_max: Duration,
-    /// How many duplicates of one key wait in this process at most, for [`WhileRunning::Wait`]; the
-    /// others are answered 409 at once. Default 64.
+    /// How many duplicates of one key may wait in this process, for [`WhileRunning::Wait`]; further
+    /// ones get 409 at once. Default 64.
     pub waiters_max: u32,
-    /// What a late retry gets. Default: rejected for phased operations, executed as new elsewhere.
+    /// How a late retry is answered. Default: rejected for phased operations, executed as new for
+    /// others.
     pub after_expiry: AfterExpiry,
     /// What is replayed without a body. Default 409.
     pub replay: Replay,
-    /// What a lost run may have done. Default anything.
+    /// What a run whose end was not seen may have done. Default anything.
     pub effects: Effects,
     /// Whether the route can find out how a run ended (O11).
     pub reconciles: bool,
-    /// The status of a mismatch.
+    /// The HTTP status of a mismatch. Default 422.
     pub mismatch: MismatchStatus,
-    /// How long a claim is owned without a heartbeat. Default 30 s.
+    /// How long a claim stays owned without a heartbeat. Default 30 s.
     pub lease: Duration,
-    /// The engine's own timeout of the handler; it replaces an inner one. Default 20 s.
+    /// The engine's timeout for the handler. It replaces an inner one. Default 20 s.
     pub timeout: Duration,
-    /// What is kept of the lease to write the outcome. Default 5 s.
+    /// The part of the lease that is reserved for writing the outcome. Default 5 s.
     pub completion_budget: Duration,
-    /// How long a key, its answer's body and its metadata live.
+    /// How long the answer is replayed, and how long its body and its metadata are kept.
     pub retention: Retention,
-    /// How far the clock of a key's maker may be ahead. Default 60 s.
+    /// How far the clock of the client that makes keys may be ahead. Default 60 s.
     pub id_skew: Duration,
-    /// Whether, on a route without `Idempotent<E>`, an untagged 400 and its like frees the key
-    /// (O10). Only true of a handler that has done nothing when it answers so. Default no.
+    /// Whether an untagged 400, or another status that refuses a request, frees the key on a route
+    /// without `Idempotent<E>` (O10). Set this only if the handler has done nothing when it answers
+    /// so. Default no.
     pub release_untagged: bool,
 }
 
-/// Choices that cannot keep the promise together.
+/// A combination of settings that cannot keep the promise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RouteError {
-    /// `while_running` is `Accepted` in mode `Transactional`, where nobody else sees a running operation.
+    /// `while_running` is `Accepted` in mode `Transactional`, where others cannot see a running
+    /// operation.
     #[error("`while_running = accepted` needs an operation that others can see: not in mode same_tx")]
     AcceptedInTransactional,
-    /// `after_expiry` is `Reject`, and the format of keys tells no time.
+    /// `after_expiry` is `Reject`, and the keys carry no time.
     #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]
     RejectUntimed,
-    /// O11: what may be run twice is declared for an edge route, and for a provider by its
-    /// strategy.
+    /// `effects` is `Repeatable` outside of mode `Edge`. A phased operation declares this in the
+    /// strategy of an effect (O11).
     #[error("`effects = repeatable` is for mode edge only")]
     RepeatableElsewhere,
     /// `reconciles` is set, and the mode is not `Edge`: other modes have nothing to reconcile.
@@ -153,10 +158,10 @@ pub enum RouteError {
     /// its claim (pitfall 10).
     #[error("`timeout` and `completion_budget` must be shorter than `lease` together, or a run outlives its claim")]
     LeaseTooShort,
-    /// A wait without an end.
+    /// `while_running` is `Wait`, and `wait_max` or `waiters_max` is zero.
     #[error("`wait_max` must be longer than zero, and `waiters_max` at least 1, for `while_running = wait`")]
     NoWait,
-    /// The store forgets, so effects must be declared repeatable, in mode `Edge` (O25).
+    /// The store may forget records, so the effects must be `Repeatable`, in mode `Edge` (O25).
     #[error("a guard store forgets: it takes mode edge with `effects = repeatable` only")]
     GuardNeedsRepeatable,
     /// The lifetimes of `retention` contradict each other.
@@ -202,11 +207,11 @@ impl Route {
         }
     }
 
-    /// Checks the choices against each other and against the store.
+    /// Checks the settings against each other and against the store.
     ///
     /// # Errors
     ///
-    /// The choices that cannot keep the promise together.
+    /// The first combination that cannot keep the promise.
     pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
         let refused = [
             (

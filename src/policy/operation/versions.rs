@@ -1,11 +1,11 @@
-//! Which fingerprints the live processes of a service read and write, and who cannot read whom
-//! (O21).
+//! Which fingerprints the live processes of a service read and write, and which process cannot read
+//! those of another (O21).
 //!
-//! Guarantee: a pair of processes of which one writes what the other would answer 503 or 409 to is
-//! named, whatever the order of what was read.
+//! Guarantee: if one process writes fingerprints that another would answer with 503 or 409, the
+//! pair is named, in whatever order the rows were read.
 //!
-//! Not here: where it is said (`Engine::measure`) and kept (`store`), and the verdict on one
-//! fingerprint ([`fingerprint`](super::fingerprint)).
+//! Not here: where processes announce this (`Engine::measure`) and where it is stored (`store`),
+//! and the verdict on one fingerprint ([`fingerprint`](super::fingerprint)).
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -16,11 +16,11 @@ use uuid::Uuid;
 use super::identity::OperationName;
 use super::keyring::Kid;
 
-/// How often a process says what it reads.
+/// How often a process announces what it reads and writes.
 pub const SAID_EVERY: Duration = Duration::from_secs(30);
-/// For how long what was said counts: a process that missed three turns is gone.
+/// How long an announcement counts: a process that missed three is gone.
 pub const LIVE_FOR: Duration = Duration::from_secs(120);
-/// After this a process that says nothing is forgotten.
+/// The age after which the announcement of a silent process is deleted.
 pub const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
 
 /// What a process reads and writes of one operation.
@@ -28,17 +28,17 @@ pub const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
 pub struct Versions {
     /// The operation that the versions are of.
     pub operation: OperationName,
-    /// The versions of fingerprints that it can compute.
+    /// The versions of fingerprints that the process can compute.
     pub readable: RangeInclusive<u32>,
-    /// The version that it writes.
+    /// The version that the process writes.
     pub write_version: u32,
-    /// The key ids that it has, `sha256` among them.
+    /// The key ids that the process has, `sha256` among them.
     pub kids: Vec<Kid>,
-    /// The key id that it writes with.
+    /// The key id with which the process writes.
     pub write_kid: Kid,
 }
 
-/// The same with the process that said it.
+/// An announcement: the versions, and the process that sent them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announced {
     /// An id that the process drew when it started.
@@ -47,25 +47,25 @@ pub struct Announced {
     pub versions: Versions,
 }
 
-/// A process that cannot judge what another writes.
+/// A process that cannot compare what another process writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unreadable {
     /// The operation whose fingerprints cannot be read.
     pub operation: OperationName,
-    /// Who cannot read it.
+    /// The process that cannot read them.
     pub reader: Uuid,
-    /// The process that writes what `reader` cannot judge.
+    /// The process that writes them.
     pub writer: Uuid,
     /// What cannot be read.
     pub what: Written,
 }
 
-/// What is written that another cannot read.
+/// The part of a fingerprint that the other process cannot read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Written {
-    /// A version of the fingerprint.
+    /// The version of the fingerprint.
     Version(u32),
-    /// A fingerprint under this key id.
+    /// The key id of the fingerprint.
     Kid(Kid),
 }
 
@@ -79,7 +79,7 @@ impl fmt::Display for Written {
 }
 
 impl Versions {
-    /// What is written here that another process could not read.
+    /// What this process writes and `reader` cannot read.
     fn unread_by<'a>(&'a self, reader: &'a Self) -> impl Iterator<Item = Written> + 'a {
         let version = (!reader.readable.contains(&self.write_version)).then_some(Written::Version(self.write_version));
         let kid = (!reader.kids.contains(&self.write_kid)).then(|| Written::Kid(self.write_kid.clone()));
@@ -87,7 +87,7 @@ impl Versions {
     }
 }
 
-/// Every process that cannot read what another one of the same operation writes now.
+/// All pairs in which one process cannot read what another one of the same operation writes now.
 #[must_use]
 pub fn unreadable(live: &[Announced]) -> Vec<Unreadable> {
     let mut found = Vec::new();
@@ -139,7 +139,7 @@ mod tests {
         };
         let both = [of(Written::Version(2)), of(Written::Kid("k1".parse().unwrap()))];
         assert_eq!(unreadable(&raised_too_early), both);
-        // What is older than the oldest is answered 409: it is named too.
+        // A version older than the oldest readable one is answered with 409, so it is named too.
         let forgotten_too_early = [said(1, "pay", 1..=2, 1, &["sha256"]), said(2, "pay", 2..=3, 2, &["sha256"])];
         assert_eq!(
             unreadable(&forgotten_too_early).iter().map(|one| &one.what).collect::<Vec<_>>(),

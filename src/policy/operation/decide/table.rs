@@ -1,7 +1,7 @@
-//! The table itself: the first row whose columns all hold gives the decision.
+//! The decision table. The first row whose conditions all hold gives the decision.
 //!
-//! Promise: what no row covers executes nothing. A test shows that there is no such thing, and that
-//! no row is idle.
+//! Promise: a case that no row covers executes nothing. Tests show that there is no such case, and
+//! that every row is used.
 
 use super::super::fingerprint::Comparison;
 use super::super::identity::PrincipalMatch;
@@ -10,7 +10,7 @@ use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::{Decision, InProgress, Lost, TakeOver};
 
-/// The kind of a request, as the table's column for [`Asked`](super::Asked).
+/// The kind of a request: the column for [`Asked`](super::Asked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asks {
     Keyless,
@@ -20,7 +20,7 @@ pub(super) enum Asks {
     Keyed,
 }
 
-/// What is known of the key.
+/// What is known of the key: the column for [`Found`](super::Found).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Seen {
     NotAsked,
@@ -32,7 +32,7 @@ pub(super) enum Seen {
     Record,
 }
 
-/// What is left of the answer's body.
+/// What is kept of the answer's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
     Kept,
@@ -40,7 +40,7 @@ pub(super) enum Body {
     Gone,
 }
 
-/// The columns: the facts of one case, and for each a condition that a row may put on it.
+/// Declares the columns: for each a field in `Facts`, and a condition that a row may set.
 macro_rules! columns {
     ($($column:ident: $kind:ty,)*) => {
         /// The facts of one case, one field for each column.
@@ -49,7 +49,8 @@ macro_rules! columns {
             $(pub(super) $column: $kind,)*
         }
 
-        /// What a row asks of a case: each column is among these values, or is not looked at.
+        /// The condition of a row: a column must have one of these values; `None` accepts any
+        /// value.
         #[derive(Debug, Clone, Copy)]
         pub(super) struct When {
             $(pub(super) $column: Option<&'static [$kind]>,)*
@@ -91,7 +92,7 @@ columns! {
 }
 
 impl Facts {
-    /// A case in which nothing may run.
+    /// The most conservative facts: with them nothing may run.
     pub(super) const CAREFUL: Self = Self {
         requirement: Requirement::Required,
         asks: Asks::Keyless,
@@ -113,7 +114,7 @@ impl Facts {
     };
 }
 
-/// A row: the case, and what becomes of it.
+/// A row: a condition and the decision.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Row {
     pub(super) when: When,
@@ -124,14 +125,14 @@ const fn row(when: When, then: Decision) -> Row {
     Row { when, then }
 }
 
-/// The decision of the first row that holds.
+/// Returns the decision of the first row whose condition holds.
 pub(super) fn judge(table: &[Row], facts: &Facts) -> Decision {
     table.iter().find(|row| row.when.holds(facts)).map_or(Decision::StoreUnavailable, |row| row.then)
 }
 
-/// A record, or a run of this process.
+/// There is a record, or a run in this process.
 const KNOWN: When = ANY.seen(&[Seen::Record, Seen::Running]);
-/// Of the same principal and command, from here on.
+/// From the rows that use this on, principal and command are known to be the same.
 const STANDS: When = ANY.seen(&[Seen::Record]);
 const RUNS: When = STANDS.state(&[State::InProgress]);
 const OWNED: When = RUNS.owned(&[true]);
@@ -144,7 +145,7 @@ const WAIT: Decision = Decision::InProgress(InProgress::Wait);
 const REPEAT: Decision = Decision::TakeOver(TakeOver::Repeatable);
 
 pub(super) const TABLE: &[Row] = &[
-    // Before anybody is asked.
+    // Before the store is asked.
     row(ANY.requirement(&[Requirement::Off]), Decision::PassThrough),
     row(ANY.asks(&[Asks::Malformed]), Decision::KeyInvalid),
     row(ANY.asks(&[Asks::Keyless]).requirement(&[Requirement::Optional]), Decision::PassThrough),
@@ -152,20 +153,20 @@ pub(super) const TABLE: &[Row] = &[
     row(ANY.asks(&[Asks::Unscoped]), Decision::ScopeRequired),
     row(ANY.asks(&[Asks::Elsewhere]), Decision::WrongRegion),
     row(ANY.seen(&[Seen::NotAsked]), Decision::Look),
-    // What cannot be judged at all: closed (M60).
+    // The store cannot be used: nothing runs (M60).
     row(ANY.seen(&[Seen::Unreachable]), Decision::StoreUnavailable),
     row(ANY.seen(&[Seen::WrongRecord]), Decision::WrongRecord),
-    // The order of O3: principal, fingerprint version, fingerprint.
+    // In this order (O3): principal, fingerprint version, fingerprint.
     row(KNOWN.principal(&[PrincipalMatch::Other]), Decision::PrincipalMismatch),
     row(KNOWN.principal(&[PrincipalMatch::Unreadable]), Decision::FingerprintUnreadable),
     row(KNOWN.fingerprint(&[Comparison::Newer, Comparison::UnknownKid]), Decision::FingerprintUnreadable),
     row(KNOWN.fingerprint(&[Comparison::TooOld]), Decision::FingerprintTooOld),
     row(KNOWN.fingerprint(&[Comparison::Different]), Decision::Mismatch),
-    // A claim that is not committed yet, here or elsewhere (O15, O19). There is no operation to
-    // point at.
+    // The claim is not committed yet, in this process or another (O15, O19). There is no operation
+    // yet whose location could be answered.
     row(ANY.seen(&[Seen::Running, Seen::Busy]).while_running(&[WhileRunning::Wait]), WAIT),
     row(ANY.seen(&[Seen::Running, Seen::Busy]), CONFLICT),
-    // No record (O23).
+    // There is no record: the key's age decides (O23).
     row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::TooOld]), Decision::Expired),
     row(
         ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::FromTheFuture]),
@@ -174,7 +175,8 @@ pub(super) const TABLE: &[Row] = &[
     row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::Untimed]), Decision::KeyInvalid),
     row(ANY.seen(&[Seen::Nothing]).over_quota(&[true]), Decision::QuotaExceeded),
     row(ANY.seen(&[Seen::Nothing]), Decision::Claim),
-    // In progress. A committed claim of a transactional operation first: its lease says nothing (O1, O2).
+    // In progress. The committed claim of a transactional operation comes first, because its lease
+    // does not matter (O1, O2).
     row(RUNS.mode(&[Mode::Transactional]), Decision::MarkUnknown(Lost::CommittedClaim)),
     row(OWNED.while_running(&[WhileRunning::Conflict]), CONFLICT),
     row(OWNED.while_running(&[WhileRunning::Accepted]), ACCEPTED),
@@ -184,14 +186,14 @@ pub(super) const TABLE: &[Row] = &[
     row(RUNS.mode(&[Mode::Phased]), Decision::Recover),
     row(RUNS.mode(&[Mode::Edge]).effects(&[Effects::Repeatable]).reconciles(&[false]), REPEAT),
     row(RUNS.mode(&[Mode::Edge]), Decision::MarkUnknown(Lost::StaleEdge)),
-    // Unknown (O9, O11).
+    // The outcome is unknown (O9, O11).
     row(UNKNOWN.mode(&[Mode::Phased]).parked(&[true]), Decision::UnknownOutcome),
     row(UNKNOWN.mode(&[Mode::Phased]).owned(&[true]), Decision::RecoveryPending),
     row(UNKNOWN.mode(&[Mode::Phased]), Decision::Recover),
     row(UNKNOWN.mode(&[Mode::Edge]).reconciles(&[true]), Decision::Reconcile),
     row(UNKNOWN.mode(&[Mode::Edge]).effects(&[Effects::Repeatable]), REPEAT),
     row(UNKNOWN, Decision::UnknownOutcome),
-    // The outcome's time is over (O3, O4).
+    // The record has expired (O3, O4).
     row(STANDS.state(&[State::Expired]).after_expiry(&[AfterExpiry::Reject]), Decision::Expired),
     row(STANDS.state(&[State::Expired]).over_quota(&[true]), Decision::QuotaExceeded),
     row(STANDS.state(&[State::Expired]), Decision::ExecuteAsNew),

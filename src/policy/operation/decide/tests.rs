@@ -1,4 +1,4 @@
-//! What the table sees of real records: the facts are read right, at every edge of time.
+//! How the facts for the table are read from real records, at every edge of time.
 
 use std::time::Duration;
 
@@ -40,13 +40,14 @@ fn at(millis: i64) -> DbTime {
     DbTime::from_millis(millis)
 }
 
-/// Alice's record of a payment of 1,000: claimed at 0 s for 30 s, its outcome at 10 s for 100 s.
+/// Alice's record of a payment of 1,000: claimed at 0 s for 30 s. A terminal one has its outcome at
+/// 10 s and lives 100 s from then.
 fn first(mode: Mode, state: State) -> Record {
     let mark = scope("alice").mark(fingerprinter().keyring());
     record(identity(), mark, fingerprinter().write(&Payment(1_000)), mode, state)
 }
 
-/// What becomes of a second request.
+/// The decision on a second request.
 fn second(route: &Route, principal: &str, amount: i64, found: Found<'_>) -> Decision {
     let (scope, identity, fingerprinter) = (scope(principal), identity(), fingerprinter());
     let request = Request {
@@ -271,8 +272,8 @@ fn m62_m63_m68_what_is_replayed_follows_from_what_was_kept() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-    // From rows and times instead of facts: only the same command of the same principal is ever
-    // executed or replayed, and IN_PROGRESS and UNKNOWN are never over. Shown by: deriving EXPIRED
+    // Starts from rows and times instead of facts. Only the same command of the same principal is
+    // executed or replayed, and IN_PROGRESS and UNKNOWN never expire. Shown by: deriving EXPIRED
     // for every state.
     #[test]
     fn m26_o3_no_row_and_no_time_executes_another_command_or_ends_an_open_one(

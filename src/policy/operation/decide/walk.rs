@@ -1,7 +1,7 @@
-//! The whole space of cases, walked: what the table must never do, whatever stands in it, said
-//! apart from its rows.
+//! Checks all combinations of facts: what the table must never do, stated independently of its
+//! rows.
 //!
-//! Every property is held against mutants of the table: a property that no mutant breaks would
+//! Every property is also run against mutants of the table: a property that no mutant breaks would
 //! check nothing.
 
 use proptest::prelude::*;
@@ -14,7 +14,7 @@ use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunnin
 use super::table::{Asks, Body, Facts, Row, Seen, TABLE, judge};
 use super::{Decision, InProgress, Lost, TakeOver};
 
-/// Whether the operation's code runs after this decision, once its fenced statement has hit.
+/// Whether the operation's code runs after this decision, if its fenced statement changed the row.
 pub(super) fn executes(decision: Decision) -> bool {
     use Decision::{Claim, ExecuteAsNew, PassThrough, Reclaim, TakeOver};
     matches!(decision, PassThrough | Claim | TakeOver(_) | Reclaim | ExecuteAsNew)
@@ -48,7 +48,7 @@ const REPLAYS: [Replay; 3] = [Replay::Exact, Replay::Reference, Replay::Reconstr
 const EFFECTS: [Effects; 2] = [Effects::External, Effects::Repeatable];
 const BOTH: [bool; 2] = [true, false];
 
-/// The next digit of a case's number.
+/// Takes the next digit of a case's number.
 fn digit<T: Copy>(all: &[T], number: &mut usize) -> T {
     let value = all[*number % all.len()];
     *number /= all.len();
@@ -80,7 +80,7 @@ fn record_case(number: &mut usize) -> Facts {
 
 const RECORD_CASES: usize = 2 * 3 * 5 * 6 * 4 * 2 * 2 * 3 * 3 * 2 * 3 * 2 * 2;
 
-/// The columns before a record is looked at, with those of some record.
+/// The columns that are judged before a record, with the columns of this record.
 fn front_case(number: &mut usize, record: Facts) -> Facts {
     Facts {
         requirement: digit(&REQUIREMENTS, number),
@@ -98,23 +98,23 @@ fn front_case(number: &mut usize, record: Facts) -> Facts {
 
 const FRONT_CASES: usize = 3 * 5 * 7 * 4 * 2 * 3 * 5 * 3 * 2;
 
-/// Every case of a record, and every case before one with the record's columns held.
+/// All cases of a record, and all cases before one with fixed columns of a record.
 fn cases() -> impl Iterator<Item = Facts> {
     let records = (0..RECORD_CASES).map(|number| record_case(&mut { number }));
-    // A finished record that could be replayed: the most tempting one.
+    // A finished record that could be replayed, because a wrong table would most likely replay it.
     let tempting = Facts { state: State::Completed, body: Body::Kept, ..record_case(&mut 0) };
     let fronts = (0..FRONT_CASES).map(move |number| front_case(&mut { number }, tempting));
     fronts.chain(records)
 }
 
-/// Whether a case has gone as far as a record of the same principal and command.
+/// Whether a case has reached a record of the same principal and command.
 fn stands(facts: &Facts) -> bool {
     let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
     let same = facts.principal == PrincipalMatch::Same && facts.fingerprint == Comparison::Equal;
     asked && facts.seen == Seen::Record && same
 }
 
-/// Whether a case meets a record or a run that it can be compared with.
+/// Whether a case has a record or a run with which it can be compared.
 fn compared(facts: &Facts) -> bool {
     let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
     asked && matches!(facts.seen, Seen::Record | Seen::Running)
@@ -261,7 +261,7 @@ fn m42_the_table_keeps_every_promise_in_every_case() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
-    // The product of all columns, sampled; the walk above holds some of them fixed.
+    // Samples of the product of all columns; the walk above fixes some of them.
     #[test]
     fn m42_the_table_keeps_every_promise_in_any_product_of_columns(record in 0..RECORD_CASES, front in 0..FRONT_CASES) {
         let facts = front_case(&mut { front }, record_case(&mut { record }));
@@ -281,13 +281,13 @@ fn m42_every_case_has_a_row_and_no_row_is_idle() {
     }
 }
 
-/// A table that a reasonable mind might have written, and the property that it breaks.
+/// A plausible wrong table, and the property that it breaks.
 struct Mutant {
     breaks: &'static str,
     table: Vec<Row>,
 }
 
-/// The table with each row changed by `change`; a row may go.
+/// The table with each row changed by `change`; `None` removes the row.
 fn changed(change: impl Fn(Row) -> Option<Row>) -> Vec<Row> {
     let table: Vec<Row> = TABLE.iter().filter_map(|row| change(*row)).collect();
     let same = table.len() == TABLE.len() && table.iter().zip(TABLE).all(|(a, b)| format!("{a:?}") == format!("{b:?}"));
@@ -307,7 +307,7 @@ fn mutants() -> Vec<Mutant> {
         table.insert(0, row);
         table
     };
-    // In front of the first row that looks at a record's state.
+    // Puts a row before the first row that looks at a record's state.
     let ahead = |row: Row| {
         let at = TABLE.iter().position(|row| row.when.state.is_some()).expect("a row");
         let mut table = TABLE.to_vec();

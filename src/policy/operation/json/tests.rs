@@ -1,4 +1,4 @@
-//! The canonical text held against the RFC's examples and against `serde_json`.
+//! Compares the canonical text with the examples of RFC 8785 and with `serde_json`.
 
 use proptest::prelude::*;
 use serde_json::Value;
@@ -47,7 +47,7 @@ fn codes_what_two_readers_may_read_differently_is_refused() {
     assert_eq!(fault(&"9".repeat(400)), JsonFault::IntegerTooBig);
     assert_eq!(canonical("9007199254740991"), "9007199254740991");
     assert_eq!(canonical("-9007199254740991"), "-9007199254740991");
-    // Coordinates and prices: equal only where they are written alike.
+    // Coordinates and prices are equal only if they are written in the same way.
     for number in ["1.0", "10.00", "1e2", "1E2", "-0", "-0.0", "0.1", "52.520008", "-1.5e-7", "9007199254740993.0"] {
         assert_eq!(canonical(number), number);
     }
@@ -145,7 +145,7 @@ fn document() -> impl Strategy<Value = Value> {
     })
 }
 
-/// A document as some client might write it: members in another order, other escapes, blanks.
+/// A document as a client might write it: members in another order, other escapes, white space.
 fn as_written(value: &Value, style: u8) -> String {
     match value {
         Value::Array(values) => {
@@ -180,9 +180,9 @@ proptest! {
         prop_assert_eq!(&canonical(&text), &text);
     }
 
-    // The handler reads with serde_json: what it reads and this reader calls no JSON would be a
-    // false 400, the other way round a fingerprint of something the handler refuses. Shown by:
-    // allowing a leading zero.
+    // The handler parses with serde_json. If only serde_json accepts a body, this parser causes a
+    // wrong 400. If only this parser accepts it, a fingerprint is made of a body that the handler
+    // refuses. Shown by: allowing a leading zero.
     #[test]
     fn both_readers_agree_on_what_is_json(value in document(), style in 0_u8..6, at in any::<prop::sample::Index>(),
         byte in prop::sample::select(b"{}[]\",:\\u0123456789-+.eEtfn aD8\x00\x1f\x7f\x80\xc3\xff".to_vec()),

@@ -1,10 +1,10 @@
 //! Random histories of one effect against a provider: requests and answers are lost, requests
-//! arrive late, processes die or lose their lease with a call in flight, the provider errs before
-//! and after it charged, and forgets keys, an operator accepts a duplicate.
+//! arrive late, processes die or lose their lease during a call, the provider fails before and
+//! after the charge, and forgets keys, and an operator accepts a duplicate.
 //!
-//! The rules must never double a charge, and never call failed (or done) what was not, for any kind
-//! of provider. The variants that a reasonable mind might write must be caught: a model that misses
-//! them shows nothing.
+//! For every kind of provider, the rules must never charge twice, and never call an effect failed
+//! (or done) that is not. Plausible wrong variants of the rules must be caught: a model that misses
+//! them proves nothing.
 
 use fastrand::Rng;
 
@@ -12,13 +12,13 @@ use super::*;
 
 /// Seconds for which the provider keeps a key.
 const RETENTION: i64 = 100;
-/// Seconds that a request may be on its way.
+/// Seconds that a request may be under way.
 const FLIGHT: i64 = 20;
-/// Seconds after which a caller hears no answer any more.
+/// Seconds after which a caller stops waiting for an answer.
 const TIMEOUT: i64 = 5;
 const HISTORIES: u64 = 20_000;
 
-/// What the provider offers, and what is declared of it.
+/// What the provider offers, and which strategy is declared for it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     Key,
@@ -29,43 +29,43 @@ enum Kind {
 
 const KINDS: [Kind; 4] = [Kind::Key, Kind::Query, Kind::Both, Kind::Neither];
 
-/// What the caller makes of things: the rules, or one of their naive variants.
+/// How the caller decides: by the rules, or by a naive variant.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Caller {
     Rules,
-    /// Resends under the key whenever it likes.
+    /// Resends under the key at any time.
     NoWindow,
     /// Resends up to the end of the retention.
     NoFlight,
-    /// Takes any 4xx for a failure.
+    /// Treats any 4xx as a failure.
     AnyRefusal,
     /// Judges "the only send" when the answer comes, not when it decides.
     EarlyJudge,
-    /// Sends again what was not found.
+    /// Sends again when a query finds nothing.
     NotFoundMeansNot,
-    /// Takes a timeout for a failure.
+    /// Treats a timeout as a failure.
     TimeoutMeansFailed,
-    /// Takes a timeout for "not sent".
+    /// Treats a timeout as "not sent".
     TimeoutMeansNotSent,
-    /// Counts a send when its answer is there.
+    /// Counts a send only when its answer came.
     CountsAfter,
-    /// Takes an operator's leave to send again for proof that nothing was sent before.
+    /// Treats an accepted duplicate as proof that nothing was sent before.
     WaivedMeansNotSent,
 }
 
 struct Flight {
     send: u32,
     arrives: i64,
-    /// Somebody hears an answer until then.
+    /// Until then a process waits for the answer.
     heard_until: Option<i64>,
-    /// Who hears it has lost its lease, and writes what it heard some seconds later.
+    /// The waiting process has lost its lease, and writes the answer some seconds later.
     slow: bool,
 }
 
 /// A key that the provider remembers.
 struct Known {
     since: i64,
-    /// While it works on the first request.
+    /// Until then the provider works on the first request.
     until: i64,
     answer: Answer,
 }
@@ -81,7 +81,7 @@ struct World {
     declines: bool,
     stores_errors: bool,
     sends: Sends,
-    /// Evidence; a row from the future is heard and not written yet.
+    /// Evidence. A row with a later time was received and is not written yet.
     rows: Vec<Proof>,
     /// An operator accepted a duplicate.
     accepted: bool,
@@ -127,7 +127,7 @@ impl World {
                 other => other,
             };
         }
-        // Before it looks at the operation: credentials, rate, its own health.
+        // The provider answers before it looks at the operation: credentials, rate, its own health.
         match self.rng.u32(0..100) {
             0..8 => return Answer::status(*self.rng.choice(&[400, 401, 403, 404, 422]).expect("some")),
             8..13 => return Answer::status(429),
@@ -141,7 +141,7 @@ impl World {
             if self.chance(15) { 500 } else { 201 }
         };
         if self.has_key() {
-            // An error after the charge is replayed as such, or as the success that it was.
+            // An error after the charge is replayed as an error, or as the success that it was.
             let kept = if status == 500 && !self.stores_errors { 201 } else { status };
             let until = now + self.rng.i64(0..3);
             self.known = Some(Known { since: now, until, answer: charged(kept, false) });
@@ -149,8 +149,8 @@ impl World {
         charged(status, false)
     }
 
-    /// Time goes on: requests arrive in their order, and their answers become evidence where
-    /// somebody hears them.
+    /// Moves the time on: requests arrive in order, and an answer becomes evidence if a process
+    /// still waits for it.
     fn advance(&mut self, to: i64) {
         self.flights.sort_by_key(|flight| flight.arrives);
         while self.flights.first().is_some_and(|flight| flight.arrives <= to) {
@@ -164,7 +164,7 @@ impl World {
         self.now = self.now.max(to);
     }
 
-    /// A row that is there from then on.
+    /// Adds a row that exists from this time on.
     fn write(&mut self, send: Option<u32>, verdict: Verdict, from: i64) {
         let only = self.sends.begun == 1;
         let verdict = match (self.caller, verdict) {
@@ -201,7 +201,7 @@ impl World {
         }
     }
 
-    /// A call, as far as its process lives to see it.
+    /// Makes a call; its process may die during it.
     fn send(&mut self) {
         self.sends.first_sent_at = self.sends.first_sent_at.or(Some(at(self.now)));
         if self.caller != Caller::CountsAfter {
@@ -221,8 +221,8 @@ impl World {
         if !lost {
             self.flights.push(Flight { send, arrives: self.now + delay, heard_until, slow });
         }
-        // Another process takes over at once, with this call in flight: its answer is evidence, if
-        // it is heard.
+        // Another process takes over at once while this call is under way. The answer becomes
+        // evidence if a process receives it.
         if dies || slow {
             return;
         }
@@ -243,8 +243,7 @@ impl World {
         self.write(None, answer.verdict(), self.now);
     }
 
-    /// The operator may accept a duplicate, once, some time later, when the account may be empty by
-    /// now.
+    /// The operator may accept one duplicate some time later, when the account may be empty.
     fn accepts(&mut self) -> bool {
         if self.accepted || self.chance(50) {
             return false;
@@ -259,11 +258,11 @@ impl World {
         true
     }
 
-    /// Runs until it is settled or an operator's; none for the operator.
+    /// Runs until the effect is settled or goes to the operator (`None`).
     fn run(&mut self) -> Option<Settled> {
         for _ in 0..60 {
-            // Now and then nobody works on it for a while, often until about when the window
-            // closes.
+            // Sometimes no process works on it for a while, often until about the end of the
+            // window.
             let idle = match self.rng.u32(0..100) {
                 0..3 => self.rng.i64(0..300),
                 3..8 => self.rng.i64(RETENTION - 30..RETENTION),
@@ -294,7 +293,7 @@ fn histories(kind: Kind, caller: Caller) -> Count {
         let mut world =
             World { rng, kind, caller, now, flights, known, charges, declines, stores_errors, sends, rows, accepted };
         let settled = world.run();
-        // What is still on its way arrives.
+        // All requests under way arrive.
         world.advance(i64::MAX);
         count.doubled += u32::from(world.charges > 1 && !world.accepted);
         count.wrongly_failed += u32::from(settled == Some(Settled::Failed) && world.charges > 0);
@@ -310,7 +309,7 @@ fn o5_o6_o7_no_charge_is_doubled_and_none_wrongly_failed_with_any_kind_of_provid
         let count = histories(kind, Caller::Rules);
         let harm = (count.doubled, count.wrongly_failed, count.wrongly_succeeded);
         assert_eq!(harm, (0, 0, 0), "{kind:?}: {count:?}");
-        // Not by giving everything to an operator, where there are means.
+        // The rules must not simply give every effect to an operator if the provider offers means.
         let most = match kind {
             Kind::Both => HISTORIES / 10,
             Kind::Key => HISTORIES / 4,

@@ -1,4 +1,4 @@
-//! The rules of providers, one sentence each. The random histories are in `model.rs`.
+//! The rules of providers, one test for each. The random histories are in `model.rs`.
 
 use super::*;
 
@@ -159,7 +159,7 @@ fn o9_attempts_never_turn_unknown_into_failed() {
         assert_eq!(step.within(4, 5), step);
         assert_eq!(step.within(5, 5), Step::Operator(Gap::Attempts));
     }
-    // Proven; nothing left us; the provider asked for it.
+    // The outcome is proven; no send may have arrived; the provider asked for a pause.
     for step in [Step::Settle(Settled::Succeeded), Step::Send, Step::Wait { until: at(5) }] {
         assert_eq!(step.within(99, 5), step);
     }
@@ -179,14 +179,15 @@ fn an_accepted_duplicate_sends_again_and_its_refusal_proves_nothing_of_what_was_
             let refused = [&rows[..], &[proof(3, refusal)]].concat();
             assert_eq!(step(&refused, 3), Step::Operator(Gap::DuplicateRefused), "{strategy:?}");
         }
-        // It is tried again, by another leave; or what was sent first turns out to have arrived.
+        // Either it is tried again because an operator accepts another duplicate, or the first send
+        // turns out to have arrived.
         rows.extend([proof(3, Verdict::Failed), proof(3, Verdict::Waived)]);
         assert_eq!(step(&rows, 3), Step::Send, "{strategy:?}");
         for happened in [1, 4] {
             let rows = [&rows[..], &[proof(happened, Verdict::Succeeded)]].concat();
             assert_eq!(step(&rows, 4), Step::Settle(Settled::Succeeded), "{strategy:?}");
         }
-        // What never left us was no send that a duplicate could repeat.
+        // A send that never left us has no duplicate.
         let left = [proof(1, Verdict::NotSent), proof(1, Verdict::Waived), proof(2, Verdict::Refused)];
         assert_eq!(step(&left, 2), Step::Settle(Settled::Failed), "{strategy:?}");
     }

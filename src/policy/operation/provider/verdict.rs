@@ -2,22 +2,21 @@
 
 use std::time::Duration;
 
-/// How long to wait when a provider says "later" without saying when.
+/// The wait when a provider asks for one without giving its length.
 const PAUSE: Duration = Duration::from_secs(2);
-/// The longest pause that a provider is granted: one that asks for years must not hide an operation
-/// for years.
+/// The longest pause that a provider is granted. A longer request must not hide an operation.
 const PAUSE_MAX: Duration = Duration::from_secs(600);
 
-/// What came back of a send, in the adapter's words.
+/// The answer to a send, as the adapter reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// No connection: refused, name not found, TLS failed. Not a byte of the request left.
+    /// No connection: refused, name not found, TLS failed. No byte of the request was sent.
     NotConnected,
-    /// The request could not be made, for a reason of ours that no wait mends by itself: no
-    /// credentials for the place, a name that leads where nothing may be sent. Not a byte of it
-    /// left; but other than a provider that is away it counts.
+    /// The request could not be made for a reason on our side that does not pass by waiting: no
+    /// credentials for the provider, or a host name that leads to a forbidden address. No byte was
+    /// sent. Unlike a provider that is away, this counts as an attempt.
     NotMade,
-    /// The connection ended, or the time was up.
+    /// The connection ended or the timeout passed before an answer came.
     NoAnswer,
     /// The provider answered with an HTTP status.
     Status {
@@ -28,60 +27,61 @@ pub enum Answer {
         listed: bool,
         /// Whether its code means "in progress".
         in_progress: bool,
-        /// Whether it says that it replays a stored answer.
+        /// Whether the provider marks the answer as a replay of a stored one.
         replayed: bool,
-        /// What it says of what was done.
+        /// Whether the reported effect is the one that we asked for.
         matches: Matches,
-        /// The pause of its `Retry-After` header; none where it has no such header.
+        /// The pause of its `Retry-After` header; `None` without the header.
         retry_after: Option<Duration>,
     },
 }
 
-/// What came back of a query.
+/// The answer to a query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueryAnswer {
-    /// It was found, and it is done.
+    /// The effect was found, and it is done.
     Done(Matches),
-    /// It was found, and the provider lists it as refused for good.
+    /// The effect was found, and the provider lists it as refused for good.
     Refused,
-    /// It was found, and it runs.
+    /// The effect was found, and it is still under way.
     Pending,
-    /// It was not found.
+    /// The effect was not found.
     NotFound,
     /// The query itself failed.
     Failed,
 }
 
-/// Whether what a provider says it did is what we asked for.
+/// Whether the effect that a provider reports is the one that we asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Matches {
-    /// The amount is ours.
+    /// The amount is the one that we sent.
     pub amount: bool,
-    /// The currency is ours.
+    /// The currency is the one that we sent.
     pub currency: bool,
-    /// The reference is ours.
+    /// The reference is the one that we sent.
     pub reference: bool,
 }
 
 /// What an answer proves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// It happened as we asked.
+    /// The effect happened as we asked.
     Succeeded,
-    /// It was refused for good, and every later send of it will be.
+    /// The effect was refused for good, and every later send will be refused too.
     Failed,
-    /// This send was refused, for a reason that may be another one next time. Proves a failure if
-    /// no other send can have arrived, which is judged at the decision.
+    /// This send was refused for a reason that may not apply to the next one. This proves a failure
+    /// only if no other send can have arrived, which is judged at the decision.
     Refused,
-    /// This send did not leave us.
+    /// This send did not leave this process.
     NotSent,
-    /// Nothing of this send; but an operator accepted that the next one may be its duplicate.
+    /// This proves nothing about the send. An operator accepted that the next send may be its
+    /// duplicate.
     Waived,
-    /// Come again after this pause, under the same key.
+    /// Try again after this pause, under the same key.
     Wait(Duration),
-    /// It happened, and not as we asked.
+    /// The effect happened, but not as we asked.
     Mismatch,
-    /// A query did not find it.
+    /// A query did not find the effect.
     NotFound,
     /// The provider replayed a stored server error.
     StoredError,
@@ -90,12 +90,12 @@ pub enum Verdict {
 }
 
 impl Matches {
-    /// Amount, currency and reference are ours.
+    /// Amount, currency and reference are those that we sent.
     pub const ALL: Self = Self { amount: true, currency: true, reference: true };
 }
 
 impl Answer {
-    /// An answer of this status, with nothing else known of it.
+    /// An answer with this status and no further facts.
     #[must_use]
     pub fn status(status: u16) -> Self {
         let matches = Matches::default();
@@ -126,7 +126,7 @@ impl Answer {
         }
     }
 
-    /// Whether the attempt counts: a provider that is away counts none (G10).
+    /// Whether the attempt counts. No attempt counts while a provider is away (G10).
     #[must_use]
     pub fn counts(self) -> bool {
         self != Self::NotConnected
@@ -134,8 +134,7 @@ impl Answer {
 }
 
 impl Verdict {
-    /// The word of its evidence row, which people and lists read; the table knows these and no
-    /// other.
+    /// The word of the evidence row, for people and lists. The table allows only these words.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -152,8 +151,8 @@ impl Verdict {
         }
     }
 
-    /// The name, as the bytes of an evidence row have it; the pause of [`Verdict::Wait`] stands
-    /// beside it.
+    /// The name in the bytes of an evidence row. The pause of [`Verdict::Wait`] is stored beside
+    /// it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -170,8 +169,8 @@ impl Verdict {
         }
     }
 
-    /// The verdict of an evidence row; none if a newer program wrote it, which then must be left to
-    /// that program.
+    /// Reads the verdict of an evidence row. `None` if a newer program wrote it; then only such a
+    /// program may go on with the effect.
     #[must_use]
     pub fn from_row(name: &str, pause: Duration) -> Option<Self> {
         let all = [
