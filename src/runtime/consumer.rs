@@ -1,20 +1,20 @@
-//! The consumer: deliveries in, effects committed once, acknowledgements out.
+//! The consumer: takes deliveries, commits the effects of each message once, and acknowledges.
 //!
-//! Guarantees: a handler's writes commit together with the inbox row of its message (G4); nothing
-//! is acknowledged before the commit returned (G5); effects of one key run in the key's order, also
-//! while one of its messages waits (G6); the same id with other content is an alarm (G7); a
-//! database or broker that is away burns no attempt (G10).
+//! Guarantees: a handler's writes commit together with the inbox row of its message (G4). Nothing
+//! is acknowledged before the commit returned (G5). Effects of one key run in the key's order, also
+//! while one of its messages waits (G6). The same id with other content is an alarm (G7). While a
+//! database or broker is away, no attempt is counted (G10).
 //!
-//! The way of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane;
-//! batches of what is there) → `batch` (one transaction) or `alone` (a failing or suspicious
-//! message) → back to `intake`, which acknowledges.
+//! The path of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane;
+//! batches of the messages that are there) → `batch` (one transaction) or `alone` (a message that
+//! failed or is suspect) → back to `intake`, which acknowledges.
 //!
-//! Beside it: retries that are due later (`retries`), inbox rows older than the horizon (`purge`),
-//! up to where each partition is done (`positions`).
+//! Beside it run the retries that are due later (`retries`), the purge of inbox rows older than the
+//! horizon (`purge`), and the record of how far each partition is done (`positions`).
 //!
-//! Not here: SQL of the inbox (room `store`), and what is decided by rule (room `policy`): whose
-//! failure it is and what runs again, which messages run alone, when the next try is, up to where
-//! to acknowledge, what is too old.
+//! Not here: SQL of the inbox (`store`), and the rules (`policy`): which failures are transient and
+//! what runs again, which messages run alone, when the next try is, up to where to acknowledge,
+//! which messages are too old.
 
 mod admission;
 mod alone;
@@ -57,49 +57,49 @@ pub use options::{ConsumerOptions, DeadPolicy, Unhandled};
 use super::pace::{Pace, sleep_unless};
 use solo::Solo;
 
-/// How a consumer ended.
+/// The reason why a consumer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConsumerEnd {
-    /// It was told to stop.
+    /// The stop was requested.
     Stopped,
-    /// Nothing was left for as long as `until_idle` says.
+    /// Nothing was left to do for as long as `until_idle` says.
     Idle,
 }
 
-/// A consumer of one name, on a store and a broker.
+/// A consumer with one name, on one store and one broker.
 #[derive(Debug, Clone)]
 pub struct Consumer(Arc<Shared>);
 
-/// What a consumer asks of a database: inbox, waiting messages, and how long proven ones are kept.
+/// What a consumer needs of a database: inbox, waiting messages, and how long proven rows are kept.
 trait ConsumerStore: Inbox + Waiting + Outbox {}
 
 impl<S: Inbox + Waiting + Outbox> ConsumerStore for S {}
 
-/// What intake, lanes and retries share.
+/// The state that intake, lanes and retriers share.
 #[derive(Debug)]
 struct Shared {
     store: Arc<dyn ConsumerStore>,
     broker: Arc<dyn Broker>,
     handlers: ByKind,
     options: ConsumerOptions,
-    /// Which waiting messages are for this process.
+    /// Selects the waiting messages that this process may try.
     scope: Scope,
     health: Health,
     part: String,
-    /// What may kill its process runs alone in it (R26).
+    /// Makes a suspect message run alone in this process (R26).
     solo: Solo,
-    /// A message was stored as due: a retrier looks again.
+    /// Signals that a message became due, so that a retrier looks.
     parked: Notify,
-    /// Retriers that have something in hand: a consumer with work there is not idle.
+    /// How many retriers have claimed messages; with any, the consumer is not idle.
     retrying: AtomicUsize,
-    /// `dead_rows_max` is reached: nothing more is taken.
+    /// `dead_rows_max` is reached: no more messages are taken.
     is_full: AtomicBool,
     /// An operator forgot the consumer while it ran, or accepted another id rule for it.
     is_forgotten: AtomicBool,
 }
 
 impl Consumer {
-    /// Puts a consumer together; [`Consumer::run`] makes it work.
+    /// Makes a consumer; [`Consumer::run`] starts its work.
     pub fn new<S: Store>(
         store: S,
         broker: Arc<dyn Broker>,
@@ -128,15 +128,15 @@ impl Consumer {
         }))
     }
 
-    /// Runs until it is told to stop, or is idle where `until_idle` is set. Waits for a database,
-    /// broker, topic or queue that is not there yet.
+    /// Runs until the stop, or until the consumer is idle if `until_idle` is set. Waits for a
+    /// database, broker, topic or queue that is not there yet.
     ///
     /// # Errors
-    /// What a person must mend: no schema, a refused setting, a changed id rule, a horizon that is
-    /// too short.
+    /// Errors that a person must repair: a missing schema, a refused setting, a changed id rule, a
+    /// horizon that is too short.
     ///
     /// # Cancel safety
-    /// Dropped, it stops without acknowledging what runs: those messages come again. Prefer the
+    /// If the future is dropped, running messages are not acknowledged and come again. Prefer the
     /// token.
     pub async fn run(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
         let shared = &self.0;
@@ -170,7 +170,7 @@ impl Consumer {
             end = shared.serve(consumer, &stop).await;
             beside.cancel();
         };
-        // One deadline over everything after a stop, also where neither database nor broker
+        // One time limit for everything after a stop, also when neither database nor broker
         // answers.
         let grace = shared.options.shutdown_grace;
         let hand_back = intake::HAND_BACK.min(grace / 2);
@@ -191,32 +191,32 @@ impl Consumer {
     }
 }
 
-/// How long a task that ended in disorder is left alone before it begins again.
+/// The pause before a task that panicked starts again.
 const AFTER_DISORDER: Duration = Duration::from_secs(1);
 
-/// Why a consumer cannot go on by itself.
+/// Why a consumer ended with an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConsumerError {
-    /// The database refuses, or fails in a way that only a person can mend.
+    /// The database refuses, or fails in a way that only a person can repair.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The broker refuses, or fails in a way that only a person can mend.
+    /// The broker refuses, or fails in a way that only a person can repair.
     #[error(transparent)]
     Broker(#[from] BrokerError),
-    /// The inbox would forget what can still come.
+    /// The inbox would forget ids of messages that can still come.
     #[error("consumer `{consumer}`: {why}")]
     Horizon {
         /// The name of the consumer whose horizon is too short.
         consumer: String,
-        /// What can still come, and for how long.
+        /// Which messages can still come, and for how long.
         why: HorizonTooShort,
     },
 }
 
 impl Shared {
-    /// Runs a task beside the lanes until the stop. One that panics is seen: its part is not ready
-    /// until it runs again.
+    /// Runs a task beside the lanes until the stop. After a panic the part is not ready until the
+    /// task runs again.
     async fn keep_up<T: Future<Output = ()> + Send + 'static>(
         self: &Arc<Self>,
         what: &str,
@@ -224,7 +224,7 @@ impl Shared {
         task: impl Fn(Arc<Self>, CancellationToken) -> T,
     ) {
         let part = format!("{} {what}", self.part);
-        // Dropped with this future, a task ends too.
+        // Dropping this future drops the set, which aborts the task.
         let mut tasks = JoinSet::new();
         loop {
             tasks.spawn(task(Arc::clone(self), stop.clone()));
@@ -238,7 +238,7 @@ impl Shared {
         }
     }
 
-    /// Registers the consumer, waiting for a database that is away.
+    /// Registers the consumer; waits for a database that is away.
     async fn register(&self, stop: &CancellationToken) -> Result<Option<ConsumerId>, ConsumerError> {
         let spec = ConsumerSpec {
             name: self.options.name.clone(),
@@ -260,8 +260,8 @@ impl Shared {
         }
     }
 
-    /// Subscribes again and again: any error of a subscriber ends it, and what was not acknowledged
-    /// comes again.
+    /// Subscribes, and subscribes again after each error of a subscriber. Messages that were not
+    /// acknowledged come again.
     async fn serve(
         self: &Arc<Self>,
         consumer: ConsumerId,

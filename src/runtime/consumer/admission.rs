@@ -1,7 +1,8 @@
-//! What becomes of each delivery before a handler sees it: new, known, out of time, behind its key.
+//! Decides about each delivery before a handler runs: new, duplicate, out of time, or behind its
+//! key.
 //!
-//! Promise: what is new is decided by the insert (R24), what is blocked and what is too old by a
-//! statement after it; a verdict on the time of a message leaves no inbox row (R31).
+//! Promise: the insert decides which messages are new (R24); a statement after it decides which are
+//! blocked or too old. A message that is out of time leaves no inbox row (R31).
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -13,23 +14,23 @@ use crate::policy::db_time::DbTime;
 use crate::policy::horizon::{Age, Bounds, judge};
 use crate::store::{InboxEntry, InboxTx, time_in_id};
 
-/// What the inbox says of one item.
+/// The verdict of the inbox on one item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// Nobody had it, and nothing stands in its way.
+    /// The id is new, and no older message of the key blocks it.
     New,
-    /// Nobody had it, and an older one of its key waits or holds.
+    /// The id is new, and an older message of its key waits or is dead and holds the key.
     Behind,
-    /// It was handled, or is stored.
+    /// The message was handled or is stored.
     Duplicate,
-    /// Its id stands for different content (G7).
+    /// The id is known with other content (G7).
     Mismatch,
-    /// Dead for this reason: too old, or from the future. Its inbox row is taken back.
+    /// The message is dead for this reason: too old, or from the future. Its inbox row is removed.
     OutOfTime(&'static str),
 }
 
-/// Inserts the ids, first; inside the batch the first delivered wins, and hashes are compared in
-/// memory too (R32).
+/// Inserts the ids first. If a batch has an id twice, the first delivery counts, and the hashes are
+/// compared in memory (R32).
 pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fate>, StoreError> {
     let mut winners: HashMap<MessageId, usize> = HashMap::with_capacity(items.len());
     let mut entries = Vec::with_capacity(items.len());
@@ -62,7 +63,7 @@ pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fa
     Ok(fates)
 }
 
-/// Which of the new items stand behind their key, and which are out of time.
+/// Finds the new items that are behind their key, and those that are out of time.
 async fn look_around(tx: &mut dyn InboxTx, items: &[Item], fates: &mut [Fate]) -> Result<(), StoreError> {
     let new: Vec<usize> = (0..items.len()).filter(|index| fates[*index] == Fate::New).collect();
     if new.is_empty() {
@@ -85,8 +86,8 @@ async fn look_around(tx: &mut dyn InboxTx, items: &[Item], fates: &mut [Fate]) -
     let ids: Vec<MessageId> = out_of_time.keys().copied().collect();
     tx.forget(&ids).await?;
     for (item, fate) in items.iter().zip(fates) {
-        // A copy with other content in the same batch is out of time as well: no row stands that it
-        // could be compared with.
+        // A copy with other content in the same batch is out of time too: the row that it could be
+        // compared with is removed.
         if let Some(reason) = out_of_time.get(&item.message.id).filter(|_| *fate != Fate::Duplicate) {
             *fate = Fate::OutOfTime(reason);
         }
@@ -94,7 +95,7 @@ async fn look_around(tx: &mut dyn InboxTx, items: &[Item], fates: &mut [Fate]) -
     Ok(())
 }
 
-/// Why a new item is out of time, if it is; one without an id has no time either.
+/// The reason why a new item is out of time, if it is. An item without an id has no time.
 fn verdict(item: &Item, bounds: Bounds) -> Option<&'static str> {
     if item.unusable.is_some() { None } else { judge(age(&item.message), bounds).reason() }
 }

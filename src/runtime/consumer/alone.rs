@@ -1,13 +1,13 @@
-//! One message alone: after a failed try, under suspicion, or to find out whose failure it is.
+//! Runs one message alone: after a failed try, as a suspect, or to find the cause of a failure.
 //!
-//! Promise: a message that may kill its process has its try counted outside the handler's
-//! transaction, before the handler runs, and nothing else of the process runs beside it for the
-//! first second, so that it is counted and nobody for it (R26). Whatever else runs alone in its
-//! transaction runs beside the others: one that waits for a lock keeps nobody waiting but its lane.
+//! Promise: a suspect message has its try counted outside the handler's transaction, before the
+//! handler runs, and nothing else of this process runs beside it for the first second, so that if
+//! the process dies, this message is counted and no other (R26). All other messages that run alone
+//! in their transaction run beside other lanes: one that waits for a lock delays only its own lane.
 //!
-//! Promise: a try is counted when nothing but the handler stands between it and its end; one that a
-//! stop or a revocation prevented, or that was a transient failure, is taken back where the message
-//! is left for later.
+//! Promise: a try is counted only when nothing remains but the handler. If a stop, a revocation or
+//! a transient failure prevents the try, the count is taken back when the message is left for
+//! later.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,20 +23,20 @@ use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
 use crate::store::ParkAs;
 
-/// Why a message runs alone.
+/// The reason why a message runs alone.
 pub(super) enum Why {
-    /// It may kill its process.
+    /// It may have killed its process.
     Suspect,
     /// Its try in a batch failed.
     Failed(HandlerError),
-    /// It failed with transient errors again and again.
+    /// It failed several times with transient errors.
     Transient,
-    /// It waited in a batch for a lock that somebody holds, as long as a statement may.
+    /// In a batch it waited for a lock that somebody holds, until the statement's time was over.
     WaitedForALock(HandlerError),
 }
 
-/// Runs it until it is done, waiting, dead, or left for later. `was_counted` where its try in the
-/// batch was counted before.
+/// Runs the message until it is done, waiting, dead, or left for later. `was_counted`: its try in
+/// the batch was counted already.
 pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool) {
     let mut suspect = matches!(why, Why::Suspect);
     let mut failure = match why {
@@ -45,8 +45,8 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         Why::Suspect | Why::Transient => None,
     };
     if failure.is_none() {
-        // Not for somebody else's transaction: it would hold up its lane, a suspect the whole
-        // process.
+        // Do not wait here for the transaction of another process: that would block the lane, and a
+        // suspect would block the whole process.
         match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
             Ok(true) => {
                 if was_counted {
@@ -67,8 +67,8 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
     let mut blame = Blame::default();
     loop {
         if let Some(error) = failure.take() {
-            // A suspect's try was counted before. Any other is counted after the fact, which is
-            // enough, for the process lived to say so.
+            // The try of a suspect was counted before. Any other try is counted afterwards, which
+            // is enough because the process has survived it.
             if std::mem::take(&mut unspent) {
                 note(lane, &item, &error).await;
             } else {
@@ -120,7 +120,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         let Some(end) = end else {
             return leave_for_later(lane, &item, unspent).await;
         };
-        // Where its handler came to an end, the process outlived it.
+        // If its handler came to an end, the process survived it.
         suspect &= end.is_err();
         let (error, may_be_its_own) = match end {
             Ok(BatchEnd::Failed(_, error)) if error.is_transient() && error.is_late() => {
@@ -165,15 +165,15 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
     }
 }
 
-/// Stored as waiting, no try counted: it is seen there, keeps nothing but its own key waiting, and
-/// its lane goes on.
+/// Stores the message as waiting without counting a try: an operator sees it there, only its own
+/// key waits, and the lane goes on.
 async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, counted: u32) {
     let after = lane.shared.options.retry.wait(1, fastrand::f64());
     let error = HandlerError::transient(blame::lasting(error));
     settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
 }
 
-/// Ends within moments after its partition was taken away.
+/// Returns within 50 ms after the partition of the item was revoked.
 async fn revoked(item: &Item) {
     while !item.source.is_revoked() {
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -184,7 +184,7 @@ fn say_failed(lane: &Lane, item: &Item, attempt: u32, error: &HandlerError) {
     tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt, %error, "a handler failed");
 }
 
-/// Notes what a try said that is counted.
+/// Stores the error text of a try that is already counted.
 async fn note(lane: &Lane, item: &Item, error: &HandlerError) {
     let noted = lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await;
     if let Err(away) = noted {
@@ -192,9 +192,9 @@ async fn note(lane: &Lane, item: &Item, error: &HandlerError) {
     }
 }
 
-/// Counts a try, of a failure after the fact. Where the answer was lost, the try may be counted:
-/// that is found out before it is counted again, so that a database that goes away burns none
-/// (G10). None where the message is left for later.
+/// Counts a try; `failure` is set if the try has already failed. If an answer was lost, the stored
+/// number is read before the try is counted again, so that an outage counts no try (G10). `None`:
+/// the message is left for later.
 async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
     let mut in_doubt = false;
     loop {
@@ -222,7 +222,7 @@ fn dies(lane: &Lane, death: Death) -> ParkAs {
     ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
 }
 
-/// Waits for a database that is away; true where the stop or a revocation came, and the message is
+/// Waits for a database that is away. Returns true if a stop or revocation came and the message is
 /// left for later.
 async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -> bool {
     lane.wait_out(away).await;

@@ -1,9 +1,9 @@
-//! Messages whose inbox rows somebody else's open transaction holds, and the later ones of their
-//! keys: they stand aside, so that a process that froze in the middle of its work stops its own
-//! keys and no other.
+//! Messages that are set aside: another process's open transaction holds their inbox rows, or they
+//! follow such a message of their key. So a process that froze stops only the keys that it works
+//! on.
 //!
-//! Promise: what stands here is older than whatever of its key comes later, and leaves in the order
-//! in which it came.
+//! Promise: a message that is set aside is older than later messages of its key, and messages leave
+//! in the order in which they came.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -12,14 +12,14 @@ use tokio::time::Instant;
 
 use super::item::Item;
 
-/// How long they stand before one of them is looked at again.
+/// How long messages are set aside before one of them is checked again.
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// What stands aside of one lane. Bounded by `aside_max` and `in_flight_max` of the consumer.
+/// The messages that one lane has set aside. Bounded by `aside_max` and `in_flight_max`.
 #[derive(Default)]
 pub(super) struct Aside {
     items: VecDeque<Item>,
-    /// Which of them are the oldest of their keys, or have none: only these can be free.
+    /// The oldest message of each key, and messages without a key: only these can be free.
     heads: Vec<usize>,
     keys: HashSet<[u8; 16]>,
     again: Option<Instant>,
@@ -35,12 +35,12 @@ impl Aside {
         self.again.get_or_insert_with(|| Instant::now() + AGAIN);
     }
 
-    /// Whether an older message of its key stands here.
+    /// Whether an older message of the same key is set aside.
     pub(super) fn is_before(&self, item: &Item) -> bool {
         !self.keys.is_empty() && item.message.lane_id().is_some_and(|lane| self.keys.contains(&lane))
     }
 
-    /// Returns when it is time to look again; never where nothing stands here.
+    /// Returns when the next check is due; never if no message is set aside.
     pub(super) async fn is_due(&self) {
         match self.again {
             Some(at) => tokio::time::sleep_until(at).await,
@@ -48,14 +48,14 @@ impl Aside {
         }
     }
 
-    /// One of the oldest of their keys, another each time; the next look is later.
+    /// Returns one of the oldest messages, another one each time, and delays the next check.
     pub(super) fn look(&mut self) -> Option<&Item> {
         self.turn = self.turn.wrapping_add(1);
         self.again = (!self.items.is_empty()).then(|| Instant::now() + AGAIN);
         self.heads.get(self.turn % self.heads.len().max(1)).and_then(|head| self.items.get(*head))
     }
 
-    /// All of them, in order.
+    /// Removes and returns all messages, in order.
     pub(super) fn take(&mut self) -> Vec<Item> {
         let items = std::mem::take(&mut self.items);
         *self = Self { turn: self.turn, ..Self::default() };

@@ -1,8 +1,8 @@
-//! One transaction: admit, see blocked keys and ages, run handlers in order, prove, commit (R23,
-//! R24, R31).
+//! One transaction: insert inbox rows, find blocked keys and messages that are out of time, run
+//! handlers in order, prove, commit (R23, R24, R31).
 //!
-//! Promise: either everything of this batch commits together, inbox rows and effects, or nothing of
-//! it stays. No savepoint on the good path.
+//! Promise: inbox rows and effects of the batch commit together, or nothing of it stays. The normal
+//! path uses no savepoint.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,40 +22,40 @@ use crate::observe::{Outcome, Trouble};
 use crate::runtime::pace::Pace;
 use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Undone};
 
-/// How a batch ended; unless it is `Done`, nothing of it stayed.
+/// How a batch ended. Except for `Done`, nothing of it was committed by the consumer.
 #[derive(Debug)]
 pub(super) enum BatchEnd {
     /// Committed; one outcome per item.
     Done(Vec<Outcome>),
     /// The handler of this item failed.
     Failed(usize, HandlerError),
-    /// Something went wrong in a handler, and it cannot be told with which item.
+    /// A handler failed, and it is not known on which item.
     Unclear(String),
     /// A handler ended the transaction and so committed inbox rows: these items are dead as
     /// `transaction-ended`.
     Ended(Vec<usize>),
 }
 
-/// What the body of the transaction came to.
+/// The result of the work inside the transaction.
 enum Body {
     Commit { outcomes: Vec<Outcome>, handled: Vec<usize> },
     Rollback(BatchEnd),
 }
 
-/// What handlers have to do with the transaction so far.
+/// What the handlers have done with the transaction so far.
 #[derive(Default)]
 struct Handlers {
-    /// The items whose inbox rows a handler may have committed while something of them was still to
-    /// be done. Empty until the first handler is called.
+    /// The items whose inbox rows a handler may have committed although they were not finished.
+    /// Empty until the first handler is called.
     owed: Vec<usize>,
     enqueued: bool,
 }
 
-/// Runs the items in one transaction. `attempt` is the number of the try where it was counted.
-/// Until `give_up`, it does not return before it is known what became of the transaction.
+/// Runs the items in one transaction. `attempt` is the number of the try if it was counted. Until
+/// `give_up` it returns only when the end of the transaction is known.
 ///
 /// # Errors
-/// Nobody's failure, or the database's: the same items again, later.
+/// A transient error or another error of the database: the caller runs the same items again later.
 pub(super) async fn run(
     shared: &Arc<Shared>,
     consumer: ConsumerId,
@@ -73,8 +73,8 @@ pub(super) async fn run(
                 }
                 return Ok(BatchEnd::Done(outcomes));
             }
-            // A deferred constraint speaks only now: it is the handler's failure, not the
-            // database's, and the same batch again would fail for ever.
+            // A deferred constraint fails only at the commit. That is the handler's failure: the
+            // same batch would fail again for ever.
             Err(error @ StoreError::Other(_)) if !handled.is_empty() => {
                 return Ok(whose(&handled, &format!("the commit was refused: {error}")));
             }
@@ -89,7 +89,7 @@ pub(super) async fn run(
     }
     match (undo(shared, tx.as_mut(), give_up).await?, end) {
         (Undone::Committed, _) => Ok(BatchEnd::Ended(handlers.owed)),
-        // Whatever the handler made of it.
+        // Whatever error the handler made of it, the connection was lost.
         (Undone::Lost, Ok(BatchEnd::Failed(item, error))) => {
             Ok(BatchEnd::Failed(item, HandlerError::lost_connection(error)))
         }
@@ -126,8 +126,8 @@ async fn body(
                 parked.push(dead(item, "no-usable-id", item.unusable.as_deref().unwrap_or_default(), false));
                 Outcome::Dead
             }
-            // One that no handler takes has no effect that could come too early: it waits for
-            // nothing.
+            // A message without a handler has no effect that could come too early, so it does not
+            // wait behind its key.
             Fate::Behind if shared.handlers.find(&item.message.kind).is_some() => {
                 let message = item.message.clone();
                 parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
@@ -164,8 +164,8 @@ async fn body(
             _ => BatchEnd::Unclear(error.message().to_owned()),
         }));
     }
-    // The proof comes before our own statements: in an aborted transaction they would only fail and
-    // hide whose fault it was.
+    // The proof comes before our own statements: in an aborted transaction these would fail and
+    // hide the cause.
     if !handled.is_empty() {
         match tx.prove().await? {
             Proof::Same => {}
@@ -185,9 +185,9 @@ async fn body(
     Ok(Body::Commit { outcomes, handled })
 }
 
-/// The new items of which something is still to be done when the transaction ends too early: also
-/// those that no handler has seen yet, or that were to be stored. Their inbox rows were inserted
-/// together, and so committed together.
+/// The new items that are unfinished if the transaction ends too early, including items that no
+/// handler has seen yet or that were to be stored: their inbox rows were inserted together, so they
+/// were committed together.
 fn owed(shared: &Arc<Shared>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
     let is_done = |item: &Item| {
         item.unusable.is_none()
@@ -199,12 +199,12 @@ fn owed(shared: &Arc<Shared>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
     new.map(|(index, _)| index).collect()
 }
 
-/// Ends a transaction in which a handler ran, and finds out whether the handler had committed it:
-/// asked until the database answers, because a second try would find inbox rows that the handler
-/// committed and take its messages for duplicates.
+/// Ends a transaction in which a handler ran, and finds out whether the handler had committed it.
+/// Asks until the database answers, because a second try would find inbox rows that the handler
+/// committed and treat its messages as duplicates.
 ///
 /// # Errors
-/// `give_up` came first.
+/// The last error, if `give_up` came first.
 pub(super) async fn undo(
     shared: &Shared,
     tx: &mut dyn InboxTx,
@@ -226,7 +226,7 @@ pub(super) async fn undo(
     }
 }
 
-/// A transaction of which it is not known what became of it; until it is dropped, a trouble.
+/// Shows a trouble while the end of a transaction is unknown; dropping it ends the trouble.
 struct Unknown<'a> {
     shared: &'a Shared,
     number: u64,
@@ -255,8 +255,8 @@ impl Drop for Unknown<'_> {
 pub(super) const SWALLOWED: &str =
     "a statement failed, and the handler went on as if it had not: the transaction is aborted";
 
-/// A failure of the transaction as a whole: of its only handler, else it is found out by running
-/// each alone.
+/// A failure of the whole transaction: it belongs to the only handled item; with several items,
+/// each must run alone to find out.
 fn whose(handled: &[usize], why: &str) -> BatchEnd {
     match handled {
         [only] => BatchEnd::Failed(*only, HandlerError::retryable(why)),
@@ -264,7 +264,7 @@ fn whose(handled: &[usize], why: &str) -> BatchEnd {
     }
 }
 
-/// Rolls back within a deadline what no handler had in its hands.
+/// Rolls back, within a time limit, a transaction that no handler has used.
 pub(super) async fn roll_back(tx: Box<dyn InboxTx>) {
     match tokio::time::timeout(Duration::from_secs(5), tx.rollback()).await {
         Ok(Ok(())) => {}

@@ -1,7 +1,7 @@
-//! Calls of handlers: which messages each gets, in what order, and what a panic or a timeout is.
+//! Calls of handlers: which messages each gets, in which order, and how a panic or timeout counts.
 //!
-//! Promise: the messages of a key reach their handlers in the key's order, also where one of them
-//! takes messages singly and another one in sets; a handler that panics or runs too long has failed
+//! Promise: the messages of a key reach their handlers in the key's order, even if one handler
+//! takes single messages and another takes sets. A handler that panics or runs too long has failed
 //! like any other.
 
 use std::collections::{BTreeMap, HashMap};
@@ -24,26 +24,26 @@ pub(super) struct Wanted {
     pub(super) item: usize,
     /// The number of the handler in the consumer's list of handlers.
     pub(super) handler: usize,
-    /// It takes messages in sets.
+    /// Whether the handler takes messages in sets.
     pub(super) in_sets: bool,
-    /// The key, where there is one.
+    /// The lane id of the message; `None` without a key.
     pub(super) lane: Option<[u8; 16]>,
 }
 
-/// A call of one handler with these items, at least one.
+/// One call of a handler with at least one item.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Call {
     pub(super) handler: usize,
     pub(super) items: Vec<usize>,
 }
 
-/// The calls for a batch, given in the order of delivery. Sets are as large as the order of keys
-/// allows: one is closed when a message comes for another handler of which an older one of the same
-/// key stands in it.
+/// Plans the calls for a batch that is given in the order of delivery. Sets are as large as the
+/// order of keys allows: a set is closed when a message comes for another handler while an older
+/// message of its key is in the set.
 pub(super) fn plan(wanted: impl IntoIterator<Item = Wanted>) -> Vec<Call> {
     let mut calls = Vec::new();
     let mut sets: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    // In whose set a key stands; in one at most.
+    // The set that contains messages of a key; at most one.
     let mut stands_in: HashMap<[u8; 16], usize> = HashMap::new();
     for Wanted { item, handler, in_sets, lane } in wanted {
         let before = lane.and_then(|lane| stands_in.get(&lane).copied()).filter(|before| *before != handler);
@@ -62,8 +62,8 @@ pub(super) fn plan(wanted: impl IntoIterator<Item = Wanted>) -> Vec<Call> {
     calls
 }
 
-/// Runs a handler: a panic and a timeout are failures like any other. `attempt` is the number of
-/// the try where it was counted.
+/// Runs a handler. A panic and a timeout count as failures. `attempt` is the number of the try if
+/// it was counted.
 pub(super) async fn call(
     shared: &Shared,
     handler: &dyn Handler,
@@ -81,8 +81,8 @@ pub(super) async fn call(
     let limit = shared.options.handler_timeout;
     let began = Instant::now();
     let handling = handler.handle(messages, tx, enqueued);
-    // The timeout inside: what a handler holds may panic as well when it is dropped at the end of
-    // its time.
+    // The timeout is inside, because values that the handler holds may panic when they are dropped
+    // at the timeout.
     let run = AssertUnwindSafe(async { tokio::time::timeout(limit, handling).await });
     let result = match run.catch_unwind().await {
         Ok(Ok(result)) => result,
@@ -97,7 +97,7 @@ pub(super) async fn call(
 mod tests {
     use super::*;
 
-    /// `a` to `z` are keys, `_` is none; digits are handlers, those below 5 take sets.
+    /// `a` to `z` are keys, `_` means no key; digits are handlers, and those below 5 take sets.
     fn planned(messages: &[&str]) -> Vec<String> {
         let wanted = messages.iter().enumerate().map(|(item, message)| {
             let (key, handler) = (message.as_bytes()[0], usize::from(message.as_bytes()[1] - b'0'));

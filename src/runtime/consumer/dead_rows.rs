@@ -1,8 +1,8 @@
-//! The bound on dead messages: where it is reached, nothing more is taken, visibly, until an
-//! operator has made room (R31).
+//! The limit on dead messages: when it is reached, no more messages are taken and the health says
+//! so, until an operator has made room (R31).
 //!
-//! Not here: the pause itself (`intake`). The number is looked at again and again, not at every
-//! message: what is handled between two looks may go beyond.
+//! Not here: the pause itself (`intake`). The number is checked from time to time, not at every
+//! message, so it can exceed the limit by what is handled between two checks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,7 +1,7 @@
-//! Which handler takes which kind.
+//! Chooses the handler for each kind of message.
 //!
-//! Promise: handlers are written against the connection of one kind of database; the consumer that
-//! calls them knows none. Where a handler does not fit the store, its messages fail and say so.
+//! Promise: handlers are written for the connection of one kind of database; the consumer that
+//! calls them knows none. If a handler does not fit the store, its messages fail with an error.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,14 +13,14 @@ use crate::message::Message;
 use crate::runtime::{BatchMessageHandler, HandlerTx, MessageHandler};
 use crate::store::{InboxTx, Store};
 
-/// A handler as the consumer calls it, whatever its database.
+/// A handler as the consumer calls it, for any database.
 #[async_trait]
 pub(super) trait Handler: Send + Sync {
-    /// It takes the messages of a batch at once.
+    /// Whether it takes the messages of a batch at once.
     fn takes_sets(&self) -> bool;
 
-    /// Hands it these messages, in order, with a transaction. `enqueued` is set where it enqueued
-    /// something.
+    /// Calls the handler with these messages, in order, in a transaction. Sets `enqueued` if the
+    /// handler enqueued a message.
     async fn handle(
         &self,
         messages: &[&Message],
@@ -71,7 +71,7 @@ impl<S: Store, H: BatchMessageHandler<S>> Handler for Set<S, H> {
     }
 }
 
-/// The handlers of a consumer, by kind. The first that fits takes the message.
+/// The handlers of a consumer by kind. Of several handlers for one kind, the first is called.
 pub struct Handlers<S: Store>(ByKind, PhantomData<fn(S)>);
 
 impl<S: Store> Handlers<S> {
@@ -98,13 +98,13 @@ impl<S: Store> Handlers<S> {
         self.with(Some(kind.into()), Set(handler, PhantomData))
     }
 
-    /// Adds a handler for what no other takes.
+    /// Adds a handler for the kinds that have no handler of their own.
     #[must_use]
     pub fn otherwise(self, handler: impl MessageHandler<S> + 'static) -> Self {
         self.with(None, Single(handler, PhantomData))
     }
 
-    /// Adds a handler for what no other takes, that takes the messages of a batch at once.
+    /// The same, with a handler that takes the messages of a batch at once.
     #[must_use]
     pub fn otherwise_batch(self, handler: impl BatchMessageHandler<S> + 'static) -> Self {
         self.with(None, Set(handler, PhantomData))
@@ -115,7 +115,7 @@ impl<S: Store> Handlers<S> {
         self
     }
 
-    /// What the consumer calls.
+    /// The handlers as the consumer calls them.
     pub(super) fn by_kind(self) -> ByKind {
         self.0
     }
@@ -133,7 +133,7 @@ impl<S: Store> fmt::Debug for Handlers<S> {
     }
 }
 
-/// The same, for a consumer that knows no database.
+/// The handlers without the type of their store.
 #[derive(Default)]
 pub(super) struct ByKind(Vec<(Option<String>, Box<dyn Handler>)>);
 
@@ -145,12 +145,12 @@ impl ByKind {
         Some((number, self.get(number)))
     }
 
-    /// The kinds that they take; none where one takes every kind.
+    /// The kinds that have handlers; `None` if one handler takes every kind.
     pub(super) fn kinds(&self) -> Option<Vec<String>> {
         self.0.iter().map(|(kind, _)| kind.clone()).collect()
     }
 
-    /// The handler of a number that [`ByKind::find`] gave.
+    /// The handler with a number that [`ByKind::find`] returned.
     pub(super) fn get(&self, number: usize) -> &dyn Handler {
         self.0[number].1.as_ref()
     }

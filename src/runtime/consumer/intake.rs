@@ -1,9 +1,9 @@
-//! Broker events in, low-water marks out.
+//! Takes events from the broker, and acknowledges up to low-water marks.
 //!
-//! Promise: what is acknowledged is committed (G5); what is finished behind an unfinished one, or
-//! stands aside, stops nothing else; a revoked source starts nothing more, drains,
-//! is acknowledged and only then given up; the broker is polled also while handlers run, so that
-//! heartbeats and rebalances never wait for them.
+//! Promise: only committed messages are acknowledged (G5). A message that is not finished, or is
+//! set aside, does not stop the messages after it. A revoked partition starts nothing more,
+//! finishes what runs, is acknowledged, and only then is given up. The broker is also polled while
+//! handlers run, so heartbeats and rebalances never wait for handlers.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -26,46 +26,46 @@ use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
 use crate::store::{ConsumerId, Holding};
 
-/// The last of the grace, half of it at most: what runs is dropped, and its tries are taken back. A
-/// disk that is busy with other work may need a second or two for that.
+/// The last part of the grace, at most half of it: what still runs is dropped, and its tries are
+/// taken back. A busy disk may need a second or two for that.
 pub(super) const HAND_BACK: Duration = Duration::from_secs(4);
 
-/// The trouble of a consumer that stands, by name.
+/// The name of the trouble of a consumer that makes no progress.
 const WORK: &str = "work";
 
-/// For so long nothing comes to its end before a consumer stands: two tries of a handler, but not
-/// so short that a busy disk is taken for a standstill, and not so long that nobody would look any
-/// more.
+/// After how long without a finished message a consumer counts as standing still: two timeouts of a
+/// handler, but not so short that a busy disk looks like a standstill, and not so long that nobody
+/// would notice.
 fn stands_after(handler_timeout: Duration) -> Duration {
     const LEAST: Duration = Duration::from_secs(5);
     const MOST: Duration = Duration::from_secs(300);
     (handler_timeout * 2).min(MOST).max(handler_timeout + LEAST)
 }
 
-/// How many count against `in_flight_max`.
+/// How many deliveries count against `in_flight_max`.
 fn in_flight(options: &ConsumerOptions, outstanding: usize, aside: usize) -> usize {
     outstanding.saturating_sub(aside.min(options.aside_max))
 }
 
 struct Assigned {
     source: Arc<Source>,
-    /// Its row in the database, and which topic it is, where the broker is a log.
+    /// The row of this assignment, and the id of its topic; `None` if the broker is not a log.
     row: Option<(Holding, Option<String>)>,
     mark: Watermark,
-    /// Finished above the mark, and the subscriber was not told.
+    /// Sequences that finished above the mark and were not reported to the subscriber.
     untold: Vec<i64>,
-    /// The mark at the last tick.
+    /// The mark at the last tick of the timer.
     seen: Option<i64>,
-    /// Delivered while there was no room: handed over, in order, when there is.
+    /// Deliveries for which there was no room; they go to the lanes in order when there is.
     backlog: VecDeque<Delivery>,
     acknowledged: Option<i64>,
-    /// Handed to lanes and not yet reported.
+    /// How many were given to lanes and not reported back.
     outstanding: usize,
     giving_up: Option<GivingUp>,
 }
 
 impl Assigned {
-    /// Up to where it is done, as far as it was acknowledged.
+    /// How far the partition is done, as far as it was acknowledged.
     fn position(&self) -> Option<Position> {
         let (_, topic_id) = self.row.as_ref()?;
         Some(Position { topic_id: topic_id.clone(), next: self.acknowledged? + 1 })
@@ -84,16 +84,16 @@ struct Intake<'a> {
     lanes: Vec<mpsc::UnboundedSender<Item>>,
     positions: mpsc::UnboundedSender<(Holding, Position)>,
     sources: HashMap<PartitionId, Assigned>,
-    /// Assigned, and not consumed, with the reason.
+    /// The partitions that are assigned but not consumed, with the reason.
     refused: BTreeMap<PartitionId, String>,
     outstanding: usize,
-    /// Of these, those that stood aside.
+    /// How many of the outstanding deliveries are set aside.
     aside: usize,
     paused: bool,
     active_at: Instant,
-    /// The broker has not said yet what is for this process.
+    /// Whether the broker has not yet said which partitions belong to this process.
     waits_for_share: bool,
-    /// Since when deliveries are in hand and none of them was finished.
+    /// Since when deliveries are outstanding and none has finished.
     stands_since: Option<Instant>,
 }
 
@@ -109,8 +109,8 @@ pub(super) async fn run(
     let mut tasks = JoinSet::new();
     let lanes = (0..shared.options.lanes.max(1))
         .map(|number| {
-            // Unbounded channels, bounded by `in_flight_max` and `aside_max`: the intake hands over
-            // no more.
+            // The channels are unbounded, but the intake sends at most `in_flight_max` plus
+            // `aside_max` items.
             let (sender, receiver) = mpsc::unbounded_channel();
             let (done, stop, abandon) = (done_sender.clone(), lanes_stop.clone(), abandon.clone());
             tasks.spawn(lane::run(Arc::clone(shared), consumer, number, receiver, done, stop, abandon));
@@ -119,8 +119,8 @@ pub(super) async fn run(
         .collect();
     drop(done_sender);
     let (positions, told) = mpsc::unbounded_channel();
-    // Ends with this function: what it has not written yet is noted where a partition is given up,
-    // or comes again.
+    // Ends with this function. Positions that it has not written are written when a partition is
+    // given up, or their messages come again.
     let mut keeper = JoinSet::new();
     keeper.spawn(positions::keep(Arc::clone(shared), consumer, told));
     let mut intake = Intake {
@@ -141,13 +141,12 @@ pub(super) async fn run(
     shared.health.set(&shared.part, PartState::Starting);
     let end = tokio::select! {
         end = intake.serve(&mut done, stop) => end,
-        // While there is work for them they do not end by themselves; what this one had in its
-        // hands comes again.
+        // A lane ends only by a panic while the intake runs; the messages that it had come again.
         Some(lane) = tasks.join_next() => {
             let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
             in_disorder(shared, &format!("a lane ended in disorder, all of them begin anew: {why}"))
         }
-        // As long as it is told positions it does not end either.
+        // This task does not end either while positions may be sent to it.
         Some(kept) = keeper.join_next() => {
             let why = kept.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
             in_disorder(shared, &format!("the keeper of positions ended in disorder, and begins anew: {why}"))
@@ -156,15 +155,15 @@ pub(super) async fn run(
     let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
     shared.health.trouble(&shared.part, "broker", None);
     shared.health.trouble(&shared.part, WORK, None);
-    // Nothing more is started; what runs may finish within the grace, and is acknowledged where the
-    // subscriber still lives. Revoked first: a lane that the stop wakes out of a pause leaves its
-    // message, and must not start the next of its key.
+    // Nothing more is started. What runs may finish within the grace, and is acknowledged if the
+    // subscriber still works. Revoke first: a lane that the stop wakes from a pause leaves its
+    // message, and must not start the next one of the key.
     for assigned in intake.sources.values() {
         assigned.source.revoke();
     }
     lanes_stop.cancel();
     intake.lanes.clear();
-    // What a lane that is gone had in its hands is reported by nobody.
+    // Nobody will report the items of a lane that is gone.
     let grace = if lane_is_gone { shared.options.shutdown_grace.min(HAND_BACK) } else { shared.options.shutdown_grace };
     let hand_back = HAND_BACK.min(grace / 2);
     if !intake.drain(&mut done, end.is_ok(), grace - hand_back).await {
@@ -182,7 +181,7 @@ pub(super) async fn run(
     end
 }
 
-/// A task that must not end did: the subscriber goes with it.
+/// Ends the subscriber because a task ended that must not end.
 fn in_disorder(shared: &Shared, why: &str) -> Result<ConsumerEnd, BrokerError> {
     tracing::error!(consumer = %shared.options.name, "{why}");
     shared.health.set(&shared.part, PartState::Waiting(why.to_owned()));
@@ -249,7 +248,7 @@ impl Intake<'_> {
             }
             Event::Deliveries(deliveries) => self.deliveries(deliveries),
             Event::Revoked { sources, lost, done } => {
-                // One guard for several sources: it is dropped with the last of them.
+                // One guard for several partitions: it is dropped with the last of them.
                 let guard = Arc::new(done);
                 for id in sources {
                     self.revoke(&id, lost, Arc::clone(&guard)).await;
@@ -259,14 +258,14 @@ impl Intake<'_> {
         Ok(())
     }
 
-    /// What is for this process is known, though it be nothing: from now on it is ready.
+    /// The broker has said which partitions belong to this process, even if none: it is ready.
     fn has_its_share(&mut self) {
         if std::mem::take(&mut self.waits_for_share) {
             self.shared.health.set(&self.shared.part, PartState::Ready);
         }
     }
 
-    /// Whatever the cause: deliveries are in hand, and none of them comes to its end.
+    /// Shows a trouble if deliveries are outstanding and none of them finishes, whatever the cause.
     fn look_whether_it_stands(&mut self) {
         if self.outstanding == 0 {
             self.stands_since = None;
@@ -277,8 +276,7 @@ impl Intake<'_> {
         self.shared.health.trouble(&self.shared.part, WORK, stands.then(|| Trouble::Stops(why())));
     }
 
-    /// Hands to the lanes what there is room for, and asks the broker for more, or for nothing
-    /// more.
+    /// Gives the lanes as many deliveries as there is room for, and pauses or resumes the broker.
     fn go_on(&mut self) -> Result<(), BrokerError> {
         let is_log = self.shared.broker.is_log();
         let in_flight_max = self.shared.options.in_flight_max.max(1);
@@ -287,7 +285,7 @@ impl Intake<'_> {
         let is_full = self.shared.is_full.load(Ordering::Relaxed);
         let mut waits = is_full;
         for (id, assigned) in &mut self.sources {
-            // What the mark does not know must not run: it would pass over it.
+            // An item that the mark does not know must not run: the mark would pass it.
             while !is_full && room > 0 && in_flight(&self.shared.options, self.outstanding, self.aside) < in_flight_max
             {
                 let Some(delivery) = assigned.backlog.pop_front() else { break };
@@ -330,7 +328,7 @@ impl Intake<'_> {
         let (mut remembered, mut opened) = (Vec::new(), HashMap::new());
         for id in sources {
             let holding = Holding { topic: Arc::clone(&id.place), partition: id.partition, owner: Uuid::now_v7() };
-            // Begun without its position, it could pass over what a database that went back does
+            // Without its position, a partition could skip records that a restored database does
             // not have.
             let row = self.shared.store.open_assignment(self.consumer, &holding).await.map_err(|error| {
                 let (topic, partition) = (&id.place, id.partition);
@@ -346,7 +344,7 @@ impl Intake<'_> {
             let Some((holding, row)) = opened.remove(&begun.source) else { continue };
             if let Some(why) = loss::takes_records_for_others(&self.shared.options.id_rule, row.has_new_ids, &begun) {
                 tracing::error!(consumer = %name, "{why}");
-                // Its position stays as it was: the next owner recognises it too.
+                // Its position stays unchanged, so that the next owner detects the problem too.
                 self.refused.insert(begun.source, why);
                 continue;
             }
@@ -356,16 +354,16 @@ impl Intake<'_> {
                 let place = format!("{}/{}", source.place, source.partition);
                 self.shared.health.trouble_of(&self.shared.part, "position", place, Some(Trouble::Shown(said)));
             }
-            // Found open: the last owner did not end cleanly, so what it had in flight may kill a
-            // process (R26).
+            // The last owner did not end cleanly, so what it had in flight may have killed it
+            // (R26).
             let found_open = || Suspicion::found_open(self.shared.options.in_flight_max);
             let suspicion = if row.was_open { found_open() } else { Suspicion::closed() };
             positions.push((holding.clone(), Position { topic_id: topic_id.clone(), next: start.at }));
             self.add(source, suspicion, Some((holding, topic_id)));
         }
         self.show_refused();
-        // From now on the database knows which topic it is: one that is made anew is recognised
-        // also by the next owner.
+        // From now on the database knows the id of the topic, so the next owner also detects a
+        // topic that was made anew.
         self.shared.store.keep_positions(self.consumer, &positions).await.map_err(|error| {
             BrokerError::Unavailable(format!("the database does not take where partitions stand: {error}"))
         })
@@ -376,7 +374,8 @@ impl Intake<'_> {
         let assigned = Assigned {
             source: Source::new(id.clone(), suspicion),
             row,
-            // What is finished above an unfinished one is not acknowledged either: it counts too.
+            // Deliveries that finished above an unfinished one are not acknowledged: they count
+            // too.
             mark: Watermark::new(self.shared.options.unacknowledged_max.max(1)),
             untold: Vec::new(),
             seen: None,
@@ -397,7 +396,7 @@ impl Intake<'_> {
         }
     }
 
-    /// What comes of these partitions is dropped: it is neither handled nor acknowledged.
+    /// Shows the partitions whose deliveries are dropped: neither handled nor acknowledged.
     fn show_refused(&self) {
         let why = (!self.refused.is_empty()).then(|| self.refused.values().cloned().collect::<Vec<_>>().join("; "));
         self.shared.health.trouble(&self.shared.part, "ids", why.map(Trouble::Stops));
@@ -423,7 +422,7 @@ impl Intake<'_> {
         self.acknowledge(id).await;
         self.close_assignment(id).await;
         tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, "given up");
-        // Drops the guard: the broker may go on.
+        // Dropping the source drops the guard, and the broker may continue.
         self.sources.remove(id);
     }
 
@@ -453,20 +452,20 @@ impl Intake<'_> {
             self.acknowledge(&id).await;
             self.give_up_if_drained(&id).await;
         }
-        // A part of the broker's room, so that most are told by the mark alone.
+        // A part of the room in the broker, so that most deliveries are reported by the mark alone.
         let untold: usize = self.sources.values().map(|assigned| assigned.untold.len()).sum();
         if untold > self.shared.options.in_flight_max / 4 {
             self.tell_finished(|_| true).await;
         }
     }
 
-    /// A delivery is in no lane any more.
+    /// Counts a delivery that is in no lane any more.
     fn is_back(&mut self, done: &Done) {
         self.outstanding = self.outstanding.saturating_sub(1);
         self.aside = self.aside.saturating_sub(usize::from(done.was_aside));
     }
 
-    /// Where the mark did not move since the last tick, something holds it.
+    /// If the mark has not moved since the last tick, an unfinished delivery holds it.
     async fn tell_where_the_mark_stands(&mut self) {
         self.tell_finished(|assigned| assigned.seen == assigned.mark.committable()).await;
         for assigned in self.sources.values_mut() {
@@ -474,7 +473,7 @@ impl Intake<'_> {
         }
     }
 
-    /// Tells the subscriber what is finished above the mark, so that it has room for others.
+    /// Reports deliveries that finished above the mark, so that the subscriber has room for others.
     async fn tell_finished(&mut self, of: impl Fn(&Assigned) -> bool) {
         for (id, assigned) in &mut self.sources {
             let is_lost = assigned.giving_up.as_ref().is_some_and(|giving_up| giving_up.lost);
@@ -495,11 +494,11 @@ impl Intake<'_> {
         assigned.acknowledged = Some(through);
         assigned.untold.retain(|sequence| *sequence > through);
         if let (Some((holding, _)), Some(position)) = (&assigned.row, assigned.position()) {
-            // Nobody writes any more at the end: then the clean end says it.
+            // At the end no task writes positions any more; closing the assignment writes this one.
             let _ended = self.positions.send((holding.clone(), position));
         }
         if let Err(error) = self.subscriber.acknowledge(id, through).await {
-            // No loss: the message comes again and the inbox knows it.
+            // Nothing is lost: the message comes again, and the inbox knows it.
             observe::acknowledge_failed(&self.shared.options.name);
             tracing::warn!(consumer = %self.shared.options.name, %error, "an acknowledgement did not arrive");
         }
@@ -524,11 +523,11 @@ impl Intake<'_> {
             self.active_at = Instant::now();
             return Ok(false);
         }
-        // All that can be done is done, and that is not everything.
+        // All that can be done is done, but some partitions are refused.
         if let Some(why) = self.refused.values().next() {
             return Err(BrokerError::Refused(why.clone()));
         }
-        // Asked in this order: what is claimed now was due before.
+        // In this order: a message that is claimed now was due before.
         let due = self.shared.store.next_due(self.consumer, &self.shared.scope).await;
         match due {
             Ok(_) if self.shared.retrying.load(Ordering::Acquire) > 0 => {
@@ -544,7 +543,8 @@ impl Intake<'_> {
         }
     }
 
-    /// Waits for what runs, and acknowledges it where `alive`.
+    /// Waits for what runs, and acknowledges it if the subscriber is `alive`. Returns false if the
+    /// grace ended first.
     async fn drain(&mut self, done: &mut mpsc::UnboundedReceiver<Done>, alive: bool, grace: Duration) -> bool {
         let grace = tokio::time::sleep(grace);
         tokio::pin!(grace);

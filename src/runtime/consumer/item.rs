@@ -1,4 +1,4 @@
-//! A delivery on its way through lane and batch, and the source it came from.
+//! A delivery on its way through lane and batch, and the partition that it came from.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,13 +9,13 @@ use crate::policy::suspicion::{Facts, Run, Suspicion};
 
 use super::options::ConsumerOptions;
 
-/// One assignment, as lanes see it.
+/// One assignment of a partition, as lanes use it.
 #[derive(Debug)]
 pub(super) struct Source {
     pub(super) id: PartitionId,
-    /// Given up: start nothing more of it.
+    /// The partition is revoked: start nothing more of it.
     revoked: AtomicBool,
-    /// What the last owner left behind, shared by the lanes (R26).
+    /// Suspicion about what the last owner had in flight, shared by the lanes (R26).
     suspicion: Mutex<Suspicion>,
 }
 
@@ -42,12 +42,12 @@ impl Source {
 pub(super) struct Item {
     pub(super) message: Message,
     pub(super) hash: ContentHash,
-    /// Why it has no usable id, where it has none.
+    /// Why the message has no usable id; `None` if it has one.
     pub(super) unusable: Option<String>,
     pub(super) source: Arc<Source>,
     pub(super) sequence: i64,
     pub(super) redelivered: bool,
-    /// It stood aside once: it does not count as in flight.
+    /// Whether the item was set aside once; it then does not count as in flight.
     pub(super) is_aside: bool,
 }
 
@@ -62,44 +62,44 @@ impl Item {
         Self { message, hash, unusable, source, sequence, redelivered, is_aside: false }
     }
 
-    /// True where it is to be looked up in the inbox before it runs.
+    /// Whether the inbox must be read before this item runs.
     pub(super) fn is_suspicious(&self) -> bool {
         self.redelivered || self.source.with_suspicion(|suspicion| suspicion.is_active())
     }
 
-    /// How it runs (R26), `known` being whether the inbox has it. Asked once.
+    /// How the item is to run (R26). `known`: whether the inbox has it. Call this once per item.
     pub(super) fn judge(&self, known: bool, has_none_to_spare: bool) -> Run {
         let facts = Facts { known, redelivered: self.redelivered, has_none_to_spare };
         self.source.with_suspicion(|suspicion| suspicion.judge(facts))
     }
 
-    /// Which of `lanes` it belongs to: one key, one lane.
+    /// The number of the lane for this item: all items of a key go to the same lane.
     pub(super) fn lane(&self, lanes: usize) -> usize {
         let bytes = self.message.lane_id().unwrap_or_else(|| self.message.id.bytes());
-        // The last bytes: the first ones of a v7 id are its time.
+        // The last bytes, because a v7 id begins with its time.
         let number =
             u64::from_be_bytes([bytes[8], bytes[9], bytes[10], bytes[11], bytes[12], bytes[13], bytes[14], bytes[15]]);
         usize::try_from(number % lanes.max(1) as u64).unwrap_or(0)
     }
 }
 
-/// What a lane tells the intake of one delivery.
+/// What a lane reports to the intake about one delivery.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) source: PartitionId,
     pub(super) sequence: i64,
     pub(super) end: End,
-    /// It had been set aside.
+    /// Whether the item had been set aside.
     pub(super) was_aside: bool,
 }
 
-/// What became of a delivery.
+/// How a delivery ended in its lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// It is committed and may be acknowledged.
     Committed,
-    /// It was left alone (revoked, stop).
+    /// It was not handled because of a revocation or a stop.
     Left,
-    /// None yet: it stands aside for the first time.
+    /// It has not ended: it was set aside for the first time.
     Aside,
 }

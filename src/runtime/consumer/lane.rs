@@ -1,9 +1,10 @@
-//! A lane: the messages of its keys, in order, in batches of what is there; no delay is added when
-//! idle.
+//! A lane runs the messages of its keys in order, in batches of the messages that are there. It
+//! adds no delay when idle.
 //!
-//! A failing message is taken out: the part before it runs again, then it alone under the retry
-//! policy, then the rest, so that a lane never reorders a key. Which parts those are is decided by
-//! [`crate::policy::split`], which messages are under suspicion by [`crate::policy::suspicion`].
+//! A message that fails is separated: the messages before it run again, then the failed one runs
+//! alone under the retry policy, then the rest, so a lane never reorders a key.
+//! [`crate::policy::split`] decides the parts; [`crate::policy::suspicion`] decides which messages
+//! are suspect.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -25,44 +26,44 @@ use crate::policy::suspicion::Run;
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
 
-/// The trouble of a lane that waits for the database, by name.
+/// The name of the trouble of a lane that waits for the database.
 pub(super) const DATABASE: &str = "database";
 
-/// What one lane works with: shared state, channels and the flags that stop it.
+/// The state of one lane: shared state, channels and the tokens that stop it.
 pub(super) struct Lane {
     number: usize,
     pub(super) shared: Arc<Shared>,
     pub(super) consumer: ConsumerId,
     pub(super) done: mpsc::UnboundedSender<Done>,
     pub(super) stop: CancellationToken,
-    /// The grace of a stop is over: what runs is dropped.
+    /// The grace of a stop is over: work that still runs is dropped.
     pub(super) abandon: CancellationToken,
-    /// Transient failures in a row, whatever this lane was doing.
+    /// Counts transient failures in a row, whatever the lane was doing.
     pub(super) fault: TransientFault,
     pub(super) aside: Aside,
 }
 
-/// What is to be done next, last in, first out.
+/// A piece of work on the stack of a lane: the last one added is done first.
 enum Work {
     Batch(Vec<Item>, Tries),
-    /// And whether its try in a batch was counted before.
+    /// The flag says whether its try in a batch was counted before.
     Alone(Box<Item>, Why, bool),
 }
 
-/// What is known of the tries of a batch.
+/// The state of the tries of a batch.
 #[derive(Debug, Clone)]
 enum Tries {
-    /// Whether any of it is suspicious was not asked yet.
+    /// It was not checked yet whether a message is suspect.
     Unjudged,
-    /// Nothing in the batch is suspicious: no try is counted before it runs.
+    /// No message is suspect: no try is counted before the batch runs.
     Free,
-    /// These are to be counted before the batch runs.
+    /// The tries of these messages must be counted before the batch runs.
     Due(Vec<MessageId>),
     /// The first try of each is counted.
     Counted,
 }
 
-/// How long a stop waits for tries to be taken back: where the database is away, they stay counted.
+/// How long a stop waits to take tries back. If the database is away, they stay counted.
 pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs until its channel is closed.
@@ -127,7 +128,7 @@ impl Lane {
                 Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
         }
-        // Done, or left for later: there is nothing that it could wait with.
+        // Everything is done or left for later, so the lane waits for nothing.
         self.waits_no_more();
     }
 
@@ -147,12 +148,11 @@ impl Lane {
             }
         }
         if let Tries::Due(ids) = &mut tries {
-            // Some may have left the batch since.
+            // Some messages may have left the batch since.
             ids.retain(|id| items.iter().any(|item| item.message.id == *id));
             let (store, consumer) = (&self.shared.store, self.consumer);
             let counted = match store.is_contested(consumer, ids).await {
-                // Another process, frozen maybe, is at work on one of them: that one is not waited
-                // for.
+                // Another process, perhaps frozen, works on one of them: do not wait for it.
                 Ok(true) => return self.part_contested(items, &tries, stack),
                 Ok(false) => store.begin_first_attempts(consumer, ids).await,
                 Err(error) => Err(error),
@@ -206,7 +206,7 @@ impl Lane {
                 stack_up(items, split::without_blame(whole), &tries, None, stack);
             }
             Ok(BatchEnd::Ended(committed)) => {
-                // In order: what is stored first is the head of its key (R25).
+                // In order: the message that is stored first becomes the head of its key (R25).
                 let mut rest = Vec::new();
                 for (index, item) in items.into_iter().enumerate() {
                     if committed.contains(&index) {
@@ -221,8 +221,8 @@ impl Lane {
         }
     }
 
-    /// What was stored behind its key may stand there alone by now: the retrier may have removed
-    /// the head meanwhile.
+    /// Wakes keys of messages that were stored behind their head: a retrier may have removed the
+    /// head meanwhile.
     async fn wake_parked(&self, items: &[Item], outcomes: &[Outcome]) {
         let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == Outcome::Retried);
         let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.message.lane_id()).collect();
@@ -236,8 +236,8 @@ impl Lane {
         self.shared.parked.notify_one();
     }
 
-    /// Runs the items in one transaction; none where the grace of a stop ended first: then nothing
-    /// of it stays.
+    /// Runs the items in one transaction. `None`: the grace of a stop ended first, and nothing of
+    /// the transaction stays.
     pub(super) async fn transaction(
         &self,
         items: &[Item],
@@ -250,8 +250,9 @@ impl Lane {
         }
     }
 
-    /// Nobody's failure, reported by the handler of the message `of`: the same batch again, or its
-    /// parts (R27). Whose failure it is that lasts is found out with one alone.
+    /// After a transient failure, reported by the handler of message `of` if that is set, runs the
+    /// same batch or its parts again (R27). A failure that lasts is judged when its message runs
+    /// alone.
     async fn again(&mut self, items: Vec<Item>, tries: Tries, why: &str, of: Option<usize>, stack: &mut Vec<Work>) {
         let again = self.fault.again(0..items.len(), of, fastrand::f64());
         self.say_waiting(why);
@@ -259,9 +260,9 @@ impl Lane {
         stack_up(items, again.parts, &tries, None, stack);
     }
 
-    /// How these run (R26): those before the first that runs alone, and where that one is. Only
-    /// what the inbox does not know is suspected, and nothing behind the one that runs alone was
-    /// judged.
+    /// Decides how the items run (R26). Returns the tries of the items before the first one that
+    /// must run alone, and the index of that one. Only messages that the inbox does not know can be
+    /// suspect; items behind the one that runs alone are not judged yet.
     async fn judge(&self, items: &[Item]) -> Result<(Tries, Option<usize>), StoreError> {
         if !items.iter().any(Item::is_suspicious) {
             return Ok((Tries::Free, None));
@@ -277,19 +278,19 @@ impl Lane {
             let is_known = known.contains(&id);
             match item.judge(is_known, spares_none || tried.contains(&id)) {
                 Run::Alone => return Ok((to_count(due, suspects), Some(index))),
-                // It was counted before, and its count goes on.
+                // Its try was counted before, so counting must go on from there.
                 Run::InBatch if !is_known && tried.contains(&id) => return Ok((to_count(due, suspects), Some(index))),
                 run => suspects |= run == Run::Counted,
             }
-            // All of them: what one of the batch does to the process, none of the others can be
-            // told from.
+            // All of the batch: if one of them kills the process, the others cannot be told from
+            // it.
             due.extend((!is_known).then_some(id));
         }
         Ok((to_count(due, suspects), None))
     }
 
-    /// One of those that stand aside is free again: all of them run, and what is not free stands
-    /// aside anew.
+    /// Checks one message that is set aside. If it is free, all of them run, and those that are not
+    /// free are set aside again.
     async fn look_aside(&mut self) {
         let items = self.aside.take();
         for item in self.leave_revoked(items, &Tries::Unjudged).await {
@@ -309,7 +310,7 @@ impl Lane {
         }
     }
 
-    /// What stands behind one of its key that stands aside goes there too.
+    /// Sets aside the messages that follow one of their key that is set aside.
     async fn leave_aside(&mut self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (behind, free): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.aside.is_before(item));
         if !behind.is_empty() && matches!(tries, Tries::Counted) {
@@ -319,8 +320,8 @@ impl Lane {
         free
     }
 
-    /// Suspects, or some that stood aside, whose inbox rows somebody else's open transaction may
-    /// hold: halves, until those stand aside that it holds.
+    /// Another process's open transaction may hold inbox rows of these items: splits them in halves
+    /// until only the items that it holds are set aside.
     fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
         match items.pop() {
             Some(only) if items.is_empty() => self.set_aside(only),
@@ -328,15 +329,15 @@ impl Lane {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
                 for half in [second, items] {
-                    // Those that are not of this half leave it there.
+                    // Messages that must be set aside with the other half leave this one.
                     stack.push(Work::Batch(half, tries.clone()));
                 }
             }
         }
     }
 
-    /// Nothing more of it is started. After a stop neither: it may have left an older one of the
-    /// key in the middle of its tries.
+    /// Whether the item must not be started: its partition is revoked, or a stop came, after which
+    /// an older message of the key may be left between two of its tries.
     fn is_left(&self, item: &Item) -> bool {
         item.source.is_revoked() || self.stop.is_cancelled()
     }
@@ -352,7 +353,7 @@ impl Lane {
         kept
     }
 
-    /// Takes the first tries of these back: they are left for later.
+    /// Takes back the first tries of items that are left for later.
     pub(super) async fn uncount(&self, items: &[Item]) {
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         let taken_back = async {
@@ -374,11 +375,12 @@ impl Lane {
 
     fn tell(&self, item: &Item, end: End) {
         let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
-        // The intake is gone only when the subscriber is: then the message comes again.
+        // The intake is gone only if the subscriber is gone: then the message comes again.
         let _ = self.done.send(Done { source, sequence, end, was_aside });
     }
 
-    /// Behind the transaction of another process, or behind an older one of its key that is.
+    /// Sets aside a message that another process's transaction holds, or that follows such a
+    /// message.
     pub(super) fn set_aside(&mut self, mut item: Item) {
         if !item.is_aside {
             self.tell(&item, End::Aside);
@@ -402,21 +404,20 @@ impl Lane {
         format!("lane {}", self.number)
     }
 
-    /// Waits before the same again, where the database works for others: that is no news of it.
+    /// Waits before the next try. The database works for others, so no trouble is shown.
     pub(super) async fn pause(&mut self) {
         let again = self.fault.again(0..1, None, fastrand::f64());
         sleep_unless(&self.stop, again.pause).await;
     }
 
-    /// Waits for a database that is away, or asks to try again.
+    /// Waits for a database that is away or returned a transient error.
     pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
         let again = self.fault.again(0..1, None, fastrand::f64());
         self.say_waiting(&why.to_string());
         sleep_unless(&self.stop, again.pause).await;
     }
 
-    /// The same for what a stop must not leave undone: false only when the grace of the stop is
-    /// over.
+    /// The same for work that a stop must not leave undone. Returns false if the grace is over.
     pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
         let again = self.fault.again(0..1, None, fastrand::f64());
         self.say_waiting(&why.to_string());
@@ -424,7 +425,7 @@ impl Lane {
     }
 
     fn say_waiting(&self, why: &str) {
-        // A deadlock or two is daily life; only what lasts is shown as waiting.
+        // Single deadlocks are normal; only a failure that lasts is shown as waiting.
         if self.fault.times() > split::TIMES_BEFORE_HALVING {
             let waits = Trouble::Stops(why.to_owned());
             self.shared.health.trouble_of(&self.shared.part, DATABASE, self.name(), Some(waits));
@@ -438,8 +439,8 @@ fn to_count(ids: Vec<MessageId>, suspects: bool) -> Tries {
     if suspects { Tries::Due(ids) } else { Tries::Free }
 }
 
-/// Lays the parts of a plan on the stack, so that the first of them is next. The error belongs to
-/// the message to blame.
+/// Puts the parts of a plan on the stack, so that the first part is next. The error belongs to the
+/// message that runs alone.
 fn stack_up(
     mut items: Vec<Item>,
     plan: Vec<Part>,
@@ -486,7 +487,7 @@ mod tests {
     use crate::store::sqlite::SqliteStore;
     use crate::store::{Base, ConsumerSpec, Inbox, Schema, StoreOptions};
 
-    /// Fails each time, and says that it ran.
+    /// A handler that fails each time and counts its runs.
     struct Fails(Arc<(AtomicUsize, Notify)>);
 
     #[async_trait]

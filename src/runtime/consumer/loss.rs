@@ -1,11 +1,11 @@
-//! Says what a consumer did not get, and will not get; and where it may not begin.
+//! Reports records that a consumer will not get, and partitions that it must not consume.
 
 use crate::broker::{Begun, PartitionId};
 use crate::message::IdRule;
 use crate::observe;
 use crate::policy::position::Break;
 
-/// A partition does not go on where the consumer stood: counted, said, and given back in words.
+/// Logs and counts a partition that does not continue at the consumer's position; returns the text.
 pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> String {
     let place = format!("{}/{}", source.place, source.partition);
     let said = match because {
@@ -39,8 +39,8 @@ pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> Stri
     said
 }
 
-/// Why a partition is not consumed from its beginning: its offsets were those of other records, and
-/// coordinates are the ids. None where it may be consumed.
+/// Why a partition must not be consumed from its beginning: its offsets belonged to other records,
+/// and coordinates are the ids. `None` if it may be consumed.
 pub(super) fn takes_records_for_others(rule: &IdRule, has_new_ids: bool, begins: &Begun) -> Option<String> {
     let again = matches!(begins.start.because, Some(Break::MadeAnew { .. } | Break::BeyondEnd { .. }));
     if !again || has_new_ids || !matches!(rule, IdRule::Coordinates) {

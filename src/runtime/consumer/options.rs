@@ -1,4 +1,4 @@
-//! What can be set of a consumer; every bound has a name and a reason beside its default.
+//! The settings of a consumer; every bound has a name and a reason beside its default.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,13 +7,13 @@ use crate::message::IdRule;
 use crate::policy::horizon::Horizon;
 use crate::policy::retry::RetryPolicy;
 
-/// What happens to later messages of a key behind a dead one.
+/// What happens to the later messages of a key when one of its messages is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeadPolicy {
-    /// They are held behind it until a person decides: order is kept.
+    /// They are held behind it until a person decides: the order is kept.
     #[default]
     Hold,
-    /// They go on without it.
+    /// They are handled without it.
     Skip,
 }
 
@@ -30,73 +30,74 @@ pub enum Unhandled {
 /// Settings of a consumer.
 #[derive(Debug, Clone)]
 pub struct ConsumerOptions {
-    /// Its name: the inbox key, the Kafka group, part of the queue names.
+    /// The name of the consumer: key of its inbox, Kafka group, part of its queue names.
     pub name: String,
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
-    /// Another group than its name.
+    /// The group in Kafka, if it is not the name.
     pub group: Option<String>,
-    /// Queue names by topic.
+    /// The names of queues, by topic.
     pub queues: BTreeMap<String, String>,
-    /// Where the id stands.
+    /// Where the id of a message is found.
     pub id_rule: IdRule,
-    /// Part of the identity by coordinates: change it when a topic is made anew.
+    /// Part of the id by coordinates: change it when a topic is deleted and made anew.
     pub id_epoch: String,
-    /// Take another id rule than the one stored at the first start.
+    /// Accept an id rule that is not the one stored at the first start.
     pub accept_id_rule: bool,
-    /// Lanes: each has its own transaction. 4 by default, about what one database connection pool
+    /// The number of lanes; each has its own transaction. Default 4, about what one connection pool
     /// serves well; 1 on SQLite.
     pub lanes: usize,
-    /// Waiting keys that are tried at once, each in its own transaction, so that one whose handler
-    /// hangs keeps no other waiting. 4 by default; 1 on SQLite.
+    /// How many waiting keys are tried at once, each in its own transaction, so that a handler that
+    /// hangs does not delay other keys. Default 4; 1 on SQLite.
     pub retriers: usize,
-    /// Messages of one transaction at most. 100: beyond it the gain is small and a failure repeats
-    /// more.
+    /// The largest number of messages in one transaction. Default 100: a larger one gains little,
+    /// and a failure repeats more.
     pub batch_max: usize,
-    /// Deliveries at most that run or wait for their turn: bounds memory, and how many are
-    /// suspected of having killed their process. 2,000: enough for 20 full transactions.
+    /// The largest number of deliveries that run or wait for their turn. It bounds memory, and how
+    /// many messages can be suspect. Default 2,000, which is 20 full transactions.
     pub in_flight_max: usize,
-    /// Deliveries at most that stand aside, because another process, frozen maybe, has the inbox
-    /// row of theirs or of an older one of their key in an open transaction. More of them count
-    /// against `in_flight_max`. 20,000: about what comes for its keys until the server ends that
-    /// transaction.
+    /// The largest number of deliveries that are set aside because an open transaction of another
+    /// process, perhaps frozen, has the inbox row of the delivery or of an older one of its key.
+    /// More count against `in_flight_max`. Default 20,000, about what comes for such keys until the
+    /// server ends that transaction.
     pub aside_max: usize,
-    /// Deliveries at most that are not acknowledged, most of them finished behind one that is not:
-    /// bounds what comes again after a crash, which the inbox knows. 200,000: each takes some
-    /// bytes.
+    /// The largest number of deliveries that are not acknowledged; most of them finished behind one
+    /// that did not. It bounds what comes again after a crash, which the inbox knows. Default
+    /// 200,000; each takes some bytes.
     pub unacknowledged_max: usize,
-    /// Dead messages of this consumer at most. Where so many stand, nothing more is taken until an
-    /// operator has made room, so that a stream of what can never be handled does not fill the
-    /// database. 100,000: more than anybody looks through.
+    /// The largest number of dead messages of this consumer. At the limit no more messages are
+    /// taken until an operator has made room, so that a stream of messages that can never be
+    /// handled does not fill the database. Default 100,000, more than a person can look through.
     pub dead_rows_max: usize,
-    /// How long one handler may run. 30 s; 2 s on SQLite, where it runs inside the write lock.
+    /// The longest time for one handler. Default 30 s; 2 s on SQLite, where it holds the write
+    /// lock.
     pub handler_timeout: Duration,
     /// When a failed message is tried again, and when it is dead.
     pub retry: RetryPolicy,
-    /// What stands behind a dead message.
+    /// What happens to the messages behind a dead one.
     pub dead: DeadPolicy,
     /// What happens to kinds without a handler.
     pub unhandled: Unhandled,
-    /// How long the inbox remembers; a message older than what it has forgotten is dead as too old.
-    /// For ever by default.
+    /// How long the inbox remembers ids. A message older than what was purged is dead as too old.
+    /// Default: for ever.
     pub horizon: Horizon,
-    /// How often rows older than the horizon are looked for. 1 h: the inbox is larger by what comes
-    /// in that time.
+    /// The pause between two purges of rows older than the horizon. Default 1 h; the inbox is
+    /// larger by the rows of that time.
     pub purge_every: Duration,
-    /// How old a dead message may be that is sent again under its own id: the publisher's setting
-    /// of this name, which the horizon must exceed. 7 days.
+    /// How old a dead message may be that is redriven under its own id: the publisher's setting
+    /// with this name, which the horizon must exceed. Default 7 days.
     pub redrive_age_max: Duration,
-    /// How long a revoked partition may drain.
+    /// How long a revoked partition may take to finish what runs. Default 10 s.
     pub drain: Duration,
-    /// How long a stop waits for what runs. 20 s, of which the last 4, or the second half if that
-    /// is less, are there to drop what still runs and to take its counted tries back.
+    /// How long a stop waits for what runs. Default 20 s. The last 4 s (at most half) are used to
+    /// drop what still runs and to take its counted tries back.
     pub shutdown_grace: Duration,
-    /// End when nothing came for this long after having caught up.
+    /// End after nothing came for this long, once the consumer has caught up.
     pub until_idle: Option<Duration>,
 }
 
 impl ConsumerOptions {
-    /// Defaults around a name and topics.
+    /// Default settings for this name and these topics.
     pub fn new(name: impl Into<String>, topics: Vec<String>) -> Self {
         Self {
             name: name.into(),
@@ -126,8 +127,8 @@ impl ConsumerOptions {
         }
     }
 
-    /// The id rule as it is stored at the first start; the epoch belongs to it where coordinates
-    /// are the identity.
+    /// The id rule as it is stored at the first start; for ids by coordinates it includes the
+    /// epoch.
     #[must_use]
     pub fn id_rule_text(&self) -> String {
         match self.id_rule {

@@ -1,10 +1,12 @@
-//! Remembers in the database up to where each partition is done.
+//! Stores in the database how far each partition is done.
 //!
-//! Promise: a position is written after the commits it stands for, in a transaction of its own, so
-//! that no copy of the database has it without them. It lags by a second at most, or by as long as
-//! the database is away: what was done meanwhile comes again after a crash, and the inbox knows it.
+//! Promise: a position is written after the commits that it covers, in a transaction of its own, so
+//! no copy of the database has the position without them. It lags by at most a second, or by as
+//! long as the database is away. After a crash, messages since then come again, and the inbox knows
+//! them.
 //!
-//! Not here: where a partition begins (`policy::position`), the position at a clean end (`intake`).
+//! Not here: where a partition begins (`policy::position`), and the position at a clean end
+//! (`intake`).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,10 +19,11 @@ use super::Shared;
 use crate::policy::position::Position;
 use crate::store::{ConsumerId, Holding};
 
-/// How much may come again for nothing, against one small write in each such time.
+/// The pause between two writes: a longer one repeats more messages after a crash, a shorter one
+/// writes more.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Writes what it is told, the last of each partition, until nobody tells it any more.
+/// Writes the last position that it receives of each partition, until the channel closes.
 pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: UnboundedReceiver<(Holding, Position)>) {
     let mut due: HashMap<Uuid, (Holding, Position)> = HashMap::new();
     while let Some(first) = told.recv().await {

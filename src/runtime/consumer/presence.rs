@@ -1,6 +1,6 @@
-//! A consumer's process says every ten seconds that it is there, so that an operator can tell who
-//! is gone; and it ends where an operator forgot its consumer, or another id rule was accepted: two
-//! rules at once would give one message two ids.
+//! Records every ten seconds that this process of a consumer runs, so that an operator can tell
+//! which consumers are gone. Ends the process if an operator forgot its consumer or accepted
+//! another id rule: two rules at once would give one message two ids.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,18 +13,16 @@ use crate::observe::Trouble;
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
 
-/// How often a process says that it is there; well below
-/// [`crate::store::CONSUMER_PRESENT`].
+/// The pause between two records; well below [`crate::store::CONSUMER_PRESENT`].
 const SAYS_EVERY: Duration = Duration::from_secs(10);
 
-/// Until it is told to stop. A database that is away is asked again; what it missed is at most a
-/// minute.
+/// Runs until the stop. If the database is away, the next round tries again.
 pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let id_rule = shared.options.id_rule_text();
     let show = |trouble| shared.health.trouble(&shared.part, "presence", trouble);
     let mut failed = 0_u32;
     loop {
-        // A stop does not wait for a database that says nothing.
+        // A stop must not wait for a database that does not answer.
         let said = tokio::select! {
             said = shared.store.seen(consumer, &id_rule) => said,
             () = stop.cancelled() => return show(None),

@@ -1,8 +1,8 @@
-//! The purge: inbox rows older than the horizon go, a page at a time (R31).
+//! The purge: deletes inbox rows older than the horizon, page by page (R31).
 //!
-//! Promise: a horizon within which a duplicate can still come is refused at start, as far as what
-//! it must exceed is known, and nothing is purged by it later either; a purge is paced, so that it
-//! does not stand in the way of what is handled.
+//! Promise: a horizon within which a duplicate can still come is refused at start, as far as the
+//! times that it must exceed are known, and later too no purge uses it. A purge makes pauses, so
+//! that it does not delay handlers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,12 +16,12 @@ use crate::policy::horizon::{Horizon, Sources};
 use crate::runtime::pace::{Pace, sleep_unless};
 use crate::store::ConsumerId;
 
-/// Rows looked at in one transaction.
+/// The number of rows that one transaction reads.
 const PAGE: usize = 1_000;
-/// The pause between two of them.
+/// The pause between two pages.
 const BETWEEN: Duration = Duration::from_millis(20);
 
-/// Whether the horizon may be used; waits for a database or broker that is away.
+/// Checks the horizon; waits for a database or broker that is away.
 pub(super) async fn check(
     shared: &Shared,
     consumer: ConsumerId,
@@ -41,8 +41,8 @@ pub(super) async fn check(
     }
 }
 
-/// Purges at start and at every interval, until the stop; where the inbox forgets nothing, only
-/// tries of what was handled.
+/// Purges at start and at every interval until the stop. If the inbox forgets nothing, only counted
+/// tries of handled messages are removed.
 pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(60));
     let name = &shared.options.name;
@@ -66,10 +66,10 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
     }
 }
 
-/// Everything older than the horizon; gives the rows that went.
+/// Deletes all rows older than the horizon; returns how many.
 async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, ConsumerError> {
     while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
-    // Once more: a topic may have been made, or keep its records for longer, since the last time.
+    // Checked again: since then, a topic may have been made, or its retention may be longer.
     is_long_enough(shared, consumer).await?;
     let now = shared.store.bounds(consumer).await?.now;
     let Some(below) = shared.options.horizon.purge_bound(now) else { return Ok(0) };
@@ -100,7 +100,7 @@ async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), Con
     sources.check(options.horizon).map_err(|why| ConsumerError::Horizon { consumer: options.name.clone(), why })
 }
 
-/// True where waiting may help.
+/// Whether the error may end by itself.
 fn is_away(error: &ConsumerError) -> bool {
     match error {
         ConsumerError::Store(error) => error.is_transient(),

@@ -1,15 +1,14 @@
-//! The retriers: due heads of waiting keys, one key each (R25, R26).
+//! The retriers: they run the due heads of waiting keys, one key at a time each (R25, R26).
 //!
-//! Promise: only the oldest waiting messages of a key run; they leave the table in the handler's
-//! transaction, only while the claim stands, and the next of the key becomes due with them. Whose
-//! last claim ran out may have killed its process: it runs with nothing else beside it, its try
-//! counted when its turn comes. What failed before runs alone in its transaction, beside the
-//! others, and its try is counted when it failed. What was never tried runs in batches, so a key is
-//! drained as fast as it was filled. A failure that lasts while the database works for others
-//! postpones its message without end, and counts nothing.
+//! Promise: only the oldest waiting messages of a key run. They are deleted from the table in the
+//! handler's transaction, and only while the claim holds; the next message of the key becomes due
+//! with that. A head whose last claim expired may have killed its process: it runs with nothing
+//! beside it, and its try is counted before. A message that failed before runs alone in its
+//! transaction, beside other messages, and its try is counted when it fails. Messages that were
+//! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
+//! while the database works for others postpones its message again and again and counts nothing.
 //!
-//! Not here: when the next try is (`policy::retry`), and what the database does for it
-//! (`store::waiting`).
+//! Not here: when the next try is (`policy::retry`), and the statements (`store::waiting`).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -33,29 +32,30 @@ use crate::policy::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::runtime::pace::{Pace, sleep_unless};
 use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, Proof, Undone};
 
-/// What a claim lasts longer than a handler may run.
+/// How much longer a claim lasts than a handler may run.
 const CLAIM_SPARE: Duration = Duration::from_secs(10);
-/// Other processes' messages become due without a hint to this one.
+/// The longest pause between two searches: messages of other processes become due without a signal.
 const POLL: Duration = Duration::from_millis(500);
-/// After so many transient failures a head is given back: others may be luckier with theirs.
+/// After how many transient failures a head is released, so that other keys are tried.
 const FAULTS_MAX: u32 = 5;
-/// How often heads are looked for that a race left without a due time.
+/// The pause between two searches for heads that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
-/// Whoever has waited for so long to look for what is due is in no trouble: another looks.
+/// A retrier that has waited this long for its turn to search is in no trouble: another one
+/// searches.
 const IN_PEACE: Duration = Duration::from_secs(1);
 
-/// Messages of which it is remembered how often in a row they were postponed uncounted: beyond, all
-/// of them begin anew.
+/// For how many messages the number of postponements in a row is kept. At the limit all numbers are
+/// cleared.
 const LASTING_MAX: usize = 10_000;
 
-/// What the retriers of one consumer share.
+/// The state that the retriers of one consumer share.
 #[derive(Debug)]
 pub(super) struct Desk {
-    /// Whoever has it looks for what is due, the others run what they found: a consumer where
-    /// nothing is due asks the database as often as one retrier would. When heads were last looked
-    /// for that a race left.
+    /// The retrier that holds this lock searches for due messages; the others run what they found.
+    /// So an idle consumer asks the database only as often as one retrier would. The value is the
+    /// time of the last search for heads that a race left.
     look: Mutex<Instant>,
-    /// How often in a row each was postponed uncounted, by its row.
+    /// How often in a row each message was postponed without a counted try, by its row.
     lasting: std::sync::Mutex<HashMap<i64, u32>>,
 }
 
@@ -64,7 +64,7 @@ impl Desk {
         Self { look: Mutex::new(Instant::now()), lasting: std::sync::Mutex::default() }
     }
 
-    /// Postponed once more; how often in a row.
+    /// Counts one more postponement of a message; returns how many in a row.
     fn lasts(&self, sequence: i64) -> u32 {
         let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
         if lasting.len() >= LASTING_MAX && !lasting.contains_key(&sequence) {
@@ -85,58 +85,57 @@ impl Desk {
     }
 }
 
-/// One retrier of a consumer, and what it still owes the database. That stays until it is written:
-/// a database that went away in the middle must not leave a message claimed for nothing, or an
-/// alarm unheard (G10).
+/// One retrier, and what it still has to write. That is kept until it is written, so that an outage
+/// of the database leaves no message claimed without need, and no alarm unreported (G10).
 struct Retrier {
     shared: Arc<Shared>,
     consumer: ConsumerId,
     stop: CancellationToken,
-    /// What still runs is dropped: the grace of a stop is nearly over.
+    /// The grace of a stop is nearly over: work that still runs is dropped.
     abandon: CancellationToken,
-    /// A claim whose answer was lost.
+    /// A claim of which the answer was lost.
     in_doubt: Option<Claim>,
     owed: Option<Owed>,
     desk: Arc<Desk>,
     number: usize,
-    /// Steps in a row that failed.
+    /// How many steps in a row failed.
     failed: u32,
 }
 
-/// What follows a run that is not done.
+/// What must be written after a run that is not done.
 enum Owed {
     /// Nothing happened, or nothing that counts.
     GiveBack(Vec<ClaimedMessage>),
-    /// Due again after this time, with as many tries as its `attempt` says.
+    /// The message is due again after this time, with the number of tries in its `attempt`.
     Postpone(Box<ClaimedMessage>, Duration, HandlerError),
-    /// No further try: it is stored as dead, with this reason and this error.
+    /// No further try: the message is stored as dead with this reason and this error.
     Bury(Box<ClaimedMessage>, &'static str, HandlerError),
-    /// A handler committed by itself, and their rows went with that commit; whether their effects
-    /// are whole is not known.
+    /// A handler committed by itself and so deleted the rows of these messages. It is not known
+    /// whether their effects are complete.
     StoreAsEnded(VecDeque<ClaimedMessage>),
 }
 
-/// How a transaction ended; unless it is `Done`, nothing of it stayed.
+/// How a transaction ended. Except for `Done`, nothing of it was committed by the retrier.
 enum RunEnd {
     Done,
     /// The handler of this message failed.
     Failed(usize, HandlerError),
-    /// Something went wrong in a handler, and it cannot be told with which message.
+    /// A handler failed, and it is not known on which message.
     Unclear(String),
     ClaimLost,
-    /// All of its tries were counted and never came to an end; this one was not made.
+    /// All allowed tries were counted, and none came to an end; the handler did not run again.
     Exhausted,
     /// A handler committed the transaction by itself.
     Ended,
 }
 
-/// What a look for due messages found.
+/// The result of a search for due messages.
 enum Found {
     Run(Vec<ClaimedMessage>, Busy),
     NothingFor(Duration),
 }
 
-/// A retrier that has something in hand, from before it claims it.
+/// Counts a retrier as busy, from before it claims messages until it is dropped.
 struct Busy(Arc<Shared>);
 
 impl Busy {
@@ -176,7 +175,7 @@ pub(super) async fn run(
         }
     }
     retrier.is_well();
-    // What nothing else knows of is written if the database comes back within the grace.
+    // What is stored nowhere else is written if the database comes back within the grace.
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     while let Err(error) = retrier.settle_up().await {
         let Some(Owed::StoreAsEnded(run)) = &retrier.owed else {
@@ -191,7 +190,7 @@ pub(super) async fn run(
 }
 
 impl Retrier {
-    /// What is due stands still from the second failure in a row on: the first may be a deadlock.
+    /// Shows a trouble from the second failure in a row on: the first may be a deadlock.
     fn fails(&mut self, error: &StoreError) {
         self.failed += 1;
         tracing::debug!(consumer = %self.shared.options.name, %error, "the retrier waits for the database");
@@ -211,7 +210,7 @@ impl Retrier {
         self.shared.health.trouble_of(&self.shared.part, "retries", whose, trouble);
     }
 
-    /// Waits for what is due, and runs it.
+    /// Waits for due messages and runs them.
     async fn step(&mut self) -> Result<(), StoreError> {
         self.settle_up().await?;
         let desk = Arc::clone(&self.desk);
@@ -220,7 +219,7 @@ impl Retrier {
                 biased;
                 () = self.stop.cancelled() => return Ok(()),
                 swept = desk.look.lock() => break swept,
-                // It has nothing in hand, and another looks for what is due.
+                // This retrier has no work, and another one searches.
                 () = tokio::time::sleep(IN_PEACE) => self.is_well(),
             }
         };
@@ -241,19 +240,19 @@ impl Retrier {
         drop(swept);
         self.run(run).await?;
         self.settle_up().await?;
-        // What stood behind them is due.
+        // The messages behind them are due now.
         self.shared.parked.notify_one();
         Ok(())
     }
 
-    /// Claims what is due first.
+    /// Claims the messages that are due first.
     async fn look(&mut self, swept: &mut Instant) -> Result<Found, StoreError> {
         let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
         if swept.elapsed() >= SWEEP {
             shared.store.sweep(consumer).await?;
             *swept = Instant::now();
         }
-        // A cheap look first: claiming is a write, and most of the time nothing is due.
+        // A cheap read first: a claim is a write, and most of the time nothing is due.
         match shared.store.next_due(consumer, &shared.scope).await? {
             Some(due) if due.is_zero() => {}
             Some(due) => return Ok(Found::NothingFor(due.clamp(Duration::from_millis(1), POLL))),
@@ -264,7 +263,7 @@ impl Retrier {
         self.in_doubt = Some(claim);
         let Some(head) = shared.store.claim_due(consumer, &shared.scope, &claim).await? else {
             self.in_doubt = None;
-            // Somebody else has what is due.
+            // Another process has claimed what is due.
             return Ok(Found::NothingFor(Duration::from_millis(50)));
         };
         let mut run = vec![head];
@@ -277,13 +276,14 @@ impl Retrier {
         Ok(Found::Run(run, busy))
     }
 
-    /// Runs claimed messages of one key; notes what is owed for those that are not done.
+    /// Runs claimed messages of one key, and keeps what must be written for those that are not
+    /// done.
     async fn run(&mut self, mut run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
         let (mut fault, mut blame) = (TransientFault::default(), Blame::default());
         let mut suspect = run.first().is_some_and(|head| head.suspect);
         loop {
             let Some(end) = self.attempt(&run, suspect).await else { return self.owes(Owed::GiveBack(run)) };
-            // Where its handler came to an end, the process outlived it.
+            // If its handler came to an end, the process survived it.
             suspect &= end.is_err();
             let (at, error, may_be_its_own) = match end {
                 Ok(RunEnd::Done) => {
@@ -333,7 +333,7 @@ impl Retrier {
                 self.owes(Owed::GiveBack(run))?;
                 return error.map(|_| ());
             }
-            // Whose it is, is found out with one alone.
+            // One message alone shows to whom the failure belongs.
             if !is_one && (may_be_its_own || fault.times() >= TIMES_BEFORE_HALVING) {
                 let rest = run.split_off(at.max(1));
                 self.give_back(&mut run, rest).await?;
@@ -341,7 +341,7 @@ impl Retrier {
         }
     }
 
-    /// One try; none where a stop came first, or its grace is over.
+    /// Makes one try. `None`: a stop came first, or its grace is over.
     async fn attempt(&self, run: &[ClaimedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
         let (shared, consumer) = (&self.shared, self.consumer);
         let beside_others = async {
@@ -371,7 +371,7 @@ impl Retrier {
         }
     }
 
-    /// The first of these failed on its own account: what follows is for the policy to say.
+    /// The first message failed by itself: the retry policy decides what follows.
     fn failed(&mut self, run: Vec<ClaimedMessage>, error: HandlerError) -> Result<(), StoreError> {
         self.desk.is_over(&run);
         let Some(head) = run.into_iter().next() else { return Ok(()) };
@@ -387,15 +387,15 @@ impl Retrier {
         self.owes(owed)
     }
 
-    /// Its tries were counted and never came to an end; this one was not made.
+    /// Its tries were counted and none came to an end; the handler did not run again.
     fn exhausted(&mut self, run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
         let Some(mut head) = run.into_iter().next() else { return Ok(()) };
         head.message.attempt = head.tries;
         self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
     }
 
-    /// Nobody's failure by its code, and it lasts while the database works for others: the message
-    /// waits longer each time, is seen there with its reason, and no try is counted.
+    /// The code of the failure is transient, but it lasts while the database works for others: the
+    /// message waits longer each time with its reason visible, and no try is counted.
     fn lasts(&mut self, run: Vec<ClaimedMessage>, said: &str) -> Result<(), StoreError> {
         let Some(mut head) = run.into_iter().next() else { return Ok(()) };
         let options = &self.shared.options;
@@ -412,7 +412,7 @@ impl Retrier {
         Ok(())
     }
 
-    /// Writes what is owed.
+    /// Writes what is still to be written.
     async fn settle_up(&mut self) -> Result<(), StoreError> {
         let (shared, consumer) = (&self.shared, self.consumer);
         match &mut self.owed {
@@ -445,7 +445,8 @@ impl Retrier {
         Ok(())
     }
 
-    /// Gives back those that this try leaves out; where that fails, all of them are owed.
+    /// Releases the messages that this try leaves out. If that fails, the release of all is kept
+    /// for later.
     async fn give_back(&mut self, run: &mut Vec<ClaimedMessage>, rest: Vec<ClaimedMessage>) -> Result<(), StoreError> {
         let given_back = self.shared.store.give_back(self.consumer, &rest).await;
         if given_back.is_err() {
@@ -455,7 +456,7 @@ impl Retrier {
         given_back.map(|_| ())
     }
 
-    /// Something may have come to stand behind them while they ran.
+    /// Wakes the key: other messages may have been stored behind these while they ran.
     async fn wake_next(&self, run: &[ClaimedMessage]) -> Result<(), StoreError> {
         let lane = run.first().and_then(|head| head.message.lane_id());
         match lane {
@@ -481,7 +482,7 @@ async fn in_transaction(
                 }
                 Ok(RunEnd::Done)
             }
-            // A deferred constraint speaks only now.
+            // A deferred constraint fails only at the commit.
             Err(error @ StoreError::Other(_)) => Ok(whose(run, &format!("the commit was refused: {error}"))),
             Err(error) => Err(error),
         },
@@ -489,7 +490,7 @@ async fn in_transaction(
             roll_back(tx).await;
             Ok(RunEnd::ClaimLost)
         }
-        // A handler may have committed by itself, and the waiting rows with it.
+        // A handler may have committed by itself, and with it the deletion of the waiting rows.
         end => match (undo(shared, tx.as_mut(), give_up).await?, end) {
             (Undone::Committed, _) => Ok(RunEnd::Ended),
             (Undone::Lost, Ok(RunEnd::Failed(at, error))) => {
@@ -507,15 +508,15 @@ async fn body(
     run: &[ClaimedMessage],
     enqueued: &mut bool,
 ) -> Result<RunEnd, StoreError> {
-    // Removed first: it is what the proof counts, and what fences a claim that was lost.
+    // Deleted first: the proof counts on this, and it fences a claim that was lost.
     if !tx.finish(run).await? {
         return Ok(RunEnd::ClaimLost);
     }
     let mut wanted = Vec::with_capacity(run.len());
     for (item, ClaimedMessage { message, .. }) in run.iter().enumerate() {
         let Some((handler, takes)) = shared.handlers.find(&message.kind) else {
-            // Claimed by kind; a message that waits was accepted once, so it is never acknowledged
-            // as unhandled.
+            // Messages are claimed by kind. A waiting message was accepted once, so it is never
+            // acknowledged as unhandled.
             return Err(StoreError::Corrupt(format!("claimed a message of the kind `{}`", message.kind)));
         };
         wanted.push(Wanted { item, handler, in_sets: takes.takes_sets(), lane: message.lane_id() });
@@ -541,7 +542,7 @@ async fn body(
     Ok(RunEnd::Done)
 }
 
-/// A failure of the transaction as a whole: of its only message, else it is found out in halves.
+/// A failure of the whole transaction: it belongs to the only message; several are tried in halves.
 fn whose(run: &[ClaimedMessage], why: &str) -> RunEnd {
     match run {
         [_] => RunEnd::Failed(0, HandlerError::retryable(why)),

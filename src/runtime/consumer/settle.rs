@@ -1,5 +1,5 @@
-//! A message that is not handled now is stored: waiting with a due time, behind its key, or dead.
-//! Its inbox row is inserted in the same transaction (R24), so that a redelivery finds it known.
+//! Stores a message that is not handled now: waiting with a due time, behind its key, or dead. Its
+//! inbox row is inserted in the same transaction (R24), so that a redelivery finds it known.
 
 use super::Shared;
 use super::admission::{Fate, admit};
@@ -13,14 +13,13 @@ use crate::observe::{self, Outcome};
 use crate::policy::retry::{Asked, Decision, RetryPolicy};
 use crate::store::{ConsumerId, ParkAs, Parked};
 
-/// Of a message that cannot be stored whole, the id, kind and source are kept up to this many
-/// bytes.
+/// How many bytes of id, kind and source are kept of a message that cannot be stored whole.
 const SHORT_MAX: usize = 1_000;
 
-/// What is said of a message whose tries were counted and never came to an end.
+/// The error text for a message whose tries were counted and never came to an end.
 pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
 
-/// What follows a failed try, `counted` being its number.
+/// Decides what follows a failed try; `counted` is the number of tries.
 pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) -> Decision {
     let asked = match error.after() {
         _ if error.is_terminal() => Asked::NoRetry,
@@ -31,28 +30,28 @@ pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) ->
     retry.next(counted, asked, fastrand::f64())
 }
 
-/// A message as it is stored when it is dead before any try.
+/// The stored form of a message that is dead before any try.
 pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
     let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
     Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
 }
 
-/// The id of another message: an alarm (G7). A verdict holds nothing.
+/// The message has the id of another message: an alarm (G7). It does not hold its key.
 pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
     tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
     dead(item, "id-reused", "the same id stands in the inbox with different content", false)
 }
 
-/// Too old, or from the future (R31). A verdict holds nothing.
+/// The message is too old, or from the future (R31). It does not hold its key.
 pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
     tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
     let why = "what could tell whether it was handled is not there any more, or will not be for long; redrive it if it was not";
     dead(item, reason, why, false)
 }
 
-/// Stores the message until it works, then reports it as committed. One that the database will not
-/// take as it is, is stored as dead without its content: it stops its partition no longer, and its
-/// coordinates say where the content is.
+/// Stores the message, with retries until that works, then reports it as committed. A message that
+/// the database cannot take is stored as dead without its content: then it does not stop its
+/// partition, and its coordinates show where the content is.
 pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
     let parked =
         Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
@@ -78,7 +77,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
     }
 }
 
-/// What was stored is said; none where somebody else was done with it in the meantime.
+/// Logs how the message was stored; `None` means that another process finished it meanwhile.
 fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     let consumer = &lane.shared.options.name;
     let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
@@ -96,7 +95,7 @@ fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     }
 }
 
-/// As what it was stored; none where somebody else was done with it in the meantime.
+/// Stores the message and returns its stored form; `None`: another process finished it meanwhile.
 async fn store(
     lane: &Lane,
     item: &Item,
@@ -109,8 +108,8 @@ async fn store(
         match admit(tx.as_mut(), std::slice::from_ref(item)).await?.first() {
             None | Some(Fate::Duplicate) => return Ok(None),
             Some(Fate::New) => {}
-            // An older message of its key came to wait in the meantime: it is the head, this one
-            // stands behind it.
+            // An older message of its key came to wait meanwhile: that one is the head, this one is
+            // stored behind it.
             Some(Fate::Behind) => {
                 if matches!(parked.park_as, ParkAs::Due(_)) {
                     parked.park_as = ParkAs::Behind;
@@ -140,8 +139,7 @@ async fn store(
     }
 }
 
-/// What every database takes of a message: its identity, its key, and where it stands in the
-/// broker.
+/// Keeps only what every database can store: identity, key, and coordinates in the broker.
 fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let Parked { mut message, attempts, error, .. } = parked;
     for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
@@ -159,8 +157,8 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
 }
 
-/// The handler ended its transaction and so committed the inbox row: dead, loudly, never
-/// acknowledged as a duplicate (R23).
+/// The handler ended its transaction and so committed the inbox row: the message is stored as dead
+/// with an error in the log, never acknowledged as a duplicate (R23).
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     loop {
         match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
@@ -178,8 +176,8 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     }
 }
 
-/// Stores a message as dead whose handler committed by itself. To be tried until it works: nothing
-/// else knows of it any more.
+/// Stores a message as dead whose handler committed by itself. The caller retries until this works,
+/// because the message is stored nowhere else.
 pub(super) async fn store_ended(
     shared: &Shared,
     consumer: ConsumerId,
@@ -200,7 +198,7 @@ pub(super) async fn store_ended(
     Ok(())
 }
 
-/// The program stops before a message could be stored as dead whose handler committed by itself.
+/// Logs that the program stops before such a message could be stored as dead.
 pub(super) fn say_lost(consumer: &str, message: &Message, error: &StoreError) {
     tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, %error, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
 }

@@ -1,46 +1,47 @@
-//! Who runs beside whom in one process: everything runs together, but a message that may kill its
-//! process runs alone (R26).
+//! Decides what may run at the same time in one process: everything, except that a suspect message
+//! runs alone (R26).
 //!
-//! Promise: one that waits to run alone keeps others from beginning for a fifth of the time at
-//! most, so that a handler which hangs stops nobody but its lane. It gets its turn once it has
-//! waited in line for as long as the slowest handler takes.
+//! Promise: a suspect that waits for its turn keeps others from starting for at most a fifth of the
+//! time, so a handler that hangs stops only its own lane. The suspect gets its turn once it has
+//! stood in line as long as the slowest handler takes.
 
 use std::pin::pin;
 use std::time::Duration;
 
 use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// How long it stands in line at first; each time for twice as long.
+/// How long a suspect stands in line at first. The time doubles with each attempt.
 const IN_LINE: Duration = Duration::from_millis(100);
-/// It leaves the line for so many times what it stood there.
+/// How long it then leaves the line, as a multiple of the time in line.
 const OUT_OF_LINE: u32 = 4;
-/// It never stands there longer than this: no handler is given more time for its good.
+/// The longest time in line.
 const IN_LINE_MAX: Duration = Duration::from_secs(300);
 
-/// For so long it runs alone: what kills its process does it mostly at once. After that others
-/// begin beside it, for a handler that hangs would stop them all for its whole time.
+/// How long a suspect runs alone: what kills a process mostly does so at once. After that others
+/// start beside it, because a handler that hangs would stop them for its whole timeout.
 const ALONE_MAX: Duration = Duration::from_secs(1);
 
-/// Held for reading by whatever runs together, and for writing by the one that runs alone.
+/// All that runs together holds it for reading, a suspect holds it for writing.
 #[derive(Debug, Default)]
 pub(super) struct Solo(RwLock<()>);
 
 impl Solo {
-    /// Runs together with others until the guard is dropped; waits for one that runs alone, or that
-    /// is the next in line.
+    /// Runs together with others until the guard is dropped. Waits for a suspect that runs alone or
+    /// is next in line.
     ///
     /// Cancel safe.
     pub(super) async fn together(&self) -> RwLockReadGuard<'_, ()> {
         self.0.read().await
     }
 
-    /// The turn of one that runs alone; waits for all that run together.
+    /// Returns the turn of a suspect; waits until nothing else runs.
     ///
     /// Cancel safe.
     pub(super) async fn alone(&self) -> Alone<'_> {
         let mut in_line = IN_LINE;
         loop {
-            // In line it holds back all that wants to begin; dropped, it lets them pass.
+            // While it stands in line, nothing else can start; dropping the request lets others
+            // pass.
             if let Ok(alone) = tokio::time::timeout(in_line, self.0.write()).await {
                 return Alone(alone);
             }
@@ -50,12 +51,12 @@ impl Solo {
     }
 }
 
-/// Nothing else of the process runs while this is held.
+/// Nothing else of the process runs while this exists.
 pub(super) struct Alone<'a>(RwLockWriteGuard<'a, ()>);
 
 impl Alone<'_> {
-    /// Runs this with nothing beside it for its first second, and then beside others, but beside no
-    /// other that waits to run alone.
+    /// Runs the work alone for its first second, and then beside others, but never beside another
+    /// suspect.
     pub(super) async fn run<T>(self, work: impl Future<Output = T>) -> T {
         let mut work = pin!(work);
         if let Ok(done) = tokio::time::timeout(ALONE_MAX, &mut work).await {
