@@ -1,11 +1,11 @@
-//! What travels: a message before it is enqueued, on its way out, as it arrived, and as a handler
-//! sees it.
+//! The forms of a message: before it is enqueued, on its way to the broker, as it arrived, and as a
+//! handler sees it.
 //!
-//! Guarantees: payload bytes are never touched; an identity, a content hash and a bucket are
-//! functions of the message alone, so that every language and every process computes the same.
+//! Guarantees: payload bytes are never changed. A content hash and a bucket depend on the message
+//! alone, an identity on its id and source, so every language and every process computes the same.
 //!
-//! Not here: limits as stored in a database (room `store`), the mapping to Kafka and AMQP (room
-//! `broker`).
+//! Not here: limits as stored in a database (`store`), and the mapping to Kafka and AMQP
+//! (`broker`).
 
 mod arrived;
 mod hash;

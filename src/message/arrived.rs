@@ -1,7 +1,8 @@
 //! A message as it arrived from a broker, and as a handler sees it.
 //!
-//! Promise: nothing that arrives can panic here; a message without a usable id is told apart with
-//! its reason, and keeps all its bytes.
+//! Promise: no message that arrives can cause a panic here. A message without a usable id is
+//! returned as [`Unusable`] with the reason and all its content. Not here: reading from a broker
+//! (`broker`).
 
 use std::fmt;
 
@@ -14,11 +15,11 @@ use super::{TraceContext, pointer, wire};
 /// Where a message stood in its broker.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Coordinates {
-    /// Topic, or queue on RabbitMQ.
+    /// The topic; on RabbitMQ the queue.
     pub place: String,
-    /// Partition; 0 on RabbitMQ.
+    /// The partition; 0 on RabbitMQ.
     pub partition: i32,
-    /// Offset; the delivery tag on RabbitMQ, which means nothing after the channel.
+    /// The offset; on RabbitMQ the delivery tag, which is valid only on its channel.
     pub offset: i64,
 }
 
@@ -28,16 +29,16 @@ impl fmt::Display for Coordinates {
     }
 }
 
-/// What an adapter took from the broker, envelope and all. Headers stand as they came.
+/// A message as an adapter took it from the broker, with its envelope.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arrived {
-    /// The topic: on RabbitMQ the routing key.
+    /// The topic; on RabbitMQ the routing key.
     pub topic: String,
     /// The key: record key on Kafka, `cloudEvents_partitionkey` on RabbitMQ.
     pub key: Option<Vec<u8>>,
-    /// All headers, names as they came.
+    /// All headers, with the names as they came.
     pub headers: Vec<(String, Vec<u8>)>,
-    /// The payload; none for a Kafka tombstone.
+    /// The payload; `None` for a Kafka tombstone.
     pub payload: Option<Vec<u8>>,
     /// `ce_id`, or the property `message_id`.
     pub id: Option<String>,
@@ -47,7 +48,7 @@ pub struct Arrived {
     pub source: Option<String>,
     /// `ce_time`, or the broker's record time.
     pub time: Option<DateTime<Utc>>,
-    /// The media type of the payload; `None` where the message names none.
+    /// The media type of the payload; `None` if the message has none.
     pub content_type: Option<String>,
     /// Where the message stood in the broker.
     pub coordinates: Coordinates,
@@ -67,38 +68,37 @@ impl Arrived {
 /// A message as a handler sees it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Message {
-    /// The identity under which it is deduplicated.
+    /// The identity by which the message is deduplicated.
     pub id: MessageId,
     /// The id as it stood in the message, before it became 16 bytes.
     pub id_text: String,
     /// The topic it was published to; on RabbitMQ the routing key.
     pub topic: String,
-    /// Key, any bytes; [`Message::key_text`] gives the text.
+    /// The key, which may be any bytes; [`Message::key_text`] gives it as text.
     pub key: Option<Vec<u8>>,
-    /// Kind; empty where the message has none.
+    /// The kind; empty if the message has none.
     pub kind: String,
-    /// Headers of the application (envelope and broker headers are left out).
+    /// The headers of the application, without those of the envelope and the broker.
     pub headers: Vec<(String, Vec<u8>)>,
-    /// Payload bytes, unchanged; empty for a tombstone.
+    /// The payload bytes, unchanged; empty for a tombstone.
     pub payload: Vec<u8>,
     /// True for a Kafka record with a null value.
     pub tombstone: bool,
-    /// The media type of the payload; `None` where the message names none.
+    /// The media type of the payload; `None` if the message has none.
     pub content_type: Option<String>,
-    /// Who published it: `ce_source`, or the property `app_id`; empty where it has none.
+    /// The publisher: `ce_source`, or the property `app_id`; empty if the message has none.
     pub source: String,
-    /// When it was enqueued (`ce_time`), else the broker's record time.
+    /// When the message was enqueued (`ce_time`); without that, the broker's record time.
     pub time: Option<DateTime<Utc>>,
-    /// The trace that it belongs to; `None` where it has no valid `traceparent` header.
+    /// The trace of the message; `None` without a valid `traceparent` header.
     pub trace: Option<TraceContext>,
     /// Where it stood in the broker.
     pub coordinates: Coordinates,
-    /// Which try this is, from 1. Only tries that were counted are known here.
+    /// The number of this attempt, from 1. Only counted attempts are included.
     pub attempt: u32,
 }
 
-/// Why a message has no identity, with the message as far as it goes (its id is made from
-/// coordinates or content).
+/// A message that has no identity, with the reason. Its id is made from its coordinates or content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unusable {
     /// Why the id rule gives no id, for example that it is missing or too long.
@@ -111,9 +111,9 @@ impl Message {
     /// Applies the id rule of the consumer.
     ///
     /// # Errors
-    /// [`Unusable`] where the rule finds no id; its message carries an id made from the coordinates
-    /// (from the content where coordinates mean nothing: `stable_coordinates` is false on
-    /// RabbitMQ), so that it can be stored as dead once.
+    /// [`Unusable`] if the rule finds no id. Its message has an id made from the coordinates, so
+    /// that it is stored as dead only once. If coordinates are not stable (`stable_coordinates` is
+    /// false on RabbitMQ), this id is made from the content.
     pub fn identify(
         arrived: Arrived,
         rule: &IdRule,
@@ -173,21 +173,21 @@ impl Message {
         }
     }
 
-    /// The key as text, where it is UTF-8.
+    /// The key as text; `None` if it is not UTF-8.
     #[must_use]
     pub fn key_text(&self) -> Option<&str> {
         self.key.as_deref().and_then(|key| std::str::from_utf8(key).ok())
     }
 
-    /// A header of the application as text, names compared without regard to case.
+    /// A header of the application as text. Names are compared without regard to case. `None` if it
+    /// is missing or not UTF-8.
     #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
         let found = self.headers.iter().find(|(other, _)| other.eq_ignore_ascii_case(name))?;
         std::str::from_utf8(&found.1).ok()
     }
 
-    /// The payload read as JSON. An error here is terminal: the same bytes will not read better
-    /// later.
+    /// Reads the payload as JSON. An error is terminal, because a retry reads the same bytes.
     ///
     /// # Errors
     /// A terminal [`crate::HandlerError`] that names the message.
@@ -200,7 +200,8 @@ impl Message {
         })
     }
 
-    /// What G7 compares: the content, without time, source and trace.
+    /// The hash of the content, without time, source and trace. Two messages with the same id and
+    /// different hashes are an alarm (G7).
     #[must_use]
     pub fn content_hash(&self) -> ContentHash {
         content_hash(
@@ -213,14 +214,15 @@ impl Message {
         )
     }
 
-    /// The 16 bytes under which order is kept; none for a message without a key.
+    /// The 16 bytes that stand for topic and key, by which order is kept; `None` for a message
+    /// without a key.
     #[must_use]
     pub fn lane_id(&self) -> Option<[u8; 16]> {
         self.key.as_deref().map(|key| lane_id(&self.topic, key))
     }
 }
 
-// Payloads may hold what must not be logged: only their length is shown.
+// A payload may hold data that must not be logged, so only its length is shown.
 impl fmt::Debug for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Message")
@@ -284,7 +286,7 @@ mod tests {
         assert_ne!(by_content.message.id, other.message.id);
     }
 
-    // Shown by: headers of federation and shovel that count as the application's.
+    // Shown by: counting headers of federation and shovel as the application's.
     #[test]
     fn a_copy_that_took_another_way_through_the_broker_has_the_same_content() {
         let direct = Message::identify(arrived(), &IdRule::Envelope, "", false).expect("id");

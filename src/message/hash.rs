@@ -1,15 +1,18 @@
-//! Hashes that must agree everywhere: content hash (G7), bucket (shards), lane id (order of a key).
+//! Hashes that every process and language must compute alike: content hash (G7), bucket (shards),
+//! lane id (order of a key).
 //!
-//! Every part is length-prefixed, so that no two different messages share an input.
+//! Promise: parts that are hashed together are kept apart by length prefixes, so different parts
+//! never give the same input. Not here: comparing hashes (`store`).
 
 use sha2::{Digest, Sha256};
 
 /// The first 16 bytes of SHA-256 over the content of a message.
 pub type ContentHash = [u8; 16];
 
-/// Topic, key, kind, content type, payload and user headers; never time, source or trace (R32).
+/// The hash of topic, key, kind, content type, payload and the application's headers, but not of
+/// time, source or trace (R32).
 ///
-/// `headers` may come in any order: brokers do not keep it.
+/// `headers` may come in any order, because brokers do not keep it.
 pub fn content_hash<'a>(
     topic: &str,
     key: Option<&[u8]>,
@@ -38,8 +41,8 @@ pub fn content_hash<'a>(
     first_16(&hash.finalize())
 }
 
-/// The bucket of a row: first byte of SHA-256 of the key's UTF-8 bytes, or of the 16 bytes of the
-/// id where there is none.
+/// The bucket of a row: the first byte of SHA-256 of the key's UTF-8 bytes, or of the 16 bytes of
+/// the id if there is no key.
 #[must_use]
 pub fn bucket(key: Option<&str>, id: uuid::Uuid) -> u8 {
     match key {
@@ -48,7 +51,8 @@ pub fn bucket(key: Option<&str>, id: uuid::Uuid) -> u8 {
     }
 }
 
-/// 16 bytes that stand for (topic, key) where order is kept: lanes, waiting rows.
+/// The 16 bytes that stand for topic and key where order is kept: in lanes and in rows of waiting
+/// messages.
 #[must_use]
 pub fn lane_id(topic: &str, key: &[u8]) -> [u8; 16] {
     let mut hash = Sha256::new();
@@ -84,7 +88,7 @@ mod tests {
 
     #[test]
     fn the_bucket_is_what_any_language_computes() {
-        // Computed with another language's SHA-256, so that a change of the rule is seen.
+        // Computed in another language, so that a change of the rule makes this test fail.
         let id = uuid::Uuid::from_u128(7);
         assert_eq!(bucket(Some("acc-7"), id), 85);
         assert_eq!(bucket(None, id), 107);

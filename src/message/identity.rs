@@ -1,8 +1,8 @@
-//! Which message this is: 16 bytes, the same in every process and language (R31, R32).
+//! The identity of a message: 16 bytes, the same in every process and language (R31, R32).
 //!
-//! Promise: the canonical UUID is itself; anything else is SHA-256 of (length-prefixed source, id),
-//! stamped as UUID version 8, so that ids which differ only in case, accents or trailing space stay
-//! different and never look timed.
+//! Promise: a canonical UUID (but the nil UUID) is its own identity. For any other id the identity
+//! is SHA-256 of source and id, each with its length, in the form of a UUID version 8. So ids that
+//! differ only in case, accents or trailing space stay different, and never seem to carry a time.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +10,7 @@ use std::str::FromStr;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-/// The identity under which a message is deduplicated.
+/// The identity by which a message is deduplicated.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MessageId(Uuid);
 
@@ -21,7 +21,7 @@ impl MessageId {
         Self(Uuid::now_v7())
     }
 
-    /// Takes an id as it is.
+    /// Makes an identity from a UUID, unchanged.
     #[must_use]
     pub fn from_uuid(id: Uuid) -> Self {
         Self(id)
@@ -33,13 +33,13 @@ impl MessageId {
         self.0
     }
 
-    /// The 16 bytes as they stand in the inbox.
+    /// The 16 bytes as they are stored in the inbox.
     #[must_use]
     pub fn bytes(self) -> [u8; 16] {
         self.0.into_bytes()
     }
 
-    /// Milliseconds since 1970 where the id carries its time: only a v7 UUID does.
+    /// The time in the id, in milliseconds since 1970; `None` unless it is a v7 UUID.
     #[must_use]
     pub fn unix_millis(self) -> Option<u64> {
         if self.0.get_version_num() != 7 || self.0.get_variant() != uuid::Variant::RFC4122 {
@@ -68,7 +68,7 @@ impl fmt::Debug for MessageId {
     }
 }
 
-/// The identity of an id text from a source (R32).
+/// The identity for the text of an id and its source (R32).
 #[must_use]
 pub fn identity(source: &str, id: &str) -> MessageId {
     if let Some(uuid) = canonical(id) {
@@ -84,24 +84,26 @@ pub fn identity(source: &str, id: &str) -> MessageId {
     MessageId(uuid::Builder::from_custom_bytes(bytes).into_uuid())
 }
 
-/// 36 characters, lower case, hyphens in place: any other spelling is a text id.
+/// Reads a UUID of 36 characters in lower case with hyphens. Any other spelling is the text of an
+/// id.
 fn canonical(id: &str) -> Option<Uuid> {
     let uuid = Uuid::try_parse(id).ok()?;
     let mut buffer = Uuid::encode_buffer();
     (uuid.hyphenated().encode_lower(&mut buffer) == id && !uuid.is_nil()).then_some(uuid)
 }
 
-/// Where the id of an incoming message stands (`id = …` of a consumer).
+/// Where the id of an incoming message is found (`id = …` of a consumer).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum IdRule {
-    /// `ce_id` on Kafka and embedded, the property `message_id` on RabbitMQ.
+    /// `ce_id` on Kafka and the embedded broker, the property `message_id` on RabbitMQ.
     #[default]
     Envelope,
     /// `header:NAME`: the text of the header with this name.
     Header(String),
     /// `payload:/POINTER`, a JSON pointer (RFC 6901).
     Payload(String),
-    /// `coordinates`: topic, partition, offset and a configured epoch; Kafka and embedded only.
+    /// `coordinates`: topic, partition, offset and a configured epoch. Only for Kafka and the
+    /// embedded broker.
     Coordinates,
 }
 

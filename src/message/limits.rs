@@ -1,8 +1,8 @@
-//! The limits of a message, by name. Their values live in the database, the same for every door;
-//! this is what they mean.
+//! The limits of a message, by name. Their values are stored in the database and are the same for
+//! every way to enqueue.
 //!
-//! Promise: what passes here can be taken by every broker. The names are those of the rows in the
-//! limits table.
+//! Promise: every broker can take a message that passes these checks. The fields have the names of
+//! the rows in the limits table. Not here: reading that table (`store`).
 
 use std::borrow::Cow;
 
@@ -12,18 +12,18 @@ use crate::error::LimitError;
 /// Limits that can be raised or lowered in the database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// `topic_length_max`, characters (at most 249, what Kafka takes).
+    /// `topic_length_max`: the longest topic, in characters; at most 249, the limit of Kafka.
     pub topic_length_max: usize,
     /// `key_bytes_max`: the longest key, in bytes of UTF-8.
     pub key_bytes_max: usize,
-    /// `kind_bytes_max` (an AMQP short string: at most 255).
+    /// `kind_bytes_max`: the longest kind, in bytes; at most 255, an AMQP short string.
     pub kind_bytes_max: usize,
-    /// `headers_max`, number of headers.
+    /// `headers_max`: the largest number of headers.
     pub headers_max: usize,
     /// `header_name_bytes_max`: the longest name of a header, in bytes; at most 255.
     pub header_name_bytes_max: usize,
-    /// `headers_bytes_max`, names and values together; at most 65,536 whatever else is raised (an
-    /// AMQP frame is 128 KiB).
+    /// `headers_bytes_max`: names and values of all headers together; at most 65,536, because an
+    /// AMQP frame has 128 KiB.
     pub headers_bytes_max: usize,
     /// `content_type_bytes_max`: the longest content type, in bytes; at most 255.
     pub content_type_bytes_max: usize,
@@ -47,7 +47,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Every limit with its name, its default and what it is for: the rows of the limits table.
+    /// Every limit with its name and its default: the rows of the limits table.
     pub const ROWS: [(&'static str, usize); 8] = [
         ("topic_length_max", 249),
         ("key_bytes_max", 1_024),
@@ -59,8 +59,8 @@ impl Limits {
         ("message_bytes_max", 900_000),
     ];
 
-    /// Sets a limit by the name of its row; an unknown name is ignored, so that a newer schema may
-    /// have more.
+    /// Sets a limit by the name of its row. An unknown name is ignored, because a newer schema may
+    /// have more rows.
     pub fn set(&mut self, name: &str, value: usize) {
         match name {
             "topic_length_max" => self.topic_length_max = value.min(249),
@@ -78,8 +78,9 @@ impl Limits {
     /// Checks a message before it is enqueued.
     ///
     /// # Errors
-    /// The first limit that is broken, by name: `topic`, `key`, `kind`, `headers`, `header_name`,
-    /// `header_value`, `header_reserved`, `header_twice`, `content_type`, `message_bytes`, `trace`.
+    /// The first broken limit by name: `topic`, `key`, `kind`, `headers_max`, `header_name`,
+    /// `header_reserved`, `header_twice`, `header_value`, `headers_bytes_max`, `content_type`,
+    /// `message_bytes_max`.
     pub fn check(&self, message: &NewMessage) -> Result<(), LimitError> {
         self.check_topic(&message.topic)?;
         if let Some(key) = &message.key {
@@ -149,10 +150,10 @@ impl Limits {
     }
 }
 
-/// Printable ASCII of 1 to `max` bytes: content types and sources.
+/// Checks for printable ASCII of 1 to `max` bytes, for content types and sources.
 ///
 /// # Errors
-/// The limit by the given name.
+/// A [`LimitError`] with the given name.
 pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Result<(), LimitError> {
     if text.is_empty() || text.len() > max || !text.bytes().all(|byte| (0x20..=0x7e).contains(&byte)) {
         return broken(limit, format!("1 to {max} bytes of printable ASCII are allowed"));
@@ -160,7 +161,7 @@ pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Re
     Ok(())
 }
 
-/// Header names that oncebox, CloudEvents or the brokers use themselves, in any case.
+/// Whether oncebox, CloudEvents or a broker uses this header name itself, in any case of letters.
 #[must_use]
 pub fn is_reserved(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
@@ -172,9 +173,9 @@ pub fn is_reserved(name: &str) -> bool {
         || matches!(name.as_str(), "content-type" | "cc" | "bcc")
 }
 
-/// What RabbitMQ and the plugins that come with it (federation, shovel, interceptors of what comes
-/// in) write into a message's headers or read from them: two copies of a message on two ways differ
-/// in these, and are the same message. Any other name with `x-` is the application's.
+/// Headers that RabbitMQ and its plugins (federation, shovel, interceptors of incoming messages)
+/// write or read. Two copies of one message that took different ways differ in these headers. Any
+/// other name with `x-` is the application's.
 const BROKER_NAMES: [&str; 10] = [
     "x-death",
     "x-delivery-count",

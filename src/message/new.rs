@@ -1,36 +1,39 @@
-//! A message as the application hands it over.
+//! A message as the application enqueues it. Promise: the payload is kept byte for byte. Not here:
+//! limits ([`limits`](super::limits)), and writing the row (`store`).
 
 use uuid::Uuid;
 
 use super::{Headers, TraceContext};
 use crate::error::LimitError;
 
-/// A message to enqueue. Built by [`NewMessage::json`] or [`NewMessage::bytes`], then the `with_`
-/// methods.
+/// A message to enqueue. Make it with [`NewMessage::json`], [`NewMessage::text`] or
+/// [`NewMessage::bytes`], then use the `with_` methods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewMessage {
-    /// Given id; a UUID v7 is made where there is none. The same id twice is published twice.
+    /// The id; without one a UUID v7 is made. A message that is enqueued twice with one id is
+    /// published twice.
     pub id: Option<Uuid>,
-    /// Where it goes: the Kafka topic, the routing key on RabbitMQ.
+    /// The destination: the Kafka topic, or the routing key on RabbitMQ.
     pub topic: String,
-    /// Order is kept per (topic, key); a message without a key has no order and holds nothing.
+    /// The key. Order is kept per topic and key; a message without a key has no order and holds no
+    /// other message.
     pub key: Option<String>,
     /// What happened, for example `payment.created`.
     pub kind: String,
-    /// Headers of the application. `traceparent` and `tracestate` among them become the trace
-    /// context.
+    /// The headers of the application. `traceparent` and `tracestate` become the trace context.
     pub headers: Headers,
-    /// The bytes, never looked into.
+    /// The payload bytes, which are never parsed.
     pub payload: Vec<u8>,
     /// `application/json` for text, `application/octet-stream` for bytes, unless given.
     pub content_type: Option<String>,
-    /// The trace this message belongs to; without it the current span's is taken where the feature
+    /// The trace of the message. Without it, the context of the current span is used if the feature
     /// `otel` is on.
     pub trace: Option<TraceContext>,
 }
 
 impl NewMessage {
-    /// A message whose payload is text, by default JSON, kept byte for byte.
+    /// A message with a text as payload, kept byte for byte. The content type is JSON unless it is
+    /// changed.
     pub fn text(topic: impl Into<String>, kind: impl Into<String>, payload: impl Into<String>) -> Self {
         Self {
             id: None,
@@ -47,7 +50,7 @@ impl NewMessage {
     /// A message whose payload is a value serialised as JSON.
     ///
     /// # Errors
-    /// What `serde_json` says of the value.
+    /// The error of `serde_json` if it cannot serialise the value.
     pub fn json(
         topic: impl Into<String>,
         kind: impl Into<String>,
@@ -72,7 +75,7 @@ impl NewMessage {
         self
     }
 
-    /// Adds a header; a header of the same name stays, and two of one name are refused at enqueue.
+    /// Adds a header. It replaces none: two headers of one name are refused at enqueue.
     #[must_use]
     pub fn with_header(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.headers.push((name.into(), value.into()));
@@ -93,13 +96,13 @@ impl NewMessage {
         self
     }
 
-    /// Moves `traceparent` and `tracestate` out of the headers into the trace context, and takes
-    /// the current span's context where neither was given. Every Rust door calls it once before it
-    /// checks limits.
+    /// Moves `traceparent` and `tracestate` from the headers into the trace context. If no
+    /// `traceparent` and no context was given, takes the context of the current span. Each way to
+    /// enqueue from Rust calls this once before it checks limits.
     ///
     /// # Errors
-    /// The limit `trace` where a given `traceparent` is not of the W3C form, `header_twice` where
-    /// it is given twice.
+    /// The limit `trace` if `traceparent` is not in W3C form; `header_twice` if one of the two is
+    /// given twice.
     pub fn settle_trace(&mut self) -> Result<(), LimitError> {
         for wanted in ["traceparent", "tracestate"] {
             if self.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case(wanted)).count() > 1 {

@@ -1,4 +1,5 @@
-//! A message on its way out: an outbox row as the relay hands it to a broker.
+//! An outbox row in the form in which the relay passes it to a broker. Not here: the mapping to
+//! Kafka and AMQP (`broker`).
 
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
@@ -10,9 +11,9 @@ use super::{Headers, TraceContext};
 pub struct OutgoingMessage {
     /// The message id, the same each time the message is published.
     pub id: Uuid,
-    /// Where it goes: the Kafka topic, the routing key on RabbitMQ.
+    /// The destination: the Kafka topic, or the routing key on RabbitMQ.
     pub topic: String,
-    /// The key that its order is kept by; `None`: it has no order.
+    /// The key by which order is kept; `None` for a message without order.
     pub key: Option<String>,
     /// What happened, for example `payment.created`.
     pub kind: String,
@@ -22,14 +23,14 @@ pub struct OutgoingMessage {
     pub payload: Vec<u8>,
     /// The media type of the payload, for example `application/json`.
     pub content_type: String,
-    /// The trace that the message belongs to; `None` where it was enqueued without one.
+    /// The trace of the message; `None` if it was enqueued without one.
     pub trace: Option<TraceContext>,
     /// When it was enqueued, by the database's clock.
     pub created_at: DateTime<Utc>,
 }
 
 impl OutgoingMessage {
-    /// What this message weighs in memory and in the publish window, in bytes.
+    /// The size of this message in memory and in the publish window, in bytes.
     #[must_use]
     pub fn weight(&self) -> usize {
         self.payload.len()
@@ -38,7 +39,8 @@ impl OutgoingMessage {
             + 200
     }
 
-    /// What the header `oncebox-hash` carries: the key, else the message id (R20).
+    /// The value of the header `oncebox-hash`, which hash exchanges use: the key, or the message id
+    /// if there is no key (R20).
     #[must_use]
     pub fn hash_value(&self) -> String {
         self.key.clone().unwrap_or_else(|| self.id.to_string())

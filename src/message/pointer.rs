@@ -1,17 +1,18 @@
-//! JSON pointers (RFC 6901) into a payload whose numbers keep their digits: never through a float.
+//! JSON pointers (RFC 6901) into a payload. Promise: numbers keep their digits, because they are
+//! never read as floats. Not here: which pointer a consumer uses ([`IdRule`](super::IdRule)).
 
 use std::collections::HashMap;
 
 use serde_json::value::RawValue;
 
-/// What stands at a pointer.
+/// The value at a pointer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pointed {
-    /// An explicit JSON `null` stands there.
+    /// An explicit JSON `null`.
     Null,
     /// A JSON `true` or `false`.
     Bool(bool),
-    /// A number, with the digits it was written with.
+    /// A number, with the digits as written.
     Number(String),
     /// A JSON string, with its escapes resolved.
     Text(String),
@@ -30,10 +31,10 @@ pub enum PointerError {
     Missing,
 }
 
-/// Finds what stands at a pointer.
+/// Finds the value at a pointer.
 ///
 /// # Errors
-/// [`PointerError`].
+/// The payload is not JSON, or the pointer leads to no value.
 pub fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
     let not_json = |error: serde_json::Error| PointerError::NotJson(error.to_string());
     let mut at: &RawValue = serde_json::from_slice(payload).map_err(not_json)?;
@@ -63,10 +64,10 @@ pub fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
     })
 }
 
-/// Finds a string or a number as text: an id.
+/// Finds a string or a number and returns it as text, for use as an id.
 ///
 /// # Errors
-/// [`PointerError`]; null, booleans, objects and arrays are no ids.
+/// As [`find`]; also for null, booleans, objects and arrays, which are no ids.
 pub fn text_at(payload: &[u8], pointer: &str) -> Result<String, PointerError> {
     match find(payload, pointer)? {
         Pointed::Text(text) | Pointed::Number(text) => Ok(text),

@@ -1,18 +1,20 @@
-//! W3C trace context: parsed strictly, carried beside the message, never invented.
+//! W3C trace context. Promise: it is parsed strictly and carried with the message. Not here:
+//! exporting spans.
 //!
 //! Source: W3C Trace Context, level 1, sections 3.2 and 3.3.
 
-/// A `traceparent` and what vendors put beside it.
+/// A `traceparent`, and the state that vendors add to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceContext {
     /// `00-<32 hex>-<16 hex>-<2 hex>`.
     pub traceparent: String,
-    /// Vendor state, as it came.
+    /// The state of vendors, as it came.
     pub tracestate: Option<String>,
 }
 
 impl TraceContext {
-    /// Takes a `traceparent` in W3C form, or nothing.
+    /// Reads a `traceparent` in W3C form; `None` for any other text. A `tracestate` that is not
+    /// valid is dropped.
     #[must_use]
     pub fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<Self> {
         let bytes = traceparent.as_bytes();
@@ -40,7 +42,8 @@ impl TraceContext {
     }
 }
 
-/// The trace context of the current `tracing` span, where an OpenTelemetry layer knows it.
+/// The trace context of the current `tracing` span; `None` without an OpenTelemetry layer that has
+/// one.
 #[cfg(feature = "otel")]
 #[must_use]
 pub fn current_span() -> Option<TraceContext> {

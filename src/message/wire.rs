@@ -1,4 +1,5 @@
-//! CloudEvents 1.0, binary mode: the names of headers and properties, once.
+//! CloudEvents 1.0 in binary mode: the only place with the names of headers and properties. Not
+//! here: writing and reading them (`broker`).
 //!
 //! Sources: CloudEvents specification 1.0.2; its Kafka protocol binding 3.2 (`ce_` headers); its
 //! AMQP binding (`cloudEvents_` prefix), here as AMQP 0.9.1 headers.
@@ -7,33 +8,33 @@ use chrono::{DateTime, SecondsFormat, Utc};
 
 /// The value of `specversion`.
 pub const SPEC_VERSION: &str = "1.0";
-/// Content type on Kafka.
+/// The header with the content type on Kafka.
 pub const CONTENT_TYPE: &str = "content-type";
 /// The header with the W3C trace context: trace id, parent span and flags.
 pub const TRACEPARENT: &str = "traceparent";
-/// W3C trace context, vendor state.
+/// The header with the vendors' state of the W3C trace context.
 pub const TRACESTATE: &str = "tracestate";
-/// What hash exchanges use: the key, else the message id.
+/// The header that hash exchanges use: the key, or the message id if there is no key.
 pub const ONCEBOX_HASH: &str = "oncebox-hash";
 
-/// Header names of one binding.
+/// The header names of one protocol binding.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     /// The header that carries the message id.
     pub id: &'static str,
     /// The header that carries the kind of the message (`type` in CloudEvents).
     pub kind: &'static str,
-    /// The header that names who published the message.
+    /// The header that names the publisher.
     pub source: &'static str,
-    /// When it was enqueued.
+    /// The header with the time at which the message was enqueued.
     pub time: &'static str,
-    /// The version of CloudEvents.
+    /// The header with the version of CloudEvents.
     pub spec_version: &'static str,
     /// The header that carries the key of the message.
     pub partition_key: &'static str,
 }
 
-/// Kafka, and the embedded broker, which keeps what Kafka would.
+/// The names on Kafka, and on the embedded broker, which uses the same.
 pub const KAFKA: Names = Names {
     id: "ce_id",
     kind: "ce_type",
@@ -43,7 +44,7 @@ pub const KAFKA: Names = Names {
     partition_key: "ce_partitionkey",
 };
 
-/// Names of the headers on RabbitMQ, as AMQP 0.9.1 has them.
+/// The names on RabbitMQ, as headers of AMQP 0.9.1.
 pub const AMQP: Names = Names {
     id: "cloudEvents_id",
     kind: "cloudEvents_type",
@@ -53,20 +54,20 @@ pub const AMQP: Names = Names {
     partition_key: "cloudEvents_partitionkey",
 };
 
-/// A time as it stands on the wire: RFC 3339, microseconds, UTC.
+/// The text of a time in a header: RFC 3339, microseconds, UTC.
 #[must_use]
 pub fn format_time(time: DateTime<Utc>) -> String {
     time.to_rfc3339_opts(SecondsFormat::Micros, true)
 }
 
-/// A time from the wire, or nothing.
+/// Reads a time from a header; `None` if it is not RFC 3339.
 #[must_use]
 pub fn parse_time(text: &str) -> Option<DateTime<Utc>> {
     DateTime::parse_from_rfc3339(text).ok().map(|time| time.with_timezone(&Utc))
 }
 
-/// True for headers that are envelope, not the application's: they are left out of
-/// [`super::Message::headers`].
+/// Whether a header belongs to the envelope and not to the application. Such headers are left out
+/// of [`super::Message::headers`].
 #[must_use]
 pub fn is_envelope(name: &str) -> bool {
     super::limits::is_reserved(name) || name.eq_ignore_ascii_case(TRACEPARENT) || name.eq_ignore_ascii_case(TRACESTATE)
