@@ -1,41 +1,41 @@
-//! What can go wrong, named for the one who must decide what to do next.
+//! The errors of stores, brokers and handlers, named by what the caller does next.
 //!
-//! Guarantees: adapters classify at the edge, so that nothing above them matches on an error of
-//! sqlx, librdkafka or lapin; no message carries a password (URLs are shown by [`redact`]).
+//! Guarantees: adapters classify errors, so no code above them matches on an error of sqlx,
+//! librdkafka or lapin; no error text contains a password (URLs are printed by [`redact`]).
 //!
-//! Not here: how a program prints errors and which exit code it takes (room `app`).
+//! Not here: how a program prints errors and which exit code it returns (`app`).
 
 pub mod classify;
 
 use std::borrow::Cow;
 use std::time::Duration;
 
-/// An error of a database, classified by what it means for the work at hand.
+/// An error of a database, classified by what the caller does with its work.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// Nobody's failure: deadlock, serialization failure, lock timeout, busy file. The same work
-    /// again, with jitter.
+    /// A transient failure: deadlock, serialization failure, lock timeout, busy file. Retry the
+    /// same work with jitter; no attempt is counted.
     #[error("the database asks to try again: {}", classify::words(.0))]
     Busy(#[source] sqlx::Error),
-    /// The database is away, starting, stopping, full, read-only or out of connections. Wait; no
-    /// attempt is counted.
+    /// The database is away, starting, stopping, full, read-only or out of connections. Wait and
+    /// retry; no attempt is counted.
     #[error("the database is not available: {}", classify::words(.0))]
     Unavailable(#[source] sqlx::Error),
-    /// The connection was lost during COMMIT: the outcome is unknown and must be found out, never
-    /// guessed.
+    /// The connection was lost during COMMIT. The outcome is unknown: find it out, never guess.
     #[error("the outcome of a commit is unknown: {}", classify::words(.0))]
     CommitUnknown(#[source] sqlx::Error),
-    /// The lease, epoch or revision is not ours any more: end the session, change nothing.
+    /// The lease, epoch or revision is not this session's any more. End the session and change
+    /// nothing.
     #[error("fenced: {0}")]
     Fenced(String),
-    /// The schema is not there. `oncebox migrate up` makes it.
+    /// The schema is missing. `oncebox migrate up` creates it.
     #[error("the schema of oncebox is missing: {0}; run `oncebox migrate up`")]
     SchemaMissing(String),
     /// The schema is older than this program needs.
     #[error("the schema is at version {found}, this program needs {needed}; run `oncebox migrate up`")]
     SchemaOld {
-        /// The newest version applied.
+        /// The newest version that was applied.
         found: i64,
         /// The version this program was built with.
         needed: i64,
@@ -43,18 +43,19 @@ pub enum StoreError {
     /// The schema is newer than this program knows.
     #[error("the schema is at version {found}, this program knows up to {known}; update the program")]
     SchemaNewer {
-        /// The newest version applied.
+        /// The newest version that was applied.
         found: i64,
         /// The newest version this program knows.
         known: i64,
     },
-    /// A setting of the server or of the schema breaks a promise (checked at start).
+    /// A setting of the server or of the schema breaks a promise. This is checked at start.
     #[error("refused: {0}")]
     Refused(String),
     /// A message breaks a limit.
     #[error(transparent)]
     Limit(#[from] LimitError),
-    /// A row or an answer is not what this program wrote: never guessed at.
+    /// A row or an answer is not what this program writes or expects. The program does not guess
+    /// its meaning.
     #[error("unexpected data: {0}")]
     Corrupt(String),
     /// Any other error of the database.
@@ -63,22 +64,21 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// True where waiting and doing the same again is right and no attempt is to be counted
-    /// (R27).
+    /// Whether the error is transient: wait, retry the same work, and count no attempt (R27).
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
     }
 
-    /// True where the server's certificate is not trusted, or it has no TLS and that is asked for:
-    /// a start ends with it. Where the work goes on already, it is shown and tried again, because
-    /// the server may be given another one.
+    /// Whether the server's certificate is not trusted, or TLS is required and the server has none.
+    /// At start the program ends with this error. During work it is shown and retried, because the
+    /// server may get another certificate.
     #[must_use]
     pub fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
     }
 
-    /// True where the work at hand may be the reason, and not the state of the database.
+    /// Whether the work itself may be the reason, and not the state of the database.
     pub(crate) fn may_be_its_own(&self) -> bool {
         match self {
             Self::Busy(_) | Self::CommitUnknown(_) | Self::Fenced(_) => false,
@@ -89,18 +89,18 @@ impl StoreError {
     }
 }
 
-/// A message breaks a limit; `limit` is the name of the row in the limits table.
+/// A message breaks a limit. `limit` is a row of the limits table or a fixed rule, such as `topic`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("limit {limit}: {detail}")]
 pub struct LimitError {
-    /// The name of the limit, the same for every door.
+    /// The name of the limit, the same for every way to enqueue.
     pub limit: Cow<'static, str>,
-    /// What was given and what is allowed.
+    /// What the message has, and what is allowed.
     pub detail: String,
 }
 
 impl LimitError {
-    /// Names a limit and says what broke it.
+    /// An error with the name of a limit and a text that tells what breaks it.
     pub fn new(limit: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
         Self { limit: limit.into(), detail: detail.into() }
     }
@@ -110,29 +110,31 @@ impl LimitError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BrokerError {
-    /// The broker cannot be reached, or the connection ended. Wait, paced; no attempt is counted.
+    /// The broker cannot be reached, or the connection ended. Retry with backoff; no attempt is
+    /// counted.
     #[error("the broker is not available: {0}")]
     Unavailable(String),
-    /// A topic, queue or exchange is not there, or access to it is denied.
+    /// A topic, queue or exchange does not exist, or access to it is denied.
     #[error("the destination is not available: {0}")]
     Destination(String),
-    /// A setting breaks a promise, or the broker refuses what we declare. A person must act.
+    /// A setting breaks a promise, or the broker refuses a declaration. A person must act.
     #[error("refused: {0}")]
     Refused(String),
-    /// Name and password were not accepted. Retried (they may be put right), but said loudly.
+    /// User name and password were not accepted. This is retried, because they may be corrected.
     #[error("not authorised: {0}")]
     Unauthorised(String),
-    /// The server's certificate is not trusted, or it does not speak TLS. A start ends with it;
-    /// where the work goes on already, it is shown and tried again, because the server may be given
-    /// another one.
+    /// The server's certificate is not trusted, or the server has no TLS. At start the program ends
+    /// with this error. During work it is shown and retried, because the server may get another
+    /// certificate.
     #[error("not trusted: {0}")]
     Untrusted(String),
-    /// Any other doubt: the session ends and starts again from what is proven.
+    /// Any other error: the session ends, and a new one starts from what is proven.
     #[error("{0}")]
     Session(String),
 }
 
-/// What a handler answers when it cannot do its work. Any error turns into a retryable one by `?`.
+/// The error that a handler returns. `?` turns any error into a retryable one, or into a transient
+/// one if its code says so.
 #[derive(Debug)]
 pub struct HandlerError {
     message: String,
@@ -144,7 +146,7 @@ pub struct HandlerError {
 }
 
 impl HandlerError {
-    /// Try again under the retry policy.
+    /// The message is tried again under the retry policy.
     pub fn retryable(error: impl std::fmt::Display) -> Self {
         let (terminal, retry_after, transient, may_be_its_own, late) = (false, None, false, false, false);
         let message = classify::without_frame(error.to_string());
@@ -156,36 +158,36 @@ impl HandlerError {
         Self { terminal: true, ..Self::retryable(error) }
     }
 
-    /// Try again after this time; it still counts as an attempt.
+    /// The message is tried again after this time. The attempt counts.
     pub fn retry_after(error: impl std::fmt::Display, after: Duration) -> Self {
         Self { retry_after: Some(after), ..Self::retryable(error) }
     }
 
-    /// The database asked to try again or went away: a transient failure, no attempt is counted
+    /// A transient failure: the database asked to try again or went away. No attempt is counted
     /// (R27).
     pub fn transient(error: impl std::fmt::Display) -> Self {
         Self { transient: true, ..Self::retryable(error) }
     }
 
-    /// The connection was lost under the handler: a transient failure, unless the handler's
-    /// statement ends it every time.
+    /// The connection was lost while the handler ran. This is a transient failure, unless the
+    /// handler's own statement ends the connection every time.
     pub(crate) fn lost_connection(error: impl std::fmt::Display) -> Self {
         Self { may_be_its_own: true, ..Self::transient(format!("{error}; the connection is lost")) }
     }
 
-    /// The handler ran out of its time.
+    /// The handler exceeded its time limit.
     pub(crate) fn late(error: impl std::fmt::Display) -> Self {
         Self { late: true, ..Self::retryable(error) }
     }
 
-    /// Whether the handler ran out of its time, or a statement of it gave up waiting for a lock:
-    /// the next try may take as long.
+    /// Whether the handler exceeded its time limit, or one of its statements gave up waiting for a
+    /// lock. The next try may take as long.
     pub(crate) fn is_late(&self) -> bool {
         self.late
     }
 
-    /// Of a failure that is transient by its code: whether the handler's own statement may be the
-    /// reason.
+    /// Whether the handler's own statement may be the reason of a failure that is transient by its
+    /// code.
     pub(crate) fn may_be_its_own(&self) -> bool {
         self.may_be_its_own
     }
@@ -202,13 +204,13 @@ impl HandlerError {
         self.transient
     }
 
-    /// When the handler asked to be tried again.
+    /// The time after which the handler asked to be tried again.
     #[must_use]
     pub fn after(&self) -> Option<Duration> {
         self.retry_after
     }
 
-    /// What the handler said.
+    /// The text of the handler's error.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message
@@ -235,10 +237,11 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
         let mut message = String::new();
         let mut next: Option<&(dyn std::error::Error + 'static)> = Some(&error);
         while let Some(cause) = next {
-            // What stands below an error of sqlx is said in its words already.
+            // The sources of an error of sqlx are already part of its text.
             let of_database = cause.downcast_ref::<sqlx::Error>();
             let text = of_database.map_or_else(|| cause.to_string(), classify::words);
-            // A cause that was written into the text above it stands there as sqlx says it.
+            // If the text above already holds this cause in sqlx's own form, it is replaced by the
+            // text of `words`.
             message = of_database.map_or(message.clone(), |error| message.replace(&error.to_string(), &text));
             if !message.contains(&text) {
                 message = if message.is_empty() { text } else { format!("{message}: {text}") };
@@ -254,7 +257,7 @@ pub trait Terminal<T> {
     /// Marks the error as terminal.
     ///
     /// # Errors
-    /// The error itself, as one that no retry can help.
+    /// The error itself, marked as terminal: no retry can help.
     fn terminal(self) -> Result<T, HandlerError>;
 }
 
@@ -264,15 +267,16 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
     }
 }
 
-/// A URL as it may be printed: user kept, password replaced, query values of secrets replaced. What
-/// is no URL, but names a user or password before an `@`, loses all of that.
+/// A URL in a form that may be printed: the user stays, the password and the values of secret query
+/// parameters are replaced. In a text that is not a URL, everything before the last `@` is
+/// replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else {
         return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
-    // A password may hold `/`, `?`, `#` and `@` without being escaped: the last `@` before the
-    // query ends it, and a query only begins behind an `@`.
+    // A password may contain `/`, `?`, `#` and `@` without escapes. So the last `@` before the
+    // query ends it, and a query begins only after an `@`.
     let query = rest.find('@').and_then(|at| rest[at..].find('?').map(|query| at + query));
     let at = rest[..query.unwrap_or(rest.len())].rfind('@');
     let (user_info, tail) = match at {

@@ -1,8 +1,8 @@
-//! What an error of sqlx means: one place for the codes of all three databases (R27).
+//! Classifies errors of sqlx: the only place with the error codes of all three databases (R27).
 //!
-//! Promise: an unknown code is `Other`, which the runtime counts as a failure of the message; a
-//! code of the lists below is transient. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB
-//! and MySQL server error reference, SQLite result codes.
+//! Promise: an unknown code becomes `Other`, which the runtime counts as a failure of the message.
+//! The codes in the lists below are transient. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB
+//! and MySQL server error reference, SQLite result codes. Not here: errors of brokers (`broker`).
 
 use sqlx::error::DatabaseError;
 
@@ -15,16 +15,16 @@ enum Transient {
     Unavailable,
 }
 
-/// True for deadlocks, lock timeouts, lost connections and databases that are away, full or
-/// read-only.
+/// Whether the error is transient: a deadlock, a lock timeout, a lost connection, or a database
+/// that is away, full or read-only.
 #[must_use]
 pub fn is_transient(error: &sqlx::Error) -> bool {
     transient(error).is_some()
 }
 
-/// What an error says: the database's own words, and behind them its code. What sqlx puts around
-/// them is left out: that it is an error of a database, and for PostgreSQL the line of the server's
-/// source, which everybody takes for a line of the statement.
+/// The text of an error: the database's own message and its code. The additions of sqlx are left
+/// out: that it is an error of a database, and for PostgreSQL the line in the server's source,
+/// which readers take for a line of the statement.
 #[must_use]
 pub fn words(error: &sqlx::Error) -> String {
     match error {
@@ -40,7 +40,7 @@ pub fn words(error: &sqlx::Error) -> String {
     }
 }
 
-/// The words and the code of a database.
+/// The message and the code of a database.
 fn of_whom(error: &dyn DatabaseError) -> String {
     let message = error.message();
     #[cfg(feature = "mysql")]
@@ -57,12 +57,12 @@ fn of_whom(error: &dyn DatabaseError) -> String {
     }
 }
 
-/// The same of a text into which an error of sqlx was written already.
+/// The same for a text that already contains an error of sqlx.
 pub(super) fn without_frame(text: String) -> String {
     const FRAME: &str = "error returned from database: ";
     let Some((before, said)) = text.split_once(FRAME) else { return text };
-    // MySQL and MariaDB begin with a number, SQLite with its code: a line at their end is one of
-    // the statement.
+    // The text of MySQL and MariaDB begins with a number, that of SQLite with its code. A line at
+    // the end of such a text is a line of the statement, so it stays.
     let is_postgres = !said.starts_with("(code: ") && !said.starts_with(|first: char| first.is_ascii_digit());
     let said = match said.rsplit_once(" at line ") {
         Some((words, line)) if is_postgres && line.bytes().all(|byte| byte.is_ascii_digit()) => words,
@@ -71,7 +71,7 @@ pub(super) fn without_frame(text: String) -> String {
     format!("{before}{said}")
 }
 
-/// True where the certificate is not trusted, or TLS is asked for and not there: a person must act.
+/// Whether the certificate is not trusted, or TLS is required and not offered. A person must act.
 pub(crate) fn is_untrusted(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Tls(_) => true,
@@ -91,16 +91,16 @@ fn is_untrusted_io(_: &std::io::Error) -> bool {
     false
 }
 
-/// True where the connection or the database is gone, for now.
+/// Whether the connection or the database is gone for now.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
     transient(error) == Some(Transient::Unavailable)
 }
 
-/// True where one statement alone may have brought about what looks like a database that is away:
-/// it asked for more memory or room than the server gives to one, or its connection ended under it.
-/// Not for a disk that is full, a server that starts, stops or has no connection left: those are
-/// the same for all.
+/// Whether one statement may have caused an error that looks like a database that is away: the
+/// statement needed more memory or space than the server grants to one, or its connection ended.
+/// False for a full disk and for a server that starts, stops or has no connection left, because
+/// these are the same for all statements.
 pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
@@ -117,7 +117,7 @@ pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
     }
 }
 
-/// True where a statement gave up waiting for a lock: the next try may wait as long.
+/// Whether a statement gave up waiting for a lock. The next try may wait as long.
 pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
     let sqlx::Error::Database(database) = error else { return false };
     #[cfg(feature = "mysql")]
@@ -132,7 +132,7 @@ fn transient(error: &sqlx::Error) -> Option<Transient> {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed | sqlx::Error::WorkerCrashed => {
             Some(Transient::Unavailable)
         }
-        // A protocol error is what sqlx reports when the server vanished in the middle of a packet.
+        // sqlx reports a protocol error when the server vanished in the middle of a packet.
         sqlx::Error::Protocol(_) => Some(Transient::Unavailable),
         sqlx::Error::Database(database) => of_database(database.as_ref()),
         _ => None,
@@ -154,9 +154,10 @@ fn of_database(error: &dyn DatabaseError) -> Option<Transient> {
 fn of_sqlstate(code: &str) -> Option<Transient> {
     match code {
         "40001" | "40P01" | "55P03" => Some(Transient::Busy),
-        // Starting, stopping, crashed; a backend that an administrator ended.
+        // Server starting, stopping or crashed; session ended by an administrator or an idle
+        // timeout; read-only transaction.
         "57P01" | "57P02" | "57P03" | "57P05" | "25006" => Some(Transient::Unavailable),
-        // Idle-in-transaction timeout: the session is gone.
+        // The idle-in-transaction timeout ended the session.
         "25P03" => Some(Transient::Unavailable),
         _ if code.starts_with("08") || code.starts_with("53") || code == "58030" => Some(Transient::Unavailable),
         _ => None,
@@ -202,8 +203,8 @@ impl From<sqlx::Error> for StoreError {
     }
 }
 
-/// Every SQL door raises a broken limit as `oncebox: limit NAME: detail`, so that it is the same
-/// error in Rust.
+/// The SQL functions and triggers raise a broken limit as `oncebox: limit NAME: detail`. This turns
+/// it into the same error as in Rust.
 fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
     let message = match error {
         sqlx::Error::Database(database) => database.message(),
@@ -218,7 +219,7 @@ fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
 mod tests {
     use super::*;
 
-    // Shown to fail: by leaving the text as it came; by taking the end of every text for a line of
+    // Shown to fail: by leaving the text unchanged; by removing the end of every text as a line of
     // the server.
     #[test]
     fn what_sqlx_writes_around_the_words_of_a_database_is_left_out_of_a_text_too() {
@@ -250,7 +251,7 @@ mod tests {
     #[test]
     fn the_numbers_of_r27_are_transient_and_a_duplicate_is_not() {
         assert!([1213, 1205, 1040, 1114, 1290, 4031].into_iter().all(|number| of_mysql(number).is_some()));
-        // A statement that runs into the server's own time limit is the handler's.
+        // A statement that exceeds the server's time limit is the handler's own failure.
         assert!([1062, 1406, 1146, 3024, 1969].into_iter().all(|number| of_mysql(number).is_none()));
     }
 
