@@ -1,8 +1,8 @@
-//! Every metric name, once, and the state that `/livez` and `/readyz` answer from.
+//! All metric names, and the state from which `/livez` and `/readyz` answer.
 //!
-//! Promise: nothing outside this room spells a metric name; [`METRICS`] is the table of
-//! `docs/reference/metrics.md`, which a test compares. Labels are few and bounded: never a key, an
-//! id or an error text.
+//! Promise: no code outside this module writes a metric name. [`METRICS`] is the table of
+//! `docs/reference/metrics.md`, and a test compares the two. Labels are few and bounded: never a
+//! key, an id or an error text. Not here: exporting metrics (`app`).
 
 mod health;
 mod operations;
@@ -14,7 +14,7 @@ use metrics::{Unit, counter, gauge, histogram};
 pub use health::{Health, PartState, Trouble};
 pub use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
 
-/// What kind of metric it is.
+/// The kind of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A number that only rises while the process runs.
@@ -25,7 +25,7 @@ pub enum Kind {
     Histogram,
 }
 
-/// A metric: its name, kind, unit, labels, and why an operator cares.
+/// A metric: its name, kind, unit and labels, and why an operator needs it.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
     /// The full name, for example `oncebox_published_total`.
@@ -34,9 +34,9 @@ pub struct Metric {
     pub kind: Kind,
     /// The unit of its value: a count, or seconds.
     pub unit: Unit,
-    /// The names of its labels, comma-separated; empty where it has none.
+    /// The names of its labels, separated by commas; empty if it has none.
     pub labels: &'static str,
-    /// Why an operator cares.
+    /// Why an operator needs it.
     pub about: &'static str,
 }
 
@@ -103,11 +103,11 @@ metrics_table! {
 /// Why a publish failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureClass {
-    /// This message, for what it is.
+    /// The broker refused this message for its content.
     Message,
-    /// Its destination, for example an unknown topic, a missing route or a denied access.
+    /// The destination, for example an unknown topic, a missing route or a denied access.
     Destination,
-    /// Anything else, so that the whole session is in doubt.
+    /// Any other failure: the session ends and sends again what is not marked.
     Session,
 }
 
@@ -124,17 +124,17 @@ impl FailureClass {
 /// How a delivery ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The handler's effects are committed now.
+    /// The handler's effects are committed.
     Processed,
-    /// The inbox knew it.
+    /// The inbox knew the message: a duplicate.
     Duplicate,
-    /// The handler failed; it is tried again.
+    /// The handler failed, and the message is tried again.
     Retried,
     /// The message is stored as dead, until an operator acts on it.
     Dead,
-    /// The same id with different content: an alarm.
+    /// The id is known with another content hash: an alarm.
     Mismatch,
-    /// No handler takes its kind.
+    /// No handler is registered for the message's kind.
     Unhandled,
 }
 
@@ -153,7 +153,7 @@ impl Outcome {
     }
 }
 
-/// Describes every metric to the recorder: call once it is installed.
+/// Describes all metrics to the recorder. Call this once after the recorder is installed.
 pub fn describe(program: &'static str) {
     for metric in METRICS {
         match metric.kind {
@@ -166,8 +166,8 @@ pub fn describe(program: &'static str) {
     counter!(LEASES_LOST).increment(0);
 }
 
-/// Shows the counters of a broker at 0 before anything happened, so that a rate exists from the
-/// first message on.
+/// Sets the counters of a broker to 0 before the first message, so that a rate exists from that
+/// message on.
 pub fn relay_starts(broker: &'static str) {
     counter!(PUBLISHED, "broker" => broker).increment(0);
     for class in [FailureClass::Message, FailureClass::Destination, FailureClass::Session] {
@@ -175,50 +175,50 @@ pub fn relay_starts(broker: &'static str) {
     }
 }
 
-/// Messages proven by the broker.
+/// Counts messages that the broker has confirmed.
 pub fn published(broker: &'static str, count: u64) {
     counter!(PUBLISHED, "broker" => broker).increment(count);
 }
 
-/// Counts one refusal of the broker under its class.
+/// Counts one failed publish under its class.
 pub fn publish_failed(broker: &'static str, class: FailureClass) {
     counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(1);
 }
 
-/// A relay session began.
+/// Counts a relay session that begins.
 pub fn session_began(broker: &'static str) {
     counter!(SESSIONS, "broker" => broker).increment(1);
 }
 
-/// A relay session ended in doubt.
+/// Counts a relay session that ended in doubt: rows that it had not marked are sent again.
 pub fn session_doubted(broker: &'static str) {
     counter!(DOUBTS, "broker" => broker).increment(1);
 }
 
-/// A lease was lost.
+/// Counts a lease that was lost.
 pub fn lease_lost() {
     counter!(LEASES_LOST).increment(1);
 }
 
-/// A refusal came after later messages of its key were taken.
+/// Counts a refusal that came after the broker took later messages of the key.
 pub fn order_incident(broker: &'static str) {
     counter!(ORDER_INCIDENTS, "broker" => broker).increment(1);
 }
 
-/// How the outbox stands.
+/// The values of the outbox gauges.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OutboxGauges {
-    /// Messages not yet proven.
+    /// Messages that are not proven yet.
     pub pending: u64,
-    /// Age of the oldest of them, seconds.
+    /// The age of the oldest of them in seconds.
     pub oldest_pending_age_seconds: f64,
-    /// Messages held behind a dead one, or because their destination is blocked.
+    /// Messages that are held behind a dead one, or because their destination is blocked.
     pub held: u64,
-    /// How long ago the first of them was enqueued, seconds.
+    /// The time since the oldest held message was enqueued, in seconds.
     pub oldest_held_age_seconds: f64,
-    /// Dead outbox messages: they could not be sent.
+    /// Dead messages of the outbox, which could not be sent.
     pub dead: u64,
-    /// E-mails not yet sent.
+    /// E-mails that are not sent yet.
     pub emails_pending: u64,
 }
 
@@ -232,7 +232,7 @@ pub fn outbox_stands(gauges: OutboxGauges) {
     gauge!(EMAILS_PENDING).set(gauges.emails_pending as f64);
 }
 
-/// Sets the age of what the gauges of the tables say.
+/// Sets the age of the last read of the tables, on which the other gauges are based.
 pub fn status_stands(age: Duration) {
     gauge!(STATUS_AGE).set(age.as_secs_f64());
 }
@@ -243,18 +243,18 @@ pub fn shard_stands(shard: i32, gaps: u64, cursor_age_seconds: f64) {
     gauge!(CURSOR_AGE, "shard" => shard.to_string()).set(cursor_age_seconds);
 }
 
-/// How a consumer stands.
+/// The values of a consumer's gauges.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ConsumerGauges {
-    /// Messages that wait for a retry, or behind one.
+    /// Messages that wait for a retry, or behind a message that does.
     pub waiting: u64,
-    /// Messages that stand behind a dead one.
+    /// Messages that wait behind a dead message of their key.
     pub held: u64,
-    /// Age of the oldest of both, seconds.
+    /// The age of the oldest of both in seconds.
     pub oldest_waiting_age_seconds: f64,
     /// Messages of the consumer that are stored as dead.
     pub dead: u64,
-    /// Inbox rows of the consumer; above 10,000 an estimate, on SQLite 10,000.
+    /// Inbox rows of the consumer. Above 10,000 this is an estimate, on SQLite 10,000.
     pub inbox_rows: u64,
 }
 
@@ -267,7 +267,7 @@ pub fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
     gauge!(INBOX_ROWS, "consumer" => consumer.to_owned()).set(gauges.inbox_rows as f64);
 }
 
-/// Shows the counters of a consumer at 0.
+/// Sets the counters of a consumer to 0 before the first delivery.
 pub fn consumer_starts(consumer: &str) {
     use Outcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
     for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {
@@ -281,32 +281,32 @@ pub fn purged(consumer: &str, rows: u64) {
     counter!(INBOX_PURGED, "consumer" => consumer.to_owned()).increment(rows);
 }
 
-/// Deliveries with an outcome.
+/// Counts deliveries under their outcome.
 pub fn delivered(consumer: &str, outcome: Outcome, count: u64) {
     counter!(DELIVERIES, "consumer" => consumer.to_owned(), "outcome" => outcome.label()).increment(count);
 }
 
-/// Time in a handler.
+/// Records the time of a run of a handler.
 pub fn handled(consumer: &str, took: Duration) {
     histogram!(HANDLER_SECONDS, "consumer" => consumer.to_owned()).record(took.as_secs_f64());
 }
 
-/// Deliveries taken and not yet acknowledged.
+/// Sets the number of deliveries that are taken and not acknowledged yet.
 pub fn in_flight(consumer: &str, count: usize) {
     gauge!(IN_FLIGHT, "consumer" => consumer.to_owned()).set(count as f64);
 }
 
-/// An acknowledgement did not arrive.
+/// Counts an acknowledgement that did not arrive.
 pub fn acknowledge_failed(consumer: &str) {
     counter!(ACK_FAILURES, "consumer" => consumer.to_owned()).increment(1);
 }
 
-/// The broker deleted records before they were consumed.
+/// Counts records that the broker deleted before they were consumed.
 pub fn lost_records(topic: &str, count: u64) {
     counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
-/// What a try of an e-mail came to, in a word of
+/// Counts a try of an e-mail under its resulting state, a word of
 /// [`Delivery`](crate::policy::operation::delivery::Delivery).
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);

@@ -1,33 +1,33 @@
-//! How each part of a process is: what `/readyz` shows and a supervisor reads.
+//! The state of each part of a process, which `/readyz` shows and a supervisor reads.
 //!
-//! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning
-//! is seen (`beat`); several troubles of one part stand beside each other, each under its name and
-//! whose it is: none hides another, and none ends with another.
+//! Promise: for a part that is not ready, its reason and its time are shown. A loop that stopped is
+//! noticed ([`Health::beat`]). Several troubles of one part are kept side by side, each under its
+//! name and its owner: none hides or ends another. Not here: the HTTP endpoints (`app`).
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How one part is.
+/// The state of one part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PartState {
-    /// Begins; says soon how it is.
+    /// The part starts and will soon report another state.
     Starting,
     /// The part does its work.
     Ready,
-    /// Waits for something that is named; goes on by itself.
+    /// The part waits for the named reason and continues by itself.
     Waiting(String),
-    /// Somebody else does the work; takes over when they stop.
+    /// Another process does the work. This one takes over when that process stops.
     Standby(String),
 }
 
-/// What is amiss with a part, under a name of its own.
+/// A trouble of a part, kept under a name of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Trouble {
-    /// Work stands still until it is over.
+    /// The work stops until the trouble is over.
     Stops(String),
-    /// Work goes on; a person should know.
+    /// The work continues, and a person should know.
     Shown(String),
 }
 
@@ -36,7 +36,7 @@ struct Part {
     state: PartState,
     since: Instant,
     beat: Instant,
-    /// By name, and whose it is, where several may have it.
+    /// By name, and by owner if several can have the same trouble.
     troubles: BTreeMap<(&'static str, String), (Trouble, Instant)>,
 }
 
@@ -47,12 +47,12 @@ impl Part {
     }
 }
 
-/// The state of all parts of a process. Cheap to clone; all clones show the same.
+/// The state of all parts of a process. Cheap to clone; all clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct Health(Arc<Mutex<BTreeMap<String, Part>>>);
 
 impl Health {
-    /// Says how a part is. Also a beat.
+    /// Sets the state of a part. This also counts as a beat.
     pub fn set(&self, part: &str, state: PartState) {
         let now = Instant::now();
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -72,13 +72,13 @@ impl Health {
         parts.insert(part.to_owned(), Part { state, since: now, beat: now, troubles });
     }
 
-    /// What is amiss with a part under this name, or that it is over. Work that goes on clears what
-    /// stopped it.
+    /// Sets the trouble of a part under this name, or clears it with `None`. A part whose work
+    /// continues must clear the trouble that stopped it.
     pub fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
         self.trouble_of(part, name, "", trouble);
     }
 
-    /// The same for one of several that may have this trouble, as tasks and partitions.
+    /// Does the same for one owner, such as a task or partition, if several can have this trouble.
     pub fn trouble_of(&self, part: &str, name: &'static str, whose: impl Display, trouble: Option<Trouble>) {
         let key = (name, whose.to_string());
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -99,7 +99,7 @@ impl Health {
         }
     }
 
-    /// The trouble of this name is over for all who had it: they are gone.
+    /// Clears the trouble of this name for all owners, because they are gone.
     pub fn troubles_are_over(&self, part: &str, name: &'static str) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = parts.get_mut(part) {
@@ -107,28 +107,28 @@ impl Health {
         }
     }
 
-    /// A part has done its work and has no loop that could get stuck: it is not shown any more.
+    /// Removes a part that has done its work and has no loop that could stop.
     pub fn done(&self, part: &str) {
         if self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(part).is_some() {
             tracing::debug!(part, "done");
         }
     }
 
-    /// The loop of a part turned.
+    /// Records that the loop of a part has turned.
     pub fn beat(&self, part: &str) {
         if let Some(known) = self.0.lock().unwrap_or_else(PoisonError::into_inner).get_mut(part) {
             known.beat = Instant::now();
         }
     }
 
-    /// True where every part is at work or stands by, and no trouble stops it.
+    /// Whether there are parts, each is ready or on standby, and no trouble stops one.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         !parts.is_empty() && parts.values().all(Part::is_ready)
     }
 
-    /// Parts whose loop has not turned for longer than this.
+    /// The parts whose loop has not turned for longer than this.
     #[must_use]
     pub fn stuck(&self, longer_than: Duration) -> Vec<String> {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -136,7 +136,7 @@ impl Health {
         parts.iter().filter(|(_, part)| late(part)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// One line a part: name, state, since when; and one for each of its troubles.
+    /// One line for each part (name, state, for how long) and one for each of its troubles.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -194,7 +194,7 @@ mod tests {
         assert!(health.lines()[1].contains("lost records") && health.lines()[1].contains("payments/0"));
     }
 
-    // Shown by: one trouble for all of them, which the last to speak sets or clears.
+    // Shown by: one trouble for all owners, which the last report sets or clears.
     #[test]
     fn a_trouble_of_one_of_several_neither_hides_nor_ends_that_of_another() {
         let health = Health::default();

@@ -1,7 +1,7 @@
-//! The operation engine in metrics and spans (M103 to M105).
+//! The metrics and spans of the operation engine (M103 to M105).
 //!
-//! Promise: a key is shown as a short hash only, a tenant never; the labels are names that an
-//! author of operations chose.
+//! Promise: a key is shown only as a short hash, and a tenant never. The label `operation` is a
+//! name that the author of an operation chose. Not here: the decisions (`policy::operation`).
 
 use std::time::Duration;
 
@@ -14,46 +14,46 @@ use super::{
     IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR, IDEMPOTENCY_TAKEOVER, IDEMPOTENCY_UNKNOWN,
 };
 
-/// What became of a request.
+/// An event of the engine that is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Noted {
-    /// It is to execute.
+    /// The request claims the key and executes.
     Acquired,
-    /// An outcome is shown again: `completed`, `failure`, `reference`, `reconstructed`,
-    /// `tombstone`.
+    /// The outcome of an earlier request is answered: `completed`, `failure`, `reference`,
+    /// `reconstructed`, `tombstone`.
     Replayed(&'static str),
-    /// The first one runs.
+    /// The first request under the key still runs.
     InProgress,
     /// The key was used with another command.
     Mismatch,
-    /// The key is another principal's.
+    /// The key was used by another principal.
     PrincipalMismatch,
-    /// The key's time is over: `executed`, `rejected`.
+    /// The record has expired: `executed`, `rejected`.
     Expired(&'static str),
     /// A claim of another run is taken over: `bridged`, `repeatable`, `reclaim`.
     TakenOver(&'static str),
-    /// What happened is being found out, or cannot be.
+    /// The outcome is being found out, or only an operator can find it out.
     Recovering,
-    /// A phased operation that nobody drove is taken up.
+    /// A worker or request takes up a phased operation that no process drove.
     TakenUp,
-    /// Refused before anything was looked at, with the code.
+    /// The request was refused with this code.
     Rejected(&'static str),
     /// The store did not answer, or had no connection to spare (`admit`), at this stage: `admit`,
     /// `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
     StoreError(&'static str),
-    /// A commit was lost sight of.
+    /// The outcome of a commit is not known.
     CommitUnknown,
-    /// A handler ended its transaction: an alarm.
+    /// A handler ended the transaction of its operation: an alarm.
     TransactionEnded,
-    /// A lease was lost while the handler ran.
+    /// The lease was lost while the handler ran.
     HeartbeatLost,
-    /// Its key stayed locked, and it was refused for that.
+    /// The request was refused because its key stayed locked.
     LockTimeout,
-    /// What a provider said contradicts itself, or what was decided (O8): an alarm.
+    /// The evidence of a provider contradicts itself, or contradicts a decision (O8): an alarm.
     Contradiction,
 }
 
-/// Counts it, and notes it in a span of its own.
+/// Counts an event. Some events also get a span or a log line.
 pub fn noted(operation: &str, key: &str, noted: Noted) {
     let counted = |name: &'static str| counter!(name, "operation" => operation.to_owned()).increment(1);
     let labelled = |name: &'static str, label: &'static str, value: &'static str| {
@@ -117,16 +117,16 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
     }
 }
 
-/// What is forgotten at the end of its time.
+/// What a purge deletes when its lifetime is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Forgotten {
-    /// Bodies of answers, whose keys stay known.
+    /// The bodies of answers. Their keys stay known.
     Bodies,
-    /// Keys, each with all that is known of its operation.
+    /// The keys, each with everything that is known of its operation.
     Keys,
 }
 
-/// So much was forgotten.
+/// Counts what a purge deleted.
 pub fn forgotten(what: Forgotten, count: u64) {
     let kind = match what {
         Forgotten::Bodies => "bodies",
@@ -135,7 +135,7 @@ pub fn forgotten(what: Forgotten, count: u64) {
     counter!(IDEMPOTENCY_PURGED, "kind" => kind).increment(count);
 }
 
-/// Shows an operation with its mode, and its counters at 0 before anything happened.
+/// Sets the gauge with the operation's mode, and sets its counters to 0 before the first request.
 pub fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
     gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);
@@ -173,7 +173,7 @@ pub fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
 mod tests {
     use super::*;
 
-    // Shown by: leaving the counter out of `noted`, and out of what is shown at 0.
+    // Shown by: leaving the counter out of `noted`, or out of the counters that start at 0.
     #[test]
     fn o8_contradictions_are_counted_and_shown_before_the_first() {
         let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
