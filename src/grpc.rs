@@ -1,6 +1,6 @@
-//! Operations over gRPC: a typed operation for unary calls of tonic services (M109).
+//! Operations over gRPC: typed operations for unary calls of tonic services (M109).
 //!
-//! An interceptor of tonic sees no message, so the call stands in the method, around what it does:
+//! An interceptor of tonic sees no message, so the call is made inside the method, around its work:
 //!
 //! ```
 //! # use oncebox::grpc::{KeyField, idempotent_unary, reply};
@@ -26,18 +26,19 @@
 //!
 //! Promises:
 //!
-//! * The key comes from the metadata `idempotency-key`, or from the message's own field
-//!   ([`KeyField`]); both are one key or `INVALID_ARGUMENT`. Who asks comes from the request's
-//!   extensions, where an interceptor that verified it put a [`Scope`], never from metadata.
-//! * A second call gets the stored status, message, details and metadata, and
+//! * The key comes from the metadata `idempotency-key`, or from a field of the message
+//!   ([`KeyField`]). If both are given they must be equal, else the answer is `INVALID_ARGUMENT`.
+//!   The sender comes from the request's extensions, where an interceptor that verified it put a
+//!   [`Scope`], never from metadata.
+//! * A repeated call gets the stored status, message, details and metadata, and
 //!   `idempotent-replayed: true`.
-//! * A call whose deadline passed, or that was cancelled, goes on in a task of its own, and the
+//! * A call whose deadline has passed, or that was cancelled, continues in its own task, and the
 //!   next call finds its outcome (O27).
 //! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`)
-//!   and, where waiting helps, a `RetryInfo`.
+//!   and, if waiting helps, a `RetryInfo`.
 //!
-//! A message is stored as its bytes and read back into today's type: fields that this program does
-//! not know are not replayed.
+//! A message is stored as its bytes and decoded into the current type: fields that this program
+//! does not know are not replayed.
 //!
 //! Not here: streams (they are never replayed), and the engine
 //! ([`runtime::operation`](crate::runtime::operation)).
@@ -57,14 +58,16 @@ use crate::policy::operation::{Code, IdempotentCommand, Outcome, Scope};
 use crate::runtime::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
 use crate::store::{Base, Operations};
 
-/// Runs a unary call once for its key, in mode `same_tx`, and answers its second calls. `handler`
-/// is that of [`Engine::execute_transactional`]; it makes its answers with [`reply`] and [`refusal`].
+/// Runs a unary call once for its key, as a transactional operation, and answers repeated calls.
+/// `handler` is that of [`Engine::execute_transactional`]; it makes its answers with [`reply`] and
+/// [`refusal`].
 ///
 /// # Errors
-/// The status to answer: the operation's own refusal, now or again, or a problem.
+/// The status to answer: the operation's own refusal, first or replayed, or a problem.
 ///
 /// # Cancel safety
-/// Dropped, the operation goes on, and a call with the same key finds its outcome.
+/// If the future is dropped, the operation continues, and a call with the same key finds its
+/// outcome.
 pub async fn idempotent_unary<S, M, R, F>(
     engine: &Engine<S>,
     endpoint: &Registered,
@@ -81,7 +84,7 @@ where
         + 'static,
 {
     let given = key::given(request.metadata(), request.get_ref().key_field(), endpoint.route().key_format);
-    // What is refused here is counted as the engine counts its own refusals.
+    // A refusal here is counted like a refusal of the engine.
     let refused = |problem: &Problem| {
         endpoint.refused(problem.code);
         status::of_problem(problem)

@@ -1,7 +1,7 @@
-//! What is served over HTTP.
+//! The parts of the library that serve HTTP.
 //!
-//! Not here: the engine that it translates for ([`runtime::operation`](crate::runtime::operation)),
-//! binding addresses and installing recorders (room `app`).
+//! Not here: the engine behind the routes ([`runtime::operation`](crate::runtime::operation)),
+//! binding addresses and installing recorders (`app`).
 
 #[cfg(feature = "programs")]
 mod health;

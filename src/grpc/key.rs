@@ -1,6 +1,6 @@
-//! The key of a call: from metadata, or from a field of its message.
+//! Reads the key of a call from its metadata or from a field of its message.
 //!
-//! Promise: two that differ are refused; which one is meant would be a guess.
+//! Promise: two different keys are refused, because choosing one would be a guess.
 
 use tonic::metadata::MetadataMap;
 
@@ -10,15 +10,15 @@ use crate::runtime::operation::{KeyGiven, Problem};
 /// The metadata that carries a key.
 pub const KEY_METADATA: &str = "idempotency-key";
 
-/// Where a message carries a key of its own: AIP-155's `request_id`, or a field `idempotency_key`.
+/// A message that may carry a key: AIP-155's `request_id`, or a field `idempotency_key`.
 pub trait KeyField {
-    /// The field's value; empty where there is none.
+    /// The value of the field; empty if there is none.
     fn key_field(&self) -> &str {
         ""
     }
 }
 
-/// The key that was given.
+/// Reads the key of a call.
 pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> Result<KeyGiven, Box<Problem>> {
     let lines: Vec<&[u8]> = metadata.get_all(KEY_METADATA).iter().map(|value| value.as_bytes()).collect();
     let in_metadata = match Key::from_header(&lines, format) {
@@ -58,7 +58,7 @@ mod tests {
         metadata
     }
 
-    // Shown by: taking the metadata's first.
+    // Shown by: using the metadata first.
     #[test]
     fn m109_a_key_comes_from_metadata_or_field_and_two_that_differ_are_refused() {
         let key = Key::parse(ONE.as_bytes(), KeyFormat::Uuid).unwrap();

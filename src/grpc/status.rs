@@ -1,7 +1,7 @@
-//! Answers as they are stored and sent, and what a client makes of them.
+//! Converts answers between their stored form and gRPC, and tells a client what a result means.
 //!
-//! A stored answer has the number of its gRPC status. Its body is the message, or, of a refusal,
-//! the status message and details.
+//! A stored answer has the number of its gRPC status. Its body is the message, or for a refusal the
+//! message and the details of the status.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::policy::operation::problem::KeyState;
 use crate::policy::operation::resend::Seen;
 use crate::runtime::operation::{Problem, Reply};
 
-/// Marks an answer as that of an earlier call.
+/// Marks an answer as the answer of an earlier call.
 pub const REPLAYED_METADATA: &str = "idempotent-replayed";
-/// The domain of the engine's reasons.
+/// The domain of the reasons that the engine sends.
 const DOMAIN: &str = "oncebox";
 
 /// The body of a stored refusal.
@@ -30,13 +30,13 @@ struct Refused {
     details: Vec<u8>,
 }
 
-/// A handler's answer: this message.
+/// An answer of a handler with this message.
 pub fn reply(message: &impl Message) -> Reply {
     Reply { body: message.encode_to_vec(), ..Reply::new(0) }
 }
 
-/// A handler's refusal: this status, its details included. Its metadata is kept where the endpoint
-/// keeps headers of these names.
+/// A refusal of a handler with this status and its details. Metadata is kept if the endpoint keeps
+/// headers of these names.
 #[must_use]
 pub fn refusal(status: &Status) -> Reply {
     let refused = Refused { message: status.message().to_owned(), details: status.details().to_vec() };
@@ -50,7 +50,7 @@ pub fn refusal(status: &Status) -> Reply {
     reply
 }
 
-/// A stored or fresh answer as it is sent.
+/// Converts a stored or first answer to a response.
 pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> Result<Response<R>, Status> {
     let mut metadata = MetadataMap::new();
     for (name, value) in &reply.headers {
@@ -65,8 +65,7 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
     match reply.status {
         0 => {
             let message = R::decode(reply.body.as_slice());
-            // It was written by another program: what happened is known, the answer cannot be
-            // shown.
+            // Another program wrote it: the outcome is known, but the answer cannot be shown.
             let message = message.map_err(|_| of_problem(&Problem::new(Code::ResultNotRetained)))?;
             let mut response = Response::new(message);
             *response.metadata_mut() = metadata;
@@ -77,12 +76,12 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
             let code = tonic::Code::from_i32(number.into());
             Err(Status::with_details_and_metadata(code, refused.message, refused.details.into(), metadata))
         }
-        // The answer of another transport: a reference to a resource.
+        // The answer of another transport, such as a reference to a resource.
         _ => Err(of_problem(&Problem::new(Code::ResultNotRetained))),
     }
 }
 
-/// A problem as a status.
+/// Converts a problem to a status.
 pub(super) fn of_problem(problem: &Problem) -> Status {
     let mut facts = HashMap::from([
         ("key_state".to_owned(), problem.key_state.to_string()),
@@ -99,8 +98,9 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
     Status::with_error_details(tonic::Code::from_i32(problem.code.grpc()), message, details)
 }
 
-/// What a unary call met, for [`after_attempt`](crate::policy::operation::resend::after_attempt): a
-/// deadline and a cancellation say nothing of the server (O27).
+/// The result of a unary call, for
+/// [`after_attempt`](crate::policy::operation::resend::after_attempt). A deadline and a
+/// cancellation say nothing about the server (O27).
 pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let Err(status) = result else { return Seen::Success };
     let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN);

@@ -1,6 +1,6 @@
-//! Liveness, readiness and metrics.
+//! Serves liveness, readiness and metrics.
 //!
-//! Not here: binding addresses and installing recorders (room `app`).
+//! Not here: binding addresses and installing recorders (`app`).
 
 use std::time::Duration;
 
@@ -13,11 +13,11 @@ use metrics_exporter_prometheus::PrometheusHandle;
 
 use crate::observe::Health;
 
-/// A loop that has not turned for this long is stuck. Longer than any deadline inside a loop.
+/// A loop without a turn for this long is stuck. Longer than any time limit inside a loop.
 const STUCK: Duration = Duration::from_secs(120);
 
-/// `/livez`: the loops turn. `/readyz`: every part is at work or stands by; else 503 and what it
-/// waits for. `/metrics`: Prometheus text.
+/// `/livez`: 200 while all loops turn. `/readyz`: 200 when every part works or stands by, else 503
+/// with the reasons. `/metrics`: Prometheus text.
 pub fn health_routes(health: Health, metrics: PrometheusHandle) -> Router {
     Router::new()
         .route("/livez", get(livez))

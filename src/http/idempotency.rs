@@ -1,5 +1,4 @@
-//! `Idempotency-Key` for axum and tower services (M108): what the engine decides, in the form of
-//! HTTP.
+//! `Idempotency-Key` for axum and tower services (M108): the answers of the engine as HTTP.
 //!
 //! Order of layers, from outside to inside, and why:
 //!
@@ -7,19 +6,19 @@
 //! request id, trace -> CORS -> compression -> rate limit -> authentication -> [idempotency] -> handler
 //! ```
 //!
-//! * Authentication puts [`IdempotencyScope`] into the request's extensions, and stands outside: a
-//!   refused login, a rate limit or a preflight makes no record, and a revoked principal replays
-//!   nothing. There is no fallback to a header.
-//! * Compression stands outside, so that stored bodies are plain; CORS too, so that no origin is
+//! * Authentication is outside, and puts [`IdempotencyScope`] into the request's extensions. So a
+//!   refused login, a rate limit or a preflight makes no record, and a revoked principal gets no
+//!   replay. A header is never used instead.
+//! * Compression is outside, so that stored bodies are plain. CORS is outside, so that no origin is
 //!   stored. CORS exposes `Idempotent-Replayed`, `Idempotency-Key-State`, `Retry-After` and
 //!   `Location`, and allows `Idempotency-Key`.
 //! * [`IdempotencyLayer`] is put on a method, `post(handler).route_layer(layer)`, so that 404 and
-//!   405 claim nothing. `route_layer` of a whole router stands around the 405 of other methods too,
-//!   which would be taken for the outcome of their key. A timeout of its own inside is of no use:
-//!   the engine's answers 409 and does not drop the handler.
+//!   405 claim nothing. `route_layer` of a whole router also covers its 405 answers for other
+//!   methods, and each would become the outcome of its key. A timeout layer inside is useless: the
+//!   engine's own timeout answers 409 and does not drop the handler.
 //!
-//! Two doors: [`TypedOperation`] (claim, effects and answer in one commit) and [`IdempotencyLayer`]
-//! (edge protection for any handler).
+//! Two ways to use it: [`TypedOperation`] (claim, effects and answer in one commit) and
+//! [`IdempotencyLayer`] (edge protection for any handler).
 //!
 //! Not here: the engine ([`runtime::operation`](crate::runtime::operation)).
 

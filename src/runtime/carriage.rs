@@ -1,12 +1,12 @@
-//! An e-mail on its way: composed once, carried to a file or an SMTP server, and what a failure
-//! proves.
+//! Sends one e-mail: composes it once, writes it to a file or gives it to an SMTP server, and
+//! reports what a failure proves.
 //!
-//! Promises: one identity is one Message-ID, at every try; a file is whole or not there, and a
-//! second try replaces it; a failure says whether the server may have taken the e-mail all the same
-//! (O28).
+//! Promises: one identity has one Message-ID, in every attempt. A file is complete or absent, and a
+//! second attempt replaces it. A failure says whether the server may have accepted the e-mail all
+//! the same (O28).
 //!
-//! Not here: who sends when, which is the sender of rows ([`sender`](super::sender)) and the operation
-//! ([`phased::email`](super::operation::phased::email)).
+//! Not here: when an e-mail is sent, which the sender of rows ([`sender`](super::sender)) and the
+//! operation ([`phased::email`](super::operation::phased::email)) decide.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,31 +18,31 @@ use sha2::{Digest, Sha256};
 
 use crate::policy::hex::hex;
 
-/// Where e-mails are carried to: files or an SMTP server.
+/// Where e-mails are sent to: files or an SMTP server.
 #[derive(Debug, Clone)]
 pub enum EmailTransport {
-    /// One `.eml` file each, named by its Message-ID.
+    /// One `.eml` file for each e-mail, named by its Message-ID.
     Files(PathBuf),
     /// An SMTP server, over this transport of the library `lettre`.
     Smtp(AsyncSmtpTransport<Tokio1Executor>),
 }
 
 impl EmailTransport {
-    /// `smtp://` or `smtps://` with user, password and host; TLS as the scheme says
-    /// (`?tls=required` for STARTTLS).
+    /// An SMTP server by its URL: `smtp://` or `smtps://` with user, password and host. TLS as the
+    /// scheme says (`?tls=required` for STARTTLS).
     ///
     /// # Errors
-    /// What is wrong with the URL; never its password.
+    /// What is wrong with the URL, without its password.
     pub fn smtp(url: &str) -> Result<Self, String> {
         let builder = AsyncSmtpTransport::<Tokio1Executor>::from_url(url)
             .map_err(|error| format!("the SMTP URL `{}` cannot be used: {error}", crate::error::redact(url)))?;
         Ok(Self::Smtp(builder.timeout(Some(Duration::from_secs(20))).build()))
     }
 
-    /// Makes the directory of files.
+    /// Makes the directory, if e-mails go to files.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// The directory cannot be made.
     pub(super) fn make(&self) -> Result<(), String> {
         match self {
             Self::Files(directory) => std::fs::create_dir_all(directory)
@@ -51,11 +51,11 @@ impl EmailTransport {
         }
     }
 
-    /// Sends the bytes, once; by SMTP within this time as a whole, for the client bounds nothing
-    /// but each connect.
+    /// Sends the bytes once. `within` limits the whole SMTP dialogue, because the client library
+    /// limits only each connect.
     ///
     /// # Cancel safety
-    /// Dropped, whether it was sent is unknown.
+    /// If the future is dropped, it is unknown whether the e-mail was sent.
     pub(super) async fn carry(
         &self,
         message_id: &str,
@@ -86,12 +86,12 @@ impl EmailTransport {
     }
 }
 
-/// The address that e-mails come from.
+/// Parses an e-mail address of the sender or recipient.
 pub(super) fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|error| format!("`{text}` is no address: {error}"))
 }
 
-/// A plain text e-mail.
+/// Composes a plain text e-mail.
 pub(super) fn compose(
     from: &Address,
     message_id: &str,
@@ -109,24 +109,24 @@ pub(super) fn compose(
         .map_err(|error| format!("the e-mail cannot be composed: {error}"))
 }
 
-/// A try that failed.
+/// An attempt to send that failed.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) error: String,
-    /// No later try can do better.
+    /// Whether later attempts fail too.
     pub(super) permanent: bool,
-    /// The server may have taken it all the same.
+    /// Whether the server may have accepted the e-mail all the same.
     pub(super) arrived: bool,
 }
 
-/// Whether it is us that a server does not take, whatever the e-mail: who mends the credentials
-/// needs no other e-mail (RFC 4954, 6).
+/// Whether the server refuses our credentials, not this e-mail: once they are corrected, the same
+/// e-mail can be sent (RFC 4954, 6).
 fn is_of_us(error: &lettre::transport::smtp::Error) -> bool {
     error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
 }
 
-/// Whether a server may have taken an e-mail although this error came: not where it said no, and
-/// not where nothing reached it.
+/// Whether the server may have accepted the e-mail despite this error. Not if it said no, and not
+/// if nothing reached it.
 fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
@@ -141,13 +141,13 @@ fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
     !(error.is_permanent() || error.is_transient() || error.is_client() || error.is_tls())
 }
 
-/// Stable: a function of the unique key alone.
+/// Makes a Message-ID that depends only on the unique key.
 pub(super) fn message_id(unique_key: &str) -> String {
     let digest = Sha256::digest(unique_key.as_bytes());
     format!("{}@oncebox.invalid", hex(&digest[..16]))
 }
 
-/// Whole or not at all: written beside, then renamed.
+/// Writes a complete file or none: writes beside it, then renames.
 async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::io::Result<()> {
     let name = message_id.split('@').next().unwrap_or(message_id);
     let (beside, file) = (directory.join(format!(".{name}.part")), directory.join(format!("{name}.eml")));

@@ -1,5 +1,5 @@
-//! What a team implements: a handler that writes through the transaction it is given, message by
-//! message or in sets.
+//! The traits that a team implements: handlers that write through the transaction that they are
+//! given, for single messages or for sets.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use crate::store::{Base, Enqueue, InboxTx, NewEmail, Store};
 /// The sqlx connection of a store.
 type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
 
-/// The transaction of one message or batch: it also holds the inbox row, so what is written through
+/// The transaction of one message or batch. It also holds the inbox row, so what is written through
 /// it commits exactly once.
 ///
 /// It has no commit and no rollback: returning `Ok` or `Err` decides.
@@ -23,13 +23,13 @@ pub struct HandlerTx<'t, S: Store> {
 }
 
 impl<'t, S: Store> HandlerTx<'t, S> {
-    /// Of a transaction that this store began; an error where another kind of store did.
+    /// Wraps a transaction of the store `S`; an error if another kind of store began it.
     pub(crate) fn new(tx: &'t mut dyn InboxTx, enqueued: &'t mut bool) -> Result<Self, StoreError> {
         Ok(Self { connection: tx.connection()?, enqueued })
     }
 
     /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT,
-    /// DDL on MySQL) are found out before the commit and make the message dead or tried again.
+    /// DDL on MySQL) are detected before the commit; the message is then dead or tried again.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
         self.connection
     }
@@ -43,10 +43,11 @@ impl<'t, S: Store> HandlerTx<'t, S> {
         crate::store::enqueue(self.connection, message).await
     }
 
-    /// Stores an e-mail row in the same transaction; false where the unique key is already there.
+    /// Stores an e-mail row in the same transaction. Returns false if the unique key exists
+    /// already.
     ///
     /// # Errors
-    /// What the database says.
+    /// The error of the database.
     pub async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
         self.connection.queue_email(email).await
     }
@@ -61,11 +62,11 @@ impl<S: Store> fmt::Debug for HandlerTx<'_, S> {
 /// Handles messages inside the inbox transaction.
 #[async_trait]
 pub trait MessageHandler<S: Store>: Send + Sync {
-    /// Does the work of one message through `tx`.
+    /// Handles one message through `tx`.
     ///
     /// # Errors
-    /// Any error is retried under the policy of the consumer unless it is
-    /// [`HandlerError::terminal`]; nothing that was written through `tx` stays.
+    /// After any error nothing that was written through `tx` stays. The message is tried again
+    /// under the retry policy of the consumer, except after [`HandlerError::terminal`].
     async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }
 
@@ -101,17 +102,17 @@ pub trait MessageHandler<S: Store>: Send + Sync {
 /// ```
 #[async_trait]
 pub trait BatchMessageHandler<S: Store>: Send + Sync {
-    /// Does the work of all of them through `tx`: at least one message, in the order of delivery,
-    /// so that those of a key stand in its order. A retry brings one message.
+    /// Handles all messages through `tx`: at least one, in the order of delivery, so that messages
+    /// of a key are in their order. A retry brings one message.
     ///
     /// # Errors
-    /// Nothing that was written through `tx` stays. Of several messages none is to blame yet: the
-    /// batch runs again in halves, until the one that fails is alone; what is said of that one
-    /// counts, as in [`MessageHandler::handle`].
+    /// Nothing that was written through `tx` stays. With several messages it is not known which one
+    /// failed: the batch runs again in halves, until the failing message is alone. Its error then
+    /// counts as in [`MessageHandler::handle`].
     async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }
 
-/// What a panic says.
+/// Returns the text of a panic.
 pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")

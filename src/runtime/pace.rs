@@ -1,4 +1,4 @@
-//! Waiting between tries of in-process work: bounded, with jitter, and ended at once by a stop.
+//! Waiting between attempts inside a process: bounded, with jitter, and ended at once by a stop.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::policy::retry::pause;
 
-/// A pace that slows from one failure to the next and starts over after a success.
+/// A backoff that doubles after each failure and starts over after a success.
 #[derive(Debug, Clone)]
 pub struct Pace {
     first: Duration,
@@ -15,30 +15,30 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// From `first`, doubling, to `longest`.
+    /// A backoff from `first`, doubling up to `longest`.
     #[must_use]
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, failures: 0 }
     }
 
-    /// It worked: start over.
+    /// Records a success: the next wait is the first one again.
     pub fn worked(&mut self) {
         self.failures = 0;
     }
 
-    /// The next wait, with jitter from half to the whole of it.
+    /// Returns the next wait, with jitter between half and all of it.
     pub fn next_wait(&mut self) -> Duration {
         self.failures = self.failures.saturating_add(1);
         pause(self.first, self.longest, self.failures, fastrand::f64())
     }
 
-    /// Waits for the next wait; false where the stop came first.
+    /// Waits for the next wait. Returns false if the stop came first.
     pub async fn wait(&mut self, stop: &CancellationToken) -> bool {
         sleep_unless(stop, self.next_wait()).await
     }
 }
 
-/// Sleeps; false where the stop came first.
+/// Sleeps for this time. Returns false if the stop came first.
 pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
     tokio::select! {
         () = stop.cancelled() => false,
@@ -64,11 +64,11 @@ mod tests {
     }
 }
 
-/// A moment to count from, for what another machine counts too: a lease, a provider's memory of a
-/// key.
+/// A moment to count from, for times that another machine counts too, such as a lease or a
+/// provider's memory of a key.
 ///
-/// The monotonic clock stands still while a machine is suspended, and the clock of the wall may be
-/// set back; the longer of both is never less than the truth, unless both happen.
+/// The monotonic clock stops while a machine is suspended, and the wall clock may be set back. The
+/// longer time of the two is never too short, unless both happen.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Since {
     monotonic: Instant,
@@ -81,7 +81,7 @@ impl Since {
         Self { monotonic: Instant::now(), wall: SystemTime::now() }
     }
 
-    /// How long ago it was, at least.
+    /// How much time has passed, at least.
     pub(crate) fn elapsed(self) -> Duration {
         self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
     }
@@ -92,7 +92,7 @@ mod since_tests {
     use super::*;
 
     // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock
-    // alone, and the wall's.
+    // alone, and the wall clock alone.
     #[test]
     fn the_time_since_a_moment_is_that_of_the_clock_that_went_further() {
         let (now, wall, hour) = (Instant::now(), SystemTime::now(), Duration::from_secs(3_600));

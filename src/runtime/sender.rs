@@ -1,13 +1,13 @@
-//! The e-mail sender: durable rows out, to `.eml` files or an SMTP server.
+//! The e-mail sender: sends durable rows to `.eml` files or an SMTP server.
 //!
-//! Promise: one row is one e-mail with one Message-ID, made from the row's unique key, the same at
-//! every try. A row whose sending was interrupted is sent again under that Message-ID: whether the
-//! server took the first one is unknown, and SMTP has no way to ask. With files, the second try
-//! replaces the file, so there it is exactly once.
+//! Promise: one row is one e-mail with one Message-ID, made from the unique key of the row and the
+//! same in every attempt. A row whose sending was interrupted is sent again under that Message-ID,
+//! because it is unknown whether the server accepted the first one, and SMTP has no query. With
+//! files the second attempt replaces the file, so the e-mail exists exactly once.
 //!
-//! What became of a row is said in the words of [`Delivery`] (O28), in the metric and before the
-//! row's error. A row keeps the number of its tries, not what each met: so a try before this one
-//! counts as one that may have arrived, and `possibly sent N times` says how often at most.
+//! The state of a row is named with the words of [`Delivery`] (O28), in the metric and in the row's
+//! error. A row stores the number of its attempts, not their results. So each earlier attempt
+//! counts as one that may have arrived, and `possibly sent N times` is an upper bound.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,18 +26,18 @@ use crate::policy::operation::delivery::Delivery;
 use crate::policy::operation::provider::Settled;
 use crate::store::{Claim, EmailOutcome, EmailToSend, Mailbox};
 
-/// Settings of a sender.
+/// Settings of an e-mail sender.
 #[derive(Debug, Clone)]
 pub struct SenderOptions {
-    /// The address e-mails come from.
+    /// The address that e-mails come from.
     pub from: String,
-    /// Tries of one e-mail; then it is failed.
+    /// How many attempts one e-mail gets before it is failed.
     pub attempts_max: u32,
-    /// End when nothing is left to send.
+    /// Whether to end when nothing is left to send.
     pub until_empty: bool,
 }
 
-/// Sends the e-mails that stand as rows in the database.
+/// Sends the e-mails that are stored as rows in the database.
 #[derive(Debug)]
 pub struct Sender {
     store: Arc<dyn Mailbox>,
@@ -47,30 +47,30 @@ pub struct Sender {
     health: Health,
 }
 
-/// Rows claimed at once: two, because a claim must outlive the sending of all of them, or another
-/// sender takes the last ones and sends them a second time.
+/// Rows that are claimed together: two, because the claim must last longer than sending all of
+/// them. Otherwise another sender would claim the last ones and send them a second time.
 const BATCH: usize = 2;
-/// The whole of one sending.
+/// The time limit of one sending.
 const SENDING: Duration = Duration::from_secs(25);
-/// A claim outlives the deadlines of all rows that were claimed together; after it, a row of a
-/// sender that died is taken again.
+/// A claim lasts longer than sending all rows that were claimed together. After it, the rows of a
+/// sender that died can be claimed again.
 const CLAIM: Duration = Duration::from_secs(60);
-/// How long a stop waits for claimed rows to be given back.
+/// How long a stop waits to release claimed rows.
 const GIVE_BACK: Duration = Duration::from_secs(5);
 const PART: &str = "e-mail sender";
 
-/// What a sender has claimed and not settled.
+/// The rows that a sender has claimed and not settled.
 #[derive(Debug, Default)]
 struct Hand {
     claimed: VecDeque<EmailToSend>,
     claimed_at: Option<Instant>,
-    /// A claim whose answer was lost.
+    /// A claim of which the answer was lost.
     in_doubt: Option<Claim>,
-    /// How a sending ended, not yet told to the database.
+    /// The result of a sending that is not written to the database yet.
     outcome: Option<(EmailToSend, EmailOutcome)>,
 }
 
-/// What a round came to.
+/// The result of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Worked,
@@ -79,10 +79,10 @@ enum Step {
 }
 
 impl Sender {
-    /// Puts a sender together.
+    /// Makes a sender with this transport.
     ///
     /// # Errors
-    /// The address cannot be used, or the directory cannot be made.
+    /// The address is not valid, or the directory cannot be made.
     pub fn new(
         store: impl Mailbox + 'static,
         transport: EmailTransport,
@@ -94,13 +94,14 @@ impl Sender {
         Ok(Self { store: Arc::new(store), transport, from, options, health })
     }
 
-    /// Runs until it is told to stop, or nothing is left where `until_empty` is set.
+    /// Runs until the stop, or until nothing is left if `until_empty` is set.
     ///
     /// # Errors
-    /// What a person must mend.
+    /// An error that a person must repair.
     ///
     /// # Cancel safety
-    /// Dropped, a row that is just being sent is sent again later under the same Message-ID.
+    /// If the future is dropped, a row that is being sent is sent again later under the same
+    /// Message-ID.
     pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         let mut hand = Hand::default();
@@ -122,7 +123,7 @@ impl Sender {
                 Err(error) => return Err(error),
             }
         }
-        // What is in the hand goes back; where that is not to be had, the claims run out.
+        // Releases the claimed rows. If the database does not answer, the claims expire.
         if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, &stop)).await.is_err() {
             tracing::debug!("claimed e-mails were not given back");
         }
@@ -138,7 +139,7 @@ impl Sender {
             self.store.give_back_emails(claim).await?;
             hand.in_doubt = None;
         }
-        // Before the claim begins by the database's clock.
+        // Taken before the claim begins by the database's clock.
         hand.claimed_at = Some(Instant::now());
         let claim = Claim::new(CLAIM);
         hand.in_doubt = Some(claim);
@@ -152,9 +153,9 @@ impl Sender {
         Ok(if empty { Step::Empty } else { Step::Idle })
     }
 
-    /// Sends what is in the hand, one after the other, each settled before the next. A database
-    /// that goes away in between leaves the outcome in the hand: told later, it is not sent a
-    /// second time (G10).
+    /// Sends the claimed rows one after the other, and settles each before the next. If the
+    /// database goes away meanwhile, the result is kept and written later, so the e-mail is not
+    /// sent a second time (G10).
     async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<(), StoreError> {
         loop {
             if let Some((email, outcome)) = &hand.outcome {
@@ -167,8 +168,8 @@ impl Sender {
                 hand.outcome = None;
             }
             let Some(email) = hand.claimed.pop_front() else { return Ok(()) };
-            // A claim that may end while its e-mail is sent is not used: another sender would send
-            // it too.
+            // A claim that may expire during the sending is not used, because another sender would
+            // send the e-mail too.
             let stands = hand.claimed_at.is_some_and(|at| at.elapsed() + SENDING < CLAIM) && !stop.is_cancelled();
             let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
@@ -185,7 +186,7 @@ impl Sender {
             Err(error) => Err(Failure { error, permanent: true, arrived: false }),
         };
         let before = match &self.transport {
-            // A file is replaced: it is there once, or not at all.
+            // A file is replaced, so it exists once or not at all.
             EmailTransport::Files(_) => 0,
             EmailTransport::Smtp(_) => email.attempt.saturating_sub(1),
         };
@@ -205,7 +206,7 @@ impl Sender {
 }
 
 impl Failure {
-    /// What the e-mail is now, where so many tries before this one may have arrived.
+    /// The state of the e-mail after this failure, if `before` earlier attempts may have arrived.
     fn state(&self, before: u32, last: bool) -> Delivery {
         let doubtful = before.saturating_add(self.arrived.into());
         let settled = (self.permanent && doubtful == 0).then_some(Settled::Failed);
@@ -219,12 +220,12 @@ mod tests {
 
     #[test]
     fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
-        // With more of them another sender would send the last ones too.
+        // With a larger batch another sender would send the last ones too.
         assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < CLAIM);
     }
 
-    // Shown by: calling the second try's refusal refused; a try that was refused one that may have
-    // arrived.
+    // Shown by: calling a refusal of the second attempt refused; counting a refused attempt as one
+    // that may have arrived.
     #[test]
     fn o28_an_e_mails_state_is_said_in_the_words_of_deliveries() {
         let failure = |permanent, arrived| Failure { error: String::new(), permanent, arrived };

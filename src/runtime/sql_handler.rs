@@ -1,8 +1,8 @@
-//! The sql handler: a team's statements in the inbox transaction, so that any table becomes an
-//! exactly-once sink without a line of Rust.
+//! The sql handler: runs a team's statements in the inbox transaction, so any table becomes an
+//! exactly-once sink without Rust code.
 //!
-//! Promise: values are bound, never spliced; numbers keep their digits; a parameter whose source is
-//! missing is a terminal failure that names it, unless it is listed as optional.
+//! Promise: values are bound, never spliced into the text. Numbers keep their digits. A parameter
+//! whose source is missing is a terminal failure that names it, unless it is listed as optional.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,14 +13,14 @@ use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, pointer};
 use crate::store::{Piece, SqlValue, Statements, Store, ends_transaction, split_named};
 
-/// What the configuration says.
+/// The configuration of a sql handler.
 #[derive(Debug, Clone, Default)]
 pub struct SqlSpec {
     /// Statements, run in order.
     pub statements: Vec<String>,
-    /// Parameters and where their values stand.
+    /// The parameters, each with the source of its value.
     pub params: BTreeMap<String, String>,
-    /// Parameters that are null where their source is missing.
+    /// Parameters that are null if their source is missing.
     pub optional: Vec<String>,
 }
 
@@ -31,8 +31,8 @@ pub enum SqlSpecError {
     /// The handler has no statement to run.
     #[error("the sql handler has no statement")]
     NoStatement,
-    /// A statement would commit or roll back what it runs in: the effects of other messages, and
-    /// the rows that make each of them happen once.
+    /// A statement would commit or roll back its transaction, and with it the effects of other
+    /// messages and the rows that make each of them happen once.
     #[error(
         "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the statements of a handler write is committed together with its message"
     )]
@@ -53,7 +53,7 @@ pub enum SqlSpecError {
     /// A declared parameter is used nowhere.
     #[error("the parameter `{0}` is declared and no statement uses it")]
     Unused(String),
-    /// A source that is not known.
+    /// The source of a parameter is not known.
     #[error(
         "the parameter `{name}` reads from `{source_text}`: use a JSON pointer (`/a/b`) or @id, @key, @kind, @topic, @time, @payload, @header:NAME"
     )]
@@ -63,12 +63,12 @@ pub enum SqlSpecError {
         /// The source as it is configured.
         source_text: String,
     },
-    /// The server does not take the statement.
+    /// The server refuses to prepare the statement.
     #[error("the statement `{statement}` cannot be prepared: {error}")]
     Refused {
         /// The statement as it is configured.
         statement: String,
-        /// What the server says.
+        /// The error of the server.
         error: StoreError,
     },
 }
@@ -99,7 +99,7 @@ impl Source {
         })
     }
 
-    /// The value; an error says what is missing.
+    /// Reads the value from a message; the error says what is missing.
     fn value(&self, message: &Message) -> Result<SqlValue, String> {
         let text = |text: Option<String>, what: &str| {
             text.map(SqlValue::Text).ok_or_else(|| format!("the message has no {what}"))
@@ -126,7 +126,7 @@ impl Source {
     }
 }
 
-/// A handler that runs prepared statements, with values taken from the message.
+/// A handler that runs prepared statements with values from the message.
 #[derive(Debug)]
 pub struct SqlHandler<S: Statements> {
     statements: Vec<S::Statement>,
@@ -138,7 +138,7 @@ impl<S: Statements> SqlHandler<S> {
     /// Checks the configuration and prepares each statement on the server.
     ///
     /// # Errors
-    /// [`SqlSpecError`] names the statement or parameter.
+    /// [`SqlSpecError`], which names the statement or parameter.
     pub async fn prepare(store: &S, spec: SqlSpec) -> Result<Self, SqlSpecError> {
         if spec.statements.is_empty() {
             return Err(SqlSpecError::NoStatement);

@@ -1,4 +1,5 @@
-//! What a service publishes of its protected operations: `GET /.well-known/idempotency` (M4, M97).
+//! What a service publishes about its protected operations: `GET /.well-known/idempotency` (M4,
+//! M97).
 
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
@@ -23,7 +24,7 @@ struct Document {
     operations: Vec<Published>,
 }
 
-/// The document, for a handler of that route.
+/// Returns the document as a response, for the handler of that route.
 #[must_use]
 pub fn well_known(engine: &Core) -> Response {
     let published = engine.protected().into_iter().map(|endpoint| {
@@ -41,8 +42,8 @@ pub fn well_known(engine: &Core) -> Response {
     axum::Json(Document { operations: published.collect() }).into_response()
 }
 
-/// A duration as ISO 8601 has it, in hours where it is whole hours, else in minutes or seconds,
-/// with a fraction where there is one.
+/// A duration in ISO 8601: in whole hours if possible, else in whole minutes, else in seconds, with
+/// a fraction if there is one.
 pub(super) fn iso_8601(duration: std::time::Duration) -> String {
     let seconds = duration.as_secs();
     match seconds {
@@ -61,7 +62,7 @@ pub(super) fn iso_8601(duration: std::time::Duration) -> String {
 mod tests {
     use super::*;
 
-    // Shown by: whole seconds only ("PT0H", which forgets at once, and "PT90S").
+    // Shown by: whole seconds only ("PT0H", a lifetime of zero, and "PT90S").
     #[test]
     fn m97_a_lifetime_is_published_as_iso_8601() {
         let millis = |millis| iso_8601(std::time::Duration::from_millis(millis));

@@ -1,5 +1,5 @@
-//! What handlers behind the layer use: a wrapper that says when the operation starts, the guard, a
-//! tag for the outcome.
+//! For handlers behind the layer: a wrapper that reports when the operation starts, the guard, and
+//! a tag for the outcome.
 
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use axum::http::StatusCode;
@@ -13,8 +13,9 @@ use crate::policy::operation::Outcome;
 use crate::runtime::operation::{Guard, GuardError, Progress};
 use crate::store::{Base, Operations};
 
-/// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. What `E` refuses has not started,
-/// so a 400 or 422 of its own frees the key; from then on the same status is an outcome (O10).
+/// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. If `E` refuses the request, the
+/// operation has not started, so its 400 or 422 frees the key. After that the same status is an
+/// outcome (O10).
 #[derive(Debug, Clone, Copy)]
 pub struct Idempotent<E>(pub E);
 
@@ -26,7 +27,7 @@ where
     type Rejection = E::Rejection;
 
     async fn from_request(request: Request, state: &St) -> Result<Self, E::Rejection> {
-        // Without the layer there is nothing to say.
+        // Without the layer there is no progress to report.
         let progress = request.extensions().get::<Progress>().cloned();
         if let Some(progress) = &progress {
             progress.met_extractor();
@@ -39,7 +40,7 @@ where
     }
 }
 
-/// Says of a response how the operation ended, as a response extension:
+/// The outcome of the operation, as an extension of its response:
 /// `response.extensions_mut().insert(OutcomeTag(..))`.
 #[derive(Debug, Clone)]
 pub struct OutcomeTag(pub Outcome<()>);
@@ -49,8 +50,8 @@ pub struct OutcomeTag(pub Outcome<()>);
 pub struct IdempotencyGuard<S: Operations + Base>(pub Guard<S>);
 
 impl<S: Operations + Base> IdempotencyGuard<S> {
-    /// Commits the handler's transaction and this response as its outcome, together; gives the
-    /// response back. Its body must be complete, no stream.
+    /// Commits the handler's transaction together with this response as its outcome, and returns
+    /// the response. Its body must be complete, not a stream.
     ///
     /// # Errors
     /// As [`Guard::commit`].

@@ -1,10 +1,9 @@
-//! What is taken of a request: the key's header, the scope that authentication left, the body
-//! within its limits.
+//! Reads from a request: the key header, the scope that authentication set, and the body within its
+//! limits.
 //!
-//! Promises: a body over the limit is refused before it is read where its length is said, and at
-//! the limit where it is not; memory is counted as its bytes come, for its tenant and in all (O29),
-//! and a body that does not come in time is refused; so is one that has trailers or ends early. A
-//! scope never comes from a header.
+//! Promises: a body that is too long is refused before reading if its length is given, else at the
+//! limit. Memory is counted as bytes arrive, for the tenant and in total (O29). A body that is too
+//! slow, has trailers or ends early is refused. A scope never comes from a header.
 
 use axum::body::Body;
 use axum::http::request::Parts;
@@ -16,21 +15,21 @@ use super::respond::problem_response;
 use crate::policy::operation::{Code, Key, KeyFormat, Scope};
 use crate::runtime::operation::{BodyPermit, Core, KeyGiven, Problem, Registered};
 
-/// The scope of a request, put into its extensions by verified authentication, and by nothing else
+/// The scope of a request. Only verified authentication may put it into the request's extensions
 /// (pitfall 15).
 #[derive(Debug, Clone)]
 pub struct IdempotencyScope(pub Scope);
 
-/// The body of a request, and the memory it was promised.
+/// The body of a request, and its memory permit.
 #[derive(Debug)]
 pub struct Intake {
     /// The bytes of the body, at most as many as the operation's limit.
     pub body: Vec<u8>,
-    /// Keep it as long as the bytes.
+    /// Keep the permit as long as the bytes.
     pub permit: BodyPermit,
 }
 
-/// The key in a request's headers.
+/// Reads the key from the headers of a request.
 #[must_use]
 pub fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
     let lines: Vec<&[u8]> = headers.get_all("idempotency-key").iter().map(|value| value.as_bytes()).collect();
@@ -41,19 +40,19 @@ pub fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
     }
 }
 
-/// The scope of a request, where authentication left one.
+/// The scope of a request, if authentication set one.
 #[must_use]
 pub fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
 }
 
-/// Reads a body.
+/// Reads the body within the limits of the operation.
 ///
 /// # Errors
 /// The problem to answer with: 413, 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`, 408, or 400.
 ///
 /// # Cancel safety
-/// Dropped, the rest of the body is not read and its memory is given back.
+/// If the future is dropped, the rest of the body is not read and its memory is returned.
 pub async fn read_body(
     engine: &Core,
     endpoint: &Registered,
@@ -90,26 +89,26 @@ pub async fn read_body(
     Ok(Intake { body: bytes, permit })
 }
 
-/// The answer to a request that is refused before the engine is asked; it is counted like the
-/// engine's own refusals.
+/// The answer to a request that is refused before the engine is asked. It is counted like a refusal
+/// of the engine.
 pub(super) fn refused(endpoint: &Registered, problem: &Problem) -> Response {
     endpoint.refused(problem.code);
     problem_response(problem)
 }
 
-/// A problem `REQUEST_INVALID` that says why. The text must not repeat values of the request.
+/// A problem `REQUEST_INVALID` with its reason. The text must not repeat values of the request.
 pub(super) fn invalid(detail: impl Into<String>) -> Box<Problem> {
     Box::new(Problem { detail: Some(detail.into()), ..Problem::new(Code::RequestInvalid) })
 }
 
-/// Whether a request says that its body is JSON.
+/// Whether the content type of a request is JSON.
 pub(super) fn is_json(headers: &HeaderMap) -> bool {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     let essence = value.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
     essence == "application/json" || essence.ends_with("+json")
 }
 
-/// The problem for a content type that a typed operation does not take.
+/// The problem for a content type that a typed operation does not accept.
 pub(super) fn unsupported() -> Box<Problem> {
     Box::new(Problem::new(Code::UnsupportedMediaType))
 }

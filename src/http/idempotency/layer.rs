@@ -1,10 +1,10 @@
 //! Edge operations as a tower layer around any axum or tower handler.
 //!
-//! It suppresses concurrent duplicates and replays outcomes. A process that dies between what the
-//! handler did and the outcome leaves UNKNOWN, unless the handler ends with
+//! The layer suppresses concurrent duplicates and replays outcomes. If the process dies between the
+//! effect of the handler and the outcome, the key becomes UNKNOWN, unless the handler ends with
 //! [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
 //!
-//! Not here: what is decided, and how an end is judged ([`Engine::execute_edge`]).
+//! Not here: the decisions, and how the end of a run is judged ([`Engine::execute_edge`]).
 
 use std::convert::Infallible;
 use std::fmt;
@@ -31,13 +31,13 @@ use crate::runtime::operation::{
 };
 use crate::store::Keys;
 
-/// Protects the method it is put on: `post(handler).route_layer(layer)`. One operation each.
+/// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
 pub struct IdempotencyLayer<S: Keys> {
     engine: Engine<S>,
     endpoint: Registered,
 }
 
-/// The layer around a service.
+/// A service with the layer around it.
 pub struct IdempotencyService<I, S: Keys> {
     inner: I,
     engine: Engine<S>,
@@ -77,7 +77,7 @@ where
     }
 
     fn call(&mut self, request: Request) -> Self::Future {
-        // The one that is ready is taken.
+        // `poll_ready` made this instance ready, so this one must be called, not its clone.
         let next = self.inner.clone();
         let inner = std::mem::replace(&mut self.inner, next);
         let (engine, endpoint) = (self.engine.clone(), self.endpoint.clone());
@@ -85,7 +85,7 @@ where
     }
 }
 
-/// A command that was not read.
+/// The command of a request whose body was not read.
 struct Unread;
 
 impl Canonical for Unread {
@@ -98,7 +98,7 @@ where
     I::Future: Send + 'static,
     S: Keys,
 {
-    // A key adds nothing to what changes nothing (M6).
+    // These methods change nothing, so a key adds nothing (M6).
     if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
         return call(&mut inner, request).await;
     }
@@ -124,7 +124,7 @@ where
     let asking = Asking { scope, key, command: Arc::new(command) };
     let kept_max = endpoint.kept_body_max();
     let run = move |guard: Option<Guard<S>>| async move {
-        // The bytes are held until the handler is done.
+        // Holds the memory permit until the handler is done.
         let _permit = permit;
         let mut request = Request::from_parts(parts, Body::from(body));
         if let Some(guard) = guard {
@@ -155,15 +155,16 @@ where
     }
 }
 
-/// The raw request as a command: what the handler sees of it (M23). The path counts whole, and by
-/// its parameters: a name in its place would make resources one that a router tells apart by the
-/// path alone, and a client's key would replay another resource's answer. So a moved mount, or
-/// another prefix of an ingress, makes another command of a retry: 422, and nothing runs.
+/// The raw request as a command, as the handler sees it (M23). The whole path counts, and its
+/// parameters too. With a fixed name in place of the path, two resources that a router
+/// distinguishes only by the path would be one, and a client's key would replay the answer of
+/// another resource. So after a mount or an ingress prefix has changed, a retry is another command:
+/// it gets 422, and nothing runs.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
-    // Behind `nest_service` and in a fallback a router says parameters, and not those that tell
-    // resources apart: the path counts whole too. Nested routers strip prefixes of `uri` (pitfall
-    // 24).
+    // In `nest_service` and in a fallback the router may give other parameters than those that
+    // distinguish resources, so the whole path counts too. Nested routers strip prefixes of `uri`
+    // (pitfall 24).
     let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
     path.push(("@path".to_owned(), uri.path().to_owned()));
     if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {
@@ -181,8 +182,8 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
     Ok(command)
 }
 
-/// What there is to keep of a response. A stream is never collected: it would be held back from the
-/// client (pitfall 19).
+/// The part of a response that can be stored. A stream is never collected, because that would delay
+/// the client (pitfall 19).
 async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
     let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
     let status = response.status().as_u16();
@@ -204,7 +205,7 @@ async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
                     let reply = reply(&parts, bytes.to_vec());
                     Ended { tag, kept: Kept::Whole(reply), answer: Response::from_parts(parts, Body::from(bytes)) }
                 }
-                // The handler ended; its body did not. What it did stands.
+                // The handler has ended, its body has not. The effects of the handler stay.
                 Err(error) => {
                     tracing::warn!(%error, "the body of an answer could not be read");
                     Ended { tag, kept: Kept::Stream(status), answer: Response::from_parts(parts, Body::empty()) }
@@ -219,7 +220,7 @@ fn reply(parts: &axum::http::response::Parts, body: Vec<u8>) -> Reply {
     Reply { headers: headers.collect(), body, ..Reply::new(parts.status.as_u16()) }
 }
 
-/// A response, read whole. A body that cannot be read counts as empty.
+/// Reads a response completely. A body that cannot be read counts as empty.
 pub(super) async fn reply_of(response: Response, max: usize) -> Reply {
     let (parts, body) = response.into_parts();
     let bytes = axum::body::to_bytes(body, max).await.unwrap_or_else(|error| {

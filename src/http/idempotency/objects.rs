@@ -1,13 +1,13 @@
-//! Reads JSON as serde does, but a struct stands as an object only.
+//! Reads JSON as serde does, but accepts only an object for a struct.
 //!
-//! What `Deserialize` derives for a struct takes an array of its fields too, by their order. That
-//! is no form that an operation has promised: the schema of a command says object, and a field that is
-//! added later would change what the array means. So arrays are refused wherever a struct is asked
-//! for, at every depth: inside lists, maps, options, newtypes and variants. Lists and tuples stay
-//! arrays.
+//! The derived `Deserialize` of a struct also accepts an array of its fields in their order. No
+//! operation has promised that form: the schema of a command says object, and a field that is added
+//! later would change the meaning of the array. So an array is refused wherever a struct is
+//! expected, at every depth: inside lists, maps, options, newtypes and variants. Lists and tuples
+//! stay arrays.
 //!
-//! Not reached: what serde itself reads into a buffer first, which is the content of untagged and
-//! internally tagged enums, and flattened members. Not here: what a command checks of its values.
+//! Not covered: content that serde itself buffers first, which is that of untagged and internally
+//! tagged enums and of flattened members. Not here: what a command checks of its values.
 
 use std::fmt;
 
@@ -16,11 +16,11 @@ use serde::de::{
     VariantAccess, Visitor,
 };
 
-/// Reads a whole JSON body as [`TypedOperation`](super::TypedOperation) does, for handlers of one's own: a
-/// struct from an object only.
+/// Reads a complete JSON body as [`TypedOperation`](super::TypedOperation) does, for your own
+/// handlers: a struct only from an object.
 ///
 /// # Errors
-/// As of `serde_json`.
+/// The errors of `serde_json`.
 pub fn read_json<T: DeserializeOwned>(body: &[u8]) -> Result<T, serde_json::Error> {
     let mut reader = serde_json::Deserializer::from_slice(body);
     let value = T::deserialize(Strict(&mut reader))?;
@@ -28,13 +28,13 @@ pub fn read_json<T: DeserializeOwned>(body: &[u8]) -> Result<T, serde_json::Erro
     Ok(value)
 }
 
-/// A deserializer, or what it hands on, all of whose structs are objects.
+/// A deserializer (or a part of one) that accepts only objects for structs.
 struct Strict<T>(T);
 
-/// A visitor of such a one.
+/// The visitor of such a deserializer.
 struct Visits<V> {
     visitor: V,
-    /// Whether it asks for a struct.
+    /// Whether a struct is expected.
     for_struct: bool,
 }
 
@@ -264,7 +264,7 @@ mod tests {
         )
     }
 
-    // Shown by: what serde_json itself says, beside it.
+    // Shown by: the result of serde_json itself, beside it.
     #[test]
     fn m18_an_array_is_no_struct_at_any_depth() {
         let plain = all(OBJECT, usize::MAX);
@@ -287,7 +287,7 @@ mod tests {
         );
     }
 
-    // Shown by: not asking for the end.
+    // Shown by: not checking for the end of the body.
     #[test]
     fn m18_a_body_ends_behind_its_value() {
         assert!(read_json::<Item>(format!("{OBJECT} \n").as_bytes()).is_ok());

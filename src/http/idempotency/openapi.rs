@@ -1,6 +1,7 @@
-//! What an OpenAPI document says of a protected operation (utoipa).
+//! Describes a protected operation in an OpenAPI document (utoipa).
 //!
-//! Promise: it is made from the endpoint itself, so the document and the service cannot differ.
+//! Promise: the description is made from the endpoint itself, so document and service cannot
+//! differ.
 
 use std::collections::BTreeMap;
 
@@ -14,11 +15,11 @@ use crate::policy::operation::KeyFormat;
 use crate::policy::operation::route::{Requirement, WhileRunning};
 use crate::runtime::operation::Registered;
 
-/// Adds the header parameter, the header of replays, the engine's problem responses, and the
-/// extension `x-idempotency`. A response that is described already keeps its description.
+/// Adds the key's header parameter, the header of replays, the problem responses of the engine, and
+/// the extension `x-idempotency`. A response that has a description keeps it.
 ///
 /// # Errors
-/// None that this code knows of: utoipa would have to refuse a fragment that is fixed here.
+/// None in practice: utoipa would have to refuse a fragment that is fixed in this file.
 pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), serde_json::Error> {
     let route = endpoint.route();
     let parameter = serde_json::from_value(key_parameter(route.key_format, route.requirement))?;
@@ -49,7 +50,8 @@ pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), 
     if route.while_running == WhileRunning::Accepted {
         problems.push(("202".to_owned(), "The operation goes on: see Location."));
     }
-    // A route may give a mismatch the status of another problem: then its description says both.
+    // A route may use the status of another problem for a mismatch; then one description names
+    // both.
     let mut described = BTreeMap::<String, String>::new();
     for (status, about) in problems {
         let said = described.entry(status).or_default();

@@ -1,7 +1,7 @@
-//! Answers of the engine as HTTP: problem details (RFC 9457), replays, `Retry-After`.
+//! The answers of the engine as HTTP: problem details (RFC 9457), replays, `Retry-After`.
 //!
-//! Promise: a problem never repeats the key, the tenant, or anything of the first request; a replay
-//! has the bytes, the status and the allow-listed headers that were stored.
+//! Promise: a problem never repeats the key, the tenant, or any value of the first request. A
+//! replay has the stored bytes, status and allow-listed headers.
 
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
@@ -13,10 +13,10 @@ use crate::policy::operation::Code;
 use crate::policy::operation::problem::KeyState;
 use crate::runtime::operation::{Answered, Problem, Reply};
 
-/// Says whether an answer is the outcome of an earlier request. For debugging: clients do not
-/// depend on it (M65).
+/// Marks an answer as the outcome of an earlier request. It is for debugging; clients do not depend
+/// on it (M65).
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
-/// What is known of the key, beside a replayed answer.
+/// The state of the key, sent with a replayed answer.
 const KEY_STATE: HeaderName = HeaderName::from_static("idempotency-key-state");
 const HOME_REGION: HeaderName = HeaderName::from_static("idempotency-home-region");
 /// The page of the repository that has a section for every code.
@@ -50,7 +50,7 @@ struct Made<'a> {
     location: Option<&'a str>,
 }
 
-/// The answer of the engine as a response.
+/// Turns the answer of the engine into a response.
 #[must_use]
 pub fn respond(answered: Answered) -> Response {
     match answered {
@@ -59,11 +59,11 @@ pub fn respond(answered: Answered) -> Response {
     }
 }
 
-/// An operation's own answer as a response.
+/// Turns an operation's own answer into a response.
 #[must_use]
 pub fn reply_response(reply: Reply, replayed: bool) -> Response {
     let status = StatusCode::from_u16(reply.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    // Neither has a body, whatever was stored.
+    // Responses with these statuses have no body, whatever was stored.
     let bare = status == StatusCode::NO_CONTENT || status == StatusCode::NOT_MODIFIED;
     let mut response = Response::new(if bare { Body::empty() } else { Body::from(reply.body) });
     *response.status_mut() = status;
@@ -74,14 +74,14 @@ pub fn reply_response(reply: Reply, replayed: bool) -> Response {
     }
     if replayed {
         response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
-        // An application's refusal has no `key_state` in its body: a client in doubt must know all
-        // the same that this is the outcome (O26).
+        // A refusal of the application has no `key_state` in its body. A client in doubt must still
+        // learn that this is the outcome (O26).
         response.headers_mut().insert(KEY_STATE, HeaderValue::from_static(KeyState::Spent.as_str()));
     }
     response
 }
 
-/// A problem as a response.
+/// Turns a problem into a response.
 #[must_use]
 pub fn problem_response(problem: &Problem) -> Response {
     let code = problem.code;
@@ -124,7 +124,7 @@ pub fn problem_response(problem: &Problem) -> Response {
     }
     match code {
         Code::KeyRequired | Code::KeyInvalid => put(header::LINK, format!("<{}>; rel=\"describedby\"", urn(code))),
-        // It is the outcome of the first request, without its body.
+        // This is the outcome of the first request, without its body.
         Code::ResultNotRetained => put(REPLAYED, "true".to_owned()),
         Code::Unauthenticated => put(header::WWW_AUTHENTICATE, "Bearer".to_owned()),
         _ => {}

@@ -1,4 +1,4 @@
-//! A typed operation behind a route: read, validate, run once per key, answer.
+//! A typed operation as a route: reads and validates a request, runs it once per key, and answers.
 //!
 //! ```
 //! # #[cfg(feature = "sqlite")]
@@ -35,8 +35,8 @@
 //! # }
 //! ```
 //!
-//! Not here: authentication, which puts [`IdempotencyScope`](super::IdempotencyScope) into the
-//! request before.
+//! Not here: authentication, which must put [`IdempotencyScope`](super::IdempotencyScope) into the
+//! request first.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -56,24 +56,24 @@ use crate::runtime::operation::{
 };
 use crate::store::{Base, Keys, Operations};
 
-/// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`: a
-/// member that nobody reads would be no part of the command (M21). Members that stand twice are
-/// refused by the derive. A struct is read from an object only, where the derive would take an
-/// array of its fields too.
+/// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`,
+/// because an ignored member would not be a part of the command (M21). The derive refuses repeated
+/// members. A struct is read only from an object, although the derive alone would accept an array
+/// of its fields.
 pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'static {
-    /// Checks it, after defaults were filled in (M20).
+    /// Checks the command after defaults were filled in (M20).
     ///
     /// # Errors
-    /// What is wrong, without the values.
+    /// What is wrong, without values of the request.
     fn check(&self) -> Result<(), String> {
         Ok(())
     }
 }
 
-/// A command and who sent it.
+/// A command together with its sender.
 #[derive(Debug, Clone)]
 pub struct Scoped<C> {
-    /// Who sent it: tenant and principal, from verified authentication.
+    /// The sender: tenant and principal, from verified authentication.
     pub scope: Scope,
     /// The command, as it was read from the request.
     pub command: C,
@@ -85,18 +85,18 @@ impl<C: Canonical> Canonical for Scoped<C> {
     }
 }
 
-/// A command, its sender and its key, read from a request: for operations of one's own.
+/// A command, its sender and its key, read from a request; for your own operations.
 #[derive(Debug)]
 pub struct Taken<C> {
     /// The command, with the scope of its sender.
     pub scoped: Scoped<C>,
-    /// The key that the request carries, or that it has none.
+    /// The key of the request, or that it has none.
     pub key: KeyGiven,
-    /// The memory of the body: keep it as long as the command.
+    /// The memory permit of the body: keep it as long as the command.
     pub permit: BodyPermit,
 }
 
-/// A command with the memory that its body takes, until the run that it is for has ended.
+/// A command with the memory permit of its body, kept until its run has ended.
 struct Held<C> {
     scoped: Scoped<C>,
     _permit: BodyPermit,
@@ -108,14 +108,14 @@ impl<C: Canonical> Canonical for Held<C> {
     }
 }
 
-/// One typed operation of mode `same_tx`. Cheap to clone.
+/// One typed transactional operation. Cheap to clone.
 pub struct TypedOperation<S: Keys, C> {
     engine: Engine<S>,
     endpoint: Registered,
     command: PhantomData<fn() -> C>,
 }
 
-/// A command without fields, for what is decided before the body is read.
+/// A command without fields, for the decisions before the body is read.
 struct Unread;
 
 impl Canonical for Unread {
@@ -123,7 +123,7 @@ impl Canonical for Unread {
 }
 
 impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
-    /// Protects an operation.
+    /// Registers an operation with the engine.
     ///
     /// # Errors
     /// As [`Engine::protect`](crate::runtime::operation::Core::protect).
@@ -131,7 +131,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }
 
-    /// The operation that this protects.
+    /// The registered operation that this serves.
     #[must_use]
     pub fn endpoint(&self) -> &Registered {
         &self.endpoint
@@ -143,10 +143,11 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
         &self.engine
     }
 
-    /// Reads a request: key, scope, body, command. What is refused here has made no record.
+    /// Reads key, scope, body and command from a request. A request that is refused here makes no
+    /// record.
     ///
     /// # Errors
-    /// The response to answer with.
+    /// The response to give to the client.
     pub async fn read(&self, request: Request) -> Result<Taken<C>, Box<Response>> {
         let refuse = |problem: &Problem| Box::new(refused(&self.endpoint, problem));
         let (parts, body) = request.into_parts();
@@ -169,7 +170,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
 }
 
 impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
-    /// Serves a request: see [`Engine::execute_transactional`].
+    /// Serves a request; see [`Engine::execute_transactional`].
     pub async fn serve<F>(&self, request: Request, handler: F) -> Response
     where
         F: for<'t> Fn(&'t Scoped<C>, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
@@ -190,7 +191,7 @@ impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
     }
 }
 
-/// Where a body stops being the command, and at which member; the values are not repeated.
+/// Says where the body is not a valid command, and at which member, without its values.
 fn what_is_wrong(error: &serde_json::Error) -> String {
     if let Some(member) = member_of(&error.to_string()) {
         return format!("the body: {member}, at line {} column {}", error.line(), error.column());
@@ -203,7 +204,7 @@ fn what_is_wrong(error: &serde_json::Error) -> String {
     format!("the body {what}, at line {} column {}", error.line(), error.column())
 }
 
-/// What serde says of a member as such: its name is no value.
+/// Returns the member that an error of serde names: a name is not a value.
 fn member_of(message: &str) -> Option<String> {
     ["unknown field", "missing field", "duplicate field"].into_iter().find_map(|what| {
         let name = message.strip_prefix(what)?.strip_prefix(" `")?.split('`').next()?;
