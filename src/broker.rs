@@ -52,15 +52,14 @@ pub enum TopicState {
 pub enum Refusal {
     /// The broker refuses the message itself (too large, invalid), or it refuses a batch because of
     /// another message in it: only a refusal of a message that was sent alone is certain. Later
-    /// messages of the key that the client holds and has not sent yet are not sent; each gets
-    /// [`Refusal::Behind`].
+    /// messages of its key that are not on their way yet are not sent: each gets `Behind`.
     Message(String),
     /// The message was not sent, because an earlier message of its key was refused. Messages that
     /// the runtime sends after it received this outcome are sent normally.
     Behind(String),
     /// The broker refuses the destination: unknown topic, no route, access denied. It says nothing
-    /// against the message. Messages for this topic that the client has not sent yet are not sent
-    /// until the runtime received this outcome. Other topics go on.
+    /// against the message. Messages of this topic that are not on their way yet are not sent until
+    /// the runtime received this outcome. Other topics go on.
     Destination(String),
     /// Any other failure, also a nack. What happened is not known, so the session must end.
     Session(String),
@@ -285,8 +284,8 @@ pub enum Event {
     Revoked {
         /// The sources that this consumer loses.
         sources: Vec<PartitionId>,
-        /// True where the broker already gave them to another consumer, so that nothing can be
-        /// acknowledged any more.
+        /// True where the broker gave them to another consumer already: nothing can be
+        /// acknowledged.
         lost: bool,
         /// The runtime drops it when it has finished; the adapter waits at most the drain time.
         done: RevokeGuard,
@@ -347,8 +346,7 @@ pub trait Subscriber: Send {
 
     /// Decides where sources that were just assigned begin (`policy::position`), and returns it.
     /// `remembered` is what the consumer's database knows of each. A source for which this is not
-    /// called before the following `next` begins at the group's offset. A queue has no positions:
-    /// its answer is empty.
+    /// called before the following `next` begins at the group's offset. Empty for a queue.
     async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
         Ok(Vec::new())
     }
@@ -374,8 +372,7 @@ pub trait Subscriber: Send {
     /// against `in_flight_max`; its bytes still count.
     fn set_aside(&mut self, _source: &PartitionId, _sequence: i64) {}
 
-    /// True where the group has assigned nothing to this member, because there are more members
-    /// than partitions.
+    /// True where the group has assigned nothing to this member, for want of partitions.
     fn has_no_share(&self) -> bool {
         false
     }
@@ -384,8 +381,7 @@ pub trait Subscriber: Send {
     /// heartbeats and rebalances.
     fn pause(&mut self, paused: bool);
 
-    /// True once sources were assigned and each has delivered everything that it held at its
-    /// assignment.
+    /// True once sources were assigned and each has delivered what it held then.
     async fn caught_up(&mut self) -> Result<bool, BrokerError>;
 
     /// A planned end: when it returns, acknowledgements have arrived. Nothing goes back to the

@@ -15,8 +15,7 @@
 //! Waiting never blocks an executor thread; it ends with an error that names the process that holds
 //! the turn. A thread is started only to wait.
 //!
-//! Not here: the work in a turn. A process that is frozen inside its turn keeps it until it ends
-//! (R28).
+//! Not here: the work in a turn. A process frozen inside its turn keeps it until it ends (R28).
 
 mod next;
 mod stamp;
@@ -112,8 +111,7 @@ impl Turn {
                 }
                 let locked = next::lock(&files.turn);
                 drop(place);
-                // If the future was dropped, sending fails, and the turn is dropped with the
-                // answer.
+                // If the future was dropped, sending fails, and the turn is released.
                 let _ = sender.send(locked.map(|()| Held::new(files)));
             })?;
             receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that waits for a turn ended")))
@@ -157,8 +155,7 @@ impl Drop for Held {
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
         stamp.write(&mut lock.0.turn);
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            // The transaction is over and its caller goes on. Only the turn is kept during the
-            // rest.
+            // The transaction is over and its caller goes on. Only the turn is kept.
             runtime.spawn(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);
@@ -334,8 +331,7 @@ mod tests {
     }
 
     // Shown by taking turns without `next`, on a busy machine: unfair in 12 of 30 runs, in the
-    // worst one 1, 15 and 2,086 turns. With `next`, the most turns were at most 1.3 times the
-    // fewest.
+    // worst one 1, 15 and 2,086 turns. With `next`, the most were at most 1.3 times the fewest.
     #[test]
     fn r14_no_process_starves_beside_others_that_want_every_turn() {
         let (_directory, path) = lock_file();
@@ -350,8 +346,7 @@ mod tests {
         assert!(least * 20 >= *most, "turns are not fair: {turns:?}");
     }
 
-    // Shown by leaving out the rest: the longest wait was nearly the whole time of the test,
-    // instead of 1.0 s.
+    // Shown by leaving out the rest: the longest wait took nearly the whole test, instead of 1.0 s.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn r14_a_program_that_knows_nothing_of_turns_gets_in_beside_writers_that_never_pause() {
         use sqlx::{ConnectOptions, Executor};
@@ -501,8 +496,7 @@ mod tests {
         }
     }
 
-    // Shown by a turn that keeps `next`, and by a thread that goes on waiting after its caller is
-    // gone.
+    // Shown by a turn that keeps `next`, and by a thread that waits on without its caller.
     #[tokio::test]
     async fn a_turn_that_nobody_waits_for_any_more_is_given_back_and_the_place_in_the_queue_with_it() {
         let (_directory, path) = lock_file();
@@ -513,8 +507,7 @@ mod tests {
         second.take(Duration::from_millis(50)).await.unwrap_err();
         until("who stands behind gives up without a turn", || second.files.try_lock().is_ok()).await;
         drop(held);
-        // The thread that still waits gets the turn, finds that its caller is gone, and releases
-        // both.
+        // The thread that waits gets the turn, finds its caller gone, and releases both.
         for turn in [&here, &first, &second] {
             drop(turn.take(PATIENCE).await.unwrap());
         }

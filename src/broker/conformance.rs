@@ -89,8 +89,7 @@ pub trait Fixture: Send + Sync {
     /// The broker, configured so that `declare` creates topics.
     async fn broker(&self) -> Arc<dyn Broker>;
 
-    /// The broker with this bound for the bytes of unacknowledged deliveries; `None` where it has
-    /// no such bound.
+    /// The broker with this bound for unacknowledged bytes; `None` where it has no such bound.
     async fn with_bytes(&self, _in_flight_bytes_max: usize) -> Option<Arc<dyn Broker>> {
         None
     }

@@ -1,5 +1,4 @@
-//! The embedded broker: a durable topic log in one SQLite file, which the processes of one machine
-//! share.
+//! The embedded broker: a durable topic log in one SQLite file for the processes of one machine.
 //!
 //! Topics have partitions (by hash of the key), partitions have offsets without holes, and a group
 //! has one lease row with an epoch for each partition. The broker needs no server. The first

@@ -1,5 +1,4 @@
-//! A broker in memory, for tests of code that uses a broker: it behaves like a log, and has a
-//! switch for each fault.
+//! A broker in memory, for tests of code that uses a broker: a log with a switch for each fault.
 //!
 //! Guarantees: it is deterministic (nothing random, no clock but the runtime's). It does what the
 //! conformance suite asks of every broker: order per key, offsets without holes, groups with fenced

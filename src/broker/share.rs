@@ -54,8 +54,8 @@ pub(super) fn share(me: i64, members: &[(i64, Vec<i64>)], seats: &[Seat]) -> Sha
     share
 }
 
-/// How many of a topic's partitions the reader of this rank gets. Which readers get one more when
-/// the number cannot be divided evenly changes with the topic.
+/// How many of a topic's partitions the reader of this rank gets. If the number cannot be divided
+/// evenly, some readers get one more; which ones depends on the topic.
 fn quota(partitions: usize, readers: usize, rank: usize, topic_id: i64) -> usize {
     let turned = (rank + usize::try_from(topic_id).unwrap_or_default() % readers) % readers;
     partitions / readers + usize::from(turned < partitions % readers)
@@ -68,8 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// Applies the shares of all members in turn until nothing changes; returns the number of
-    /// rounds.
+    /// Applies the shares of all members in turn until nothing changes; returns the rounds.
     fn settle(members: &[(i64, Vec<i64>)], seats: &mut [Seat]) -> usize {
         for round in 1..20 {
             let mut changed = false;
@@ -106,8 +105,7 @@ mod tests {
         ) {
             let members: Vec<(i64, Vec<i64>)> = (1..=i64::try_from(readers).unwrap()).map(|m| (m, vec![1])).collect();
             let mut seats = seats_of(&[(1, partitions)]);
-            // Any start: partitions that live members own, that a dead one owns (member 8), or
-            // free.
+            // Any start: owned by live members, by a dead one (member 8), or free.
             for (seat, owner) in seats.iter_mut().zip(owners) {
                 seat.owner = Some(owner).filter(|owner| *owner > 0);
             }

@@ -4,8 +4,7 @@
 //! has just released the turn takes it again before the other one runs (of three processes one had
 //! 2,427 turns in three seconds, another 2). So a process that wants a turn takes `next` first, and
 //! releases it once it has the turn. A process that comes from a turn finds `next` taken by the one
-//! that waits, and queues behind it. `next` is a file of its own because `std` locks only whole
-//! files.
+//! that waits, and queues behind it. It is a file because `std` locks only whole files.
 //!
 //! Guarantees: `next` decides only the order of turns, never the right to one. Beside a process
 //! that takes turns without it, or after the file was deleted, turns are unfair, and nothing worse
@@ -67,8 +66,7 @@ impl Queue {
         self.file.try_lock().is_ok().then(|| Next(Arc::clone(&self.file)))
     }
 
-    /// Waits for `next` for at most [`BEHIND_MAX`], unless `here` already has it or it is away.
-    /// Blocks the thread.
+    /// Waits for `next` for at most [`BEHIND_MAX`], unless it is `here` or away. Blocks the thread.
     pub(super) fn stand(&self, here: Option<Next>) -> Place {
         if here.is_some() || self.is_next_away() {
             return (here, None);

@@ -109,7 +109,7 @@ impl Relay {
     /// lease.
     ///
     /// # Errors
-    /// Errors that a person must mend: no schema, a refused setting, an unknown shard.
+    /// Errors for a person to mend: no schema, a refused setting, an unknown shard.
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing: rows in flight are sent again by the next session.
@@ -179,8 +179,7 @@ impl Relay {
         }
     }
 
-    /// Takes the lease of the shard. Waits for a database that is away, and while another relay has
-    /// the lease.
+    /// Takes the lease of the shard. Waits while the database is away or another relay has it.
     async fn lease(
         &self,
         stop: &CancellationToken,
@@ -241,8 +240,7 @@ impl Relay {
                 (why, row)
             }
             Doubt::Silent { topics, overtaken, why } => {
-                // The silence may be the whole broker's: the topics are blocked only if the broker
-                // answers.
+                // The topics are blocked only if the broker as a whole answers.
                 if overtaken || self.broker_answers().await {
                     memory.progress = true;
                     memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));

@@ -337,8 +337,7 @@ pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(f
     third.close().await;
 }
 
-/// After a topic was deleted and created again, the group's offset belongs to the old topic and is
-/// ignored.
+/// After a topic was deleted and created again, the group's offset, of the old topic, is ignored.
 pub async fn a_topic_made_anew_is_consumed_from_its_beginning(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.offsets {

@@ -111,8 +111,7 @@ pub async fn a_subscriber_that_is_dropped_without_close_is_taken_over_in_order(f
     second.close().await;
 }
 
-/// The first subscriber acknowledges its deliveries and is closed; the second goes on exactly
-/// there.
+/// The first subscriber acknowledges its deliveries and is closed; the second goes on there.
 pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, mut subscription) = case.topic("hand-over").await;
@@ -136,8 +135,7 @@ pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(f
     second.close().await;
 }
 
-/// A subscriber acknowledges a source that it has given up: nothing changes, and everything comes
-/// again (G9).
+/// A subscriber acknowledges a source that it has given up: that changes nothing (G9).
 pub async fn g9_a_revoked_subscriber_acknowledges_nothing(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.shares {

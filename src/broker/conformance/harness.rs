@@ -166,8 +166,7 @@ pub(super) fn number(arrived: &Arrived) -> usize {
     std::str::from_utf8(payload).ok().and_then(|text| text.parse().ok()).expect("a number as payload")
 }
 
-/// Asserts that the first occurrences of a key's rows are in order; repetitions may come anywhere
-/// later.
+/// Asserts that first occurrences of a key's rows are in order; repetitions may come later.
 pub(super) fn assert_order<'a>(arrived: impl IntoIterator<Item = &'a Arrived>) {
     let mut highest: HashMap<Option<Vec<u8>>, usize> = HashMap::new();
     let mut seen = BTreeSet::new();

@@ -70,8 +70,7 @@ pub async fn settle_may_be_dropped_at_any_point_and_no_outcome_is_lost(fixture: 
     publisher.close().await;
 }
 
-/// Many rows of many keys are in flight at once; the rows of a key arrive as they were sent, each
-/// once.
+/// Many rows of many keys are in flight at once; those of a key arrive as sent, each once.
 pub async fn the_order_of_every_key_is_kept_with_many_keys_in_flight(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("order").await;

@@ -1,5 +1,4 @@
-//! Cases of the wire: bytes, envelope and headers arrive as they were sent, under the names of the
-//! binding.
+//! Cases of the wire: bytes, envelope and headers arrive as sent, under the binding's names.
 //!
 //! Shown to fail on adapters that turn a missing key into an empty one, write a partition key
 //! without a key, or keep only some of the headers.
@@ -129,8 +128,7 @@ pub async fn the_envelope_stands_under_its_names_on_the_wire(fixture: &dyn Fixtu
     }
 }
 
-/// `read_all` returns what was published after the tap, without a group, and takes no message from
-/// a consumer.
+/// `read_all` needs no group, returns what was published after the tap, and takes nothing away.
 pub async fn read_all_gives_everything_that_was_published_since_the_tap(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("tap").await;

@@ -181,8 +181,7 @@ pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> 
 pub(super) async fn settle(tx: &mut SqliteConnection, me: &Membership, fenced: &[Fenced]) -> Result<(), sqlx::Error> {
     let mut released = false;
     for Fenced { partition_id, epoch, committed, release } in fenced {
-        // Where the epoch has changed, no row is updated: the next look shows that the lease is
-        // lost.
+        // Where the epoch has changed, no row is updated: the next look shows the loss.
         let done = sqlx::query(
             "update lease set committed = max(committed, coalesce(?1, committed)), epoch = epoch + ?2, \
              member_id = case when ?2 then null else member_id end \

@@ -1,8 +1,8 @@
 //! The file of the log: opening it, creating it, and writing to it in turns.
 //!
 //! Guarantees: WAL, and `synchronous=FULL` for rows. Every write transaction is `BEGIN IMMEDIATE`
-//! inside a turn (R14). A file that is not a topic log, or that a newer version wrote, is not
-//! changed.
+//! inside a turn (R14). A file that is no topic log, or that a newer version wrote, stays
+//! unchanged.
 //!
 //! Not here: what is written (`topology`, `publisher`, `group`).
 
@@ -66,8 +66,8 @@ impl Log {
         Ok(log)
     }
 
-    /// Opens a connection, which has a thread and a file handle of its own. Its commits are on disk
-    /// when they return.
+    /// Opens a connection, with a thread and a file handle. Its commits are on disk when they
+    /// return.
     pub(super) async fn connect(&self) -> Result<SqliteConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full).await
     }
@@ -90,8 +90,7 @@ impl Log {
             .row_buffer_size(256)
             .thread_name(|number| format!("oncebox-broker-{number}"))
             .disable_statement_logging();
-        // In a turn, because the change to WAL takes an exclusive lock that no busy timeout waits
-        // for.
+        // In a turn, because the change to WAL takes an exclusive lock without a busy timeout.
         let held = self.take().await?;
         let mut connection = options.connect().await.map_err(|error| self.failed("open", &error))?;
         self.ensure_schema(&mut connection).await?;

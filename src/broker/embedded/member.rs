@@ -102,8 +102,7 @@ impl Owned {
         while self.in_flight.pop_front_if(|row| row.offset < self.acknowledged).is_some() {}
     }
 
-    /// Counts a row no longer as in flight. A row that is set aside keeps its bytes, which are
-    /// still in memory.
+    /// Counts a row no longer as in flight. A row set aside is still in memory: its bytes count.
     fn spare(&mut self, offset: i64, is_aside: bool) {
         let Ok(place) = self.in_flight.binary_search_by_key(&offset, |row| row.offset) else { return };
         if is_aside {
@@ -351,8 +350,7 @@ impl Member {
         self.committed_at = now;
         let (log, me) = (Arc::clone(&self.log), self.me.clone());
         let (group, topics) = (self.group.clone(), self.topics.clone());
-        // In a task of its own, so that the transaction is not cancelled, and reading goes on
-        // beside it.
+        // In a task of its own, so that it is not cancelled, and reading goes on meanwhile.
         self.writing = Some(tokio::spawn(async move {
             let written = write(&log, &mut connection, &me, order, &group, &topics).await;
             (connection, written)

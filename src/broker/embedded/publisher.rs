@@ -26,8 +26,7 @@ use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// Most rows of one transaction, and below, most bytes: the write lock is held for at most about 20
-/// ms.
+/// Most rows of one transaction, and below, most bytes: the write lock is held for some 20 ms.
 const ROWS_PER_COMMIT: usize = 5_000;
 const BYTES_PER_COMMIT: usize = 8 * 1024 * 1024;
 /// Most bytes that may wait for the writer; `send` waits above it.
@@ -212,8 +211,8 @@ impl Writer {
                 bytes += row.message.weight();
                 rows.push(row);
             }
-            // The session was dropped: nothing more may be written, because the next session sends
-            // these rows again.
+            // The session was dropped: the next session sends these rows again, so nothing more may
+            // be written.
             if self.answers.is_closed() {
                 break;
             }
@@ -253,8 +252,7 @@ impl Writer {
         }
     }
 
-    /// Appends rows. While the file takes nothing, tries again until it does or the session has
-    /// ended.
+    /// Appends rows. While the file takes nothing, tries again until the session ends.
     async fn append_when_it_can(&mut self, rows: Vec<Row>, waiting: &mpsc::UnboundedReceiver<Row>) -> Outcomes {
         // Encoded before the turn is taken, because other processes need the turn too.
         let mut append = Append { places: Vec::with_capacity(rows.len()), records: Vec::with_capacity(rows.len()) };

@@ -19,8 +19,7 @@ const READ_ROWS: usize = 2_000;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Topic {
     pub(super) topic_id: i64,
-    /// Identifies this creation of the topic. The topic's number alone may be used again after a
-    /// deletion.
+    /// Identifies this creation of the topic. After a deletion its number alone may be used again.
     pub(super) made: String,
     pub(super) name: Arc<str>,
     pub(super) partitions: Vec<i64>,

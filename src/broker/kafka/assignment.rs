@@ -165,8 +165,8 @@ impl Assignment {
         true
     }
 
-    /// Counts a delivery of this assignment no longer as a row. If it is finished, its bytes do not
-    /// count any more either.
+    /// Counts a delivery of this assignment no longer as a row. If it is finished, its bytes no
+    /// longer count either.
     pub(super) fn spare(&mut self, id: &PartitionId, offset: i64, is_finished: bool) {
         let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else { return };
         let Ok(at) = source.in_flight.binary_search_by_key(&offset, |one| one.offset) else { return };

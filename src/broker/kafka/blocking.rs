@@ -26,12 +26,10 @@ use crate::error::BrokerError;
 // The first wait for an answer; each next one is twice as long.
 const FIRST_SLICE: Duration = Duration::from_millis(250);
 
-// If a wait longer than this got no answer while all brokers are away, the question ends before its
-// deadline.
+// If so long a wait got no answer while all brokers are away, the question ends early.
 const SURE_AFTER: Duration = Duration::from_secs(1);
 
-/// How long reports are served after a question. librdkafka gives one report per poll, with log
-/// lines between them.
+/// How long reports are served after a question. librdkafka gives one report or log line per poll.
 pub(super) const SERVE: Duration = Duration::from_millis(10);
 
 /// Runs blocking work on a thread for such work.
@@ -106,8 +104,7 @@ pub(super) fn topic_ids(config: &KafkaConfig, topics: &[&str]) -> Result<Vec<(St
     let mut ids = Vec::new();
     for topic in topics {
         asker.metadata(Some(topic))?;
-        // The id comes in a log line, which is served after the answer. Old brokers do not tell an
-        // id.
+        // The id comes in a log line after the answer. Old brokers do not tell it.
         let end = Instant::now() + SURE_AFTER;
         while asker.reports.topic_id(topic).is_none() && Instant::now() < end {
             asker.producer.poll(SERVE);

@@ -1,5 +1,5 @@
-//! What `doctor` reports about Kafka: everything that breaks or weakens a promise, with the command
-//! that mends it.
+//! What `doctor` reports about Kafka: what breaks or weakens a promise, with the command that mends
+//! it.
 //!
 //! Promise: a check changes nothing.
 //!
@@ -197,8 +197,7 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
     fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
 }
 
-/// The finding for a group that could not be examined: what is not known must not look like good
-/// news.
+/// The finding for a group that could not be examined: what is unknown must not look good.
 fn untold(group: &str, what: &str) -> BrokerFinding {
     weaker(
         format!("kafka group {group}"),

@@ -1,5 +1,4 @@
-//! The settings of each kind of librdkafka client: producer, consumer, reader, and clients that
-//! only ask questions.
+//! The settings of each kind of librdkafka client: producer, consumer, reader, asker.
 //!
 //! Promise: the settings that the promises depend on are set here, and no property can change them
 //! (`properties` refuses it).
@@ -26,8 +25,7 @@ const QUEUE_ROWS_MIN: usize = 1_000;
 
 fn common(config: &KafkaConfig) -> ClientConfig {
     let mut settings = ClientConfig::new();
-    // Level `debug` lets through only the contexts that `debug` below names; `context` filters
-    // them.
+    // Level `debug` passes only the contexts that `debug` below names; `context` filters them.
     settings.set_log_level(RDKafkaLogLevel::Debug);
     settings
         .set("bootstrap.servers", config.bootstrap())
@@ -108,8 +106,7 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
     with_debug(settings, "eos")
 }
 
-/// Turns on one more context of librdkafka's log. `context` reads from it what librdkafka reports
-/// nowhere else.
+/// Turns on one more context of librdkafka's log. `context.rs` reads what only the log tells.
 fn with_debug(mut settings: ClientConfig, context: &str) -> ClientConfig {
     let debug = settings.get("debug").map_or_else(|| context.to_owned(), |contexts| format!("{contexts},{context}"));
     settings.set("debug", debug);
@@ -127,8 +124,7 @@ fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
         .set("isolation.level", "read_committed")
         .set("check.crcs", "true")
         .set("enable.partition.eof", "true")
-        // For low latency: a partition that was just assigned or resumed waits for the fetch in
-        // flight.
+        // For low latency: a partition just assigned or resumed waits for the fetch in flight.
         .set("fetch.wait.max.ms", "100")
         .set("fetch.error.backoff.ms", "200")
         // With the default of 1,000 a full queue stalls the consumer for a second each time (55k

@@ -108,8 +108,7 @@ impl KafkaConfig {
         if rest.contains(['?', '#']) {
             return Err(wrong("it takes no parameters, they belong into `[broker.kafka]`".to_owned()));
         }
-        // A password may contain `@` and `/` unescaped, so the last `@` is the one before the
-        // hosts.
+        // A password may contain `@` and `/` unescaped: the last `@` stands before the hosts.
         let (user_info, hosts) = match rest.rsplit_once('@') {
             Some((user_info, hosts)) => (Some(user_info), hosts),
             None => (None, rest),
@@ -193,7 +192,7 @@ impl KafkaConfig {
         }
     }
 
-    /// Whether batches are compressed. Then the size of a message says little about the size at the
+    /// Whether batches are compressed. Then a message's size says little about its size at the
     /// broker.
     pub(super) fn compresses(&self) -> bool {
         let set = ["compression.type", "compression.codec"].iter().find_map(|name| self.properties.get(*name));

@@ -2,8 +2,7 @@
 //! state of the connection that results from them.
 //!
 //! Promises: an error of authentication or of TLS is kept, with the broker's name and without
-//! secrets, until the connection works again. An outage of all brokers is logged once, and its end
-//! is logged once.
+//! secrets, until the connection works again. An outage of all brokers and its end are logged once.
 //!
 //! Not here: errors of messages (`window`) and of partitions (`poller`).
 
@@ -28,8 +27,7 @@ pub(super) struct Reports {
     down: Mutex<Down>,
     last: Mutex<Option<String>>,
     trouble: AtomicBool,
-    // The offset of the partition end that was reported last: rdkafka's error has only the
-    // partition.
+    // The partition end that was reported last: rdkafka's error has only the partition.
     eof_offset: AtomicI64,
     topics: Mutex<Topics>,
     producer_id: watch::Sender<bool>,
@@ -191,8 +189,7 @@ impl Reports {
             _ => {}
         }
         match level {
-            // These lines repeat errors that librdkafka also reports as errors, where they are
-            // classified.
+            // These lines repeat errors that librdkafka also reports to `error`, which sorts them.
             _ if matches!(facility, "FAIL" | "ERROR" | "CONFWARN") => tracing::debug!(facility, line, "librdkafka"),
             RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
                 tracing::warn!(facility, line, "librdkafka");

@@ -48,8 +48,7 @@ const SAY_AGAIN: Duration = Duration::from_secs(30);
 pub(super) struct Shared {
     assignment: Mutex<Assignment>,
     acknowledged: Condvar,
-    // Converted and not handed over yet. Only the thread touches it, and callbacks, which run on
-    // the thread.
+    // Converted and not handed over yet. Only the thread uses it, and its callbacks.
     pending: Mutex<Vec<Delivery>>,
     events: UnboundedSender<Result<Event, BrokerError>>,
     closing: AtomicBool,
@@ -101,8 +100,7 @@ impl Shared {
 
     pub(super) fn pause(&self, paused: bool) {
         {
-            // Held, so that the thread cannot check the flag just before the change and wait just
-            // after it.
+            // Held, so that the thread cannot check the flag before the change and wait after it.
             let _assignment = self.assignment();
             self.paused.store(paused, Ordering::Relaxed);
         }
@@ -129,8 +127,7 @@ impl Shared {
         let _room_or_time = self.acknowledged.wait_timeout_while(self.assignment(), BRIEF, crowded);
     }
 
-    /// Whether the given part of the bounds is in flight (1: all, 2: half), or the runtime has
-    /// paused.
+    /// Whether 1/`part` of the bounds is in flight, or the runtime has paused.
     fn is_crowded(&self, assignment: &Assignment, part: usize) -> bool {
         self.paused.load(Ordering::Relaxed) || assignment.is_full((self.rows_max / part).max(1), self.bytes_max / part)
     }
@@ -399,8 +396,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     drop(consumer);
 }
 
-/// Handles what librdkafka reports before the thread runs: an error that is not taken here is not
-/// reported again.
+/// Handles reports from before the thread runs: an error that is not taken here is lost.
 pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
     let end = Instant::now() + blocking::SERVE;
     while Instant::now() < end {

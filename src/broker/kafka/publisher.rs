@@ -54,8 +54,7 @@ struct Session {
     window: Arc<Window>,
     reports: Arc<Reports>,
     sizes: Sizes,
-    /// Cancelled when the thread has ended, also by a panic. After that nothing is sent and no
-    /// report arrives.
+    /// Cancelled when the thread has ended, also by a panic: nothing is sent or reported then.
     ended: CancellationToken,
     // Dropped after `producer`, so that the thread's reference to the producer is the last one.
     _stop: StopOnDrop,
@@ -134,8 +133,7 @@ impl KafkaPublisher {
             partition: None,
             payload: Some(&message.payload),
             key: message.key.as_deref().map(str::as_bytes),
-            // The time of the row, from the database's clock: the clock of this process is not
-            // used.
+            // The row's time, from the database's clock, not from this process.
             timestamp: Some(message.created_at.timestamp_millis()),
             headers: Some(wire::headers(message, &self.config.source)),
             delivery_opaque: slot,
@@ -199,8 +197,7 @@ impl Publisher for KafkaPublisher {
             if *state == TopicState::Ready {
                 self.ready.insert(topic.clone());
             } else {
-                // The limits are read again next time: fewer copies suffice once the topic's
-                // settings change.
+                // The limits are read again: fewer copies may suffice once settings change.
                 self.limits.forget(topic);
             }
         }
@@ -257,8 +254,7 @@ impl Publisher for KafkaPublisher {
                 if !named && tokio::time::timeout(REPORT_DEADLINE, self.session.window.changed()).await.is_ok() {
                     continue;
                 }
-                // An outcome may have come since the check above. Outcomes are returned before the
-                // error.
+                // An outcome may have come since. Outcomes are returned before the error.
                 return if self.session.window.take(settled) { Ok(()) } else { Err(doubt) };
             }
             self.changed().await;
@@ -293,8 +289,7 @@ impl Session {
         Ok(session)
     }
 
-    /// Waits for the producer's id: without it an idempotent producer delays its first message by
-    /// 0.5 s.
+    /// Waits for the producer's id: without it the first message is delayed by 0.5 s.
     async fn warm(&self) -> Result<(), BrokerError> {
         let (producer, reports) = (Arc::clone(&self.producer), Arc::clone(&self.reports));
         blocking::run(move || blocking::reach(producer.client(), &reports, OPEN_DEADLINE, || {})).await?;

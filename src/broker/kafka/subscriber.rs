@@ -120,8 +120,7 @@ impl Subscriber for KafkaSubscriber {
             Event::Assigned(sources) => self.unbegun.extend(sources.iter().cloned()),
             Event::Deliveries(deliveries) => {
                 let mut assignment = self.shared.assignment();
-                // Deliveries of one source stand together and in order, so the last one of a run
-                // covers the run.
+                // Deliveries of one source stand together, in order: the last one covers the run.
                 for run in deliveries.chunk_by(|one, next| one.source == next.source) {
                     if let Some(last) = run.last() {
                         assignment.hand(&last.source, last.sequence);
@@ -192,8 +191,7 @@ impl Subscriber for KafkaSubscriber {
 
     async fn close(mut self: Box<Self>) {
         let left = self.left.take();
-        // Drops the receiver of events, and with it the guards of revocations that will not be
-        // drained.
+        // Drops the receiver of events, with the guards of revocations in it.
         drop(self);
         if let Some(left) = left
             && tokio::time::timeout(CLOSE_DEADLINE, left).await.is_err()

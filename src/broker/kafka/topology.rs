@@ -244,8 +244,7 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
     }
     let wanted = missing.iter().map(|topic| {
         let wanted = NewTopic::new(topic, config.partitions, TopicReplication::Fixed(config.replication));
-        // With three copies, two must have a message before it counts, so that one copy may be
-        // lost.
+        // With three copies, two must have a message, so that one copy may be lost.
         if config.replication >= 3 { wanted.set("min.insync.replicas", "2") } else { wanted }
     });
     let wanted: Vec<_> = wanted.collect();

@@ -3,8 +3,7 @@
 //!
 //! Promises: rows and bytes in the client are bounded; at a bound the sender waits and gets no
 //! error. No delivery report is lost, even if the future that waits for it is dropped. After a
-//! refusal no later row of that key or topic is sent until the relay has received that outcome
-//! (R15).
+//! refusal no later row of that key or topic is sent until the relay received that outcome (R15).
 //!
 //! Not here: the meaning of errors (`errors`).
 
@@ -42,8 +41,7 @@ struct State {
     bytes: usize,
     settled: Vec<Settled>,
     refused_keys: HashSet<(String, Vec<u8>)>,
-    /// True where the relay has taken outcomes since a key was last refused: it knows all refused
-    /// keys.
+    /// True where the relay took outcomes since a key was last refused: it knows them all.
     keys_are_known: bool,
     refused_topics: HashMap<String, RefusedTopic>,
     /// Topics that refused a message as too large.
@@ -99,8 +97,7 @@ impl Window {
         })
     }
 
-    /// Waits until something changed: there is room, or an outcome, or an error. The caller checks
-    /// again.
+    /// Waits for room, an outcome or an error. The caller checks which.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -110,8 +107,7 @@ impl Window {
         self.changed.notify_one();
     }
 
-    /// Why a row may not be sent now: an earlier row of its topic or key was refused. `None` where
-    /// it may be sent.
+    /// Why a row may not be sent: an earlier row of its topic or key was refused. Else `None`.
     pub(super) fn stands_behind(&self, topic: &str, key: Option<&[u8]>) -> Option<Refusal> {
         let state = self.state();
         if state.refused_keys.is_empty() && state.refused_topics.is_empty() {
@@ -226,8 +222,7 @@ impl Window {
         let now = match state.waiting {
             None => false,
             Some(Wait::Outcome) => true,
-            // Wakes the sender only when a quarter of the window is free; otherwise each settled
-            // row would wake it.
+            // Wakes the sender only when a quarter of the window is free, not for each row.
             Some(Wait::Room) => {
                 state.rows == 0
                     || (state.rows <= self.rows_max - self.rows_max / 4
@@ -240,8 +235,7 @@ impl Window {
         }
     }
 
-    /// Moves the outcomes into `settled`. Returns true where outcomes were moved, or no row is in
-    /// flight.
+    /// Moves the outcomes into `settled`. Returns true if there were any, or no row is in flight.
     pub(super) fn take(&self, settled: &mut Vec<Settled>) -> bool {
         let mut state = self.state();
         if state.settled.is_empty() {
@@ -315,8 +309,7 @@ impl ProducerContext for PublishContext {
                 let receipt = Receipt::Offset { partition: record.partition(), offset: record.offset() };
                 self.window.settle(slot, "", None, Ok(receipt));
             }
-            // These rows were purged with the session. The reason why the session ended is reported
-            // elsewhere.
+            // Purged with the session, whose end is reported elsewhere.
             Err((KafkaError::MessageProduction(Code::Fatal | Code::PurgeQueue | Code::PurgeInflight), _)) => {}
             Err((error, record)) => {
                 let topic = record.topic();

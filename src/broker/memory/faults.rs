@@ -123,8 +123,7 @@ impl Faults {
         self.set(|faults| faults.accept_after_refusal = accept);
     }
 
-    /// The broker takes nothing for now, with this reason, like a memory alarm. Rows wait, nothing
-    /// fails.
+    /// The broker takes nothing for now, as with a memory alarm. Rows wait, nothing fails.
     pub fn block(&self, reason: Option<&str>) {
         self.set(|faults| faults.blocked = reason.map(str::to_owned));
     }

@@ -1,5 +1,4 @@
-//! Publishing into memory: rows are appended in order, and each one gets the faults that apply to
-//! it.
+//! Publishing into memory: in order, with the faults that apply to each row.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;

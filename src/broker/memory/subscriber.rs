@@ -1,8 +1,8 @@
 //! Consuming from memory: every event is computed from the shared state, so that nothing is lost
 //! when `next` is dropped.
 //!
-//! A subscriber that is dropped leaves its group at once. Its unacknowledged deliveries come again,
-//! to other members.
+//! A subscriber that is dropped leaves its group at once. Other members get its unacknowledged
+//! deliveries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

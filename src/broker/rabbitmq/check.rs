@@ -15,8 +15,7 @@ use crate::error::BrokerError;
 /// The oldest version with quorum queues, a single active consumer, and redelivery in order.
 const OLDEST: (u32, u32) = (3, 10);
 
-/// Examines everything that the publisher and these subscriptions use. Declares nothing that does
-/// not exist.
+/// Examines everything that the publisher and these subscriptions use. Creates nothing.
 pub(super) async fn check(
     config: &RabbitConfig,
     version: &ServerVersion,
@@ -203,8 +202,7 @@ async fn other_layout(
     }))
 }
 
-/// The command that sets a policy for an existing queue with the effect of the argument of a new
-/// queue.
+/// The command for a policy that replaces the argument on an existing queue.
 fn unlimited(queue: &str) -> String {
     let pattern = queue.replace('.', r"\.");
     format!(r#"rabbitmqctl set_policy --apply-to queues "{queue} unlimited" "^{pattern}$" '{{"delivery-limit":-1}}'"#)

@@ -40,8 +40,7 @@ pub struct RabbitConfig {
     pub source: String,
     /// The name of the durable topic exchange; topics are its routing keys.
     pub exchange: String,
-    /// The exchange that gets what `exchange` cannot route. With it an unroutable message counts as
-    /// published.
+    /// The exchange that gets what `exchange` cannot route. Such a message counts as published.
     pub alternate_exchange: Option<String>,
     /// Allows a key to have many unconfirmed publishes, against R20: a nack in the middle of them
     /// then reorders the key.
@@ -66,8 +65,7 @@ pub struct RabbitConfig {
     pub close_deadline: Duration,
     /// How long the relay waits before it tries a row of a topic without a route again.
     pub route_retry: Duration,
-    /// How long a consumer may get no delivery before it asks the server whether it still is a
-    /// consumer.
+    /// After how long without a delivery a consumer asks the server whether it is still known.
     pub quiet_check: Duration,
     /// Most bytes of deliveries that are not yet acknowledged (one delivery is always allowed).
     pub in_flight_bytes_max: usize,

@@ -37,8 +37,7 @@ use crate::broker::{Receipt, Refusal};
 use crate::error::BrokerError;
 use crate::message::{OutgoingMessage, lane_id};
 
-/// Reply codes that are about the message itself if it was alone: content too large, precondition,
-/// frame, syntax.
+/// Reply codes about the message itself if it was alone: too large, precondition, frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
 /// How often the task checks the connection.
@@ -134,8 +133,7 @@ impl Confirms {
 
     /// Works until the session ends, or the publisher is dropped.
     pub(super) async fn run(mut self, mut rows: mpsc::UnboundedReceiver<Rows>) {
-        // If this task panics, the drop ends the session too: otherwise the publisher would wait
-        // for ever.
+        // Ends the session also after a panic, so that the publisher does not wait for ever.
         let ended = EndOnDrop(Arc::clone(&self.shared));
         let mut events = self.link.connection().events_listener().boxed();
         let mut tick = tokio::time::interval(LOOK_EVERY);
@@ -277,8 +275,7 @@ impl Confirms {
                 Ok(Confirmation::Nack(returned)) => (false, returned),
                 Ok(Confirmation::NotRequested) => (false, None),
                 Err(error) => {
-                    // A reply of the server tells more than an error that says only that the
-                    // channel is closed.
+                    // A reply of the server tells more than "the channel is closed".
                     if lane.error.as_ref().is_none_or(|known| reply(known).is_none()) {
                         lane.error = Some(error);
                     }
@@ -361,12 +358,10 @@ impl Confirms {
         }
     }
 
-    /// Refuses a row and all rows of its topic that are not published yet: the topic cannot be
-    /// reached.
+    /// Refuses a row and all unpublished rows of its topic: the topic cannot be reached.
     fn refuse(&mut self, tag: u64, weight: usize, topic: &str, why: &str) {
         let behind = self.lanes.take_topic(topic).into_iter().map(|row| (row.tag, row.message.weight()));
-        // One lock for all of them: a hand-over in between would make later rows look as if the
-        // runtime had known.
+        // One lock for all of them: after a hand-over in between, the runtime would seem to know.
         let mut state = self.shared.lock();
         for (tag, weight) in std::iter::once((tag, weight)).chain(behind) {
             state.settle(tag, weight, Err(Refusal::Destination(why.to_owned())));
@@ -397,8 +392,7 @@ impl Confirms {
         self.shared.notify();
     }
 
-    /// Ends the session if the connection has ended: nothing reports that while no confirm is
-    /// awaited.
+    /// Ends the session with its connection: nothing reports that while no confirm is due.
     fn look_at_the_connection(&mut self) {
         let is_blocked = self.shared.lock().blocked.is_some();
         if self.ending.is_none()

@@ -43,8 +43,7 @@ impl Lanes {
 
     pub(super) fn add(&mut self, tag: u64, message: OutgoingMessage) {
         let lane = message.key.as_deref().map(|key| lane_id(&message.topic, key.as_bytes()));
-        // The last bytes of an id are random in every version of UUID; the first bytes of a v7 are
-        // a time.
+        // The last bytes of an id are random; the first ones of a UUID v7 are a time.
         let spread = lane.unwrap_or_else(|| message.id.into_bytes());
         let channel = usize::from(u16::from_be_bytes([spread[14], spread[15]])) % self.ready.len();
         *self.topics.entry(message.topic.clone()).or_default() += 1;
@@ -106,8 +105,7 @@ impl Lanes {
                 if row.message.topic == topic { taken.push(row) } else { ready.push_back(row) }
             }
         }
-        // A key whose first row was ready is removed. A key with a row in flight stays, without its
-        // later rows.
+        // A key whose first row was ready is removed. One with a row in flight stays, alone.
         for lane in taken.iter().filter_map(|row| row.lane).collect::<Vec<_>>() {
             taken.extend(self.lanes.remove(&lane).unwrap_or_default());
         }

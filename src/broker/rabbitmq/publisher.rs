@@ -1,5 +1,4 @@
-//! A publishing session: the side that the runtime uses, and the state that it shares with the task
-//! that publishes.
+//! A publishing session: the runtime's side, and the state that it shares with its task.
 //!
 //! Guarantees: `settle` loses nothing when it is dropped, because outcomes stay in the shared state
 //! until they are handed over. Dropping the session cuts its connection. A topic without a route is
@@ -105,8 +104,7 @@ pub(super) struct RabbitPublisher {
 }
 
 impl RabbitPublisher {
-    /// Opens the connection and its confirm channels in advance, so that the first message does not
-    /// wait.
+    /// Opens the connection and its confirm channels, so that the first message does not wait.
     pub(super) async fn open(config: &RabbitConfig) -> Result<Self, BrokerError> {
         let link = Arc::new(Link::open(config, "oncebox publisher").await?);
         let shared = Arc::new(Shared::default());
@@ -139,8 +137,7 @@ impl RabbitPublisher {
         let asked = channel.exchange_declare(exchange, ExchangeKind::Topic, passive, FieldTable::default());
         match within(self.deadline, "exchange.declare", asked).await {
             Ok(()) => {
-                // Dropping the channel would close it too, but without a deadline and at no certain
-                // time.
+                // Dropping the channel closes it too, but without a deadline.
                 let _ = within(self.close_deadline, "channel.close", channel.close(200, "OK".into())).await;
                 Ok(None)
             }

@@ -2,8 +2,7 @@
 //!
 //! Why: all messages of a key are in one queue. If the number of queues changed while messages
 //! wait, later messages of a key would be in another queue than the earlier ones, and could be
-//! handled first. So everything in the old queues is handled before anything is read from the new
-//! ones:
+//! handled first. So everything in the old queues is handled before the new ones are read:
 //!
 //! 1. the new queues are bound, then the old ones are unbound. From then on the old ones only get
 //!    shorter. A message that came in between is in both; the inbox knows it the second time;
@@ -47,8 +46,7 @@ pub enum Repartition {
     },
 }
 
-/// The existing queues of another number. Empty where the queues of the configured number exist, or
-/// none.
+/// The existing queues of another number. Empty if there are none.
 pub(super) async fn other_layout(
     config: &RabbitConfig,
     subscription: &Subscription,
@@ -204,8 +202,7 @@ pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> R
     Ok((ready, consumers))
 }
 
-/// Whether queues of the configured number are being drained, because of a change to another
-/// number.
+/// Whether queues of the configured number are drained for a change to another number.
 pub(super) async fn is_draining(
     config: &RabbitConfig,
     subscription: &Subscription,

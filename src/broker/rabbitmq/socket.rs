@@ -156,8 +156,7 @@ pub(super) fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, Broke
     roots.connector_with_no_client_auth().map_err(|error| BrokerError::Refused(format!("TLS: {error}")))
 }
 
-/// Classifies a failed handshake: the certificate is not trusted, there is no TLS, or the server is
-/// away.
+/// Classifies a failed handshake: no trust, no TLS, or a server that is away.
 pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     match inner {
@@ -165,8 +164,7 @@ pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
             "the certificate of RabbitMQ at {server} is not trusted ({why:?}); set `ca_file` to its authority, and use the \
              host name that stands in it"
         )),
-        // The bytes are not TLS. (A server that closes at once may be starting; that is the next
-        // case.)
+        // The bytes are not TLS. A server that closes at once may be starting: below.
         Some(rustls::Error::InvalidMessage(why)) => {
             BrokerError::Untrusted(format!("RabbitMQ at {server} does not speak TLS there ({why:?})"))
         }

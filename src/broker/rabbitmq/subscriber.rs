@@ -65,8 +65,7 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// Checks the bound of bytes. One delivery is always allowed; otherwise a large one would never
-    /// be handled.
+    /// Checks the bound of bytes. One delivery is always allowed, however large.
     fn is_bearable(self, config: &RabbitConfig, consumer: &str, queues: usize) -> Result<(), BrokerError> {
         let Self { rows, bytes } = self;
         if bytes <= config.in_flight_bytes_max || rows <= 1 {
@@ -201,8 +200,8 @@ impl RabbitSubscriber {
     }
 
     fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
-        // While paused, deliveries within the prefetch are still taken and kept, so that the end of
-        // the stream is noticed.
+        // While paused, deliveries are still taken and kept, so that an end of the stream is
+        // noticed.
         let max = if self.paused { usize::MAX } else { DELIVERIES_MAX };
         match self.take(context, max) {
             Ok(()) if self.paused || self.waiting.is_empty() => Poll::Pending,
@@ -255,8 +254,7 @@ impl RabbitSubscriber {
                 stuck = Some(format!("queue `{place}`: messages are ready and none is delivered"));
             }
         }
-        // One time may be a message that has just come, so only the second time in a row is an
-        // error.
+        // The first time it may be a message that has just come.
         match stuck {
             Some(why) if self.suspected => Err(BrokerError::Session(why)),
             found => {
@@ -289,8 +287,7 @@ impl Source {
         self.in_flight.range(..after).next_back().map(|(tag, _)| *tag)
     }
 
-    /// Removes one tag that is acknowledged alone. Returns its weight, or `None` where it was
-    /// acknowledged before.
+    /// Removes one tag that is acknowledged alone; returns its weight if it was still there.
     fn give_up_one(&mut self, tag: u64) -> Option<usize> {
         let at = self.in_flight.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
         self.in_flight.remove(at).map(|(_, weight)| weight)

@@ -70,8 +70,7 @@ impl Taps {
         })?;
         let link = Link::open(config, "oncebox tap").await?;
         loop {
-            // A new channel each time: deliveries beyond the count are requeued in their place when
-            // it is closed.
+            // A new channel each time: closing it requeues deliveries beyond the count in place.
             let channel = link.channel().await?;
             let passive = QueueDeclareOptions::default().passive();
             let asked = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());
@@ -103,8 +102,7 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
         };
         let tag = delivery.delivery_tag;
         tap.read.push(wire::arrived(delivery, &tap.queue));
-        // The last tag is acknowledged once: the server closes the channel for a tag that is
-        // acknowledged twice.
+        // Never the same tag twice: the server would close the channel.
         if count == ready || count.is_multiple_of(u32::from(PREFETCH) / 2) {
             let ack = channel.basic_ack(tag, BasicAckOptions { multiple: true });
             within(config.connect_deadline, "basic.ack", ack).await?;

@@ -136,8 +136,7 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// Declares everything that a subscription needs for one topic. Returns the queues in the order
-    /// of their numbers.
+    /// Declares everything that a subscription needs for one topic. Returns the queues in order.
     ///
     /// # Errors
     /// [`BrokerError::Refused`] where queues of another number of partitions exist.
@@ -197,8 +196,7 @@ impl<'l> Topology<'l> {
             // The routing key of a binding to a hash exchange is a weight.
             self.bind_queue(&queue.name, &hash, "1").await?;
         }
-        // Bound last: before all queues are bound, a message would be hashed over some of them
-        // only.
+        // Bound last: a message before that would be hashed over some queues only.
         let channel = self.channel().await?;
         let bound = channel.exchange_bind(
             hash.as_str().into(),
@@ -325,8 +323,7 @@ impl<'l> Topology<'l> {
     fn accept_binding(&self, bound: Result<(), Fault>, to: &str, exchange: &str) -> Result<(), BrokerError> {
         match bound {
             Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
-                // A user with only the right to read uses what an operator has bound; AMQP does not
-                // show bindings.
+                // Without the right, what an operator bound is used; AMQP does not show it.
                 tracing::warn!(to, exchange, why = fault.text(), "no right to bind; taking the binding as it stands");
                 Ok(())
             }
@@ -338,8 +335,7 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// Whether the plugin for hash exchanges is enabled: declares such an exchange and deletes it
-    /// again.
+    /// Whether the plugin for hash exchanges is enabled: declares and deletes one.
     pub(super) async fn has_hash_plugin(&mut self) -> Result<bool, Fault> {
         let name = format!("oncebox.probe.{}", uuid::Uuid::now_v7());
         let fleeting = ExchangeDeclareOptions { auto_delete: true, ..ExchangeDeclareOptions::default() };

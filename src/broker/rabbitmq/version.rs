@@ -1,8 +1,7 @@
 //! Asks for the version of the server, which decides one queue argument (R30).
 //!
 //! The client library receives the version in `connection.start` and does not keep it. So we ask on
-//! a socket of our own, which is closed after that first frame. One answer serves a broker object
-//! for its whole life.
+//! a socket of our own, which is closed after that first frame. It is asked once per broker object.
 
 use futures::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;

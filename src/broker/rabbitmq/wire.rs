@@ -117,8 +117,7 @@ fn json(value: &AMQPValue) -> serde_json::Value {
         AMQPValue::LongInt(number) => Value::from(*number),
         AMQPValue::LongUInt(number) => Value::from(*number),
         AMQPValue::LongLongInt(number) => Value::from(*number),
-        // Converted through text, so that 1.1 as a float stays 1.1 and does not become
-        // 1.10000002384.
+        // Through text: a float 1.1 stays 1.1 and does not become 1.10000002384.
         AMQPValue::Float(number) => number.to_string().parse().map_or_else(|_| float(f64::from(*number)), float),
         AMQPValue::Double(number) => float(*number),
         AMQPValue::DecimalValue(decimal) => Value::from(decimal_text(decimal.value, decimal.scale)),

@@ -52,8 +52,7 @@ pub(super) enum Of {
     Session,
 }
 
-/// A session that is ending: nothing more is sent, and rows in flight may still be proven or
-/// refused.
+/// A session that is ending: nothing more is sent, but rows in flight may still be settled.
 #[derive(Debug)]
 pub(super) struct Ending {
     pub(super) until: Instant,

@@ -21,14 +21,13 @@ pub struct RelayOptions {
     /// a thousand messages of 4 KiB.
     pub read_bytes: usize,
     /// Most rows from the oldest unproven one to the last one that was read. It bounds what a crash
-    /// sends again.
+    /// repeats.
     pub window_rows: usize,
     /// Most bytes that are sent and not proven. It bounds memory.
     pub window_bytes: usize,
     /// The shortest pause between reads that found nothing.
     pub poll_min: Duration,
-    /// The longest pause between reads that found nothing. It is the delay of a message after a
-    /// quiet time.
+    /// The longest pause between reads that found nothing. It delays a message after a quiet time.
     pub poll_max: Duration,
     /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
     pub held_rows_max: usize,

@@ -1,5 +1,4 @@
-//! One session of a relay: read, claim, send, settle, mark, until a stop, an empty outbox or a
-//! doubt.
+//! One session of a relay: read, claim, send, settle, mark, until a stop, emptiness or a doubt.
 //!
 //! Promise: a batch is sent only after a synchronous commit that began after its read (R5). The
 //! oldest batch is marked only when every row of it is proven or diverted. After a doubt nothing
@@ -87,8 +86,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 pub(super) const DRAIN_MAX: Duration = Duration::from_millis(500);
 /// The part of a stop's grace that is kept for the last mark.
 const MARK_KEPT: Duration = Duration::from_secs(2);
-/// A step that takes longer is shown in the health: the database or the broker's client does not
-/// answer.
+/// A longer step is shown in the health: the database or the broker's client does not answer.
 const STEP_SHOWN: Duration = Duration::from_secs(1);
 
 impl<'a> Pump<'a> {
@@ -429,13 +427,12 @@ impl<'a> Pump<'a> {
         self.silence()
     }
 
-    /// The doubt after the broker's session was lost: because of rows that were refused before, or
-    /// without a known cause.
+    /// The doubt after the broker's session was lost: by rows refused before, or for no known
+    /// cause.
     pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(mut ending) => ending.doubt(),
-            // This session already found a cause, which explains its end: no other row is
-            // suspected.
+            // The cause was found already: no other row is suspected.
             None if self.memory.progress => Doubt::Held(error.to_string()),
             None => {
                 // A broker that is away is no reason to suspect a row.
@@ -495,8 +492,7 @@ impl<'a> Pump<'a> {
         if longest < limit {
             return Ok(());
         }
-        // Topics that are silent for less than half of the longest time began to wait for the
-        // others.
+        // Topics silent for less than half of the longest time began to wait for others.
         let began = |silence: Duration| silence >= limit.max(longest / 2);
         let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
         let limit = humantime::format_duration(limit);
@@ -504,8 +500,7 @@ impl<'a> Pump<'a> {
         Err(Doubt::Silent { topics, overtaken, why })
     }
 
-    /// Topics whose oldest row in flight has waited for at least `KEPT_WAITING_MAX`, with that
-    /// time.
+    /// Topics whose oldest row in flight has waited for `KEPT_WAITING_MAX`, with that time.
     pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
         let mut silent = self.window.silence(self.clock, self.goes_in_turn());
         silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);

@@ -135,8 +135,7 @@ impl Release {
     }
 }
 
-/// The policy's reason for a diversion. `None` for a dead row under policy `skip`, which holds
-/// nothing.
+/// The policy's reason for a diversion; `None` for a dead row under `skip`, which holds nothing.
 pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
     match diversion {
         Diversion::Dead { holds: true, .. } => Some(Diverted::Dead),
@@ -147,8 +146,7 @@ pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
 }
 
 impl Pump<'_> {
-    /// Handles operators' requests, trials, and rows to release. Returns false where nothing
-    /// happened.
+    /// Handles operators' requests, trials, and rows to release. False where nothing happened.
     pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
         let now = Instant::now();
         if now >= self.release.requests_at {

@@ -315,8 +315,7 @@ impl Pump<'_> {
         !self.relay.broker.is_log()
     }
 
-    /// Declares a row dead. It was in flight alone, so nothing can be reordered and the session
-    /// goes on.
+    /// Declares a row dead. It was in flight alone: nothing is reordered, the session goes on.
     fn dead(
         &mut self,
         position: i64,

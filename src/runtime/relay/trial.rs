@@ -1,5 +1,4 @@
-//! Trials of blocked topics, beside the session: whether a topic exists, and whether the broker
-//! takes its first row.
+//! Trials of blocked topics, beside the session: does a topic exist, is its first row taken.
 //!
 //! Promises: a trial costs the session only the read of one row. It has its own publisher and
 //! deadline, so that nothing else waits for a topic that neither takes nor refuses. Topics that
@@ -246,8 +245,7 @@ impl Trials {
             }
             let lane = &mut self.lanes[number];
             lane.under_way.extend(topics.iter().cloned());
-            // Sending fails only where the task has ended: `mend` restarts it and tries the topics
-            // again.
+            // Sending fails only if the task has ended: `mend` then tries the topics again.
             let _ = lane.orders.send(Order::Ask(topics));
         }
     }
@@ -502,8 +500,7 @@ pub(super) async fn see(
     Ok(states.into_iter().map(not_made).collect())
 }
 
-/// Like [`see`] without its limits. If the topics cannot be created together, it creates them one
-/// by one.
+/// Like [`see`] without limits. Topics that cannot be created together are created one by one.
 async fn make_each(
     broker: &dyn Broker,
     publisher: &mut dyn Publisher,

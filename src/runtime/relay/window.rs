@@ -1,9 +1,8 @@
-//! The rows that were read and are not marked yet: batches in the order of reads, rows in the order
-//! of sending.
+//! The rows that were read and are not marked yet: batches as read, rows as sent.
 //!
 //! Promise: a mark covers only the oldest batches, each with all its rows proven or diverted. Tags
-//! ascend by one. The rows since the oldest unmarked one are counted, so that what a crash sends
-//! again is bounded.
+//! ascend by one. The rows since the oldest unmarked one are counted, to bound what a crash sends
+//! again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -225,8 +224,7 @@ impl Window {
         self.decided(|batch| batch.discarded.push(position));
     }
 
-    /// Notes that a trial has proven a row of the dead and held table: it leaves the table with the
-    /// next mark.
+    /// Notes that a trial has proven a row of the dead and held table: the next mark removes it.
     pub(super) fn proven_beside(&mut self, position: i64) {
         self.decided(|batch| batch.released.push(position));
     }
@@ -244,8 +242,7 @@ impl Window {
         }
     }
 
-    /// Takes the oldest batches that are done, as one mark. The mark is empty where the oldest
-    /// batch is not done.
+    /// Takes the oldest batches that are done, as one mark; empty where the oldest is not done.
     pub(super) fn take_done(&mut self) -> Mark {
         let mut mark = Mark::default();
         while self.batches.front().is_some_and(|batch| batch.left == 0) {
