@@ -1,6 +1,6 @@
 //! The content of the lock file: which process has the turn, and when the file last rested (R14).
 //!
-//! Guarantees: a file with any other content counts as one that nobody took a turn at yet.
+//! Guarantees: a file with any other content counts as a file without a turn so far.
 //!
 //! Not here: the rest itself (`flock`).
 
