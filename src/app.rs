@@ -1,10 +1,10 @@
-//! What processes are made of: settings, connections by URL, the publisher and consumer as
-//! programs, with their command lines.
+//! The building blocks of the programs: settings, connections by URL, the publisher and consumer as
+//! programs, and their command lines.
 //!
-//! Guarantees: only this room and `bin` read the environment; a program never migrates by itself;
-//! secrets are never printed.
+//! Guarantees: only this module and `bin` read the environment. A program never migrates a database
+//! by itself. Secrets are never printed.
 //!
-//! Not here: commands for people (room `cli`), the work itself (room `runtime`).
+//! Not here: commands for people (`cli`), the work itself (`runtime`).
 
 pub mod config;
 mod connect;

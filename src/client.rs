@@ -1,5 +1,5 @@
-//! Requests that can be sent again: one key for one operation, the same bytes each time (O26, O27,
-//! M110).
+//! A client whose requests can be sent again safely: one key for one operation, the same bytes each
+//! time (O26, O27, M110).
 //!
 //! ```no_run
 //! use oncebox::client::{Client, ClientOptions, Request};
@@ -15,23 +15,23 @@
 //!
 //! Promises:
 //!
-//! * A key is made once, or given by the caller. Whatever happens, no second one is made for the
-//!   same request.
-//! * Every attempt sends the same bytes. With a [`KeyJournal`] key, method, URL and body are on the
-//!   disk before the first one, so a process that dies goes on under the same key.
-//! * What ends an operation is decided in one table ([`resend`](crate::policy::operation::resend)).
-//!   Where the outcome of one attempt is not known, nothing but a 2xx or a spent key does; the end
-//!   is then [`ClientError::OutcomeUnknown`].
-//! * Redirects are not followed: a 302 turns a POST into a GET, and a 307 carries key and body to
-//!   another origin.
-//! * No attempt begins that might arrive when the server has forgotten the key.
+//! * A key is made once, or given by the caller. A request never gets a second key.
+//! * Every attempt sends the same bytes. With a [`KeyJournal`], key, method, URL and body are on
+//!   the disk before the first attempt, so a program that restarts continues under the same key.
+//!   Where the journal keeps digests only, the caller gives the body again.
+//! * One table decides what ends an operation ([`resend`](crate::policy::operation::resend)). After
+//!   an attempt whose outcome is unknown, only a 2xx or a spent key ends it; otherwise the end is
+//!   [`ClientError::OutcomeUnknown`].
+//! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and
+//!   body to another origin.
+//! * No attempt begins that might arrive after the server has forgotten the key.
 //!
 //! | module | for |
 //! |---|---|
 //! | [`Client`], [`Request`], [`Answer`] | sending |
-//! | [`Resend`] | the same as a middleware of `reqwest-middleware` |
+//! | [`Resend`] | the same rules as a middleware of `reqwest-middleware` |
 //! | [`KeyJournal`] | keys that outlive the process |
-//! | [`Advertised`] | what a server says of its keys |
+//! | [`Advertised`] | what a server publishes about its keys |
 //!
 //! Not here: the server's side ([`runtime::operation`](crate::runtime::operation)).
 
@@ -62,20 +62,20 @@ use crate::policy::operation::Key;
 /// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// How long one attempt may take, its answer's body included. Default 30 s.
+    /// The time limit of one attempt, including the body of its answer. Default 30 s.
     pub attempt_timeout: Duration,
-    /// How long [`Client::send`] may take in all. Default 5 min.
+    /// The time limit of a whole call of [`Client::send`]. Default 5 min.
     pub total: Duration,
-    /// How long the server remembers a key at least, counted from the first send; see
-    /// [`Advertised`]. Default 24 h, which is a guess about the server.
+    /// How long the server keeps a key at least, counted from the first send; see [`Advertised`].
+    /// The default of 24 h is a guess about the server.
     pub lifetime: Duration,
-    /// The bound of the first pause; each is up to twice the one before. Default 200 ms.
+    /// The upper bound of the first pause; the bound doubles each time. Default 200 ms.
     pub backoff: Duration,
-    /// No pause of the client's own is longer. A server may ask for more. Default 20 s.
+    /// The upper bound of the client's own pauses; a server may ask for more. Default 20 s.
     pub backoff_max: Duration,
-    /// The longest body of an answer, in bytes; a longer one is as good as none. Default 16 MiB.
+    /// The longest body of an answer, in bytes; a longer answer counts as none. Default 16 MiB.
     pub answer_bytes_max: usize,
-    /// Leaves an origin alone for a while after failures in a row. Default none.
+    /// Sends nothing to an origin for a while after failures in a row. Default: no breaker.
     pub breaker: Option<BreakerOptions>,
 }
 
@@ -93,21 +93,21 @@ impl Default for ClientOptions {
     }
 }
 
-/// Why there is no answer.
+/// Why a call has no answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// It may have happened. Ask again under this key, and under no other: by [`Client::resume`] or
-    /// with the same [`Request`].
+    /// The operation may have happened. Ask again under this key and no other: with
+    /// [`Client::resume`] or with the same [`Request`].
     #[error("the outcome under the key #{} is unknown: {cause}", key.short_hash())]
     OutcomeUnknown {
         /// The key of the operation, the same for every later attempt.
         key: Key,
-        /// Why nothing more is known.
+        /// Why no more is known.
         cause: Cause,
     },
-    /// None of this call's attempts ran anything. The key stays that of this operation; where
-    /// another process sent it before, this says nothing of that.
+    /// No attempt of this call executed anything. The key stays the key of this operation. If
+    /// another process has sent it before, this error says nothing about that.
     #[error("nothing was done by this call under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key of the operation, the same for every later attempt.
@@ -115,10 +115,10 @@ pub enum ClientError {
         /// Why this call stopped before anything ran.
         cause: Cause,
     },
-    /// The journal could not be written or read; then nothing is sent.
+    /// The journal could not be written or read; nothing was sent.
     #[error("the journal of keys: {0}")]
     Journal(#[from] JournalError),
-    /// The request cannot be sent again, or not at all.
+    /// The request cannot be sent, or cannot be sent again.
     #[error("the request cannot be used: {0}")]
     Request(String),
 }
@@ -127,7 +127,7 @@ pub enum ClientError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Cause {
-    /// An answer that says nothing of an earlier attempt.
+    /// The answer says nothing about an earlier attempt.
     #[error("the answer {status}{} does not say what became of the operation", code.as_ref().map(|code| format!(" {code}")).unwrap_or_default())]
     Answer {
         /// The HTTP status of that answer.
@@ -135,19 +135,19 @@ pub enum Cause {
         /// The code of its problem body.
         code: Option<String>,
     },
-    /// The server that had accepted the operation does not find it.
+    /// The server had accepted the operation and does not find it now.
     #[error("the server does not find the operation that it had accepted")]
     OperationNotFound,
-    /// The time of the call is over.
+    /// The time limit of the call is over.
     #[error("out of time; at last: {last}")]
     OutOfTime {
-        /// What the last attempt met.
+        /// The result of the last attempt.
         last: String,
     },
-    /// The server may have forgotten the key: sent again, it might run a second time.
+    /// The server may have forgotten the key, so another attempt might execute a second time.
     #[error("the server may have forgotten the key; at last: {last}")]
     KeyForgotten {
-        /// What the last attempt met.
+        /// The result of the last attempt.
         last: String,
     },
 }
@@ -168,8 +168,8 @@ impl Client {
         Self::over(reqwest::Client::builder(), options)
     }
 
-    /// A client over settings of one's own: proxies, certificates, default headers. Redirects and
-    /// retries of reqwest are switched off whatever they say.
+    /// A client with your own settings: proxies, certificates, default headers. Redirects and
+    /// retries of reqwest are always switched off.
     ///
     /// # Errors
     /// [`ClientError::Request`]: the settings cannot be used.
@@ -187,7 +187,7 @@ impl Client {
         Self { http: self.http, shared: Arc::new(shared) }
     }
 
-    /// The same client, with the shortest lifetime that a server advertises for its keys.
+    /// The same client, with the shortest lifetime that the server advertises for its keys.
     #[must_use]
     pub fn within(self, advertised: &Advertised) -> Self {
         let mut options = self.shared.options.clone();
@@ -195,25 +195,25 @@ impl Client {
         Self { http: self.http, shared: Arc::new(Shared::new(options, self.shared.journal.clone())) }
     }
 
-    /// Sends an operation until its end is known or the time is over.
+    /// Sends an operation until its outcome is known or the time is over.
     ///
     /// # Errors
-    /// [`ClientError::OutcomeUnknown`]: it may have happened. Any other error: it did not, unless
-    /// an earlier call with the same request says otherwise.
+    /// [`ClientError::OutcomeUnknown`]: the operation may have happened. After any other error it
+    /// did not, unless an earlier call with the same request may have executed it.
     ///
     /// # Cancel safety
-    /// Dropped, it may have happened; the journal keeps the key. The same request may be sent
-    /// again.
+    /// If the future is dropped, the operation may have happened; the journal keeps the key. The
+    /// same request may be sent again.
     pub async fn send(&self, request: &Request) -> Result<Answer, ClientError> {
         self.shared.send(&mut Direct(&self.http), request).await
     }
 
-    /// Goes on with an operation of the journal: the same key and bytes, with these headers (fresh
-    /// credentials) beside the stored ones. `body` is needed where the journal keeps digests only,
-    /// and must be the same bytes.
+    /// Continues an operation of the journal: the same key and bytes, with these headers (such as
+    /// fresh credentials) beside the stored ones. If the journal keeps digests only, `body` is
+    /// needed and must have the same bytes.
     ///
     /// # Errors
-    /// As [`Client::send`]; [`JournalError::OtherBody`] where the bytes are not those of the first
+    /// As [`Client::send`]; [`JournalError::OtherBody`] if the bytes are not those of the first
     /// send.
     ///
     /// # Cancel safety
@@ -227,11 +227,11 @@ impl Client {
         self.send(&pending.request(body, headers)?).await
     }
 
-    /// Says that the application has the result: the journal forgets the key. Without a journal
-    /// nothing is to be said.
+    /// Removes the key from the journal, because the application has the result. Without a journal
+    /// it does nothing.
     ///
     /// # Errors
-    /// The journal could not be written; then the operation is found again.
+    /// The journal could not be written; [`KeyJournal::pending`] may return the operation again.
     pub async fn acknowledge(&self, key: &Key) -> Result<(), ClientError> {
         match &self.shared.journal {
             Some(journal) => Ok(journal.acknowledge(key).await?),
@@ -239,10 +239,10 @@ impl Client {
         }
     }
 
-    /// What a server publishes of its keys, at `/.well-known/idempotency` of this URL's origin.
+    /// Reads what a server publishes about its keys, at `/.well-known/idempotency` of this origin.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: it publishes nothing that can be read.
+    /// [`ClientError::Request`]: the server publishes nothing that can be read.
     pub async fn advertised(&self, url: &str) -> Result<Advertised, ClientError> {
         advertised::ask(&self.http, url, self.shared.options.attempt_timeout).await
     }
@@ -254,7 +254,7 @@ impl Client {
         Resend::new(Arc::clone(&self.shared))
     }
 
-    /// The client below, with redirects and retries switched off: what to put the middleware on.
+    /// The HTTP client below, without redirects and retries: put the middleware on this one.
     #[must_use]
     pub fn reqwest(&self) -> reqwest::Client {
         self.http.clone()

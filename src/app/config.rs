@@ -1,5 +1,5 @@
-//! Settings: flag over environment over file over default, each with its origin; unknown keys are
-//! refused.
+//! Settings in layers (a flag overrides the environment, the environment the file, the file the
+//! default), each value with its origin. Unknown keys are refused.
 
 mod load;
 mod settings;

@@ -1,4 +1,4 @@
-//! From URLs to stores and brokers. A URL that needs a missing feature is refused by naming it.
+//! Opens stores and brokers by URL. A URL that needs a missing feature is refused with its name.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::observe::{Health, PartState};
 use crate::runtime::pace::Pace;
 use crate::store::{SchemaState, Store, StoreOptions};
 
-/// A broker of any kind.
+/// A broker of any kind, behind its trait.
 pub type AnyBroker = Arc<dyn Broker>;
 
-/// Which store a URL leads to: `postgres`, `mysql` or `sqlite`.
+/// The kind of store of a URL: `postgres`, `mysql` or `sqlite`.
 ///
 /// # Errors
-/// An unknown scheme, by name.
+/// The scheme of the URL is not known.
 pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     match url.split_once(':').map(|(scheme, _)| scheme) {
         Some("postgres" | "postgresql") => Ok("postgres"),
@@ -33,8 +33,8 @@ pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     }
 }
 
-/// Runs a generic function with the store that the settings name, [`open_store`] with what waits
-/// for it: `with_store!(settings, None, |store| work(store).await)`.
+/// Runs a generic function with the store that the settings name; the second argument is that of
+/// [`open_store`]: `with_store!(settings, None, |store| work(store).await)`.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! with_store {
@@ -64,11 +64,11 @@ macro_rules! with_store {
     }};
 }
 
-/// Connects to the database. With a stop, a server that is away is waited for, visibly in the
-/// health; without, it is an error at once.
+/// Connects to the database. With `waits`, it waits for a server that is away and shows that in the
+/// health; without, that is an error at once.
 ///
 /// # Errors
-/// What a person must mend, or where the stop came first.
+/// An error that a person must repair, or the stop came first.
 pub async fn open_store<S: Store>(
     settings: &Settings,
     waits: Option<(&CancellationToken, &Health)>,
@@ -80,7 +80,7 @@ pub async fn open_store<S: Store>(
     }
 }
 
-/// As [`open_store`], with options of one's own.
+/// As [`open_store`], with your own options.
 ///
 /// # Errors
 /// As [`open_store`].
@@ -104,24 +104,23 @@ pub async fn open_store_with<S: Store>(
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if stop.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
-            // Nothing but the URL, which is shown, is looked at before there is a connection.
+            // Without a connection only the URL is checked, and the error shows it.
             Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
             Err(error) => return Err(AppError::from(error).on(&name)),
         }
     }
 }
 
-/// The schema must be the one that this program was built with.
+/// Checks that the schema is the one that this program was built with.
 ///
 /// # Errors
-/// What the database has instead, with its name and what to do.
+/// What the database has instead, with its name and the remedy.
 pub async fn require_schema<S: Store>(store: &S, settings: &Settings) -> Result<(), AppError> {
     let required = store.schema().await.and_then(SchemaState::require);
     required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
 }
 
-/// Waiting for something that is not there yet: paced, shown in the health and the log, ended by a
-/// stop.
+/// Waits for a server that is away: with a backoff, shown in the health, until a stop.
 #[derive(Debug)]
 pub(super) struct Wait<'a> {
     part: &'static str,
@@ -136,10 +135,10 @@ impl<'a> Wait<'a> {
         Self { part, health, stop, pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
     }
 
-    /// Waits until it is time to try again.
+    /// Waits until the next attempt.
     ///
     /// # Errors
-    /// The stop came first.
+    /// The stop came before the wait was over.
     pub(super) async fn on(&mut self, why: &str) -> Result<(), AppError> {
         self.health.set(self.part, PartState::Waiting(why.to_owned()));
         if self.pace.wait(&self.stop).await {
@@ -149,18 +148,18 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// What was waited for is there, or is given up: those who work with it say how they are.
+/// The wait is over or given up; the parts that use the server report their own health.
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
         self.health.done(self.part);
     }
 }
 
-/// The broker that the settings name. Makes no connection yet, except that an embedded broker opens
-/// its file.
+/// Makes the broker that the settings name. It does not connect yet, except that an embedded broker
+/// opens its file.
 ///
 /// # Errors
-/// An unknown scheme or a missing feature, by name; a setting that breaks a promise.
+/// An unknown scheme, a missing feature (with its name), or a setting that breaks a promise.
 pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
     let url = settings.broker.url.0.as_str();
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
@@ -191,8 +190,8 @@ pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
     }
 }
 
-/// Looks once, beside the work, whether the broker is to be trusted, and stops all where it is not:
-/// no waiting mends that. Whether it is there, those who work with it find out.
+/// Checks once, beside the work, whether the broker can be trusted, and stops everything if not,
+/// because waiting does not help. Whether the broker is there is found out by the work itself.
 #[derive(Debug)]
 pub(super) struct FirstLook(tokio::task::JoinHandle<Option<AppError>>);
 
@@ -214,13 +213,13 @@ impl FirstLook {
         }))
     }
 
-    /// What it found, where that ended the work.
+    /// The error that ended the work, if any.
     pub(super) async fn end(self) -> Option<AppError> {
         self.0.await.ok().flatten()
     }
 }
 
-/// What a broker says before it makes a connection speaks of settings.
+/// An error before the first connection is about the settings.
 fn wrong_setting(error: BrokerError) -> AppError {
     match error {
         BrokerError::Refused(why) => AppError::usage(why),
@@ -228,7 +227,7 @@ fn wrong_setting(error: BrokerError) -> AppError {
     }
 }
 
-/// A file that is missing must not look like a server that is away.
+/// A missing file must not look like a server that is away.
 fn exists(setting: &str, file: Option<&Path>) -> Result<(), AppError> {
     match file.filter(|file| !file.is_file()) {
         None => Ok(()),
@@ -241,7 +240,7 @@ fn missing_feature(feature: &str) -> AppError {
     AppError::usage(format!("this program was built without the feature `{feature}` that the broker URL needs"))
 }
 
-/// Kafka as the settings name it.
+/// The configuration of Kafka from these settings.
 ///
 /// # Errors
 /// What is wrong in the URL, without its password.
@@ -269,7 +268,7 @@ pub fn kafka_config(settings: &Settings) -> Result<crate::broker::kafka::KafkaCo
     Ok(config)
 }
 
-/// RabbitMQ as the settings name it.
+/// The configuration of RabbitMQ from these settings.
 #[cfg(feature = "rabbitmq")]
 #[must_use]
 pub fn rabbit_config(settings: &Settings) -> crate::broker::rabbitmq::RabbitConfig {

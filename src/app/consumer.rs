@@ -1,5 +1,5 @@
-//! Consumers as a process: those that the configuration names, with the handlers it names or with
-//! handlers in Rust.
+//! Consumers as a process: those in the configuration, with handlers from the configuration or in
+//! Rust.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,8 +18,8 @@ use crate::store::{Store, StoreOptions};
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
 
-/// Handlers in Rust, by consumer. A consumer of the configuration that is not named here has the
-/// handlers named there.
+/// Handlers in Rust, by consumer. A consumer of the configuration that is not named here uses the
+/// handlers in the configuration.
 #[derive(Debug)]
 pub struct HandlersByConsumer<S: Store>(Vec<(ConsumerSettings, Handlers<S>)>);
 
@@ -30,9 +30,9 @@ impl<S: Store> HandlersByConsumer<S> {
         Self(Vec::new())
     }
 
-    /// Adds a consumer. Its name is the inbox key, the Kafka group and part of the queue names: it
-    /// stays for good. Where the configuration has a `[[consumer]]` of this name, that one says
-    /// which topics it reads, and all else; otherwise it reads `topics` with the defaults.
+    /// Adds a consumer. The name is the inbox key, the Kafka group and part of the queue names, so
+    /// it must not change later. If the configuration has a `[[consumer]]` with this name, its
+    /// topics and settings are used; otherwise the consumer reads `topics` with the defaults.
     #[must_use]
     pub fn consumer<T: Into<String>>(
         mut self,
@@ -76,20 +76,19 @@ impl<S: Store> Default for HandlersByConsumer<S> {
     }
 }
 
-/// How one start of the consumers differs from what the settings say.
+/// Choices for one start of the consumers that are not settings.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ConsumerStart {
-    /// Ends when nothing came for this long after having caught up.
+    /// End after nothing came for this long, once all consumers have caught up.
     pub until_idle: Option<Duration>,
-    /// Takes an id rule other than the one that a consumer started with (R31).
+    /// Accept an id rule that is not the one that a consumer started with (R31).
     pub accept_id_rule: bool,
 }
 
-/// Runs the consumers of the settings until they are told to stop, or all are idle where `start`
-/// says so.
+/// Runs the consumers of the settings until the stop, or until all are idle if `start` says so.
 ///
 /// # Errors
-/// What a person must mend.
+/// An error that a person must repair.
 pub async fn run_consumers(
     settings: &Settings,
     start: ConsumerStart,
@@ -110,7 +109,7 @@ pub async fn run_consumers(
     }
 }
 
-/// As [`run_consumers`], with handlers in Rust; the database URL must lead to their store.
+/// As [`run_consumers`], with handlers in Rust; the database URL must name their store.
 ///
 /// # Errors
 /// As [`run_consumers`].
@@ -153,7 +152,7 @@ impl Run<'_> {
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
         let store_options = self.settings.database.options().map_err(AppError::usage)?;
         let store_options = StoreOptions {
-            // Each lane and retrier keeps one; attempts take another.
+            // Each lane and retrier keeps one connection; counting attempts takes another.
             connections_max: store_options.connections_max.max(u32::try_from(lanes).unwrap_or(64)),
             handler_timeout: timeout,
             ..store_options
@@ -205,8 +204,7 @@ impl Run<'_> {
         outcome
     }
 
-    /// The handlers that the configuration names. A database that went away meanwhile is waited
-    /// for.
+    /// The handlers of the configuration. Waits for a database that went away meanwhile.
     async fn configured<S: Store>(&self, store: &S, settings: &ConsumerSettings) -> Result<Handlers<S>, AppError> {
         let mut handlers = Handlers::new();
         if settings.on.is_empty() {

@@ -6,7 +6,7 @@ use crate::error::{BrokerError, StoreError};
 use crate::runtime::consumer::ConsumerError;
 use crate::runtime::relay::RelayError;
 
-/// How a program ended, for scripts.
+/// The result of a program, for scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
     /// The program did what it was asked to do.
@@ -15,9 +15,9 @@ pub enum Exit {
     Failed = 1,
     /// The command or a setting was wrong.
     Usage = 2,
-    /// Not ready, or a check failed.
+    /// The program is not ready, or a check failed.
     NotReady = 3,
-    /// The program refused to go on because it is not safe.
+    /// The program refused to continue because that is not safe.
     Refused = 4,
 }
 
@@ -27,18 +27,18 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// What went wrong, with the code it ends the program with.
+/// An error with the exit code of the program.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct AppError {
-    /// For the operator: what failed, on which named thing, what to do.
+    /// A text for the operator: what failed, on which named thing, and the remedy.
     pub message: String,
     /// The exit code that the program ends with.
     pub exit: Exit,
 }
 
 impl AppError {
-    /// Wrong usage or settings.
+    /// A wrong command or setting: ends the program with [`Exit::Usage`].
     pub fn usage(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Usage }
     }
@@ -58,12 +58,12 @@ impl AppError {
         Self { message: message.into(), exit: Exit::Refused }
     }
 
-    /// Told to stop before the work began: no error for the one who said so.
+    /// A stop came before the work began: ends the program with [`Exit::Done`].
     pub fn stopped(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Done }
     }
 
-    /// Names the thing it happened on.
+    /// Adds the name of the thing that failed.
     #[must_use]
     pub fn on(mut self, thing: &str) -> Self {
         self.message = format!("{thing}: {}", self.message);

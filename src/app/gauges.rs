@@ -1,7 +1,7 @@
-//! The gauges of `/metrics` that stand in tables: read again and again, beside the work.
+//! The gauges of `/metrics` that are read from tables, from time to time, beside the work.
 //!
-//! Promises: what left the tables is shown no more as it last was; while the tables cannot be read,
-//! the age of what is shown rises; a task that ended in disorder is told to the program.
+//! Promises: rows that left the tables do not keep their last value. While the tables cannot be
+//! read, the gauge of their age rises. If the task panics, the program gets an error.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -16,16 +16,16 @@ use super::exit::AppError;
 use crate::observe;
 use crate::store::{Status, Store};
 
-/// How often the tables are read at most. A look that takes long is rarer: never more than a
-/// twentieth of the time is spent on it.
+/// The shortest pause between two reads. After a slow read the pause is longer, so that reads take
+/// at most a twentieth of the time.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// The task that keeps the gauges of one database true.
+/// The task that updates the gauges of one database.
 #[derive(Debug)]
 pub(super) struct Gauges(JoinSet<()>);
 
 impl Gauges {
-    /// Keeps them until the stop.
+    /// Starts the task; it runs until the stop.
     pub(super) fn keep<S: Store>(store: S, stop: CancellationToken) -> Self {
         Self::of(async move {
             tokio::select! {
@@ -41,13 +41,13 @@ impl Gauges {
         Self(tasks)
     }
 
-    /// Waits for its end; none where it was heard of before.
+    /// Waits for the end of the task; `None` if the end was returned before.
     ///
     /// # Errors
-    /// It ended in disorder: all gauges stand still.
+    /// The task panicked, so no gauge changes any more.
     ///
     /// # Cancel safety
-    /// Safe: the end is heard by the next call.
+    /// Safe: the next call returns the end.
     pub(super) async fn ended(&mut self) -> Option<Result<(), AppError>> {
         let ended = self.0.join_next().await?;
         Some(ended.map_err(|error| AppError::failed(format!("the gauges of /metrics ended in disorder: {error}"))))
@@ -81,7 +81,7 @@ async fn keep<S: Store>(store: S) {
     tokio::join!(ages, looks);
 }
 
-/// Names that are shown with a value of their own.
+/// The names that are shown with values of their own.
 #[derive(Debug, Default)]
 struct Shown {
     consumers: BTreeSet<String>,
@@ -118,7 +118,7 @@ impl Shown {
                 },
             );
         }
-        // One that was forgotten would keep its alert for as long as this process lives.
+        // A forgotten consumer would otherwise keep its alert as long as this process lives.
         for gone in self.consumers.difference(&consumers) {
             observe::consumer_stands(gone, observe::ConsumerGauges::default());
         }
@@ -130,7 +130,7 @@ impl Shown {
 mod tests {
     use super::*;
 
-    /// Shown by: leaving the error out (the program goes on, and every gauge stands still).
+    /// Shown by: leaving the error out (the program continues with gauges that never change).
     #[tokio::test]
     async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
         let mut gauges = Gauges::of(async { std::panic::panic_any("a fault") });

@@ -1,4 +1,4 @@
-//! The listener of a process: health and metrics over HTTP.
+//! The listener of a process: serves health and metrics over HTTP.
 
 use std::net::SocketAddr;
 

@@ -1,8 +1,8 @@
-//! Logs go to stderr, as text for people or JSON for machines. `RUST_LOG` decides over the setting,
-//! except that no setting brings back lines that print payloads or passwords.
+//! Logs go to stderr, as text for people or as JSON for machines. `RUST_LOG` overrides the setting,
+//! but no setting enables lines that print payloads or passwords.
 //!
-//! Promise: with the format `json` every line that a program writes to stderr is one JSON object,
-//! the last error too.
+//! Promise: with the format `json`, every line that a program writes to stderr is one JSON object,
+//! including the last error.
 
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +29,7 @@ impl FromStr for LogFormat {
     }
 }
 
-/// Whether [`say`] speaks JSON.
+/// Whether [`say`] writes JSON.
 static JSON: AtomicBool = AtomicBool::new(false);
 
 /// Starts logging; a second call changes nothing.
@@ -45,9 +45,8 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     };
     let mut filter = EnvFilter::try_new(filter)
         .map_err(|error| format!("{name} = `{filter}`: {error}; write for example `info,oncebox=debug`"))?;
-    // The client of RabbitMQ logs every returned message whole, and each end of a channel or
-    // connection as an error, planned ones too: what such an end means is said by the one who meets
-    // it.
+    // The client of RabbitMQ logs every returned message completely, and each end of a channel or
+    // connection as an error, even a planned one. The code that meets such an end logs its meaning.
     for silenced in ["returned_messages", "channel", "channels", "io_loop"].map(|module| format!("lapin::{module}=off"))
     {
         if let Ok(directive) = silenced.parse() {
@@ -55,7 +54,7 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
         }
     }
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // Where a recorder is installed already (tests, embedding), that one stays.
+    // A subscriber that is installed already (tests, embedding) stays.
     let _ = match format {
         LogFormat::Text => builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).try_init(),
         LogFormat::Json => builder.json().try_init(),
@@ -63,7 +62,7 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// From now on [`say`] speaks this way, a panic too.
+/// Sets the format of [`say`] and of panics from now on.
 pub fn speak(format: LogFormat) {
     let json = format == LogFormat::Json;
     if json && !JSON.swap(json, Ordering::Relaxed) {
@@ -71,7 +70,7 @@ pub fn speak(format: LogFormat) {
     }
 }
 
-/// Says something to the one who called the program, whatever the log filter is: `ERROR` or `INFO`.
+/// Writes a line to stderr whatever the log filter is; `level` is `ERROR` or `INFO`.
 pub fn say(level: &str, text: &str) {
     if JSON.load(Ordering::Relaxed) {
         let timestamp = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Micros, true);

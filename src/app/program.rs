@@ -1,5 +1,5 @@
-//! What all programs take, and how each of them starts and ends. A program of one's own can have
-//! the same.
+//! The flags of all programs, and how each program starts and ends. Your own program can use them
+//! too.
 
 use std::ffi::OsString;
 use std::future::Future;
@@ -13,9 +13,9 @@ use super::config::{Layers, Loaded, load};
 use super::exit::{AppError, Exit};
 use super::logging::{LogFormat, say, speak, start_logging};
 
-/// The variable that stands for `--config`.
+/// The variable of the environment that replaces `--config`.
 const CONFIG: &str = "ONCEBOX_CONFIG";
-/// The heading in a help under which the flags stand that every command takes.
+/// The heading in the help for the flags that every command has.
 pub(crate) const COMMON_OPTIONS: &str = "Common options";
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
@@ -36,7 +36,7 @@ pub struct CommonArgs {
 }
 
 impl CommonArgs {
-    /// Reads all layers and starts logging.
+    /// Reads all layers of settings and starts logging.
     ///
     /// # Errors
     /// Settings that cannot be used: exit code 2.
@@ -46,9 +46,8 @@ impl CommonArgs {
         Ok(loaded)
     }
 
-    /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the
-    /// environment or in a file may name a database that others work with. A person watches: no
-    /// more than `log` is logged.
+    /// As [`CommonArgs::load`], but only from the command line: the environment or a file may name
+    /// a database that others work with. A person watches the output, so the log filter is `log`.
     pub(crate) fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
@@ -59,8 +58,7 @@ impl CommonArgs {
     }
 
     fn read(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
-        // What is wrong with the settings is said in the format that was asked for where it is read
-        // first.
+        // Errors in the settings are written in the requested format, so that is read first.
         let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
         if let Some(format) = self.log_format.or_else(from_environment) {
             speak(format);
@@ -86,13 +84,13 @@ impl CommonArgs {
     }
 }
 
-/// Runs a program to its end and turns what happened into an exit code: what a `main` returns. It
-/// makes the runtime, and chooses the provider of TLS.
+/// Runs a program to its end and returns its exit code for `main`. Makes the runtime and chooses
+/// the TLS provider.
 pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
     #[cfg(feature = "tls")]
     {
-        // Two providers in one graph would panic at run time; one is chosen before anything asks (a
-        // second call is harmless).
+        // Two TLS providers in one program would panic, so one is chosen first (a second call is
+        // harmless).
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
@@ -100,7 +98,7 @@ pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
         Err(error) => return end(&AppError::failed(format!("the runtime cannot start: {error}"))),
     };
     let outcome = runtime.block_on(main);
-    // Threads of clients that hang in their teardown must not keep the process.
+    // Threads of clients that hang during their teardown must not keep the process alive.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     match outcome {
         Ok(()) => Exit::Done.into(),

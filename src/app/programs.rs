@@ -33,18 +33,18 @@ impl PublisherArgs {
     /// Runs the program.
     ///
     /// # Errors
-    /// What a person must mend.
+    /// An error that a person must repair.
     pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("publisher", &loaded.settings).await?;
         run_publisher(&loaded.settings, self.until_empty, health, stop).await
     }
 
-    /// Runs the program, and the recovery of operations in phases beside it: see
+    /// Runs the program and, beside it, the recovery of phased operations; see
     /// [`run_publisher_with`].
     ///
     /// # Errors
-    /// What a person must mend.
+    /// An error that a person must repair.
     pub async fn run_with<S, F, M>(self, common: &CommonArgs, operations: F) -> Result<(), AppError>
     where
         S: Store,
@@ -81,7 +81,7 @@ impl ConsumerArgs {
     /// Runs the program with the handlers of the configuration.
     ///
     /// # Errors
-    /// What a person must mend.
+    /// An error that a person must repair.
     pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("consumer", &loaded.settings).await?;
@@ -91,7 +91,7 @@ impl ConsumerArgs {
     /// Runs the program with handlers in Rust.
     ///
     /// # Errors
-    /// What a person must mend.
+    /// An error that a person must repair.
     pub async fn run_with<S: Store>(
         self,
         common: &CommonArgs,
@@ -142,15 +142,15 @@ struct ConsumerProgram {
     args: ConsumerArgs,
 }
 
-/// `publisher`: what its `main` returns. It knows no operations and recovers none (O22).
+/// The program `publisher`; its `main` returns this. It has no operations and recovers none (O22).
 pub fn plain_publisher() -> ExitCode {
     let program = PublisherProgram::parse();
     run(program.args.run(&program.common))
 }
 
-/// `publisher` that also recovers operations in phases, for the flows of the engine that `operations`
-/// makes: what a `main` of one's own returns, built with the same flows as the service (O22). It
-/// reads the same flags, environment and file.
+/// The program `publisher` that also recovers phased operations, for the flows of the engine that
+/// `operations` makes. Your own `main` returns this; build it with the same flows as the service
+/// (O22). It reads the same flags, environment and file.
 pub fn publisher<S, F, M>(operations: F) -> ExitCode
 where
     S: Store,
@@ -161,15 +161,16 @@ where
     run(program.args.run_with(&program.common, operations))
 }
 
-/// `consumer` with the handlers that the configuration names: what its `main` returns.
+/// The program `consumer` with the handlers of the configuration; its `main` returns this.
 pub fn configured_consumer() -> ExitCode {
     let program = ConsumerProgram::parse();
     run(program.args.run(&program.common))
 }
 
-/// `consumer` with handlers in Rust: what a `main` of one's own returns (`examples/consumer.rs`).
-/// It reads the same flags, environment and file. A program with more commands takes [`CommonArgs`]
-/// and [`ConsumerArgs`] into its own command line instead (`examples/payments`).
+/// The program `consumer` with handlers in Rust; your own `main` returns this
+/// (`examples/consumer.rs`). It reads the same flags, environment and file. A program with more
+/// commands uses [`CommonArgs`] and [`ConsumerArgs`] in its own command line instead
+/// (`examples/payments`).
 pub fn consumer<S: Store>(handlers: HandlersByConsumer<S>) -> ExitCode {
     let program = ConsumerProgram::parse();
     run(program.args.run_with(&program.common, handlers))

@@ -1,5 +1,5 @@
-//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty;
-//! with the operations of a service, also their recovery.
+//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty.
+//! With the operations of a service, it also recovers them.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -19,16 +19,16 @@ use crate::runtime::operation::phased::{PhasedEngine, Recovery, RecoveryOptions}
 use crate::runtime::{Relay, RelayOptions};
 use crate::store::{Severity, Status, Store};
 
-/// How often shards that were made meanwhile are looked for.
+/// The pause between two searches for new shards.
 const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
-/// How long closed connections may wait for the server's answer: the grace of a stop is over, and a
-/// server that says nothing keeps no process.
+/// How long closed connections may wait for the server. The grace of a stop is over then, and a
+/// silent server must not keep the process alive.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
 
-/// Runs the publisher until it is told to stop, or the outbox is empty where `until_empty` is set.
+/// Runs the publisher until the stop, or until the outbox is empty if `until_empty` is set.
 ///
 /// # Errors
-/// What a person must mend.
+/// An error that a person must repair.
 pub async fn run_publisher(
     settings: &Settings,
     until_empty: bool,
@@ -45,13 +45,13 @@ pub async fn run_publisher(
     })
 }
 
-/// As [`run_publisher`], and recovers operations in phases whose process died (O22): a [`Recovery`]
-/// runs beside the relay, for the flows of the engine that `operations` makes; it is built with the
-/// same flows as the service. The database URL must lead to its store. Where the outbox is waited
-/// for to be empty, operations are not.
+/// As [`run_publisher`], and also recovers phased operations whose process died (O22): a
+/// [`Recovery`] runs beside the relay, for the flows of the engine that `operations` makes. Build
+/// it with the same flows as the service. The database URL must name its store. With `until_empty`
+/// the program does not wait for operations.
 ///
 /// # Errors
-/// As [`run_publisher`]; and what `operations` says.
+/// As [`run_publisher`]; and the error of `operations`.
 pub async fn run_publisher_with<S, F, M>(
     settings: &Settings,
     operations: F,
@@ -69,7 +69,7 @@ where
     let store: S = open_store_with(&options, Some(&stop), &health).await?;
     ready(&store, settings, &stop, &health).await?;
     let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
-    // What ends one of the two, be it a panic, ends the other.
+    // The end of one of the two, even by a panic, ends the other.
     let both = stop.child_token();
     let (told, ending) = (both.clone(), both.clone().drop_guard());
     let recovering = tokio::spawn(async move {
@@ -79,7 +79,7 @@ where
     let relayed = relay_all(&store, broker, settings, until_empty, health, both.clone()).await;
     both.cancel();
     let recovered = recovering.await;
-    // Not before: what a provider says to the last call is still to be stored.
+    // Closed only now, because the answer of a provider to the last call must still be stored.
     close(&store).await;
     match recovered {
         Ok(ended) => relayed.and(ended.map_err(AppError::from)),
@@ -97,7 +97,7 @@ async fn relay_all<S: Store>(
 ) -> Result<(), AppError> {
     declare(&broker, settings, &stop, &health).await?;
     let mut relays = JoinSet::new();
-    // One failing relay ends them all: the process says why, and its supervisor starts it again.
+    // One failing relay ends all: the process reports why, and its supervisor starts it again.
     let all = stop.child_token();
     let mut served = BTreeSet::new();
     let mut serve = |relays: &mut JoinSet<_>, shards: Vec<i32>| -> Result<(), AppError> {
@@ -134,7 +134,7 @@ async fn relay_all<S: Store>(
                 };
                 match shards {
                     Ok(shards) => serve(&mut relays, shards)?,
-                    // The relays say so.
+                    // The relays report such an error themselves.
                     Err(error) => tracing::debug!(%error, "the shards could not be read"),
                 }
                 continue;
@@ -156,8 +156,7 @@ async fn relay_all<S: Store>(
     outcome
 }
 
-/// The schema is there and nothing that the promise rests on is refused. A database that is away is
-/// waited for.
+/// Checks the schema and everything that the promises rely on. Waits for a database that is away.
 pub(super) async fn ready<S: Store>(
     store: &S,
     settings: &Settings,
@@ -182,7 +181,7 @@ pub(super) async fn ready<S: Store>(
     };
     for finding in findings {
         match finding.severity {
-            // What waits was waited for.
+            // Findings that wait were handled above.
             Severity::Ok | Severity::Waits => {}
             Severity::Warning | Severity::Stuck => tracing::warn!(
                 check = %finding.name,
@@ -200,7 +199,7 @@ pub(super) async fn ready<S: Store>(
     Ok(())
 }
 
-/// The exchange of RabbitMQ; waits for a broker that is away.
+/// Declares the exchange of RabbitMQ; waits for a broker that is away.
 async fn declare(
     broker: &AnyBroker,
     settings: &Settings,
@@ -220,14 +219,14 @@ async fn declare(
     }
 }
 
-/// Host, process and a random part.
+/// The name of an owner: host, process and a random part.
 pub(super) fn owner_name() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host = if host.trim().is_empty() { "host" } else { host.trim() };
     format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
 }
 
-/// Gives the connections back.
+/// Closes the connections of the store.
 pub(super) async fn close<S: Store>(store: &S) {
     if tokio::time::timeout(CLOSE_MAX, store.close()).await.is_err() {
         tracing::debug!("the database did not answer when its connections were closed");

@@ -1,7 +1,7 @@
-//! SIGTERM and SIGINT stop a program gracefully; a second one ends it at once.
+//! SIGTERM and SIGINT stop a program gracefully; a second signal ends it at once.
 //!
-//! Some senders send the same signal twice, to the process and to its group (`timeout` of GNU):
-//! what comes within a moment of the first is the first.
+//! Some senders send the same signal twice, to the process and to its group (`timeout` of GNU). A
+//! signal that comes shortly after the first counts as the first.
 
 use std::time::{Duration, Instant};
 
@@ -10,13 +10,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::exit::AppError;
 
-/// So soon after the first no person has sent a second one.
+/// No person sends a second signal so soon after the first.
 const SAME_SIGNAL: Duration = Duration::from_millis(100);
 
-/// A token that is cancelled by the first SIGTERM or SIGINT; the second exits with 1.
+/// Returns a token that the first SIGTERM or SIGINT cancels; the second one exits with 1.
 ///
 /// # Errors
-/// Where signals cannot be listened for.
+/// The process cannot listen for signals.
 pub fn stop_on_signals() -> Result<CancellationToken, AppError> {
     let token = CancellationToken::new();
     let listen =

@@ -1,7 +1,6 @@
-//! What a server publishes of its keys at `/.well-known/idempotency`: for how long it remembers
-//! them.
+//! What a server publishes about its keys at `/.well-known/idempotency`: how long it keeps them.
 //!
-//! Not here: serving it (`http`).
+//! Not here: the server's side (`http`).
 
 use std::time::Duration;
 
@@ -9,12 +8,12 @@ use serde::Deserialize;
 
 use super::ClientError;
 
-/// Where it is published.
+/// The path of the document.
 const PATH: &str = "/.well-known/idempotency";
 /// The longest document that is read, in bytes.
 const BYTES_MAX: usize = 1 << 20;
 
-/// What a server publishes.
+/// The document that a server publishes.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct Advertised {
@@ -28,13 +27,13 @@ pub struct Advertised {
 pub struct AdvertisedOperation {
     /// The name of the operation on the server.
     pub operation: String,
-    /// The path of its requests; none where the server does not say where it is served.
+    /// The path of its requests; `None` if the server does not publish it.
     #[serde(default)]
     pub path: Option<String>,
-    /// The method of its requests; none where the server does not say where it is served.
+    /// The method of its requests; `None` if the server does not publish it.
     #[serde(default)]
     pub method: Option<String>,
-    /// Whether a key is needed.
+    /// Whether its requests need a key.
     #[serde(default)]
     pub required: bool,
     /// How long an answer is replayed, counted from the outcome.
@@ -55,8 +54,9 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
     iso_8601(&text).ok_or_else(|| serde::de::Error::custom(format!("`{text}` is no duration of days to seconds")))
 }
 
-/// A duration such as `PT24H`, `P1DT30M` or `PT0.5S`: whole numbers of weeks, days, hours and
-/// minutes, and seconds with up to nine digits of a fraction. Months and years have no length.
+/// Parses a duration such as `PT24H`, `P1DT30M` or `PT0.5S`: whole weeks, days, hours and minutes,
+/// and seconds with up to nine digits of a fraction. Months and years have no fixed length and are
+/// refused.
 fn iso_8601(text: &str) -> Option<Duration> {
     let rest = text.strip_prefix('P')?;
     let (days, times) = rest.split_once('T').map_or((rest, None), |(days, times)| (days, Some(times)));
@@ -85,7 +85,7 @@ fn iso_8601(text: &str) -> Option<Duration> {
     Some(Duration::new(days.checked_add(times)?, nanos))
 }
 
-/// The digits behind the point of a second.
+/// Parses the fraction of a second.
 fn nanos(digits: &str) -> Option<u32> {
     let good = (1..=9).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit());
     good.then(|| format!("{digits:0<9}").parse().ok()).flatten()
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    // Shown to fail: with a path that must be there, by which the whole document is not read.
+    // Shown to fail: with a path that must be present, because then the document is not read.
     #[test]
     fn m97_an_operation_whose_place_is_not_published_is_read() {
         let document = r#"{"operations": [{"operation": "pay", "path": null, "method": null, "ttl": "PT1H"}]}"#;
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(advertised.shortest(), Some(Duration::from_secs(3_600)));
     }
 
-    // Shown by: whole seconds only, by which the whole document of a server is not read.
+    // Shown by: whole seconds only, because then the document is not read.
     #[test]
     fn m97_a_lifetime_below_a_second_is_read() {
         for (text, millis) in [

@@ -1,9 +1,9 @@
-//! An answer, and what it says to the table of [`resend`](crate::policy::operation::resend).
+//! An answer, and its meaning for the table of [`resend`](crate::policy::operation::resend).
 //!
-//! Guarantees: an answer counts only from the URL that was asked; a `Location` is followed only on
-//! its origin; only an `application/problem+json` speaks of the key.
+//! Guarantees: an answer counts only from the requested URL. A `Location` is followed only on the
+//! same origin. Only an `application/problem+json` body says something about the key.
 //!
-//! Not here: what follows (`policy`), and waiting (`sending`).
+//! Not here: the next step (`policy`), and waiting (`sending`).
 
 use std::time::{Duration, SystemTime};
 
@@ -21,12 +21,11 @@ use crate::policy::operation::resend::{Polled, Seen};
 /// The answer to an operation.
 #[derive(Clone)]
 pub struct Answer {
-    /// The key under which it was sent: what [`Client::acknowledge`](super::Client::acknowledge)
-    /// takes.
+    /// The key of the operation; give it to [`Client::acknowledge`](super::Client::acknowledge).
     pub key: Key,
     /// The HTTP status of the operation's outcome.
     pub status: u16,
-    /// The headers; none but the content type where the outcome came from the operation's own URL.
+    /// The headers; only the content type if the outcome came from the operation's own URL.
     pub headers: HeaderMap,
     /// The bytes of the answer's body.
     pub body: Vec<u8>,
@@ -42,7 +41,7 @@ impl Answer {
     /// The body as JSON.
     ///
     /// # Errors
-    /// It is none of this form.
+    /// The body is not JSON, or has another form.
     pub fn json<'a, T: Deserialize<'a>>(&'a self) -> Result<T, serde_json::Error> {
         serde_json::from_slice(&self.body)
     }
@@ -54,7 +53,7 @@ impl std::fmt::Debug for Answer {
     }
 }
 
-/// An answer as it arrived, whole.
+/// An answer that arrived completely.
 #[derive(Debug)]
 pub(super) struct Arrived {
     pub(super) status: u16,
@@ -64,7 +63,7 @@ pub(super) struct Arrived {
     pub(super) url: Url,
 }
 
-/// What a problem body says; nothing of it is needed.
+/// The members of a problem body that the client reads; all are optional.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct ProblemBody {
@@ -73,7 +72,7 @@ struct ProblemBody {
     retry_after_seconds: Option<u32>,
 }
 
-/// The JSON that an operation's own URL answers with, as far as the client reads it.
+/// The members of an operation's resource that the client reads.
 #[derive(Debug, Deserialize)]
 struct OperationBody<'a> {
     status: String,
@@ -81,7 +80,7 @@ struct OperationBody<'a> {
     result: Option<ResultBody<'a>>,
 }
 
-/// The outcome inside of it.
+/// The outcome in an operation's resource.
 #[derive(Debug, Deserialize)]
 struct ResultBody<'a> {
     status: u16,
@@ -99,8 +98,8 @@ impl Arrived {
         serde_json::from_slice(&self.body).unwrap_or_default()
     }
 
-    /// What a replayed answer says of its key: an application's own refusal is no problem of the
-    /// engine (O26).
+    /// The state of the key in the headers of a replayed answer: a refusal of the application
+    /// itself is no problem body of the engine (O26).
     fn replayed_state(&self) -> Option<KeyState> {
         let text = |name: &str| self.headers.get(name).and_then(|value| value.to_str().ok());
         if text("idempotent-replayed") != Some("true") {
@@ -109,7 +108,7 @@ impl Arrived {
         text("idempotency-key-state")?.parse().ok()
     }
 
-    /// What the answer to a request for this URL is.
+    /// Classifies the answer to a request for this URL.
     pub(super) fn seen(&self, asked: &Url) -> Seen {
         match self.status {
             _ if !same_place(&self.url, asked) => Seen::Elsewhere,
@@ -130,7 +129,7 @@ impl Arrived {
         }
     }
 
-    /// What the answer to the question for an outcome is.
+    /// Classifies the answer to a query for the outcome.
     pub(super) fn polled(&self, asked: &Url) -> Polled {
         match (self.seen(asked), self.status) {
             (Seen::Accepted | Seen::AcceptedElsewhere, _) | (Seen::Success, 202) => Polled::Pending,
@@ -149,14 +148,13 @@ impl Arrived {
         serde_json::from_slice(&self.body).ok()
     }
 
-    /// The outcome that an operation's resource holds, with the bytes of its body as they stand
-    /// there.
+    /// The outcome in an operation's resource, with the exact bytes of its body.
     pub(super) fn result(&self) -> Option<(u16, Vec<u8>)> {
         let result = self.operation()?.result?;
         Some((result.status, result.body.map(|body| body.get().as_bytes().to_vec()).unwrap_or_default()))
     }
 
-    /// Where the outcome will be.
+    /// The URL at which the outcome will be.
     pub(super) fn location(&self) -> Option<Url> {
         self.url.join(self.headers.get(header::LOCATION)?.to_str().ok()?).ok()
     }
@@ -180,7 +178,7 @@ impl Arrived {
     }
 }
 
-/// Whether a URL is the one that was asked: a fragment is not sent.
+/// Whether both URLs are the same apart from the fragment, which is not sent.
 fn same_place(one: &Url, other: &Url) -> bool {
     let bare = |url: &Url| {
         let mut url = url.clone();
@@ -206,7 +204,7 @@ mod tests {
         "https://api.example.com/payments#here".parse().unwrap()
     }
 
-    // Shown by: the body of the problem before the header.
+    // Shown by: reading the member of the problem before the header.
     #[test]
     fn m110_retry_after_is_a_header_else_a_member_of_the_problem() {
         let now = SystemTime::now();
@@ -217,7 +215,7 @@ mod tests {
         assert_eq!(arrived(409, &both, body).retry_after(now), Some(Duration::from_secs(9)));
     }
 
-    // Shown by: hearing any JSON.
+    // Shown by: reading any JSON body.
     #[test]
     fn o26_only_a_problem_body_speaks_of_the_key() {
         let body = r#"{"code":"IDEMPOTENT_RESULT_NOT_RETAINED","key_state":"spent"}"#;
@@ -227,8 +225,8 @@ mod tests {
             assert_eq!(arrived(409, &[("content-type", kind)], body).seen(&asked()), spent, "{kind}");
         }
         let silent = Seen::Answer { status: 409, code: None, key_state: None };
-        // A replayed refusal of the application says so by its headers: a stored 402 is the
-        // outcome, also after doubt.
+        // A replayed refusal of the application is marked by its headers: a stored 402 is the
+        // outcome, also after an unknown attempt.
         let (replayed, state) = (("idempotent-replayed", "true"), ("idempotency-key-state", "spent"));
         let refused = |key_state| Seen::Answer { status: 402, code: None, key_state };
         assert_eq!(arrived(402, &[replayed, state], "{}").seen(&asked()), refused(Some(KeyState::Spent)));

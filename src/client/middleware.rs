@@ -1,11 +1,11 @@
 //! The rules of the client as a middleware of `reqwest-middleware`.
 //!
-//! Promise: what [`Client::send`](super::Client::send) promises, for every POST and PATCH, and for
-//! any other request that carries an `Idempotency-Key`. GET, HEAD and OPTIONS pass through.
+//! Promise: the promises of [`Client::send`](super::Client::send) hold for every POST and PATCH,
+//! and for every other request with an `Idempotency-Key`. GET, HEAD and OPTIONS pass through.
 //!
-//! The redirects of the client below are not the middleware's to switch off: put it on
-//! [`Client::reqwest`](super::Client::reqwest), or on a client whose redirect policy is none. With
-//! another one an answer from another URL ends nothing, but the key has been carried there.
+//! The middleware cannot switch off the redirects of the client below: put it on
+//! [`Client::reqwest`](super::Client::reqwest), or on a client without redirects. With redirects,
+//! an answer from another URL still ends nothing, but the key has been sent there.
 
 use std::sync::Arc;
 
@@ -23,11 +23,11 @@ use crate::policy::operation::Key;
 #[derive(Debug, Clone)]
 pub struct Resend(Arc<Shared>);
 
-/// The key of an answer, among the extensions of its response: what the journal wants to hear of.
+/// The key of an answer, as an extension of its response: give it to the journal to acknowledge.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SentUnder(pub Key);
 
-/// The rest of the chain, once for each attempt.
+/// The rest of the middleware chain, called once for each attempt.
 struct Chain<'a, 'e> {
     next: Next<'a>,
     extensions: &'e mut Extensions,
@@ -35,7 +35,7 @@ struct Chain<'a, 'e> {
 
 impl Transport for Chain<'_, '_> {
     async fn call(&mut self, request: reqwest::Request) -> Result<reqwest::Response, Error> {
-        // Each attempt has extensions of its own, or what one attempt left would be the next one's.
+        // Each attempt has its own extensions, so that one attempt leaves nothing for the next.
         let mut extensions = self.extensions.clone();
         self.next.clone().run(request, &mut extensions).await
     }
@@ -47,7 +47,7 @@ impl Resend {
     }
 }
 
-/// The operation of a request.
+/// Converts a request of reqwest into an operation with a key.
 fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     let body = match request.body() {
         None => Vec::new(),

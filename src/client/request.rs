@@ -1,9 +1,8 @@
-//! An operation as it is sent: method, URL, headers, bytes and the key, all of which stay the same.
+//! An operation to send: method, URL, headers, bytes and key, which stay the same in all attempts.
 //!
-//! Promise: the key is made with the request, once. A clone is the same operation.
+//! Promise: the key is made once, with the request. A clone is the same operation.
 //!
-//! Not here: credentials that change (they may be changed between calls, as any header), and
-//! sending.
+//! Not here: sending. Credentials may be changed between calls, like any other header.
 
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, Url};
@@ -26,12 +25,12 @@ pub struct Request {
     pub(super) key: Key,
 }
 
-/// A new key: a UUID v7, whose time lets a server tell a late retry.
+/// Makes a new key: a UUID v7, whose time lets a server recognise a late retry.
 pub(super) fn new_key() -> Result<Key, ClientError> {
     parse(&uuid::Uuid::now_v7().to_string())
 }
 
-/// A key that a caller gave.
+/// Parses a key that the caller gave.
 pub(super) fn parse(key: &str) -> Result<Key, ClientError> {
     Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| ClientError::Request(error.to_string()))
 }
@@ -55,25 +54,25 @@ impl Request {
     /// A POST of JSON under a new key.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: the URL cannot be used, or the value is no JSON.
+    /// [`ClientError::Request`]: the URL cannot be used, or the value has no JSON form.
     pub fn json(url: &str, value: &impl Serialize) -> Result<Self, ClientError> {
         let body = serde_json::to_vec(value).map_err(|error| ClientError::Request(error.to_string()))?;
         Self::new("POST", url, body)?.with_header("content-type", "application/json")
     }
 
-    /// The same under a key of the caller's: stored with what is to be done, it makes a retry of
-    /// the caller's one too.
+    /// The same request under the caller's own key. A caller that stores this key with its work can
+    /// also retry after a restart.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: it is no key (16 to 255 characters of `[A-Za-z0-9_.:~-]`).
+    /// [`ClientError::Request`]: the key is not valid (16 to 255 characters of `[A-Za-z0-9_.:~-]`).
     pub fn with_key(self, key: &str) -> Result<Self, ClientError> {
         Ok(Self { key: parse(key)?, ..self })
     }
 
-    /// The same with this header in place of others of its name. The key is not given so.
+    /// Sets a header and replaces others of its name. Use [`Self::with_key`] for the key.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: it is no header, or the key's.
+    /// [`ClientError::Request`]: the header is not valid, or is that of the key.
     pub fn with_header(mut self, name: &str, value: &str) -> Result<Self, ClientError> {
         let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
         let name = HeaderName::from_bytes(name.as_bytes()).map_err(|error| unusable(&error))?;
@@ -102,8 +101,8 @@ impl Request {
         Ok(request)
     }
 
-    /// The question for the outcome at an operation's own URL: who asks, and nothing of what was
-    /// asked.
+    /// A GET for the outcome at the operation's own URL: with the credentials of the request, and
+    /// without the headers about its content.
     pub(super) fn question(&self, place: Url) -> reqwest::Request {
         let mut request = reqwest::Request::new(Method::GET, place);
         *request.headers_mut() = self.headers.clone();
@@ -114,8 +113,8 @@ impl Request {
     }
 }
 
-/// Whether a header or a parameter of this name proves who asks, and so is never written down in
-/// clear: by the words of its name.
+/// Whether a header or parameter of this name is a credential, judged by the words of its name. A
+/// credential is never stored in plain.
 pub(super) fn is_credential(name: &str) -> bool {
     const WORDS: [&str; 16] = [
         "auth",

@@ -1,8 +1,8 @@
-//! The attempts of one operation: send, look, wait, until the table says that it is over.
+//! The attempts of one operation: send, read the answer, wait, until the table ends the operation.
 //!
-//! Guarantees: the journal is written before the first attempt; pauses are the longer of the
-//! backoff and what the server asks for; an attempt that was begun ends by its own timeout, and
-//! then its outcome is unknown.
+//! Guarantees: the journal is written before the first attempt. A pause is the longer one of the
+//! backoff and the time that the server asks for. An attempt that gets no answer ends by its own
+//! timeout, and its outcome is then unknown.
 //!
 //! Not here: the table ([`resend`](crate::policy::operation::resend)).
 
@@ -20,20 +20,20 @@ use crate::policy::breaker::Breaker;
 use crate::policy::operation::Key;
 use crate::policy::operation::resend::{AfterPoll, Next, Polled, Seen, Window, after_attempt, after_poll, pause};
 
-/// How far the clock may have been set back since a key was journalled; beyond that its age is not
-/// known, and counts as too high.
+/// How far the clock may have been set back since a key was stored in the journal. Beyond it the
+/// age of the key is unknown and counts as too old.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
 
-/// Who carries one attempt.
+/// Carries out one attempt.
 pub(super) trait Transport: Send {
-    /// Sends it and gives the head of the answer.
+    /// Sends the request and returns the head of the answer.
     fn call(
         &mut self,
         request: reqwest::Request,
     ) -> impl Future<Output = Result<reqwest::Response, reqwest_middleware::Error>> + Send;
 }
 
-/// By a client of reqwest.
+/// Sends with a client of reqwest.
 pub(super) struct Direct<'a>(pub(super) &'a reqwest::Client);
 
 impl Transport for Direct<'_> {
@@ -42,7 +42,7 @@ impl Transport for Direct<'_> {
     }
 }
 
-/// What all clones of a client share.
+/// The state that all clones of a client share.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) options: ClientOptions,
@@ -51,13 +51,13 @@ pub(super) struct Shared {
     began: Instant,
 }
 
-/// What one attempt or question came to.
+/// The result of one attempt or query.
 enum Met {
     Arrived(Arrived),
     Nothing { seen: Seen, why: String },
 }
 
-/// How long one operation was tried, and how old its key is.
+/// How long one operation has been tried, and how old its key is.
 struct Course {
     window: Window,
     began: Instant,
@@ -67,7 +67,7 @@ struct Course {
 }
 
 impl Course {
-    /// Why nothing may begin after this pause, if so.
+    /// Why no attempt may begin after this pause; `None`: it may.
     fn over(&self, pause: Duration, last: &str) -> Option<Cause> {
         let lasted = self.began.elapsed();
         let age = self.age.saturating_add(lasted);
@@ -85,7 +85,7 @@ impl Shared {
         Self { options, journal, breakers: Mutex::default(), began: Instant::now() }
     }
 
-    /// Sends an operation to its end.
+    /// Sends an operation until it ends.
     pub(super) async fn send(&self, transport: &mut impl Transport, request: &Request) -> Result<Answer, ClientError> {
         let mut course = Course {
             window: Window {
@@ -101,7 +101,7 @@ impl Shared {
         if let Some(journal) = &self.journal {
             let noted = journal.note(request).await?;
             if let Some(first_sent_at) = noted {
-                // It may have been sent, also if the process died before that.
+                // It may have been sent, even if the process died before that.
                 course.doubt = true;
                 course.age = age(first_sent_at, SystemTime::now());
             }
@@ -120,7 +120,7 @@ impl Shared {
         request: &Request,
         course: &mut Course,
     ) -> Result<Answer, Cause> {
-        // Where the outcome will be, once the server has said so.
+        // The URL of the outcome, once the server has given it.
         let mut place: Option<Url> = None;
         let mut last = "nothing was tried".to_owned();
         let mut wait = Duration::ZERO;
@@ -174,7 +174,7 @@ impl Shared {
         }
     }
 
-    /// What follows an attempt.
+    /// Decides what follows an attempt.
     fn sent(&self, met: Met, asked: &Url, course: &mut Course, key: &Key) -> Result<Sent, Cause> {
         let (seen, arrived) = match met {
             Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
@@ -194,7 +194,8 @@ impl Shared {
                 course.doubt = true;
                 Err(arrived.cause())
             }
-            // The table ends nothing without an answer; if it did, nobody would know.
+            // The table does not end an operation without an answer; if it did, the outcome is
+            // unknown.
             (Next::Done | Next::Unknown, None) => {
                 course.doubt = true;
                 Ok(Sent::Again)
@@ -202,7 +203,7 @@ impl Shared {
         }
     }
 
-    /// What follows a question for the outcome.
+    /// Decides what follows a query for the outcome.
     fn asked(&self, met: Met, asked: &Url, key: &Key) -> Result<Outcome, Cause> {
         let (polled, arrived) = match met {
             Met::Arrived(arrived) => (arrived.polled(asked), Some(arrived)),
@@ -212,7 +213,7 @@ impl Shared {
             (AfterPoll::Done, Some(arrived)) => match arrived.result() {
                 Some((status, body)) => {
                     let mut headers = arrived.headers;
-                    // The others are those of the question's answer.
+                    // The other headers belong to the answer to the query.
                     let kind = headers.remove(CONTENT_TYPE);
                     let headers = kind.into_iter().map(|kind| (CONTENT_TYPE, kind)).collect();
                     Ok(Outcome::Ended(Answer { key: key.clone(), status, headers, body }))
@@ -226,7 +227,7 @@ impl Shared {
         }
     }
 
-    /// One attempt, within its timeout, its answer's body included.
+    /// Makes one attempt within its timeout, which includes the body of the answer.
     async fn attempt(&self, transport: &mut impl Transport, request: reqwest::Request) -> Met {
         let whole = async {
             let mut response = match transport.call(request).await {
@@ -272,28 +273,28 @@ impl Shared {
     }
 }
 
-/// What follows an attempt, with what it needs.
+/// What follows an attempt, with its data.
 enum Sent {
     Ended(Answer),
     Again,
     Follow(Option<Url>),
 }
 
-/// What follows a question, with what it needs.
+/// What follows a query, with its data.
 enum Outcome {
     Ended(Answer),
     Ask,
     Resend,
 }
 
-/// How old a key is by the wall clock. One that lies ahead was written before the clock was set
-/// back: nobody knows its age.
+/// The age of a key by the wall clock. A time in the future was stored before the clock was set
+/// back, so the age is unknown.
 fn age(first_sent_at: SystemTime, now: SystemTime) -> Duration {
     now.duration_since(first_sent_at)
         .unwrap_or_else(|ahead| if ahead.duration() <= CLOCK_SKEW { Duration::ZERO } else { Duration::MAX })
 }
 
-/// What an error of reqwest says of the attempt. What a middleware in between says is nothing.
+/// What an error proves about the attempt. An error of another middleware proves nothing.
 fn failed(error: &reqwest_middleware::Error) -> Met {
     let (not_sent, why) = match error {
         reqwest_middleware::Error::Reqwest(error) => (error.is_connect() || error.is_builder(), chain(error)),
@@ -302,8 +303,8 @@ fn failed(error: &reqwest_middleware::Error) -> Met {
     Met::Nothing { seen: if not_sent { Seen::NotSent } else { Seen::NoAnswer }, why }
 }
 
-/// An error with its causes; the first one of reqwest names none. URLs are left out: they may hold
-/// what is not for logs.
+/// An error with its causes, without URLs, which may hold secrets. The first error of reqwest names
+/// no cause itself.
 fn chain(error: &reqwest::Error) -> String {
     let mut text = String::new();
     let mut next: Option<&dyn std::error::Error> = std::error::Error::source(error);
@@ -321,7 +322,7 @@ fn chain(error: &reqwest::Error) -> String {
 mod tests {
     use super::*;
 
-    // Shown by: counting a first send that lies ahead as one of this moment.
+    // Shown by: treating a first send in the future as one at this moment.
     #[test]
     fn o27_a_key_from_before_the_clock_was_set_back_is_too_old_to_be_sent() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);

@@ -1,8 +1,8 @@
-//! Layers of settings: flag over environment over file over default; each value knows where it came
-//! from.
+//! The layers of settings: a flag overrides the environment, the environment the file, the file the
+//! default. Each value knows its origin.
 //!
-//! Promise: what cannot be used is named with its place and, where a name is unknown, the nearest
-//! one that is known. No value that may be a secret is repeated, and no line of the file.
+//! Promise: an error names the setting with its origin and, for an unknown name, the nearest known
+//! one. No value that may be a secret and no line of the file is repeated.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,14 @@ use figment::{Figment, Metadata, Profile, Provider};
 
 use super::Settings;
 
-/// Where settings come from, besides the defaults.
+/// The sources of settings besides the defaults.
 #[derive(Debug, Clone, Default)]
 pub struct Layers {
-    /// The configuration file, as given by `--config FILE`; none: no file is read.
+    /// The configuration file, as given by `--config FILE`; `None`: no file is read.
     pub file: Option<PathBuf>,
-    /// Variables of the environment; those that begin with `ONCEBOX_` are settings.
+    /// The variables of the environment; those that begin with `ONCEBOX_` are settings.
     pub environment: Vec<(OsString, OsString)>,
-    /// Flags: as they are written, the path of the setting they stand for, and the value.
+    /// The flags: the flag as written, the path of its setting, and the value.
     pub flags: Vec<(&'static str, &'static str, String)>,
 }
 
@@ -43,7 +43,7 @@ impl Loaded {
     }
 }
 
-/// What stands at a path; names of settings of other programs may have dots in them, places in a
+/// Finds the value at a path. Names of another program's settings may contain dots; positions in a
 /// list are numbers.
 fn find<'v>(value: &'v Value, path: &str) -> Option<&'v Value> {
     let ends = path.match_indices('.').map(|(dot, _)| dot).chain([path.len()]);
@@ -68,7 +68,7 @@ fn find<'v>(value: &'v Value, path: &str) -> Option<&'v Value> {
 const DEFAULT: &str = "default";
 const PREFIX: &str = "ONCEBOX_";
 
-/// One origin and what it sets.
+/// One origin and the values that it sets.
 #[derive(Debug)]
 struct Layer {
     origin: String,
@@ -86,7 +86,7 @@ impl Provider for Layer {
 }
 
 impl Layer {
-    /// One value at the path of its setting.
+    /// A layer with one value, at the path of its setting.
     fn one(origin: String, path: &str, value: Value) -> Self {
         let values = figment::util::nest(path, value).into_dict().unwrap_or_default();
         Self { origin, values }
@@ -95,8 +95,8 @@ impl Layer {
 
 /// Reads all layers.
 ///
-/// # Errors
-/// What cannot be read, which key is not known (and the nearest one that is), which value cannot be
+/// A source that cannot be read, an unknown key (with the nearest known one), or a value that
+/// cannot be used (with its origin). The text never holds a secret.
 /// used and where it came from. Never a secret.
 pub fn load(layers: &Layers) -> Result<Loaded, String> {
     let defaults = table_of(&Settings::default())?;
@@ -129,7 +129,7 @@ fn read(file: &Path) -> Result<Layer, String> {
         format!("the configuration file {shown} cannot be read: {error}; `oncebox config template` prints one")
     })?;
     let table: toml::Table = toml::from_str(&text).map_err(|error| {
-        // Not as the parser shows it: the line may hold a password.
+        // Not as the parser shows it, because the line may hold a password.
         let before = &text[..error.span().map_or(0, |span| span.start.min(text.len()))];
         let (line, column) =
             (before.matches('\n').count() + 1, before.chars().rev().take_while(|c| *c != '\n').count());
@@ -138,14 +138,14 @@ fn read(file: &Path) -> Result<Layer, String> {
     Ok(Layer { origin: format!("file {shown}"), values: table_of(&table)? })
 }
 
-/// A variable of the environment, where it is a setting.
+/// The layer of a variable of the environment, if the variable is a setting.
 fn variable(name: &OsString, value: OsString, defaults: &Dict) -> Result<Option<Layer>, String> {
     let name = name.to_string_lossy();
     let Some(path) = name.get(..PREFIX.len()).filter(|prefix| prefix.eq_ignore_ascii_case(PREFIX)) else {
         return Ok(None);
     };
     let path = name[path.len()..].to_ascii_lowercase();
-    // The flag `--config` has its own; tests find their servers by theirs.
+    // `--config` has a variable of its own; tests find their servers by theirs.
     if path == "config" || path.starts_with("test_") {
         return Ok(None);
     }
@@ -158,7 +158,7 @@ fn variable(name: &OsString, value: OsString, defaults: &Dict) -> Result<Option<
     let value = value.into_string().map_err(|_| format!("the value of {name} in the environment is not UTF-8"))?;
     let default = at(defaults, &levels);
     let value = typed(value, default);
-    // Merged, it would stand in the way of the variables below it, or be lost under them.
+    // Merged, it would hide the variables below it, or be hidden by them.
     if matches!((default, &value), (Some(Value::Dict(..)), Value::String(..))) {
         let path = levels.join(".");
         return Err(format!("the setting `{path}` (environment {name}): found text, expected a table; {HINT}"));
@@ -172,8 +172,8 @@ fn at<'a>(table: &'a Dict, levels: &[&str]) -> Option<&'a Value> {
     if rest.is_empty() { Some(value) } else { at(value.as_dict()?, rest) }
 }
 
-/// Text stays text, whatever it looks like: a password may be a number. Numbers, lists and tables
-/// are read as in the file.
+/// Text stays text whatever it looks like, because a password may be a number. Numbers, lists and
+/// tables are parsed as in the file.
 fn typed(text: String, default: Option<&Value>) -> Value {
     let is_text = !matches!(default, Some(Value::Bool(..) | Value::Num(..) | Value::Array(..) | Value::Dict(..)));
     let parsed = if is_text { None } else { toml::from_str::<toml::Table>(&format!("value = {text}")).ok() };
@@ -198,7 +198,7 @@ fn describe(error: &figment::Error) -> String {
             let hint = nearest.map_or(String::new(), |nearest| format!("; did you mean `{nearest}`?"));
             format!("unknown setting `{key}`{place}{hint}")
         }
-        // The value itself may be a secret: only its type is said.
+        // The value itself may be a secret, so only its type is shown.
         Kind::InvalidType(found, expected) | Kind::InvalidValue(found, expected) => {
             let (found, expected) = (type_of(found), in_words(expected));
             format!("the setting `{path}`{place}: found {found}, expected {expected}; {HINT}")
@@ -216,7 +216,7 @@ fn describe(error: &figment::Error) -> String {
 
 const HINT: &str = "`oncebox config template` shows how it is written";
 
-/// What serde expects, for people.
+/// What serde expects, in plain words.
 fn in_words(expected: &str) -> &str {
     match expected {
         "a string" => "text",

@@ -1,5 +1,4 @@
-//! Every setting of the programs, with its default. The reasons stand beside the options of the
-//! runtime.
+//! Every setting of the programs, with its default. The reasons are in the options of the runtime.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,7 +21,7 @@ pub struct Settings {
     pub broker: BrokerSettings,
     /// The section `[publisher]`: the relay from the outbox to the broker.
     pub publisher: PublisherSettings,
-    /// Consumers of the `consumer` program.
+    /// The consumers of the `consumer` program.
     pub consumer: Vec<ConsumerSettings>,
     /// The section `[email]`: how the sender delivers queued e-mails.
     pub email: EmailSettings,
@@ -30,7 +29,7 @@ pub struct Settings {
     pub http: HttpSettings,
     /// The section `[log]`: the format of log lines, and which are written.
     pub log: LogSettings,
-    /// How long a stop waits for what runs.
+    /// How long a stop waits for running work.
     pub shutdown_grace: Span,
 }
 
@@ -55,11 +54,12 @@ impl Default for Settings {
 pub struct DatabaseSettings {
     /// `postgres://`, `mysql://` or `sqlite://FILE`.
     pub url: Secret,
-    /// Connections of one process at most.
+    /// The largest number of connections of one process.
     pub connections_max: u32,
-    /// How long the server may be silent in the middle of a statement.
+    /// How long the server may be silent in the middle of a statement before the connection is
+    /// dropped.
     pub answer_timeout: Option<Span>,
-    /// Certificate authorities to verify the server with, PEM.
+    /// A PEM file with the certificate authorities that verify the server.
     pub ca_file: Option<PathBuf>,
 }
 
@@ -70,7 +70,7 @@ impl Default for DatabaseSettings {
 }
 
 impl DatabaseSettings {
-    /// The options of the store.
+    /// The options of the store for these settings.
     ///
     /// # Errors
     /// The setting that cannot be used, and why.
@@ -93,10 +93,10 @@ impl DatabaseSettings {
 pub struct BrokerSettings {
     /// `kafka://`, `kafkas://`, `amqp://`, `amqps://` or `embedded://FILE`.
     pub url: Secret,
-    /// Certificate authorities to verify the server with, PEM.
+    /// A PEM file with the certificate authorities that verify the server.
     pub ca_file: Option<PathBuf>,
-    /// Bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is
-    /// always allowed.
+    /// The largest number of bytes of a consumer's deliveries that are not acknowledged. One
+    /// delivery is always allowed.
     pub in_flight_bytes_max: ByteSize,
     /// Settings that only a Kafka broker uses.
     pub kafka: KafkaSettings,
@@ -123,21 +123,21 @@ impl Default for BrokerSettings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KafkaSettings {
-    /// Create topics that are not there.
+    /// Whether to create topics that do not exist.
     pub create_topics: bool,
-    /// Partitions of created topics.
+    /// The number of partitions of created topics.
     pub partitions: i32,
-    /// Replicas of created topics.
+    /// The number of replicas of created topics.
     pub replication: i32,
-    /// `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512`; the user stands in the URL or here.
+    /// `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512`; the user is given in the URL or here.
     pub sasl_mechanism: Option<String>,
-    /// The SASL user, where it does not stand in the URL.
+    /// The SASL user, if it is not in the URL.
     pub username: Option<String>,
-    /// The SASL password, where it does not stand in the URL.
+    /// The SASL password, if it is not in the URL.
     pub password: Option<Secret>,
-    /// How long a consumer may be silent before its partitions go to another.
+    /// How long a consumer may be silent before its partitions go to another consumer.
     pub session_timeout: Span,
-    /// Settings of librdkafka, passed through; one that breaks a promise is refused by name.
+    /// Settings that are passed to librdkafka; one that breaks a promise is refused by name.
     pub properties: BTreeMap<String, String>,
 }
 
@@ -160,13 +160,14 @@ impl Default for KafkaSettings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RabbitSettings {
-    /// The exchange, durable, of type topic.
+    /// The name of the exchange, which is durable and of type topic.
     pub exchange: String,
-    /// Where unroutable messages go, set on the exchange when it is made.
+    /// The exchange for unroutable messages, set on `exchange` when that is made.
     pub alternate_exchange: Option<String>,
-    /// Gives up one unconfirmed publish per key: faster for few keys, and a nack may reorder a key.
+    /// If true, several publishes of a key may be unconfirmed at a time: faster for few keys, but a
+    /// nack may reorder a key.
     pub pipeline_per_key: bool,
-    /// Queues per topic and consumer, behind a consistent-hash exchange where more than one.
+    /// Queues for each topic and consumer; more than one are behind a consistent-hash exchange.
     pub partitions: u32,
 }
 
@@ -180,11 +181,11 @@ impl Default for RabbitSettings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EmbeddedSettings {
-    /// Partitions of a topic, fixed when it is made.
+    /// The number of partitions of a topic, fixed when the topic is made.
     pub partitions: i32,
-    /// How long a consumer may be silent before its partitions go to another.
+    /// How long a consumer may be silent before its partitions go to another consumer.
     pub session_timeout: Span,
-    /// How long messages are kept that every consumer has handled.
+    /// How long messages are kept after every consumer has handled them.
     pub retention: SpanOrNever,
 }
 
@@ -201,7 +202,7 @@ pub enum DeadChoice {
     /// Later messages of the key are held behind a dead one.
     #[default]
     Hold,
-    /// They go on without it.
+    /// Later messages of the key continue without it.
     Skip,
 }
 
@@ -220,27 +221,29 @@ impl From<DeadChoice> for DeadPolicy {
 pub struct PublisherSettings {
     /// `ce_source` of every message: 1 to 255 bytes of printable ASCII.
     pub source: String,
-    /// Length of the lease of a shard.
+    /// The length of the lease of a shard.
     pub lease: Span,
-    /// Rows of one read at most.
+    /// The largest number of rows in one read.
     pub batch_rows: usize,
-    /// Bytes of one read at most, unless a single message is larger.
+    /// The largest number of bytes in one read, unless a single message is larger.
     pub read_bytes: ByteSize,
-    /// Rows sent and not proven at most.
+    /// The largest number of rows in the window, from the oldest that is not proven to the last
+    /// read.
     pub window_rows: usize,
-    /// Bytes sent and not proven at most.
+    /// The largest number of bytes that are sent and not proven.
     pub window_bytes: ByteSize,
     /// The longest pause between reads that found nothing.
     pub poll_max: Span,
-    /// Dead and held rows at most; beyond it reading stops, visibly.
+    /// The largest number of dead and held rows; at the limit reading stops, and the health says
+    /// so.
     pub held_rows_max: usize,
     /// What a message that cannot be sent does to its key.
     pub dead: DeadChoice,
-    /// The same for single topics.
+    /// The same choice for single topics.
     pub dead_topics: BTreeMap<String, DeadChoice>,
-    /// How long the broker may say nothing while messages are in flight.
+    /// How long the broker may be silent while messages are in flight.
     pub publish_stall: Span,
-    /// How often a blocked destination is tried.
+    /// The pause between two trials of a blocked destination.
     pub probe: Span,
     /// Dead messages older than this need a new id to be redriven.
     pub redrive_age_max: Span,
@@ -282,13 +285,13 @@ pub enum UnhandledChoice {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RetrySettings {
-    /// Quick tries in place before the message is stored as waiting.
+    /// How many quick tries are made in place before the message is stored as waiting.
     pub in_place: u32,
-    /// The pause before each of them.
+    /// The pause before each quick try.
     pub in_place_delay: Span,
-    /// Tries in all; then the message is dead.
+    /// How many tries are made in all before the message is dead.
     pub attempts_max: u32,
-    /// The first wait; each further one doubles.
+    /// The first wait; it doubles each time.
     pub base: Span,
     /// The longest wait between two tries.
     pub cap: Span,
@@ -311,62 +314,64 @@ impl Default for RetrySettings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConsumerSettings {
-    /// Its name: inbox key, Kafka group, part of the queue names.
+    /// The name of the consumer: inbox key, Kafka group, part of the queue names.
     pub name: String,
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
-    /// Another group than its name.
+    /// The Kafka group, if it is not the name.
     #[serde(default)]
     pub group: Option<String>,
-    /// Queue names by topic, where not `<topic>.<name>`.
+    /// The names of queues by topic, if they are not `<topic>.<name>`.
     #[serde(default)]
     pub queues: BTreeMap<String, String>,
-    /// Where the message id stands: `envelope`, `header:NAME`, `payload:/POINTER`, `coordinates`.
+    /// Where the message id is: `envelope`, `header:NAME`, `payload:/POINTER`, `coordinates`.
     #[serde(default = "envelope")]
     pub id: String,
-    /// Part of the identity by coordinates.
+    /// Part of the id by coordinates.
     #[serde(default = "first_epoch")]
     pub id_epoch: String,
-    /// Lanes; on SQLite there is always one.
+    /// The number of lanes; on SQLite always one.
     #[serde(default)]
     pub lanes: Option<usize>,
-    /// Waiting keys that are tried at once; on SQLite there is always one.
+    /// How many waiting keys are tried at once; on SQLite always one.
     #[serde(default)]
     pub retriers: Option<usize>,
-    /// Messages of one transaction at most.
+    /// The largest number of messages in one transaction.
     #[serde(default)]
     pub batch_max: Option<usize>,
-    /// Deliveries that run or wait for their turn at most.
+    /// The largest number of deliveries that run or wait for their turn.
     #[serde(default)]
     pub in_flight_max: Option<usize>,
-    /// Deliveries behind another process's open transaction at most; more count as in flight.
+    /// The largest number of deliveries that are set aside behind another process's open
+    /// transaction; more count as in flight.
     #[serde(default)]
     pub aside_max: Option<usize>,
-    /// Deliveries not acknowledged at most, finished ones behind an unfinished one included.
+    /// The largest number of deliveries that are not acknowledged; most finished behind one that
+    /// did not.
     #[serde(default)]
     pub unacknowledged_max: Option<usize>,
-    /// Dead messages at most; nothing more is taken beyond.
+    /// The largest number of dead messages; at the limit no more messages are taken.
     #[serde(default)]
     pub dead_rows_max: Option<usize>,
-    /// How long one handler may run; 30s, on SQLite 2s.
+    /// The longest time for one handler. Default 30s, on SQLite 2s.
     #[serde(default)]
     pub handler_timeout: Option<Span>,
-    /// What stands behind a dead message.
+    /// What happens to the messages behind a dead one.
     #[serde(default)]
     pub dead: DeadChoice,
     /// What happens to kinds without a handler.
     #[serde(default)]
     pub unhandled: UnhandledChoice,
-    /// How long the inbox remembers: `never` forgets nothing, else a duration.
+    /// How long the inbox remembers ids: a duration, or `never` to forget nothing.
     #[serde(default)]
     pub horizon: SpanOrNever,
-    /// How long a revoked partition may drain.
+    /// How long a revoked partition may take to finish what runs.
     #[serde(default)]
     pub drain: Option<Span>,
     /// When a failed message is tried again, and when it is dead.
     #[serde(default)]
     pub retry: RetrySettings,
-    /// The handlers of this consumer, each for one kind or for every kind.
+    /// The handlers of this consumer, each for one kind or for all other kinds.
     #[serde(default)]
     pub on: Vec<OnSettings>,
 }
@@ -383,25 +388,25 @@ fn first_epoch() -> String {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OnSettings {
-    /// The kind; absent: every kind.
+    /// The kind of messages; absent: every kind that has no handler of its own.
     #[serde(default)]
     pub kind: Option<String>,
     /// The type of the handler; only `sql` is known.
     pub handler: String,
-    /// Statements of the sql handler.
+    /// The statements of the sql handler.
     #[serde(default)]
     pub sql: Vec<String>,
-    /// Parameters: JSON pointers, or `@id`, `@key`, `@kind`, `@topic`, `@time`, `@payload`,
+    /// The parameters: JSON pointers, or `@id`, `@key`, `@kind`, `@topic`, `@time`, `@payload`,
     /// `@header:NAME`.
     #[serde(default)]
     pub params: BTreeMap<String, String>,
-    /// Parameters that are null where their source is missing.
+    /// Parameters that are null if their source is missing.
     #[serde(default)]
     pub optional: Vec<String>,
 }
 
 impl OnSettings {
-    /// The sql handler as the runtime takes it.
+    /// The options of the sql handler.
     #[must_use]
     pub fn spec(&self) -> SqlSpec {
         SqlSpec { statements: self.sql.clone(), params: self.params.clone(), optional: self.optional.clone() }
@@ -409,7 +414,7 @@ impl OnSettings {
 }
 
 impl ConsumerSettings {
-    /// Defaults around a name and topics.
+    /// Default settings for this name and these topics.
     #[must_use]
     pub fn new(name: &str, topics: Vec<String>) -> Self {
         Self {
@@ -436,7 +441,7 @@ impl ConsumerSettings {
         }
     }
 
-    /// What it subscribes to, for commands that look at the broker.
+    /// The subscription of the consumer, for commands that read the state of the broker.
     #[must_use]
     pub fn subscription(&self) -> Subscription {
         Subscription {
@@ -446,7 +451,7 @@ impl ConsumerSettings {
         }
     }
 
-    /// The options of the runtime.
+    /// The options of the consumer for the runtime.
     ///
     /// # Errors
     /// The setting that cannot be used, and why.
@@ -485,8 +490,8 @@ impl ConsumerSettings {
             options.dead_rows_max = dead_rows_max.max(1);
         }
         if is_sqlite {
-            // One writer: more lanes only wait for each other, and a handler runs inside the write
-            // lock (R14).
+            // SQLite has one writer: more lanes would only wait for each other, and a handler runs
+            // inside the write lock (R14).
             (options.lanes, options.retriers) = (1, 1);
             options.handler_timeout = Span::seconds(2).0;
         }
@@ -519,11 +524,11 @@ impl ConsumerSettings {
 pub struct EmailSettings {
     /// The address in the `From` header of every e-mail.
     pub from: String,
-    /// Where `.eml` files go while no SMTP server is set.
+    /// The directory for `.eml` files if no SMTP server is set.
     pub directory: PathBuf,
-    /// `smtp://` or `smtps://` with user, password and host; absent: files.
+    /// `smtp://` or `smtps://` with user, password and host; absent: `.eml` files.
     pub smtp_url: Option<Secret>,
-    /// Tries of one e-mail; then it is failed.
+    /// How many attempts one e-mail gets before it is failed.
     pub attempts_max: u32,
 }
 
@@ -542,7 +547,7 @@ impl Default for EmailSettings {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSettings {
-    /// Address of `/livez`, `/readyz`, `/metrics`; absent: not served.
+    /// The address for `/livez`, `/readyz` and `/metrics`; absent: not served.
     pub listen: Option<std::net::SocketAddr>,
 }
 
@@ -552,7 +557,7 @@ pub struct HttpSettings {
 pub struct LogSettings {
     /// The form of log lines: `text` or `json`.
     pub format: crate::app::LogFormat,
-    /// What is logged, as in `RUST_LOG`.
+    /// The filter of log lines, as in `RUST_LOG`.
     pub filter: String,
 }
 
@@ -563,7 +568,7 @@ impl Default for LogSettings {
 }
 
 impl PublisherSettings {
-    /// The options of the runtime.
+    /// The options of the relay for the runtime.
     ///
     /// # Errors
     /// The setting that cannot be used, and why.

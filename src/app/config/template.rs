@@ -1,8 +1,8 @@
-//! The configuration file as it is printed by `oncebox config template`: every setting with its
-//! default and what it is for.
+//! The configuration file that `oncebox config template` prints: every setting with its default and
+//! its purpose.
 //!
-//! Promise: a test reads it back, uncommented, and finds the defaults; a setting without a line
-//! here fails that test.
+//! Promise: a test reads the file back, uncommented, and compares it with the defaults. Another
+//! test fails if a setting has no line here.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use toml::Value;
 
 use super::Settings;
 
-/// A section and its settings, each with what it is for.
+/// A section and its settings, each with its purpose.
 type Section = (&'static str, &'static [(&'static str, &'static str)]);
 
 const SECTIONS: &[Section] = &[
@@ -162,7 +162,7 @@ const CONSUMER: &str = r#"
 # optional = []                # parameters that are null where their source is missing
 "#;
 
-/// The whole file, every line with a setting commented out.
+/// The whole file, with every setting commented out.
 #[must_use]
 pub fn template() -> String {
     let defaults = Value::try_from(Settings::default()).unwrap_or(Value::Table(toml::Table::new()));
@@ -181,7 +181,7 @@ pub fn template() -> String {
         for (key, about) in *settings {
             let line = match table.and_then(|table| table.get(key)) {
                 Some(value) => format!("# {key} = {}", inline(value)),
-                // No default: what stands here is to be replaced.
+                // There is no default: the user must replace this text.
                 None => format!("# {key} = \"...\""),
             };
             let _ = writeln!(text, "{line:<48} # {about}");
@@ -203,7 +203,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    /// The settings that the template knows, by section and key.
+    /// The settings in the template, by section and key.
     fn known() -> Vec<(String, &'static str)> {
         let path =
             |section: &str, key: &str| if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") };
@@ -213,7 +213,7 @@ mod tests {
             .collect()
     }
 
-    /// Every line that begins with `# ` and holds a setting or a section, uncommented.
+    /// The lines that begin with `# ` and hold a setting or a section, uncommented.
     fn uncommented(text: &str) -> String {
         let is_setting = |line: &str| {
             line.starts_with('[')
@@ -250,7 +250,7 @@ mod tests {
         keys("", &Value::try_from(Settings::default()).unwrap(), &mut found);
         let known: Vec<String> = known().into_iter().map(|(path, _)| path).collect();
         for path in found.iter().filter(|path| *path != "consumer") {
-            // A section of which nothing has a default.
+            // A section in which no setting has a default.
             let section = known.iter().any(|known| known.starts_with(&format!("{path}.")));
             assert!(section || known.contains(path), "`{path}` has no line in the template");
         }

@@ -1,4 +1,4 @@
-//! Values as people write them: `30s`, `8MiB`, secrets that never show.
+//! Values as people write them, such as `30s` and `8MiB`, and secrets that are never printed.
 
 use std::fmt;
 use std::time::Duration;
@@ -51,7 +51,7 @@ impl<'de> Deserialize<'de> for Span {
 /// A duration, or `never`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SpanOrNever {
-    /// The value `never`: it does not end.
+    /// The value `never`: the time does not end.
     #[default]
     Never,
     /// The value is this duration.
@@ -59,7 +59,7 @@ pub enum SpanOrNever {
 }
 
 impl SpanOrNever {
-    /// The duration, where there is one.
+    /// The duration; `None` for `never`.
     #[must_use]
     pub fn duration(self) -> Option<Duration> {
         match self {
@@ -163,7 +163,7 @@ fn parse_size(text: &str) -> Option<u64> {
 pub struct Secret(pub String);
 
 impl Secret {
-    /// As it may be printed: the password of a URL replaced, anything else replaced whole.
+    /// The text that may be printed: a URL without its password, anything else replaced as a whole.
     #[must_use]
     pub fn redacted(&self) -> String {
         if self.0.is_empty() {

@@ -1,8 +1,8 @@
-//! One entry of the journal, as bytes: a line of JSON, and behind it, where bodies are kept, what
-//! is sealed: URL, headers and body.
+//! One entry of the journal as bytes: a line of JSON, and after it, if bodies are kept, the sealed
+//! URL, headers and body.
 //!
-//! Promise: what was changed by a byte does not open: the cipher authenticates the line too. No
-//! credential stands in clear.
+//! Promise: a sealed entry with one changed byte does not open, because the cipher authenticates
+//! the line too. No credential is stored in plain.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,7 +16,7 @@ use crate::policy::hex::{hex, unhex};
 use crate::policy::operation::Key;
 use crate::policy::operation::key::KeyFormat;
 
-/// The first and only version.
+/// The only version of the format.
 const VERSION: u32 = 1;
 #[cfg(feature = "encrypt")]
 const NONCE_BYTES: usize = 24;
@@ -28,10 +28,10 @@ pub(super) struct Entry {
     version: u32,
     key: String,
     method: String,
-    /// Absent where it is sealed.
+    /// Absent if it is sealed.
     place: Option<Place>,
     first_sent_at_ms: u64,
-    /// SHA-256 of the body; absent where the bytes stand behind this line.
+    /// SHA-256 of the body; absent if the sealed body follows this line.
     body_sha256: Option<String>,
 }
 
@@ -43,7 +43,7 @@ struct Place {
     headers: Vec<(String, String)>,
 }
 
-/// The parameter of a URL that is a credential, or `userinfo`.
+/// The name of a parameter of the URL that is a credential, or `userinfo`.
 fn credential_in(url: &reqwest::Url) -> Option<String> {
     if url.password().is_some() {
         return Some("userinfo".to_owned());
@@ -51,8 +51,7 @@ fn credential_in(url: &reqwest::Url) -> Option<String> {
     url.query_pairs().map(|(name, _)| name).find(|name| is_credential(name)).map(std::borrow::Cow::into_owned)
 }
 
-/// A secret that bodies in the journal are encrypted with (XChaCha20-Poly1305). It is the
-/// application's to keep.
+/// A secret that encrypts bodies in the journal (XChaCha20-Poly1305). The application must keep it.
 #[cfg(feature = "encrypt")]
 #[derive(Clone)]
 pub struct JournalCipher(chacha20poly1305::XChaCha20Poly1305);
@@ -66,7 +65,7 @@ impl std::fmt::Debug for JournalCipher {
 
 #[cfg(feature = "encrypt")]
 impl JournalCipher {
-    /// From 32 secret bytes.
+    /// A cipher from 32 secret bytes.
     #[must_use]
     pub fn new(secret: &[u8; 32]) -> Self {
         use chacha20poly1305::KeyInit;
@@ -75,7 +74,7 @@ impl JournalCipher {
 
     fn seal(&self, line: &[u8], body: &[u8]) -> Result<Vec<u8>, String> {
         use chacha20poly1305::aead::{Aead, Payload};
-        // Two v7 UUIDs hold 148 random bits and the time: no nonce comes twice.
+        // Two v7 UUIDs have 148 random bits and the time, so a nonce never repeats.
         let chance = Sha256::new().chain_update(uuid::Uuid::now_v7()).chain_update(uuid::Uuid::now_v7()).finalize();
         let mut nonce = [0; NONCE_BYTES];
         nonce.copy_from_slice(&chance[..NONCE_BYTES]);
@@ -93,11 +92,11 @@ impl JournalCipher {
 }
 
 impl Entry {
-    /// A request as an entry.
+    /// Encodes a request as an entry.
     pub(super) fn seal(request: &Request, now: SystemTime, bodies: &Bodies) -> Result<Vec<u8>, String> {
         let mut headers = Vec::new();
         for (name, value) in &request.headers {
-            // Whoever resumes has fresh ones.
+            // A caller that resumes gives fresh credentials.
             if is_credential(name.as_str()) || value.is_sensitive() || name == KEY_HEADER {
                 continue;
             }
@@ -131,7 +130,7 @@ impl Entry {
         Ok([&line[..], b"\n", &sealed].concat())
     }
 
-    /// An entry as what is pending.
+    /// Decodes an entry into a pending operation.
     pub(super) fn open(bytes: &[u8], bodies: &Bodies) -> Result<Pending, String> {
         let end = bytes.iter().position(|&byte| byte == b'\n').ok_or("it has no first line")?;
         let (line, sealed) = (&bytes[..end], &bytes[end + 1..]);
@@ -188,7 +187,7 @@ mod tests {
             .unwrap()
     }
 
-    // Shown by: keeping every header.
+    // Shown by: keeping every header, credentials included.
     #[test]
     fn o27_an_entry_holds_no_credentials_and_a_digest_that_must_match() {
         let request = request();
@@ -204,7 +203,7 @@ mod tests {
         assert_eq!(pending.request(Some(request.body.clone()), &none).unwrap().body, request.body);
     }
 
-    // Shown by: writing any URL down.
+    // Shown by: storing every URL.
     #[test]
     fn o27_a_url_that_carries_a_credential_is_not_written_down_in_clear() {
         for url in ["https://api.example.com/x?access_token=abc", "https://u:p@api.example.com/x"] {
