@@ -25,8 +25,7 @@ pub enum StoreError {
     /// The connection was lost during COMMIT. The outcome is unknown: find it out, never guess.
     #[error("the outcome of a commit is unknown: {}", classify::words(.0))]
     CommitUnknown(#[source] sqlx::Error),
-    /// The lease, epoch or revision is not this session's any more. End the session and change
-    /// nothing.
+    /// The lease, epoch or revision is another's now. End the session and change nothing.
     #[error("fenced: {0}")]
     Fenced(String),
     /// The schema is missing. `oncebox migrate up` creates it.
@@ -54,8 +53,7 @@ pub enum StoreError {
     /// A message breaks a limit.
     #[error(transparent)]
     Limit(#[from] LimitError),
-    /// A row or an answer is not what this program writes or expects. The program does not guess
-    /// its meaning.
+    /// A row or an answer is not what this program expects. The program does not guess its meaning.
     #[error("unexpected data: {0}")]
     Corrupt(String),
     /// Any other error of the database.
@@ -110,8 +108,7 @@ impl LimitError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BrokerError {
-    /// The broker cannot be reached, or the connection ended. Retry with backoff; no attempt is
-    /// counted.
+    /// The broker cannot be reached, or the connection ended. Retry; no attempt is counted.
     #[error("the broker is not available: {0}")]
     Unavailable(String),
     /// A topic, queue or exchange does not exist, or access to it is denied.
@@ -163,8 +160,7 @@ impl HandlerError {
         Self { retry_after: Some(after), ..Self::retryable(error) }
     }
 
-    /// A transient failure: the database asked to try again or went away. No attempt is counted
-    /// (R27).
+    /// A transient failure: the database asked to retry or went away. No attempt is counted (R27).
     pub fn transient(error: impl std::fmt::Display) -> Self {
         Self { transient: true, ..Self::retryable(error) }
     }
@@ -186,8 +182,7 @@ impl HandlerError {
         self.late
     }
 
-    /// Whether the handler's own statement may be the reason of a failure that is transient by its
-    /// code.
+    /// Whether the handler's own statement may be the reason for a transient failure.
     pub(crate) fn may_be_its_own(&self) -> bool {
         self.may_be_its_own
     }
@@ -240,8 +235,8 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
             // The sources of an error of sqlx are already part of its text.
             let of_database = cause.downcast_ref::<sqlx::Error>();
             let text = of_database.map_or_else(|| cause.to_string(), classify::words);
-            // If the text above already holds this cause in sqlx's own form, it is replaced by the
-            // text of `words`.
+            // If the text above holds this cause in sqlx's own form, the text of `words` replaces
+            // it.
             message = of_database.map_or(message.clone(), |error| message.replace(&error.to_string(), &text));
             if !message.contains(&text) {
                 message = if message.is_empty() { text } else { format!("{message}: {text}") };
@@ -268,8 +263,7 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
 }
 
 /// A URL in a form that may be printed: the user stays, the password and the values of secret query
-/// parameters are replaced. In a text that is not a URL, everything before the last `@` is
-/// replaced.
+/// parameters are replaced. In other texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else {

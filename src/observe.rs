@@ -166,8 +166,7 @@ pub fn describe(program: &'static str) {
     counter!(LEASES_LOST).increment(0);
 }
 
-/// Sets the counters of a broker to 0 before the first message, so that a rate exists from that
-/// message on.
+/// Sets the counters of a broker to 0 before the first message, so that they have a rate from then.
 pub fn relay_starts(broker: &'static str) {
     counter!(PUBLISHED, "broker" => broker).increment(0);
     for class in [FailureClass::Message, FailureClass::Destination, FailureClass::Session] {
@@ -175,7 +174,7 @@ pub fn relay_starts(broker: &'static str) {
     }
 }
 
-/// Counts messages that the broker has confirmed.
+/// Counts messages that are proven to be in the broker.
 pub fn published(broker: &'static str, count: u64) {
     counter!(PUBLISHED, "broker" => broker).increment(count);
 }

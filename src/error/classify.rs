@@ -1,8 +1,9 @@
 //! Classifies errors of sqlx: the only place with the error codes of all three databases (R27).
 //!
-//! Promise: an unknown code becomes `Other`, which the runtime counts as a failure of the message.
-//! The codes in the lists below are transient. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB
-//! and MySQL server error reference, SQLite result codes. Not here: errors of brokers (`broker`).
+//! Promise: an unknown code becomes `Other` (or `Limit` if a limit is broken), which the runtime
+//! counts as a failure of the message. The codes in the lists below are transient. Sources:
+//! PostgreSQL appendix A (SQLSTATE), MariaDB and MySQL server error reference, SQLite result codes.
+//! Not here: errors of brokers (`broker`).
 
 use sqlx::error::DatabaseError;
 
@@ -203,8 +204,8 @@ impl From<sqlx::Error> for StoreError {
     }
 }
 
-/// The SQL functions and triggers raise a broken limit as `oncebox: limit NAME: detail`. This turns
-/// it into the same error as in Rust.
+/// The SQL functions, procedures and triggers raise a broken limit as `oncebox: limit NAME:
+/// detail`. This turns it into the same error as in Rust.
 fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
     let message = match error {
         sqlx::Error::Database(database) => database.message(),
@@ -219,8 +220,7 @@ fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
 mod tests {
     use super::*;
 
-    // Shown to fail: by leaving the text unchanged; by removing the end of every text as a line of
-    // the server.
+    // Shown to fail: by leaving the text unchanged; by removing the end of every text as a line.
     #[test]
     fn what_sqlx_writes_around_the_words_of_a_database_is_left_out_of_a_text_too() {
         for (text, words) in [

@@ -214,8 +214,7 @@ impl Message {
         )
     }
 
-    /// The 16 bytes that stand for topic and key, by which order is kept; `None` for a message
-    /// without a key.
+    /// The 16 bytes that stand for topic and key, by which order is kept; `None` without a key.
     #[must_use]
     pub fn lane_id(&self) -> Option<[u8; 16]> {
         self.key.as_deref().map(|key| lane_id(&self.topic, key))

@@ -84,8 +84,7 @@ pub fn identity(source: &str, id: &str) -> MessageId {
     MessageId(uuid::Builder::from_custom_bytes(bytes).into_uuid())
 }
 
-/// Reads a UUID of 36 characters in lower case with hyphens. Any other spelling is the text of an
-/// id.
+/// Reads a UUID of 36 characters in lower case with hyphens. Any other spelling is a text id.
 fn canonical(id: &str) -> Option<Uuid> {
     let uuid = Uuid::try_parse(id).ok()?;
     let mut buffer = Uuid::encode_buffer();
@@ -102,8 +101,7 @@ pub enum IdRule {
     Header(String),
     /// `payload:/POINTER`, a JSON pointer (RFC 6901).
     Payload(String),
-    /// `coordinates`: topic, partition, offset and a configured epoch. Only for Kafka and the
-    /// embedded broker.
+    /// `coordinates`: topic, partition, offset and a configured epoch. Not for RabbitMQ.
     Coordinates,
 }
 

@@ -59,8 +59,7 @@ impl Limits {
         ("message_bytes_max", 900_000),
     ];
 
-    /// Sets a limit by the name of its row. An unknown name is ignored, because a newer schema may
-    /// have more rows.
+    /// Sets a limit by the name of its row. An unknown name, from a newer schema, is ignored.
     pub fn set(&mut self, name: &str, value: usize) {
         match name {
             "topic_length_max" => self.topic_length_max = value.min(249),

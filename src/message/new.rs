@@ -10,13 +10,11 @@ use crate::error::LimitError;
 /// [`NewMessage::bytes`], then use the `with_` methods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewMessage {
-    /// The id; without one a UUID v7 is made. A message that is enqueued twice with one id is
-    /// published twice.
+    /// The id; without one a UUID v7 is made. Enqueued twice with one id, it is published twice.
     pub id: Option<Uuid>,
     /// The destination: the Kafka topic, or the routing key on RabbitMQ.
     pub topic: String,
-    /// The key. Order is kept per topic and key; a message without a key has no order and holds no
-    /// other message.
+    /// The key. Order is kept per topic and key; without a key there is no order.
     pub key: Option<String>,
     /// What happened, for example `payment.created`.
     pub kind: String,
@@ -26,14 +24,12 @@ pub struct NewMessage {
     pub payload: Vec<u8>,
     /// `application/json` for text, `application/octet-stream` for bytes, unless given.
     pub content_type: Option<String>,
-    /// The trace of the message. Without it, the context of the current span is used if the feature
-    /// `otel` is on.
+    /// The trace. Without it, the current span's context is used if the feature `otel` is on.
     pub trace: Option<TraceContext>,
 }
 
 impl NewMessage {
-    /// A message with a text as payload, kept byte for byte. The content type is JSON unless it is
-    /// changed.
+    /// A message with a text as payload, kept byte for byte. The default content type is JSON.
     pub fn text(topic: impl Into<String>, kind: impl Into<String>, payload: impl Into<String>) -> Self {
         Self {
             id: None,
@@ -101,8 +97,7 @@ impl NewMessage {
     /// enqueue from Rust calls this once before it checks limits.
     ///
     /// # Errors
-    /// The limit `trace` if `traceparent` is not in W3C form; `header_twice` if one of the two is
-    /// given twice.
+    /// The limit `trace` if `traceparent` is not in W3C form; `header_twice` if one is given twice.
     pub fn settle_trace(&mut self) -> Result<(), LimitError> {
         for wanted in ["traceparent", "tracestate"] {
             if self.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case(wanted)).count() > 1 {

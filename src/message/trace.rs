@@ -42,8 +42,7 @@ impl TraceContext {
     }
 }
 
-/// The trace context of the current `tracing` span; `None` without an OpenTelemetry layer that has
-/// one.
+/// The trace context of the current `tracing` span; `None` if no OpenTelemetry layer has one.
 #[cfg(feature = "otel")]
 #[must_use]
 pub fn current_span() -> Option<TraceContext> {

@@ -2,8 +2,7 @@
 //!
 //! Guarantees:
 //!
-//! * Rules that compare times take this type, so nobody can pass the time of a process's own clock
-//!   by accident.
+//! * Rules that compare times take this type, so a process's own clock cannot be used by mistake.
 //! * Arithmetic saturates: a wrong clock leads to a wrong verdict, never to a panic.
 //!
 //! Not here: reading any clock (`store`).

@@ -6,8 +6,7 @@
 //! * A key is diverted while a dead row of it under policy `hold`, or a held row of it, is in the
 //!   table or in the window. A topic is diverted while a row held for its destination is there.
 //!   Both are derived from the rows, so no flag can be left over.
-//! * Rows are counted by position: a row that is diverted, marked, loaded again or released counts
-//!   once.
+//! * Rows are counted by position: a row that is diverted, loaded again or released counts once.
 //! * A row behind a dead row is held *behind it* even when its topic is blocked too. So the return
 //!   of the destination does not release it.
 //! * A row is *on its way back* when this session sent it, proved it or is to discard it, and it is

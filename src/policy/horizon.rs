@@ -24,14 +24,13 @@ use super::db_time::DbTime;
 /// The time from which the age of a message is known, when the inbox does not know the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Age {
-    /// The time inside the id. Such a row is purged when both this time and its time of receipt are
-    /// past the purge bound.
+    /// The time inside the id. Such a row is purged when this time and its time of receipt are both
+    /// below the purge bound.
     InId(DbTime),
     /// `ce_time`, or the broker's record time, for an id without a time. Such a row is purged by
     /// its time of receipt.
     Stated(DbTime),
-    /// The message has no time. Then an old duplicate cannot be told from a new message; `doctor`
-    /// reports this.
+    /// There is no time: an old duplicate cannot be told from a new message. `doctor` reports this.
     Unknown,
 }
 
@@ -40,8 +39,7 @@ pub enum Age {
 pub struct Bounds {
     /// Rows below this time were purged for this consumer; `None` if it never purged.
     pub purged_below: Option<DbTime>,
-    /// Database time. It is not later than the time of receipt of a row that is inserted after this
-    /// was read.
+    /// Database time, not later than the receipt of a row that is inserted after this read.
     pub now: DbTime,
     /// How far a clock may be off.
     pub id_skew: Duration,
@@ -83,8 +81,8 @@ pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     let (time, certain_from) = match age {
         Age::InId(time) => (time, bounds.purged_below),
         // Rows without a time in their id are purged by their time of receipt. A stated time may be
-        // later than the receipt by up to the skew (beyond it the message is from the future), so
-        // only times above the bound plus the skew are certain.
+        // later than the receipt by up to the skew, so only times from the bound plus the skew on
+        // are certain.
         Age::Stated(time) => (time, bounds.purged_below.map(|bound| bound.after(bounds.id_skew))),
         Age::Unknown => return Verdict::GoOn,
     };
@@ -145,8 +143,7 @@ pub enum TopicRetention {
 }
 
 impl TopicRetention {
-    /// The retention of two topics together: the longer one, because a duplicate may come from
-    /// either.
+    /// The longer retention of two topics, because a duplicate may come from either.
     #[must_use]
     pub fn or_longer(self, other: Self) -> Self {
         match (self, other) {
@@ -202,8 +199,8 @@ pub enum Because {
 }
 
 impl Sources {
-    /// Checks that a horizon is longer than the time after which any duplicate can come, plus the
-    /// skew of clocks.
+    /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
+    /// clocks.
     ///
     /// # Errors
     ///

@@ -6,8 +6,7 @@
 /// Returns a URL for each host before the path; the URL as it is if it has one host.
 ///
 /// # Errors
-/// A host between commas is empty. The error text holds no part of the URL, which may have a
-/// password.
+/// A host between commas is empty. The error has no part of the URL, which may hold a password.
 pub(crate) fn each(url: &str) -> Result<Vec<String>, &'static str> {
     let Some((scheme, rest)) = url.split_once("://") else { return Ok(vec![url.to_owned()]) };
     let (authority, tail) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));

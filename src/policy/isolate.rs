@@ -71,8 +71,7 @@ impl Isolation {
         Self::default()
     }
 
-    /// How the next session sends. If several rows must be isolated, the lowest position comes
-    /// first.
+    /// How the next session sends. Of several rows to isolate, the lowest position is first.
     #[must_use]
     pub fn mode(&self) -> Mode {
         let isolated = self.suspects.iter().find(|(_, suspect)| suspect.is_isolated());
@@ -127,8 +126,7 @@ impl Suspect {
 
     fn ended_alone(&mut self) -> Verdict {
         if self.ends_alone > 0 && !self.probed {
-            // Without a successful probe between them, two ends may have the same outage as their
-            // cause.
+            // Without a successful probe between them, two ends may be one outage.
             return Verdict::Alone;
         }
         self.ends_alone += 1;

@@ -47,8 +47,7 @@ impl Lease {
     }
 }
 
-/// The values that fence a session's writes: the epoch that it raised, and the revision that it
-/// wrote last.
+/// The values that fence a session's writes: the epoch that it raised and its last revision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fence {
     /// The number that every change of owner raises.
@@ -85,8 +84,7 @@ pub enum FenceLost {
         /// The epoch in the row.
         seen: i64,
     },
-    /// The row is not as this session left it: after a pooler's switch or a failover another server
-    /// answers.
+    /// The row is not as this session left it: after a failover, another server answers.
     NotMine {
         /// What this session wrote last.
         mine: Fence,

@@ -11,8 +11,7 @@
 //!
 //! * No I/O, no clock, no random numbers: time is a [`DbTime`](super::db_time::DbTime) argument,
 //!   chance is an argument.
-//! * One table decides what may execute ([`decide()`]), and tests run it over all combinations of
-//!   facts.
+//! * One table decides what may execute ([`decide()`]). Tests run it over all cases.
 //!
 //! | module | decides | rules |
 //! |---|---|---|

@@ -9,8 +9,7 @@
 /// The position of a consumer in a partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Position {
-    /// The id of the topic, if the broker reports one. A topic that is deleted and made again has
-    /// another id.
+    /// The topic's id, if the broker reports one. A topic that is made again has another id.
     pub topic_id: Option<String>,
     /// The next offset. Everything before it is done.
     pub next: i64,
@@ -46,16 +45,14 @@ pub enum Break {
         /// The first offset that the broker still has.
         first: i64,
     },
-    /// The consumer's position is beyond the end of the partition. The consumer begins at the first
-    /// offset.
+    /// The consumer's position is beyond the end. It begins at the first offset.
     BeyondEnd {
         /// The position of the consumer.
         stood: i64,
         /// Where the partition ends.
         end: i64,
     },
-    /// The broker has deleted records that were not done. The consumer begins at the first offset
-    /// that is left.
+    /// The broker deleted records that were not done. The consumer begins at the first one left.
     Lost {
         /// The position of the consumer.
         stood: i64,

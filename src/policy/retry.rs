@@ -2,10 +2,9 @@
 //!
 //! Guarantees:
 //!
-//! * A message gets a few quick tries in place, then durable waits that grow up to a maximum, and
-//!   then it is dead.
-//! * Every wait is bounded, whatever the settings, the attempt number, or the time that a handler
-//!   asks for.
+//! * A message gets a few quick tries in place, then durable waits up to a maximum, then it is
+//!   dead.
+//! * Every wait is bounded, whatever the settings, the attempt number, or what a handler asks for.
 //! * The same arguments give the same answer: chance is an argument.
 //!
 //! Not here: storing a waiting message (`store`), transient failures, which count no attempt

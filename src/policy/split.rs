@@ -4,8 +4,7 @@
 //!
 //! * The parts of a plan cover the batch once and in its order, so no part runs a later message of
 //!   a key before an earlier one.
-//! * The message that failed runs alone: no other message shares its rollback, its retries or its
-//!   attempts.
+//! * The message that failed runs alone: no other shares its rollback, its retries or its attempts.
 //! * A transient failure counts no attempt. The same batch is tried again, and is halved after
 //!   every third failure, so that a batch which is too large to commit becomes small enough. If the
 //!   handler of one message reported the failure, that message then runs alone. So a message whose
@@ -46,8 +45,7 @@ pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
 }
 
 /// The plan for a batch that failed as a whole, for example in a handler of batches or by a
-/// constraint that is checked at COMMIT: two halves. Repeated, this ends at the one message that
-/// fails.
+/// constraint that is checked at COMMIT: two halves. Repeated, this finds the message that fails.
 #[must_use]
 pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
     let alone = batch.len() == 1;

@@ -3,12 +3,11 @@
 //!
 //! Guarantees:
 //!
-//! * The normal path writes nothing per message: without a suspicion no attempt is counted before
-//!   its run.
+//! * The normal path writes nothing per message: attempts are counted first only under suspicion.
 //! * A message that kills the process comes again as one of the first `max_in_flight` deliveries
 //!   that the inbox does not know, in a partition that was not closed cleanly, or with the
-//!   redelivered flag. So it is counted from its second delivery on, and it is dead after N + 1
-//!   kills.
+//!   redelivered flag. So it is counted from its second delivery on, and it is dead after
+//!   `max_attempts` + 1 kills.
 //! * After one death suspects run in batches, and one transaction counts their attempts: most of
 //!   them only happened to be in flight. A message that was counted and comes again was in flight
 //!   at a second death too. It runs alone, so that no other message is counted for its fault.
@@ -34,8 +33,7 @@ pub struct Facts {
 pub enum Run {
     /// In a batch with other messages of its lane.
     InBatch,
-    /// In a batch with other messages of its lane, after its attempt was counted in a transaction
-    /// of its own.
+    /// In a batch of its lane, after its attempt was counted in a transaction of its own.
     Counted,
     /// In a transaction without others, after its attempt was counted in a transaction of its own.
     /// For its first second nothing else runs in the process.

@@ -47,8 +47,7 @@ pub struct Watermark {
 pub enum WatermarkError {
     /// The number of deliveries above the mark has reached the capacity.
     Full,
-    /// The number is not above the last one: the partition was seeked or reassigned in the
-    /// meantime.
+    /// The number is not above the last one: the partition was seeked or reassigned.
     NotAscending {
         /// The last number taken.
         last: i64,

@@ -105,8 +105,7 @@ impl GapCursor {
         self.room() == 0
     }
 
-    /// The LIMIT for the next read when the caller wants `rows`: at most [`room`](Self::room), and
-    /// at least 1.
+    /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
     #[must_use]
     pub fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
@@ -171,8 +170,7 @@ impl GapCursor {
         }
         debug_assert!(self.open.len() <= ranges_before + positions.len());
 
-        // When the LIMIT was reached, the read says nothing about positions at or above the last
-        // row.
+        // With the LIMIT reached, the read says nothing about positions from the last row on.
         let below = limit_reached.then(|| positions.last().copied().unwrap_or(i64::MIN));
         let closed = self.open.close(Seen { xmin, below });
         let batch = (!positions.is_empty()).then(|| {

@@ -27,8 +27,7 @@ pub enum CursorError {
         /// The position of the row that was not expected.
         position: i64,
     },
-    /// The oldest running transaction is older than one that was seen before: another server
-    /// answers.
+    /// The oldest running transaction is older than an earlier one: another server answers.
     XminWentBack {
         /// What an earlier read saw.
         seen: u64,

@@ -27,9 +27,8 @@
 //! An error from here, a lost connection, or a fenced write that changed no row ends the session:
 //! drop the cursor and start a new one from what is persisted. Nothing in memory is used again.
 //!
-//! Not here: the statements (`store::postgres`), which rows belong to a shard, which rows the
-//! broker has confirmed, and the epoch and revision that fence every write
-//! ([`lease`](crate::policy::lease)).
+//! Not here: the statements (`store::postgres`), which rows belong to a shard, which rows are
+//! proven, and the epoch and revision that fence every write ([`lease`](crate::policy::lease)).
 
 mod cursor;
 mod error;

@@ -1,10 +1,8 @@
-//! The open gaps in memory: each range with its fence, its age, and what is known about its lock
-//! holders.
+//! The open gaps in memory: each range with its fence, its age and the state of its lock holders.
 //!
 //! Guarantees:
 //!
-//! * A range is never joined with another, so a fence holds for exactly the positions for which it
-//!   was taken.
+//! * A range is never joined with another, so a fence holds for exactly its own positions.
 //! * A row taken out of a range splits it; both parts keep the fence.
 //!
 //! Not here: what is persisted of them ([`GapSet`]), and the order of steps (`cursor`).
@@ -54,8 +52,7 @@ pub(super) struct OpenGaps {
 }
 
 impl OpenGaps {
-    /// The gaps with which a session starts. The transaction that took the lease is the fence of
-    /// all.
+    /// The gaps at the start of a session. The transaction that took the lease fences them.
     pub(super) fn fenced(gaps: &GapSet, xid: u64) -> Self {
         let fence = Some(Fence { xid, taken_at: 0 });
         let gap = |range: Range| Gap { to: range.to, found: 0, fence, holders: Holders::Unasked };

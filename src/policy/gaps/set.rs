@@ -1,5 +1,4 @@
-//! Sets of positions as ascending half-open ranges. The gaps in a shard's row are stored in this
-//! form.
+//! Sets of positions as ascending half-open ranges: the form of the gaps in a shard's row.
 //!
 //! Guarantees:
 //!
@@ -118,8 +117,7 @@ impl GapSet {
         self.ranges.iter().map(|(&from, &to)| Range { from, to })
     }
 
-    /// The number of ranges. A read's cost grows with it, and the maximum of open gaps counts it
-    /// (R9).
+    /// The number of ranges, which decides the cost of a read and has a maximum (R9).
     #[must_use]
     pub fn len(&self) -> usize {
         self.ranges.len()

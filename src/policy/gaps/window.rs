@@ -14,8 +14,7 @@ pub(super) struct Batch {
     pub(super) number: u64,
     /// The highest position that the session had read after this batch.
     pub(super) read_to: i64,
-    /// The batch's rows that stood at gaps. They are no longer open gaps in memory, and not proven
-    /// yet.
+    /// The batch's rows at gaps. They are no open gaps in memory any more, and not proven yet.
     pub(super) gap_rows: GapSet,
     /// None of its rows is of this shard. The next read of that kind extends this batch.
     pub(super) is_passed: bool,

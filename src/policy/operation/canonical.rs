@@ -53,8 +53,7 @@ impl FingerprintWriter {
         Self::default()
     }
 
-    /// Adds a field. The name is part of the command's contract: renaming it changes every
-    /// fingerprint.
+    /// Adds a field. Its name belongs to the contract: renaming it changes every fingerprint.
     pub fn field(&mut self, name: &str, value: &(impl FingerprintValue + ?Sized)) -> &mut Self {
         self.fields.push((name.as_bytes().to_vec(), encoded(value)));
         self

@@ -12,9 +12,9 @@
 //!   a tag. A missing login is stored only if the operation had begun or may have begun.
 //! * After a guard has committed, the outcome is what it stored, whatever inner layers answer (O2).
 //! * In mode bridged only the guard's commit is a success. A run that reports success without it
-//!   may have committed by itself, and so may a run that failed without asking the guard to commit:
-//!   both become UNKNOWN. Otherwise it would stay hidden that such a route executes twice when its
-//!   process is killed.
+//!   may have committed by itself, and so may a run that began and failed without asking the guard
+//!   to commit: both become UNKNOWN. Otherwise it would stay hidden that such a route executes
+//!   twice when its process is killed.
 //!
 //! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases
 //! ([`flow`](super::flow)), and what is kept of an answer.
@@ -32,8 +32,7 @@ pub enum Outcome<R> {
     Rejected {
         /// The answer that tells the client of the refusal.
         answer: R,
-        /// Whether the refusal holds for this key from now on (`INSUFFICIENT_FUNDS`), or only for
-        /// this try.
+        /// Whether the refusal holds for this key for ever (`INSUFFICIENT_FUNDS`), or for this try.
         binding: bool,
     },
     /// Nothing happened, and no effect is outstanding. The same key may run again.
@@ -72,8 +71,7 @@ pub enum Reached {
     /// The code was called, and it is not known whether its extractors let the request in: the
     /// route has no `Idempotent<E>`.
     Called,
-    /// The code was called, and the guard's `started` flag is not set: no extractor has let the
-    /// request in.
+    /// The code was called, and the `started` flag is not set: no extractor let the request in.
     NotStarted,
     /// The code was called, and the guard's `started` flag is set.
     Started,
@@ -153,8 +151,7 @@ impl Run {
         }
         match end {
             Untagged::Status(200..=399) => Settle::Finish(self.success()),
-            // These statuses refuse a request before the operation begins: for its form, its
-            // caller, or its rate.
+            // They refuse a request for its form or its caller, before the operation begins.
             Untagged::Status(400 | 401 | 403 | 405 | 406 | 411 | 413 | 414 | 415 | 417 | 422 | 426 | 428 | 431)
                 if self.frees_refusals() =>
             {

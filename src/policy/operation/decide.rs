@@ -1,8 +1,7 @@
 //! How a request is answered: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21,
 //! O23, O29, M42).
 //!
-//! Guarantees. A test checks each of them over all combinations of facts, and also with mutants of
-//! the table:
+//! Guarantees. Tests check each in all combinations of facts, and with mutants of the table:
 //!
 //! * The facts are judged in this order: principal, fingerprint version, fingerprint, state. Expiry
 //!   counts only for terminal states (O3).
@@ -40,8 +39,7 @@ use self::table::{Asks, Body, Facts, Seen, judge};
 /// What an operation must do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Decision {
-    /// Run without protection: the route has keys off, or takes them optionally and the request has
-    /// none.
+    /// Run without protection: the route has keys off, or optional and the request has none.
     PassThrough,
     /// The request has no key, and the route needs one.
     KeyRequired,
@@ -79,8 +77,7 @@ pub enum Decision {
     TakeOver(TakeOver),
     /// The last run failed without an effect outstanding: raise epoch and attempts, then execute.
     Reclaim,
-    /// The record has expired: raise epoch and generation, make a new operation id, then execute
-    /// (O4).
+    /// The record has expired: raise epoch and generation, make a new id, then execute (O4).
     ExecuteAsNew,
     /// The record has expired, and the route wants a new key.
     Expired,
@@ -112,8 +109,7 @@ pub enum InProgress {
     Conflict,
     /// Answer 202 with the location of the operation.
     Accepted,
-    /// Read again after waits, without holding a connection, up to the route's limit; then answer
-    /// 409.
+    /// Read again after waits, without a connection, up to the route's limit; then answer 409.
     Wait,
 }
 
@@ -184,8 +180,7 @@ pub enum Found<'a> {
     /// claim that is not committed yet (O19).
     Busy,
     /// There is no committed record. The bounds are database time and the operation's purge bound,
-    /// read in the same statement. Without them, a route that checks the age of keys refuses the
-    /// key.
+    /// read in the same statement. Without them, a route that checks the age of keys refuses it.
     Nothing(Option<Bounds>),
     /// A committed record, and the database time of the read.
     Record(&'a Record, DbTime),

@@ -25,7 +25,7 @@ pub enum Delivery {
 }
 
 impl Delivery {
-    /// Computes the state from what is proven, whether it was given up, and how many tries may have
+    /// The state, from what is proven, whether it was given up, and how many tries may have
     /// arrived.
     #[must_use]
     pub fn of(settled: Option<Settled>, given_up: bool, doubtful: u32) -> Self {

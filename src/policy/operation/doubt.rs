@@ -29,13 +29,12 @@ use super::record::State;
 pub enum Trace {
     /// The transaction was rolled back, or the server proves that nothing of it was committed.
     Undone,
-    /// The phase's transaction does not exist any more, and nothing proves that it committed
-    /// nothing.
+    /// The phase's transaction is gone, and nothing proves that it committed nothing.
     Ended,
     /// The phase was begun again: all earlier runs were rolled back.
     Unmarked,
-    /// The phase was begun again: an earlier run was committed. The engine did not do this, because
-    /// it moves the operation on in the same commit.
+    /// The phase was begun again: an earlier run was committed by the handler. The engine moves the
+    /// operation on in the same commit, and that did not happen.
     Marked,
 }
 
@@ -50,8 +49,8 @@ impl Trace {
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Doubt {
-    /// The proof had held, COMMIT was sent, and no answer came. Or the handler failed, and no
-    /// answer came in time to the proof that it has not committed by itself.
+    /// COMMIT was sent after the proof had held, and no answer came. Or the handler failed, and the
+    /// check that it has not committed by itself got no answer in time.
     CommitLost,
     /// The transaction's token was gone before COMMIT.
     TokenGone {
@@ -70,8 +69,7 @@ pub enum Look {
     Nothing,
     /// There is a record of this run: it has its operation id.
     Ours(State),
-    /// There is a record of another run: this run was rolled back, and another request has claimed
-    /// the key since.
+    /// There is a record of another run. It claimed the key after this run was rolled back.
     Anothers,
 }
 
@@ -86,7 +84,7 @@ pub enum Aftermath {
     InsertUnknown,
     /// Change the committed claim to UNKNOWN, raise the alarm, answer 500.
     MarkUnknown,
-    /// Raise the alarm and answer 500. No record of this run must be written.
+    /// Raise the alarm and answer 500. The record is UNKNOWN already, or the key is another run's.
     Ended,
 }
 
@@ -101,8 +99,7 @@ impl Doubt {
             // The outcome is committed.
             (_, Look::Ours(_)) => Aftermath::Stored,
             (Self::CommitLost, _) | (Self::TokenGone { nothing_ran_after: true }, _) => Aftermath::CommitUnknown,
-            // The insert is also tried when the store did not answer: it changes no existing
-            // record.
+            // The insert is also tried if the store did not answer: it changes no record.
             (Self::TokenGone { nothing_ran_after: false }, Look::Nothing | Look::NoAnswer) => Aftermath::InsertUnknown,
             // The key belongs to another run, so only the alarm is left.
             (Self::TokenGone { nothing_ran_after: false }, Look::Anothers) => Aftermath::Ended,

@@ -25,8 +25,7 @@ use super::keyring::{Keyring, Kid};
 use super::versions::Versions;
 use crate::policy::hex::{hex, unhex};
 
-/// A command whose repetition is recognised. Write its fingerprint after validation and defaults
-/// (M20).
+/// A command whose repetition is recognised. Fingerprint it after validation and defaults (M20).
 pub trait IdempotentCommand {
     /// The operation's name. It must never change.
     const OPERATION: &'static str;
@@ -75,11 +74,10 @@ pub enum Comparison {
     Different,
     /// A newer program wrote the fingerprint: another process can compare it.
     Newer,
-    /// The fingerprint was written under a key id that this process does not have: another process
-    /// can compare it.
+    /// It was written under a key id that this process does not have: another process can compare
+    /// it.
     UnknownKid,
-    /// A program older than this one knows wrote the fingerprint: no process can compare it any
-    /// more.
+    /// An older program than this one knows wrote it: no process can compare it any more.
     TooOld,
 }
 
@@ -151,8 +149,7 @@ impl Fingerprinter {
         Fingerprint { version: self.write_version, kid, hash }
     }
 
-    /// Compares a stored fingerprint with a command, under the version and key id of the stored
-    /// one.
+    /// Compares a stored fingerprint with a command, under the stored version and key id.
     #[must_use]
     pub fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
         if stored.version > *self.readable.end() {

@@ -78,8 +78,7 @@ pub enum PhaseEnd {
     Intent,
     /// The evidence proves what a provider did (O7).
     Settle,
-    /// An intent to undo a settled effect is committed. Undoing is an effect with an identity of
-    /// its own.
+    /// An intent to undo a settled effect is committed. Undoing is an effect with its own identity.
     Compensate,
     /// The operation succeeded, proven if a provider was asked.
     Succeed,
@@ -115,8 +114,7 @@ impl Stage {
         }
     }
 
-    /// The word that a client sees at the operation's resource. Internal stages are not all shown
-    /// (M121).
+    /// The word that a client sees at the operation's resource, which hides some stages (M121).
     #[must_use]
     pub fn public(self) -> &'static str {
         match self {

@@ -59,8 +59,7 @@ pub struct PrincipalMark {
 pub enum PrincipalMatch {
     /// The principals are the same.
     Same,
-    /// The principals differ. Answered exactly as a mismatch, counted separately, never executed or
-    /// replayed.
+    /// The principals differ: answered as a mismatch, counted apart, never executed or replayed.
     Other,
     /// The stored principal was hashed under a key id that this process does not have.
     Unreadable,

@@ -98,8 +98,7 @@ impl Key {
         }
     }
 
-    /// Reads a key without quotes and white space, from a field of a message or from a person's
-    /// input.
+    /// Reads a key without quotes and white space, from a message or from a person's input.
     ///
     /// # Errors
     ///
@@ -135,8 +134,7 @@ impl Key {
         &self.0
     }
 
-    /// The text that stands for the key in logs and lists: the first twelve hexadecimal characters
-    /// of its SHA-256.
+    /// The text for logs and lists: the first twelve hexadecimal characters of the key's SHA-256.
     #[must_use]
     pub fn short_hash(&self) -> String {
         hex(&Sha256::digest(self.0.as_bytes())[..6])

@@ -5,10 +5,8 @@
 //!
 //! * A hash that was written under a key id is read under that id while the ring holds it. So
 //!   changing `write_kid` changes no stored hash.
-//! * No secret is kept as bytes or shown: the ring holds keyed hash states, and `Debug` prints ids
-//!   only.
-//! * The id `sha256` means "no secret" and can always be read, so a service without secrets can get
-//!   a ring later.
+//! * No secret is kept as bytes or shown: the ring holds hash states, and `Debug` prints ids only.
+//! * The id `sha256` means "no secret" and can always be read, so a ring can be introduced later.
 //!
 //! Not here: where the secrets come from (`app`), and encryption of bodies.
 

@@ -13,7 +13,7 @@
 //!                      +---------------------------- execute-as-new --+    +--purge--> (none)
 //! ```
 //!
-//! All changes. A test reads this table and compares it with [`allowed`]:
+//! The table has all changes. A test reads it and compares it with [`allowed`]:
 //!
 //! | from \ to | (none) | IN_PROGRESS | COMPLETED | FAILED_REPLAYABLE | FAILED_RETRYABLE | UNKNOWN_REQUIRES_RECOVERY | EXPIRED |
 //! |---|---|---|---|---|---|---|---|
@@ -26,8 +26,8 @@
 //! | EXPIRED | forget, purge | execute-as-new | - | - | - | - | - |
 //!
 //! Guarantees: an outcome is never rewritten; no record leaves IN_PROGRESS or UNKNOWN because of
-//! time or age; only an expired record is purged. Each change but `time` is one statement that
-//! compares the epoch, and every change of owner raises the epoch.
+//! time or age; only an expired record is purged. Each change but `time` is one statement. On an
+//! existing record the statement compares the epoch, and every change of owner raises the epoch.
 //!
 //! Not here: which request may cause which change ([`decide`](super::decide())), and the stages of
 //! a phased operation ([`flow`](super::flow)).

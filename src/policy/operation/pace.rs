@@ -50,8 +50,7 @@ pub fn after_attempts(attempts: u32) -> Duration {
     Duration::from_secs(doubled.clamp(1, RETRY_AFTER_MAX.into()))
 }
 
-/// How long a run of one operation usually takes: a moving average in which each new run counts a
-/// fifth.
+/// How long a run of one operation usually takes: an average in which a new run counts a fifth.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usual(Option<Duration>);
 

@@ -55,8 +55,7 @@ pub enum Code {
     BodyTooLarge,
     /// The body did not arrive in time.
     BodyTooSlow,
-    /// The request bodies that are being read fill the memory that they may use (`body_memory_max`,
-    /// O29).
+    /// The request bodies fill the memory that they may use (`body_memory_max`, O29).
     BodyMemoryExceeded,
     /// The key was used with another command, or by another principal.
     KeyReused,
@@ -81,13 +80,11 @@ pub enum Code {
     /// The store does not answer, takes no writes, or has no free connection. This request ran
     /// nothing. The code says nothing about an earlier request under the key.
     StoreUnavailable,
-    /// The tenant has too many operations that run or are not resolved, or too many bytes of stored
-    /// answers.
+    /// The tenant has too many open operations, or too many bytes of stored answers.
     QuotaExceeded,
     /// The record of the key is kept in another region.
     WrongRegion,
-    /// The operation's own code failed, and everything that it did was rolled back. Nothing is
-    /// stored (M36).
+    /// The operation's own code failed and was rolled back. Nothing is stored (M36).
     OperationFailed,
 }
 
@@ -235,8 +232,7 @@ impl KeyState {
         }
     }
 
-    /// Whether a client that has lost an answer may take this problem as the end of its operation
-    /// (O26).
+    /// Whether a client that has lost an answer may end its operation with this problem (O26).
     #[must_use]
     pub fn ends_the_operation(self) -> bool {
         self == Self::Spent

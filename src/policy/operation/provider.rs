@@ -7,8 +7,7 @@
 //! * A send that may have arrived is repeated only while the provider still knows our key, or if
 //!   the effect is declared repeatable, or if an operator accepts a duplicate. The key and bytes of
 //!   an effect never change.
-//! * "Not found" proves nothing, because a request may still be under way. Only a found effect
-//!   decides.
+//! * "Not found" proves nothing: a request may still be under way. Only a found effect decides.
 //! * A failure is believed only as a listed verdict on the operation, or as the answer to the only
 //!   send that can have arrived. The latter is judged at the decision, because another process may
 //!   have begun a send after the answer came. In every other case the outcome stays unknown. When
@@ -36,8 +35,7 @@ pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 /// anything else (O7).
 pub const STORED_ERRORS_MAX: usize = 3;
 
-/// The means that a provider offers to find out whether an effect happened. Declared for each
-/// effect (O6).
+/// How a provider lets us find out whether an effect happened, declared per effect (O6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Strategy {
     /// The provider keeps our key and answers a second send like the first.
@@ -46,8 +44,7 @@ pub enum Strategy {
     Query,
     /// The provider keeps our key, and can also be asked for the effect.
     KeyAndQuery(Window),
-    /// The provider offers neither. An uncertain outcome goes to an operator. This is a declared
-    /// gap (M82).
+    /// The provider offers neither. An uncertain outcome goes to an operator (M82).
     None,
     /// The author declared that a second effect does no harm: at-least-once.
     Repeatable,
@@ -58,8 +55,7 @@ pub enum Strategy {
 pub struct Window {
     /// How long the provider keeps a key from its first use.
     pub retention: Duration,
-    /// The longest time from our decision to send until the provider has taken the request, at the
-    /// latest.
+    /// The longest time from our decision to send until the provider has taken the request.
     pub max_in_flight: Duration,
 }
 
@@ -129,8 +125,8 @@ pub enum Settled {
 pub enum Step {
     /// The outcome is proven: continue the flow.
     Settle(Settled),
-    /// Send for the first time, or after sends that did not leave us or whose duplicate an operator
-    /// accepted.
+    /// Send for the first time, or after sends that did not leave us or for which an operator
+    /// accepted a duplicate.
     Send,
     /// Send the same bytes under the same key again.
     Resend,
@@ -159,8 +155,7 @@ pub enum Gap {
     /// The effect happened differently from what we asked, or the evidence contradicts itself
     /// (`provider-mismatch`).
     Mismatch,
-    /// An operator accepted a duplicate of a send that may have arrived, and the duplicate was
-    /// refused.
+    /// An operator accepted a duplicate of a send, and the duplicate was refused.
     DuplicateRefused,
     /// The attempts are used up (O9). UNKNOWN stays UNKNOWN.
     Attempts,
@@ -213,15 +208,13 @@ impl Evidence {
         evidence
     }
 
-    /// The number of the only send that may have arrived; `None` if there is no such send or more
-    /// than one.
+    /// The number of the only send that may have arrived; `None` if there are none or several.
     fn only_send(&self, sends: Sends) -> Option<u32> {
         let mut doubtful = (1..=sends.begun).filter(|send| !self.not_sent.contains(send));
         doubtful.next().filter(|_| doubtful.next().is_none())
     }
 
-    /// Whether another send duplicates no earlier one, or only sends for which an operator accepted
-    /// a duplicate.
+    /// Whether another send duplicates no earlier one, or only with an operator's consent.
     fn is_free(&self, sends: Sends) -> bool {
         (1..=sends.begun).all(|send| self.not_sent.contains(&send) || self.waived.contains(&send))
     }
@@ -304,7 +297,7 @@ impl Strategy {
 impl Step {
     /// Returns this step, or [`Step::Operator`] if the attempts are used up. A proven outcome, a
     /// pause that the provider asked for and [`Step::Send`] do not depend on the number of
-    /// attempts, because they leave nothing to find out. An unknown outcome never becomes a failure
+    /// attempts, for they leave nothing to find out. An unknown outcome never becomes a failure
     /// (O9).
     #[must_use]
     pub fn within(self, attempts: u32, max_attempts: u32) -> Self {

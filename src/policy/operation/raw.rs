@@ -7,8 +7,7 @@
 //!   not count, because the operation has a name.
 //! * Of the headers, only those that the route lists count. The list must not have `Authorization`,
 //!   cookies or the key, because a retry may carry a new token.
-//! * A JSON body counts by its canonical text, any other body by its bytes. The two never compare
-//!   as equal.
+//! * A JSON body counts by its canonical text, another by its bytes. The two are never equal.
 //!
 //! Not here: reading the body, its limit, and which headers a route lists (the layer).
 
@@ -69,8 +68,7 @@ impl RawCommand {
         Ok(self)
     }
 
-    /// Adds a line of a header that the route lists and that counts from this version of the
-    /// fingerprint on.
+    /// Adds a line of a header that the route lists, which counts from this fingerprint version on.
     #[must_use]
     pub fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
         self.headers.push((since, (name.to_ascii_lowercase(), value.to_vec())));

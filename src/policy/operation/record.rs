@@ -58,8 +58,7 @@ pub enum Mode {
 /// A record as a store reads it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Tenant, operation and key as stored beside the digest. They are compared with those of the
-    /// request (O16).
+    /// Tenant, operation and key as stored, to be compared with those of the request (O16).
     pub identity: Identity,
     /// The principal of the first request.
     pub principal: PrincipalMark,

@@ -75,8 +75,7 @@ pub enum KeyAge {
     Fine,
     /// A record of the key may have been purged: `IDEMPOTENCY_KEY_EXPIRED`.
     TooOld,
-    /// The time lies beyond database time and skew: `IDEMPOTENCY_KEY_INVALID`, with a hint at the
-    /// clock.
+    /// The time lies beyond database time and skew: `IDEMPOTENCY_KEY_INVALID`.
     FromTheFuture,
     /// The key carries no time, so its age is not known.
     Untimed,

@@ -32,8 +32,7 @@ pub enum WhileRunning {
     /// 202 with the `Location` of the operation. Not for a transactional operation, which others
     /// cannot see while it runs.
     Accepted,
-    /// The duplicate waits up to [`Route::wait_max`] for the outcome and replays it; after that it
-    /// gets 409.
+    /// The duplicate waits up to [`Route::wait_max`] for the answer, and gets 409 after that.
     Wait,
 }
 
@@ -42,8 +41,7 @@ pub enum WhileRunning {
 pub enum AfterExpiry {
     /// The request is a new operation.
     ExecuteAsNew,
-    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also when the record is gone. Needs keys that carry their
-    /// time.
+    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also without a record. Needs keys that carry their time.
     Reject,
 }
 
@@ -109,8 +107,7 @@ pub struct Route {
     /// How many duplicates of one key may wait in this process, for [`WhileRunning::Wait`]; further
     /// ones get 409 at once. Default 64.
     pub waiters_max: u32,
-    /// How a late retry is answered. Default: rejected for phased operations, executed as new for
-    /// others.
+    /// How a late retry is answered. Default: executed as new, for phased operations rejected.
     pub after_expiry: AfterExpiry,
     /// What is replayed without a body. Default 409.
     pub replay: Replay,
@@ -140,8 +137,7 @@ pub struct Route {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RouteError {
-    /// `while_running` is `Accepted` in mode `Transactional`, where others cannot see a running
-    /// operation.
+    /// `while_running` is `Accepted` in mode `Transactional`, where a run cannot be seen by others.
     #[error("`while_running = accepted` needs an operation that others can see: not in mode same_tx")]
     AcceptedInTransactional,
     /// `after_expiry` is `Reject`, and the keys carry no time.

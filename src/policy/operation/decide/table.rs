@@ -49,8 +49,7 @@ macro_rules! columns {
             $(pub(super) $column: $kind,)*
         }
 
-        /// The condition of a row: a column must have one of these values; `None` accepts any
-        /// value.
+        /// The condition of a row: each column has one of its values; `None` accepts any.
         #[derive(Debug, Clone, Copy)]
         pub(super) struct When {
             $(pub(super) $column: Option<&'static [$kind]>,)*

@@ -1,8 +1,6 @@
-//! Checks all combinations of facts: what the table must never do, stated independently of its
-//! rows.
+//! Checks what the table must never do, in all combinations of facts, independently of its rows.
 //!
-//! Every property is also run against mutants of the table: a property that no mutant breaks would
-//! check nothing.
+//! Every property is also run against mutants of the table, and one of them must break it.
 
 use proptest::prelude::*;
 

@@ -261,8 +261,7 @@ impl World {
     /// Runs until the effect is settled or goes to the operator (`None`).
     fn run(&mut self) -> Option<Settled> {
         for _ in 0..60 {
-            // Sometimes no process works on it for a while, often until about the end of the
-            // window.
+            // Sometimes no process works on it for a while, often until the window is about to end.
             let idle = match self.rng.u32(0..100) {
                 0..3 => self.rng.i64(0..300),
                 3..8 => self.rng.i64(RETENTION - 30..RETENTION),

@@ -22,8 +22,7 @@ pub enum Answer {
     Status {
         /// The HTTP status of the answer.
         status: u16,
-        /// Whether the adapter lists its code as a verdict on the operation, such as
-        /// `card_declined`.
+        /// Whether the adapter lists its code as a verdict, such as `card_declined`.
         listed: bool,
         /// Whether its code means "in progress".
         in_progress: bool,
@@ -74,8 +73,7 @@ pub enum Verdict {
     Refused,
     /// This send did not leave this process.
     NotSent,
-    /// This proves nothing about the send. An operator accepted that the next send may be its
-    /// duplicate.
+    /// This proves nothing. An operator accepted that the next send may be a duplicate of it.
     Waived,
     /// Try again after this pause, under the same key.
     Wait(Duration),
@@ -151,8 +149,7 @@ impl Verdict {
         }
     }
 
-    /// The name in the bytes of an evidence row. The pause of [`Verdict::Wait`] is stored beside
-    /// it.
+    /// The name in the bytes of an evidence row, beside which [`Verdict::Wait`] has its pause.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
