@@ -93,11 +93,11 @@ impl Layer {
     }
 }
 
-/// Reads all layers.
+/// Reads all layers of settings and merges them.
 ///
+/// # Errors
 /// A source that cannot be read, an unknown key (with the nearest known one), or a value that
 /// cannot be used (with its origin). The text never holds a secret.
-/// used and where it came from. Never a secret.
 pub fn load(layers: &Layers) -> Result<Loaded, String> {
     let defaults = table_of(&Settings::default())?;
     let mut figment = Figment::from(Layer { origin: DEFAULT.to_owned(), values: defaults.clone() });
