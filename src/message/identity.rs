@@ -3,6 +3,7 @@
 //! Promise: a canonical UUID (but the nil UUID) is its own identity. For any other id the identity
 //! is SHA-256 of source and id, each with its length, in the form of a UUID version 8. So ids that
 //! differ only in case, accents or trailing space stay different, and never seem to carry a time.
+//! Not here: finding the id in a message (`Message::identify`).
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,5 +1,5 @@
-//! An outbox row in the form in which the relay passes it to a broker. Not here: the mapping to
-//! Kafka and AMQP (`broker`).
+//! An outbox row as the relay passes it to a broker. Promise: its content is what was enqueued. Not
+//! here: the mapping to Kafka and AMQP (`broker`).
 
 use chrono::{DateTime, Utc};
 use uuid::Uuid;

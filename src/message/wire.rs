@@ -1,5 +1,5 @@
-//! CloudEvents 1.0 in binary mode: the only place with the names of headers and properties. Not
-//! here: writing and reading them (`broker`).
+//! CloudEvents 1.0 in binary mode. Promise: this is the only place with the names of its headers.
+//! Not here: writing and reading them (`broker`).
 //!
 //! Sources: CloudEvents specification 1.0.2; its Kafka protocol binding 3.2 (`ce_` headers); its
 //! AMQP binding (`cloudEvents_` prefix), here as AMQP 0.9.1 headers.

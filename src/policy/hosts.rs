@@ -1,4 +1,5 @@
-//! Splits a URL with several hosts into one URL for each host, in their order.
+//! Splits a URL with several hosts into one URL for each host, in their order. Promise: all other
+//! parts of the URL stay as they are. Not here: connecting (`store`, `broker`).
 //!
 //! `postgres://app:secret@a:5432,b:5432/shop?sslmode=verify-full` means two servers with the same
 //! user, password, path and query. The adapter decides whether and how it uses more than one host.

@@ -11,7 +11,8 @@
 //!
 //! * No I/O, no clock, no random numbers: time is a [`DbTime`](super::db_time::DbTime) argument,
 //!   chance is an argument.
-//! * One table decides what may execute ([`decide()`]). Tests run it over all cases.
+//! * One table decides what may execute ([`decide()`]). Tests run it over all cases. Not here:
+//!   reading and writing records (`store`), and running operations (`runtime`).
 //!
 //! | module | decides | rules |
 //! |---|---|---|

@@ -4,7 +4,7 @@
 //! everything is done, whatever offset the group has committed at the broker. A database that went
 //! back (a standby that was promoted, a backup that was restored) lowers the start. A topic that
 //! was deleted and made again is read from its beginning. Records that the broker deleted before
-//! they were read are reported.
+//! they were read are reported. Not here: reading the two positions (`store`, `broker`).
 
 /// The position of a consumer in a partition.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,7 +1,8 @@
 //! Exact amounts: a whole number, and how many of its digits are after the point.
 //!
 //! Promise: all texts of one amount (`10`, `10.0`, `010.00`) give the same value with the same
-//! text, and no digit is lost. An amount with too many digits is refused, never rounded.
+//! text, and no digit is lost. An amount with too many digits is refused, never rounded. Not here:
+//! currencies.
 
 use std::fmt;
 use std::str::FromStr;

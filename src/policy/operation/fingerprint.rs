@@ -6,7 +6,7 @@
 //!   them. So raising either changes no verdict on what is stored.
 //! * A fingerprint that this process cannot compute is never called different. A newer version or
 //!   an unknown key id is *unreadable* (503, because another process may be able to). A version
-//!   older than it knows is *too old* (the result is not retained). In neither case anything is
+//!   older than it knows is *too old* (the result is not retained). In both cases nothing is
 //!   executed.
 //! * `write_version` is a setting of its own, separate from the versions that can be read. Raise it
 //!   when every process reads the new version.

@@ -15,7 +15,8 @@
 //!   digit and no name of the document.
 //!
 //! This is a parser of its own because `serde_json` treats numbers and duplicate names by features
-//! that any crate of the build may turn on. A test compares the two.
+//! that any crate of the build may turn on. A test compares the two. Not here: which bodies are
+//! JSON ([`raw`](super::raw)).
 
 use std::fmt::Write as _;
 

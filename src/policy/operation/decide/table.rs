@@ -1,7 +1,7 @@
 //! The decision table. The first row whose conditions all hold gives the decision.
 //!
 //! Promise: a case that no row covers executes nothing. Tests show that there is no such case, and
-//! that every row is used.
+//! that every row is used. Not here: how facts are read from a record ([`decide`](super)).
 
 use super::super::fingerprint::Comparison;
 use super::super::identity::PrincipalMatch;

@@ -1,4 +1,5 @@
-//! What one answer of a provider proves (O7).
+//! What one answer of a provider proves (O7). Promise: an answer that is not clear proves nothing.
+//! Not here: what all answers to an effect prove together ([`Evidence`](super::Evidence)).
 
 use std::time::Duration;
 
