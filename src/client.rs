@@ -160,7 +160,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client with connections of its own.
+    /// A client with its own connections.
     ///
     /// # Errors
     /// [`ClientError::Request`]: TLS cannot be set up.

@@ -8,10 +8,11 @@
 //! Promises:
 //!
 //! * A file is whole or absent, and durable before the first send: it is written under another
-//!   name, synchronised, renamed, and the directory is synchronised. What cannot be written is not
-//!   sent.
+//!   name, synchronised, renamed, and the directory is synchronised. An operation that cannot be
+//!   written is not sent.
 //! * Only the owner can read a file (mode 600); a directory that the journal makes has mode 700.
-//!   Credentials are never in a file; a body is in it only encrypted.
+//!   A file never holds a header with a credential; it holds a body, or a URL with a credential,
+//!   only encrypted.
 //! * A key keeps its request: another method, URL or body under the same key is refused.
 //! * A file is deleted only when the application acknowledges the result.
 //!
@@ -49,7 +50,7 @@ const ENTRY: &str = "key";
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Bodies {
-    /// A SHA-256: whoever resumes must have the same bytes.
+    /// A SHA-256: a caller that resumes must have the same bytes.
     Digest,
     /// The bytes themselves, encrypted: the body need not be given again.
     #[cfg(feature = "encrypt")]
@@ -81,7 +82,7 @@ pub enum JournalError {
         /// What is wrong with the file, in words.
         why: String,
     },
-    /// The key stands in the journal for another method or URL.
+    /// The journal holds the key with another method or URL.
     #[error("the key is that of another request")]
     OtherRequest,
     /// The body is not that of the first send.
@@ -114,7 +115,7 @@ pub struct Pending {
 pub enum PendingBody {
     /// The bytes of the body; the journal can send them again.
     Kept(Vec<u8>),
-    /// The SHA-256 of the body: whoever resumes gives the same bytes again.
+    /// The SHA-256 of the body: a caller that resumes gives the same bytes again.
     Digest([u8; 32]),
 }
 
@@ -128,7 +129,7 @@ impl std::fmt::Debug for PendingBody {
 }
 
 impl PendingBody {
-    /// Whether these are the bytes.
+    /// Whether these bytes are the body.
     fn is(&self, body: &[u8]) -> bool {
         match self {
             Self::Kept(kept) => kept == body,
@@ -156,8 +157,8 @@ impl Pending {
     }
 }
 
-/// A journal of keys in a directory. Clones share the lock; it is given back with the last one, and
-/// by the kernel when the process dies.
+/// A journal of keys in a directory. Clones share the lock. The last clone releases it, and so
+/// does the kernel when the process dies.
 #[derive(Debug, Clone)]
 pub struct KeyJournal {
     directory: Arc<PathBuf>,
@@ -171,7 +172,7 @@ impl KeyJournal {
     /// for a short time, so call it when the program starts.
     ///
     /// # Errors
-    /// [`JournalError::Locked`], and what the file system says.
+    /// [`JournalError::Locked`], or an error of the file system.
     pub fn open(directory: impl Into<PathBuf>, bodies: Bodies) -> Result<Self, JournalError> {
         let directory = directory.into();
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory);
@@ -183,14 +184,15 @@ impl KeyJournal {
             TryLockError::WouldBlock => JournalError::Locked(directory.clone()),
             TryLockError::Error(source) => JournalError::Io { path, source },
         })?;
-        // What was not finished was not sent.
+        // An operation whose file was not finished was not sent.
         for path in files(&directory, UNFINISHED)? {
             fs::remove_file(&path).map_err(|source| JournalError::Io { path, source })?;
         }
         Ok(Self { directory: Arc::new(directory), bodies, _lock: Arc::new(lock) })
     }
 
-    /// The operations that were sent, or about to be, and not acknowledged; the oldest first.
+    /// The operations that were sent, or were about to be sent, and are not acknowledged. The
+    /// oldest is first.
     ///
     /// # Errors
     /// [`JournalError::Unreadable`] for the first file that cannot be read; it is never skipped.
@@ -221,7 +223,7 @@ impl KeyJournal {
         .await
     }
 
-    /// Stores the operation durably. Returns the time of its first send where it was stored before.
+    /// Stores the operation durably. Returns the time of its first send if it was stored before.
     pub(super) async fn note(&self, request: &Request) -> Result<Option<SystemTime>, JournalError> {
         let (journal, request) = (self.clone(), request.clone());
         blocking(&self.directory, move || {

@@ -15,7 +15,7 @@ use crate::policy::operation::key::KeyFormat;
 /// The name of the header that carries a key.
 pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");
 
-/// An operation to be sent once, in as many attempts as it takes.
+/// An operation that is to happen once, sent in one or more attempts.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub(super) method: Method,

@@ -35,7 +35,7 @@ pub(super) struct Entry {
     body_sha256: Option<String>,
 }
 
-/// Where a request goes, and with which headers.
+/// The URL of a request and its headers.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Place {

@@ -21,7 +21,7 @@ const WORKS_MAX: Duration = Duration::from_secs(5);
 /// To whom a failure belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// Not known yet, or the database works for nobody.
+    /// It is not known yet, or the database works for no message at all.
     Transient,
     /// It belongs to this message, but its code says that no attempt counts: somebody holds a lock,
     /// or writes the same rows again and again.

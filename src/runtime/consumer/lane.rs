@@ -59,7 +59,7 @@ enum Tries {
     Free,
     /// The tries of these messages must be counted before the batch runs.
     Due(Vec<MessageId>),
-    /// The first try of each is counted.
+    /// The first try of each message is counted.
     Counted,
 }
 

@@ -104,7 +104,7 @@ struct Retrier {
 
 /// What must be written after a run that is not done.
 enum Owed {
-    /// Nothing happened, or nothing that counts.
+    /// No try is counted: the messages become due again.
     GiveBack(Vec<ClaimedMessage>),
     /// The message is due again after this time, with the number of tries in its `attempt`.
     Postpone(Box<ClaimedMessage>, Duration, HandlerError),

@@ -62,7 +62,7 @@ pub struct Ended<T> {
 }
 
 impl<T> Ended<T> {
-    /// Whether the handler says that it did its work.
+    /// Whether the handler reports a success.
     fn is_success(&self) -> bool {
         match &self.tag {
             Some(tag) => matches!(tag, Outcome::Completed(())),
@@ -170,7 +170,7 @@ async fn claim_and_drive<S, T, R, W>(
             Edge { front, begin, owned }.drive(guards, run, tell).await;
             drop(place);
         }
-        // The next turn judges the record that stands there. A record that vanished is looked for
+        // The next turn judges the record that exists now. A record that vanished is looked for
         // again; `Front` limits the number of turns.
         Ok(Claimed::Existing(_) | Claimed::Vanished) => {
             drop(begin);

@@ -91,7 +91,7 @@ pub enum EndpointError {
     /// The policies of the route contradict each other.
     #[error(transparent)]
     Route(#[from] RouteError),
-    /// The fingerprints of the operation cannot be written as its settings say.
+    /// The name of the operation or its `write_version` cannot be used for fingerprints.
     #[error(transparent)]
     Fingerprints(#[from] FingerprinterError),
     /// A header that is never replayed.
@@ -115,7 +115,7 @@ pub enum EndpointError {
     /// The route answers duplicates with a link to the operation, and no path was given for it.
     #[error("`while_running = accepted` needs `operation_path`")]
     OperationPath,
-    /// The store does not count what it keeps for a tenant.
+    /// The store does not count the bytes that it stores for a tenant.
     #[error("`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not")]
     StoredBytes,
     /// Another operation of the engine has the name.
@@ -344,7 +344,7 @@ impl Registered {
         self.0.fingerprinter.operation()
     }
 
-    /// What makes and compares the fingerprints of its commands.
+    /// Makes and compares the fingerprints of the operation's commands.
     #[must_use]
     pub fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter

@@ -1,4 +1,4 @@
-//! The engine of a process: its store, secrets and limits, what runs in it, and the operations it
+//! The engine of a process: its store, secrets, limits and runs, and the operations that it
 //! protects.
 //!
 //! Promises: requests with the same scope, operation and key run once and get one answer (G13). All

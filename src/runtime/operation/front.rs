@@ -84,7 +84,7 @@ pub struct Asking {
 /// What the operation does next.
 #[derive(Debug)]
 pub enum Turn {
-    /// Run without protection: the route asks for no key.
+    /// Run without protection: the request has no key, and the route requires none.
     Unkeyed,
     /// Claim on this basis, then execute.
     Begin(Box<Begin>),
@@ -297,7 +297,7 @@ impl Front {
         Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
     }
 
-    /// The claim of [`Self::claim_unseen`] stands in a transaction. Returns whether it may execute;
+    /// A transaction holds the claim of [`Self::claim_unseen`]. Returns whether it may execute;
     /// if not, the caller rolls back, drops `begin` and takes a turn.
     pub(super) fn claimed_unseen(&mut self, begin: &Begin) -> bool {
         let runs = self.decide(Found::Nothing(None)) == Decision::Claim;

@@ -215,7 +215,7 @@ mod tests {
         assert_eq!(lock(&quota.tenants).len(), TENANTS_MAX);
     }
 
-    // Shown by: a pause of one length whatever a look takes.
+    // Shown by: a pause of the same length after a slow query.
     #[test]
     fn a_slow_look_is_made_less_often() {
         let quota = StoredQuota::new(100);

@@ -229,7 +229,7 @@ mod tests {
         assert!(map.lock().waiting.is_empty());
     }
 
-    // Shown by: a claim without a look that answers as a run does; one whose end wakes nobody.
+    // Shown by: a claim without a read that answers as a run does; one whose end wakes no request.
     #[tokio::test]
     async fn o15_who_meets_a_claim_without_a_look_waits_for_what_comes_of_it() {
         let map = Running::default();

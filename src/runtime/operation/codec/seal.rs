@@ -1,5 +1,5 @@
-//! The stored form of bytes: compressed (feature `compress`) and encrypted (feature `encrypt`),
-//! each where it is set.
+//! The stored form of bytes: compressed if that helps (feature `compress`), and encrypted if there
+//! is a key (feature `encrypt`).
 //!
 //! Promises: sealed bytes open only in the context in which they were sealed (the associated data
 //! holds every part with its length, and the format). An unknown key id is reported by name, so
@@ -17,7 +17,7 @@ use crate::store::Sealed;
 const COMPRESSED: u16 = 1;
 /// The bytes are a nonce of 24 bytes and XChaCha20-Poly1305.
 const ENCRYPTED: u16 = 2;
-/// The headers stand before the body and are sealed with it.
+/// The headers are stored before the body and sealed with it.
 pub(super) const FRAMED: u16 = 4;
 /// Shorter bodies are not compressed.
 #[cfg(feature = "compress")]

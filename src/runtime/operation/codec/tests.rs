@@ -1,4 +1,4 @@
-//! The codec over its whole way: what is stored of an answer, and what comes back.
+//! Tests of the whole codec: how an answer is stored, and how it is read back.
 
 #![allow(clippy::unwrap_used)]
 use super::*;

@@ -137,11 +137,11 @@ impl Edge {
 
     /// The lease was lost. Returns whether the record holds this run's outcome in the end.
     ///
-    /// The evidence is written before the record is read, and this read waits for whoever changes
-    /// the record. A process that frees the key locks the record before it reads the evidence. So
-    /// either that process sees the evidence, or this run sees the freed record. If nobody runs the
-    /// record, this run takes it over with a fenced claim and writes the outcome. If this process
-    /// dies before that, a retry is answered from the evidence.
+    /// The evidence is written before the decisive read of the record, which waits for a process
+    /// that changes the record. A process that frees the key locks the record before it reads the
+    /// evidence. So either that process sees the evidence, or this run sees the freed record. If
+    /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
+    /// If this process dies before that, a retry is answered from the evidence.
     async fn late(&self, outcome: Option<&Outcome>) -> bool {
         let store = self.front.engine().store();
         let look = store.find(&self.owned.identity).await;

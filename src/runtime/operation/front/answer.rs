@@ -25,8 +25,9 @@ impl Front {
         Answered::Problem(Problem::new(code))
     }
 
-    /// The answer to a duplicate of an operation whose recovery goes on: 202 with its location
-    /// where the route accepts, else 409 (`IDEMPOTENCY_RECOVERY_PENDING`).
+    /// The answer to a duplicate of an operation whose recovery continues: 202 if the route accepts
+    /// duplicates, else 409 (`IDEMPOTENCY_RECOVERY_PENDING`). It has the operation's location, if a
+    /// path was given.
     #[must_use]
     pub fn pending(&self, record: &Record) -> Answered {
         let mut problem = Problem::new(Code::RecoveryPending);

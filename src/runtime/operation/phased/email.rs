@@ -82,7 +82,7 @@ pub struct Emails {
     from: Address,
 }
 
-/// Sender and recipients, as they stand before the e-mail in the stored bytes.
+/// Sender and recipients; they are stored before the e-mail in the same bytes.
 #[derive(Serialize, Deserialize)]
 struct Parties {
     from: String,

@@ -98,18 +98,18 @@ pub enum First {
 /// How a later phase before the first intent ends.
 #[derive(Debug)]
 pub enum Local {
-    /// Commit, and go on from there.
+    /// Commit, and continue at this point.
     RecoveryPoint(LocalPoint),
     /// Commit the intent, then send it.
     Intent(Intent),
-    /// It succeeded, without a provider.
+    /// The operation succeeded without a provider.
     Response(Reply),
-    /// A business rule refused it. What this phase wrote before is kept, so that it can close what
-    /// earlier phases committed.
+    /// A business rule refused the request. The writes of this phase are kept, so that it can close
+    /// what earlier phases committed.
     Rejected {
-        /// The answer, which says why it was refused.
+        /// The answer, which says why the request was refused.
         reply: Reply,
-        /// The code of the refusal, stored with the outcome; none stores none.
+        /// The code of the refusal, stored with the outcome.
         code: Option<String>,
     },
     /// Nothing happened in this phase; it runs again later.
@@ -119,7 +119,7 @@ pub enum Local {
 /// How a phase ends after an effect is settled.
 #[derive(Debug)]
 pub enum Settled {
-    /// Commit, and go on from there.
+    /// Commit, and continue at this point.
     RecoveryPoint(SettledPoint),
     /// Commit the intent of another effect, then send it.
     Intent(Intent),
@@ -127,13 +127,13 @@ pub enum Settled {
     Compensate(Compensation),
     /// The operation succeeded; this is its answer.
     Response(Reply),
-    /// It failed, and nothing that was done stands.
+    /// The operation failed, and none of its effects stands.
     Failure {
-        /// The proof that nothing of it stands: a failed effect, or one that was undone.
+        /// The proof of that: a failed effect, or an effect that was undone.
         proof: Proven,
         /// The answer, which is replayed.
         reply: Reply,
-        /// The code of the failure, stored with the outcome; none stores none.
+        /// The code of the failure, stored with the outcome.
         code: Option<String>,
     },
 }

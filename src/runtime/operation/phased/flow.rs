@@ -91,7 +91,7 @@ pub enum FlowError {
         flow: &'static str,
         /// The name of the effect that undoes another.
         effect: &'static str,
-        /// The name of the effect that it is to undo.
+        /// The name of the effect that does not exist.
         undoes: &'static str,
     },
     /// The timeout of a call is zero, or not shorter than two thirds of the lease (O5).

@@ -53,7 +53,7 @@ pub struct Response {
 pub struct BadHeader(String);
 
 impl HttpCaller {
-    /// A client whose calls take at most `timeout`, of which a third may go into connecting.
+    /// A client whose calls take at most `timeout`, of which connecting may take a third.
     ///
     /// # Errors
     /// TLS cannot be set up.

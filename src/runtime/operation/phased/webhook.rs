@@ -139,7 +139,7 @@ struct Endpoints {
     in_flight: u32,
 }
 
-/// The destination, as it stands before the body in the stored bytes.
+/// The destination; it is stored before the body in the same bytes.
 #[derive(Serialize, Deserialize)]
 struct Envelope {
     url: String,

@@ -1,4 +1,4 @@
-//! What is certain of a call, against real sockets.
+//! Tests of what is certain about a call, with real sockets.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
