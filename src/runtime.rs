@@ -1,10 +1,10 @@
-//! Who does the work: relay, consumer, retries, e-mail sender.
+//! The work of the library: relay, consumer, retries, operations and the e-mail sender.
 //!
-//! Guarantees: no lock and no transaction is held across a call to the broker; every wait has a
-//! bound or a stop; a task that must finish is never cancelled in the middle of a statement.
+//! Guarantees: no lock and no transaction is held across a call to the broker. Every wait has a
+//! bound or a stop. A task that must finish is never cancelled in the middle of a statement.
 //!
-//! Not here: what to decide (room `policy`), how to say it to a database or broker (rooms `store`
-//! and `broker`).
+//! Not here: the decisions (`policy`), and the statements and protocols of databases and brokers
+//! (`store` and `broker`).
 
 #[cfg(feature = "email")]
 mod carriage;

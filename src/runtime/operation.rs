@@ -1,21 +1,21 @@
-//! The operation engine: one decision, three kinds of operations (O1 to O29).
+//! The operation engine: one decision table, and three kinds of operations (O1 to O29).
 //!
 //! | module | for |
 //! |---|---|
 //! | `engine` | [`Engine`]: what a process shares, and its limits |
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
-//! | `front` | [`Front`]: what every operation asks before it executes |
+//! | `front` | [`Front`]: what every operation does with a request before it executes |
 //! | `transactional` | [`Engine::execute_transactional`]: claim, effects, messages and answer in one commit |
 //! | [`phased`] | phased operations: phases, and calls of providers between them |
 //! | `edge` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
-//! | `reconcile` | how an edge run ended whose end was not seen |
-//! | `standing` | what must come to stand behind the answer |
-//! | `running`, `memory` | what runs here; how much memory bodies may take |
-//! | `reach`, `admission` | whether the store is there; how many operations its connections carry |
+//! | `reconcile` | finds out the outcome of an edge run whose end was not recorded |
+//! | `standing` | marks a run as unknown in the background, after its request was answered |
+//! | `running`, `memory` | the runs of this process; how much memory request bodies may take |
+//! | `reach`, `admission` | whether the store answers; how many operations its connections carry |
 //!
 //! Not here: the decisions ([`policy::operation`](crate::policy::operation)), the statements
-//! ([`store`](crate::store)), and HTTP or gRPC, which only translate what comes in and out.
+//! ([`store`](crate::store)), and HTTP or gRPC, which only translate requests and answers.
 
 mod admission;
 mod codec;
