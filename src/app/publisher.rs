@@ -226,7 +226,6 @@ pub(super) fn owner_name() -> String {
     format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
 }
 
-/// Closes the connections of the store.
 pub(super) async fn close<S: Store>(store: &S) {
     if tokio::time::timeout(CLOSE_MAX, store.close()).await.is_err() {
         tracing::debug!("the database did not answer when its connections were closed");

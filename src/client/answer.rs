@@ -59,7 +59,6 @@ pub(super) struct Arrived {
     pub(super) status: u16,
     pub(super) headers: HeaderMap,
     pub(super) body: Vec<u8>,
-    /// The URL that answered.
     pub(super) url: Url,
 }
 
@@ -168,7 +167,6 @@ impl Arrived {
         })
     }
 
-    /// Why this answer leaves the outcome unknown.
     pub(super) fn cause(&self) -> Cause {
         Cause::Answer { status: self.status, code: self.problem().code }
     }

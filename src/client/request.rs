@@ -30,7 +30,6 @@ pub(super) fn new_key() -> Result<Key, ClientError> {
     parse(&uuid::Uuid::now_v7().to_string())
 }
 
-/// Parses a key that the caller gave.
 pub(super) fn parse(key: &str) -> Result<Key, ClientError> {
     Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| ClientError::Request(error.to_string()))
 }

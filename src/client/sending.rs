@@ -51,7 +51,6 @@ pub(super) struct Shared {
     began: Instant,
 }
 
-/// The result of one attempt or query.
 enum Met {
     Arrived(Arrived),
     Nothing { seen: Seen, why: String },

@@ -18,7 +18,6 @@ pub trait KeyField {
     }
 }
 
-/// Reads the key of a call.
 pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> Result<KeyGiven, Box<Problem>> {
     let lines: Vec<&[u8]> = metadata.get_all(KEY_METADATA).iter().map(|value| value.as_bytes()).collect();
     let in_metadata = match Key::from_header(&lines, format) {

@@ -81,7 +81,6 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
     }
 }
 
-/// Converts a problem to a status.
 pub(super) fn of_problem(problem: &Problem) -> Status {
     let mut facts = HashMap::from([
         ("key_state".to_owned(), problem.key_state.to_string()),

@@ -91,7 +91,6 @@ pub(super) fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|error| format!("`{text}` is no address: {error}"))
 }
 
-/// Composes a plain text e-mail.
 pub(super) fn compose(
     from: &Address,
     message_id: &str,

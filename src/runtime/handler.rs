@@ -10,7 +10,6 @@ use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, NewMessage};
 use crate::store::{Base, Enqueue, InboxTx, NewEmail, Store};
 
-/// The sqlx connection of a store.
 type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
 
 /// The transaction of one message or batch. It also holds the inbox row, so what is written through
@@ -112,7 +111,6 @@ pub trait BatchMessageHandler<S: Store>: Send + Sync {
     async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }
 
-/// Returns the text of a panic.
 pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")

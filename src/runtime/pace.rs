@@ -76,7 +76,6 @@ pub(crate) struct Since {
 }
 
 impl Since {
-    /// Counts the time from this moment on.
     pub(crate) fn now() -> Self {
         Self { monotonic: Instant::now(), wall: SystemTime::now() }
     }

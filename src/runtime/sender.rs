@@ -50,7 +50,6 @@ pub struct Sender {
 /// Rows that are claimed together: two, because the claim must last longer than sending all of
 /// them. Otherwise another sender would claim the last ones and send them a second time.
 const BATCH: usize = 2;
-/// The time limit of one sending.
 const SENDING: Duration = Duration::from_secs(25);
 /// A claim lasts longer than sending all rows that were claimed together. After it, the rows of a
 /// sender that died can be claimed again.
@@ -70,7 +69,6 @@ struct Hand {
     outcome: Option<(EmailToSend, EmailOutcome)>,
 }
 
-/// The result of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Worked,

@@ -16,7 +16,6 @@ use crate::policy::hex::{hex, unhex};
 use crate::policy::operation::Key;
 use crate::policy::operation::key::KeyFormat;
 
-/// The only version of the format.
 const VERSION: u32 = 1;
 #[cfg(feature = "encrypt")]
 const NONCE_BYTES: usize = 24;
@@ -92,7 +91,6 @@ impl JournalCipher {
 }
 
 impl Entry {
-    /// Encodes a request as an entry.
     pub(super) fn seal(request: &Request, now: SystemTime, bodies: &Bodies) -> Result<Vec<u8>, String> {
         let mut headers = Vec::new();
         for (name, value) in &request.headers {

@@ -34,7 +34,6 @@ struct Strict<T>(T);
 /// The visitor of such a deserializer.
 struct Visits<V> {
     visitor: V,
-    /// Whether a struct is expected.
     for_struct: bool,
 }
 

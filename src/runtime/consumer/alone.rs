@@ -23,7 +23,6 @@ use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
 use crate::store::ParkAs;
 
-/// The reason why a message runs alone.
 pub(super) enum Why {
     /// It may have killed its process.
     Suspect,

@@ -18,7 +18,6 @@ const TIMES: u32 = 3;
 /// The time limit for the work that proves this.
 const WORKS_MAX: Duration = Duration::from_secs(5);
 
-/// To whom a failure belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// It is not known yet, or the database works for no message at all.

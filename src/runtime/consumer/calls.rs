@@ -24,7 +24,6 @@ pub(super) struct Wanted {
     pub(super) item: usize,
     /// The number of the handler in the consumer's list of handlers.
     pub(super) handler: usize,
-    /// Whether the handler takes messages in sets.
     pub(super) in_sets: bool,
     /// The lane id of the message; `None` without a key.
     pub(super) lane: Option<[u8; 16]>,

@@ -89,7 +89,6 @@ pub(super) struct Done {
     pub(super) source: PartitionId,
     pub(super) sequence: i64,
     pub(super) end: End,
-    /// Whether the item had been set aside.
     pub(super) was_aside: bool,
 }
 

@@ -18,7 +18,6 @@ use crate::store::ConsumerId;
 
 /// The number of rows that one transaction reads.
 const PAGE: usize = 1_000;
-/// The pause between two pages.
 const BETWEEN: Duration = Duration::from_millis(20);
 
 /// Checks the horizon; waits for a database or broker that is away.

@@ -23,7 +23,6 @@ use crate::policy::operation::OperationName;
 /// requests are refused at once.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// The places of an engine.
 #[derive(Debug)]
 pub(super) struct Admission {
     all: Places,

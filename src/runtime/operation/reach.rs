@@ -29,13 +29,11 @@ const TURN: Duration = Duration::from_millis(50);
 /// How long the store must be away before a request stops waiting for a task that needs it. A task
 /// that has not begun reports the outage itself within this time.
 const GRACE: Duration = Duration::from_millis(250);
-/// The name of the part in [`Health`].
 const PART: &str = "operations";
 
 /// Why the store is away; `None`: it answers.
 type Away = Option<String>;
 
-/// What an engine knows of its store.
 #[derive(Debug)]
 pub(super) struct Reach {
     away: Arc<watch::Sender<Away>>,

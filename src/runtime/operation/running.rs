@@ -19,13 +19,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::policy::operation::{Fingerprint, Identity, PrincipalMark};
 
-/// A run of this process.
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) principal: PrincipalMark,
     pub(super) fingerprint: Fingerprint,
     pub(super) since: Instant,
-    /// Cancelled when the run has ended.
     pub(super) ended: CancellationToken,
     /// Whether this is a claim without a read whose result is not known yet. It answers no
     /// duplicate.
@@ -68,7 +66,6 @@ pub(super) struct Waiting {
     digest: [u8; 32],
 }
 
-/// The entry of one run.
 #[derive(Debug)]
 pub(super) struct Entry {
     map: Running,
@@ -112,7 +109,6 @@ impl Running {
         })
     }
 
-    /// The run of a key.
     pub(super) fn get(&self, digest: &[u8; 32]) -> Option<Arc<Run>> {
         self.lock().by_key.get(digest).cloned()
     }
@@ -128,7 +124,6 @@ impl Running {
         Some(Waiting { map: self.clone(), digest })
     }
 
-    /// How many runs of this tenant there are.
     pub(super) fn of_tenant(&self, tenant: &str) -> u32 {
         self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
     }

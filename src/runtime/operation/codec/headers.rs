@@ -35,10 +35,8 @@ const NEVER: [&str; 16] = [
     "traceparent",
 ];
 
-/// Prefixes of headers that are never kept.
 const NEVER_PREFIX: [&str; 5] = ["proxy-", "ratelimit-", "x-ratelimit-", "access-control-", "idempotent-"];
 
-/// Whether this header may never be kept.
 pub(super) fn is_never(name: &str) -> bool {
     NEVER.contains(&name) || NEVER_PREFIX.iter().any(|prefix| name.starts_with(prefix))
 }

@@ -137,7 +137,6 @@ impl Sealer {
         }
     }
 
-    /// Whether this sealer encrypts.
     pub(super) fn encrypts(&self) -> bool {
         self.write.is_some()
     }

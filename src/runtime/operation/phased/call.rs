@@ -291,7 +291,6 @@ impl Driver {
         Ok(())
     }
 
-    /// Counts an event of this operation.
     pub(super) fn note(&self, what: Noted) {
         self.member.note(self.context.identity(), what);
     }

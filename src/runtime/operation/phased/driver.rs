@@ -51,7 +51,6 @@ use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Proof, StoredOpe
 /// How often a phase runs again after a transient error of the database (R27).
 pub(super) const TRIES: u32 = 5;
 
-/// The pause before a phase runs again.
 pub(super) fn before_try(number: u32) -> Duration {
     Duration::from_millis(fastrand::u64(1..=10) << number.min(TRIES))
 }
@@ -89,7 +88,6 @@ pub(super) struct Ended {
     pub(super) reply: Option<Reply>,
 }
 
-/// A driver of one operation.
 #[derive(Debug)]
 pub(super) struct Driver {
     pub(super) phased: Arc<Phased>,
@@ -129,7 +127,6 @@ pub(super) enum Next {
 }
 
 impl Driver {
-    /// A driver of the operation that `hold` holds.
     pub(super) fn new(
         phased: Arc<Phased>,
         (member, context, command, fingerprint): (Arc<Member>, Context, AnyCommand, Fingerprint),
@@ -548,7 +545,6 @@ pub(super) async fn guarded<T>(
     }
 }
 
-/// Builds the row of an intent.
 pub(super) fn new_intent(
     phased: &Phased,
     context: &Context,

@@ -68,7 +68,6 @@ struct Body {
     saw: String,
 }
 
-/// A row that was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Row {
     pub(super) proof: Proof,
@@ -86,7 +85,6 @@ fn pause_of(verdict: Verdict) -> Duration {
     if let Verdict::Wait(pause) = verdict { pause } else { Duration::ZERO }
 }
 
-/// The row of an observation.
 pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, StoreError> {
     let kind = match seen.by {
         By::Answer => "answer",
@@ -183,7 +181,6 @@ fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row
     Ok(rows)
 }
 
-/// The conclusion from these rows.
 pub(super) fn evidence(rows: &[Row]) -> Evidence {
     Evidence::of(rows.iter().map(|row| row.proof))
 }

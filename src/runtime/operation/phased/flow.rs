@@ -24,7 +24,6 @@ use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::provider::{Strategy, WindowError};
 use crate::store::{Base, FIRST_POINT, PhaseTx};
 
-/// A command without its type.
 pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
 
 /// A registered operation. A worker drives only the flows and versions that it has.
@@ -136,7 +135,6 @@ impl<S: Base> Flow<S> {
         FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], of: PhantomData }
     }
 
-    /// The flow without the type of its store.
     pub(super) fn any(self) -> AnyFlow {
         self.0
     }

@@ -16,7 +16,6 @@ use reqwest::{Method, Url, redirect};
 use crate::policy::operation::pace::asked_to_wait;
 use crate::policy::operation::provider::Answer;
 
-/// The longest answer that is read, in bytes.
 const ANSWER_MAX: usize = 64 << 10;
 
 /// A client for one provider. Cheap to clone.

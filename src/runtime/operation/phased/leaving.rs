@@ -169,7 +169,6 @@ impl Driver {
         Ok(Next::End(self.release(after, counts).await?))
     }
 
-    /// The pause until the operation is due again.
     pub(super) fn pause(&self, attempts: u32) -> Duration {
         let settings = &self.phased.settings;
         retry::pause(settings.backoff_first, settings.backoff_max, attempts.saturating_add(1), fastrand::f64())

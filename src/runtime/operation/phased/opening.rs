@@ -52,7 +52,6 @@ pub(super) enum Opened {
     Failed(StoreError),
 }
 
-/// The first phase of an operation.
 pub(super) struct Opening {
     pub(super) phased: Arc<Phased>,
     pub(super) stop: CancellationToken,

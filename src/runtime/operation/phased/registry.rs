@@ -129,7 +129,6 @@ impl Phased {
             .map(|(_, member)| Arc::clone(member))
     }
 
-    /// The newest registered version of a flow.
     pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member>> {
         self.members.iter().rev().find(|((name, _), _)| *name == flow).map(|(_, member)| Arc::clone(member))
     }

@@ -9,7 +9,6 @@ use crate::error::StoreError;
 use crate::runtime::operation::Sealer;
 use crate::store::Sealed;
 
-/// Seals and opens the stored bytes of operations.
 #[derive(Debug, Clone)]
 pub(super) struct Vault(Sealer);
 

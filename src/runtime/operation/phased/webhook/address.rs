@@ -18,7 +18,6 @@ pub(super) struct Addresses {
     allowed_hosts: BTreeSet<String>,
 }
 
-/// Why an endpoint is not called.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Barred {
     /// The URL is neither `https` nor `http` to an allowed host.
