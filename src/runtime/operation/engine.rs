@@ -3,8 +3,8 @@
 //!
 //! Promises: requests with the same scope, operation and key run once and get one answer (G13). All
 //! operations of a process share one engine through cheap clones. Work that the engine starts is
-//! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is
-//! answered at once; it never waits.
+//! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is refused
+//! at once; only for a connection of the store it may wait a second.
 //!
 //! Not here: the decision about each request ([`Front`](super::Front)).
 
@@ -363,9 +363,9 @@ impl Core {
         Ok(())
     }
 
-    /// Deletes expired data: bodies, then the records of every protected operation, about `limit`
-    /// of each at most, in bounded statements (M101). Returns how many rows it deleted or emptied.
-    /// Call it regularly, in as many processes as you like.
+    /// Deletes expired data: bodies, then the records of every protected operation, at most about
+    /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
+    /// regularly, in as many processes as you like.
     ///
     /// # Errors
     /// The error of the store; what was deleted before it stays deleted.
