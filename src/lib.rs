@@ -65,19 +65,18 @@
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
 //! `embedded`) each; `http`, `openapi`, `grpc`, `client`, `email`, `redis`, `compress`, `encrypt`,
-//! `otel` for what their names say; `programs` for command lines and configuration. A service that
-//! only enqueues on PostgreSQL:
+//! `otel` for what their names say; `programs` for settings and a `main` of one's own. A service
+//! that only enqueues on PostgreSQL:
 //! `oncebox = { version = "0.1", default-features = false, features = ["postgres"] }`.
 //!
 //! # Rooms
 //!
 //! They import only downwards; a test reads the sources, refuses anything else, and compares this
-//! table with `ARCHITECTURE.md`.
+//! table with `ARCHITECTURE.md`. What begins with `crates/` is a package of its own.
 //!
 //! | rooms | for |
 //! |---|---|
-//! | `bin` | publisher, consumer, oncebox: nothing but a call |
-//! | `cli` | the commands: parse, wire, run |
+//! | `crates/cli` | publisher, consumer, oncebox: the commands parse, wire and run |
 //! | `app` | processes: programs, settings, connections by URL, signals, listener |
 //! | `http`, `grpc`, `client` | operations served and sent |
 //! | `runtime` | relay, consumer, retries, sql handler, operations, e-mail sender |
@@ -92,8 +91,6 @@
 #[cfg(feature = "programs")]
 pub mod app;
 pub mod broker;
-#[cfg(feature = "programs")]
-pub mod cli;
 #[cfg(feature = "client")]
 pub mod client;
 pub mod error;

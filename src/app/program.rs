@@ -16,7 +16,7 @@ use super::logging::{LogFormat, say, speak, start_logging};
 /// The variable that stands for `--config`.
 const CONFIG: &str = "ONCEBOX_CONFIG";
 /// The heading in a help under which the flags stand that every command takes.
-pub(crate) const COMMON_OPTIONS: &str = "Common options";
+pub const COMMON_OPTIONS: &str = "Common options";
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
 #[derive(Debug, Clone, Default, Args)]
@@ -49,7 +49,10 @@ impl CommonArgs {
     /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the
     /// environment or in a file may name a database that others work with. A person watches: no
     /// more than `log` is logged.
-    pub(crate) fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
+    ///
+    /// # Errors
+    /// A configuration file, and settings that cannot be used: exit code 2.
+    pub fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
         }

@@ -19,6 +19,7 @@
 //! | [`split`] | how a failed batch is run again | R27 |
 //! | `hosts` | which servers a URL with several hosts means | |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
+//! | [`hex`] | how hashes, ids and tokens stand in text | |
 //! | [`breaker`] | when an outside place is left alone for a while | M110 |
 //! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
 //!
@@ -29,7 +30,7 @@ pub mod breaker;
 pub mod db_time;
 pub mod diversion;
 pub mod gaps;
-pub(crate) mod hex;
+pub mod hex;
 pub mod horizon;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "rabbitmq"))]
 pub(crate) mod hosts;
