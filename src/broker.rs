@@ -1,8 +1,8 @@
 //! How bytes leave and arrive: the traits that a broker adapter fulfils.
 //!
 //! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
-//! `topology` where the broker has one). The suite in `conformance` (feature `testing`) is the
-//! executable definition and runs on any adapter.
+//! `topology` where the broker has one). The suite in `oncebox-testkit` is the executable
+//! definition and runs on any adapter.
 //!
 //! Guarantees: a row is settled only by the broker's own proof; within a session the broker takes a
 //! prefix of what was sent per key (R15); acknowledgements never run ahead of what the runtime said
@@ -11,20 +11,14 @@
 //! Not here: SQL of the outbox or inbox, decisions on refusals (room `policy`), retries over
 //! sessions (room `runtime`).
 
-#[cfg(feature = "testing")]
-pub mod conformance;
 #[cfg(feature = "embedded")]
 pub mod embedded;
-#[cfg(any(feature = "embedded", feature = "testing"))]
-mod envelope;
+pub(crate) mod envelope;
 #[cfg(feature = "kafka")]
 pub mod kafka;
-#[cfg(feature = "testing")]
-pub mod memory;
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
-#[cfg(any(feature = "embedded", feature = "testing"))]
-mod share;
+pub(crate) mod share;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

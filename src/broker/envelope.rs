@@ -12,7 +12,7 @@ use crate::message::wire::{self, CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT,
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
 /// The headers of a message, envelope first.
-pub(super) fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)> {
+pub fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)> {
     let mut headers = Vec::with_capacity(message.headers.len() + 9);
     let mut add = |name: &str, value: String| headers.push((name.to_owned(), value));
     add(KAFKA.spec_version, SPEC_VERSION.to_owned());
@@ -35,7 +35,7 @@ pub(super) fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, S
 }
 
 /// A message as it stood in a log, with the envelope taken from its headers.
-pub(super) fn arrive(
+pub fn arrive(
     key: Option<Vec<u8>>,
     headers: Vec<(String, Vec<u8>)>,
     payload: Vec<u8>,

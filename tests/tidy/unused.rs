@@ -26,9 +26,8 @@ const KEPT: [(&str, &str); 3] = [
     ),
 ];
 
-/// Files and folders that only tests use.
-const ONLY_TESTS: [&str; 4] =
-    ["src/store/conformance", "src/broker/conformance", "src/store/memory", "src/broker/memory"];
+/// What only tests use.
+const ONLY_TESTS: [&str; 1] = ["crates/testkit"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -168,7 +167,7 @@ fn end_of_bracket(words: &[String], opening: usize) -> usize {
 
 fn is_for_tests(attribute: &str) -> bool {
     let only = ["#[cfg(test)", "#[cfg(all(test", "#[cfg(doctest", "#[cfg(all(doctest", "#[test]", "#[tokio::test"];
-    only.iter().any(|start| attribute.starts_with(start)) || attribute == "#[cfg(feature=testing)]"
+    only.iter().any(|start| attribute.starts_with(start))
 }
 
 /// Production's words of a source, and the modules in files of their own that only tests have.

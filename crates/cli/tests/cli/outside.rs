@@ -30,7 +30,10 @@ fn manifest() -> String {
     let package = "[package]\nname = 'outside'\nversion = '0.1.0'\nedition = '2024'\n[workspace]\n";
     let mut crate_of_others: toml::Table = package.parse().unwrap();
     crate_of_others.insert("dependencies".into(), dependencies.into());
-    crate_of_others.insert("dev-dependencies".into(), ours["dev-dependencies"].clone());
+    let mut for_tests = ours["dev-dependencies"].as_table().unwrap().clone();
+    // It lies in this repository.
+    for_tests.remove("oncebox-testkit").unwrap();
+    crate_of_others.insert("dev-dependencies".into(), for_tests.into());
     crate_of_others.insert("profile".into(), ours["profile"].clone());
     toml::to_string(&crate_of_others).unwrap()
 }

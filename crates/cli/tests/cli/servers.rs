@@ -204,7 +204,7 @@ fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
 }
 
 /// What an operator does with one message and with a consumer that is gone, on both kinds of
-/// server. `tests/cli/dead.rs` has the rest, on SQLite.
+/// server. `dead.rs` has the rest, on SQLite.
 ///
 /// Shown by: a statement of one database that finds no row.
 #[test]
