@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The three programs with every feature. Built with the compiler and on the Debian that the tests run on.
+# The three programs with every feature they have. Built with the compiler and on the Debian that the tests run on.
 
 FROM rust:1.95.0-slim-bookworm AS build
 # librdkafka is built by configure and make; its TLS and the kafka-tls feature use the system's OpenSSL.
@@ -10,7 +10,7 @@ WORKDIR /src
 COPY . .
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/src/target \
-    cargo install --locked --all-features --path . --root /out
+    cargo install --locked --all-features --path crates/cli --root /out
 
 FROM debian:bookworm-slim
 RUN apt-get update \

@@ -5,7 +5,7 @@ help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 check: ## whether everything compiles
-	cargo check --locked --all-features --all-targets
+	cargo check --locked --workspace --all-features --all-targets
 
 fast: ## every test that needs no server
 	scripts/one --fast
@@ -20,9 +20,9 @@ shard: ## a part of everything: make shard PART=1/3
 	scripts/test --shard $(PART)
 
 lint: ## format, clippy and documentation
-	cargo fmt --check
-	cargo clippy --locked --all-features --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --all-features
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-features --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --all-features
 
 down: ## stop the servers that `make one` left running
 	scripts/services down target/services

@@ -1,10 +1,10 @@
 //! The building blocks of the programs: settings, connections by URL, the publisher and consumer as
 //! programs, and their command lines.
 //!
-//! Guarantees: only this module and `bin` read the environment. A program never migrates a database
-//! by itself. Secrets are never printed.
+//! Guarantees: only this room reads the environment; a program never migrates by itself; secrets
+//! are never printed.
 //!
-//! Not here: commands for people (`cli`), the work itself (`runtime`).
+//! Not here: commands for people (`crates/cli`), the work itself (room `runtime`).
 
 pub mod config;
 mod connect;
@@ -25,10 +25,9 @@ pub use connect::rabbit_config;
 pub use connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind};
 pub use consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};
-pub(crate) use listen::listen;
+pub use listen::listen;
 pub use logging::{LogFormat, say, speak, start_logging};
-pub(crate) use program::COMMON_OPTIONS;
-pub use program::{CommonArgs, run};
+pub use program::{COMMON_OPTIONS, CommonArgs, run};
 pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher};
 pub use publisher::{run_publisher, run_publisher_with};
 pub use signals::stop_on_signals;

@@ -1,8 +1,8 @@
 //! The traits that a broker adapter implements, for publishing and for consuming.
 //!
-//! Each adapter has one folder with the same file names: `config`, `publisher`, `subscriber` (and
-//! `topology` where the broker has one). The suite in `conformance` (feature `testing`) is the
-//! executable definition of these traits and runs on any adapter.
+//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
+//! `topology` where the broker has one). The suite in `oncebox-testkit` is the executable
+//! definition and runs on any adapter.
 //!
 //! Guarantees: a row is settled only by the broker's own proof. Within a session the broker takes,
 //! for each key, a prefix of what was sent (R15). An acknowledgement is sent only for deliveries
@@ -11,20 +11,14 @@
 //! Not here: SQL of the outbox or inbox, decisions about refusals (room `policy`), retries across
 //! sessions (room `runtime`).
 
-#[cfg(feature = "testing")]
-pub mod conformance;
 #[cfg(feature = "embedded")]
 pub mod embedded;
-#[cfg(any(feature = "embedded", feature = "testing"))]
-mod envelope;
+pub(crate) mod envelope;
 #[cfg(feature = "kafka")]
 pub mod kafka;
-#[cfg(feature = "testing")]
-pub mod memory;
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
-#[cfg(any(feature = "embedded", feature = "testing"))]
-mod share;
+pub(crate) mod share;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

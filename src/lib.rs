@@ -59,25 +59,24 @@
 //! | serve requests with an `Idempotency-Key` | `http::idempotency` (feature `http`), `grpc` (feature `grpc`) |
 //! | call a provider in phases that recover | [`runtime::operation`] |
 //! | send requests again until their end is known | `client` (feature `client`) |
-//! | write an adapter of your own | the traits of [`store`] and [`broker`], and their conformance suites (feature `testing`) |
+//! | write an adapter of your own | the traits of [`store`] and [`broker`], and their suites in the package `oncebox-testkit` |
 //!
 //! # Features
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
 //! `embedded`) each; `http`, `openapi`, `grpc`, `client`, `email`, `redis`, `compress`, `encrypt`,
-//! `otel` for what their names say; `programs` for command lines and configuration. A service that
-//! only enqueues on PostgreSQL:
+//! `otel` for what their names say; `programs` for settings and a `main` of one's own. A service
+//! that only enqueues on PostgreSQL:
 //! `oncebox = { version = "0.1", default-features = false, features = ["postgres"] }`.
 //!
 //! # Rooms
 //!
 //! They import only downwards; a test reads the sources, refuses anything else, and compares this
-//! table with `ARCHITECTURE.md`.
+//! table with `ARCHITECTURE.md`. What begins with `crates/` is a package of its own.
 //!
 //! | rooms | for |
 //! |---|---|
-//! | `bin` | publisher, consumer, oncebox: nothing but a call |
-//! | `cli` | the commands: parse, wire, run |
+//! | `crates/cli`, `crates/testkit` | publisher, consumer, oncebox: the commands parse, wire and run; suites for adapters, a broker and keys in memory |
 //! | `app` | processes: programs, settings, connections by URL, signals, listener |
 //! | `http`, `grpc`, `client` | operations served and sent |
 //! | `runtime` | relay, consumer, retries, sql handler, operations, e-mail sender |
@@ -92,8 +91,6 @@
 #[cfg(feature = "programs")]
 pub mod app;
 pub mod broker;
-#[cfg(feature = "programs")]
-pub mod cli;
 #[cfg(feature = "client")]
 pub mod client;
 pub mod error;
@@ -108,6 +105,25 @@ pub mod observe;
 pub mod policy;
 pub mod runtime;
 pub mod store;
+
+/// What adapters share. It is for `oncebox-testkit` and for authors of adapters, not for services,
+/// and may change with every version.
+#[doc(hidden)]
+pub mod adapter {
+    pub use crate::store::inbox::time_in_id;
+    pub use crate::store::key_operator::nothing_stands;
+    pub use crate::store::operations::stored::Columns;
+
+    /// The envelope of a message as headers of a log.
+    pub mod envelope {
+        pub use crate::broker::envelope::{arrive, headers};
+    }
+
+    /// Which partitions of a topic a member of a group reads.
+    pub mod share {
+        pub use crate::broker::share::{Seat, Share, share};
+    }
+}
 
 pub use async_trait::async_trait;
 pub use error::{BrokerError, HandlerError, LimitError, StoreError};

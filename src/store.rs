@@ -2,8 +2,7 @@
 //!
 //! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`,
 //! `relay`, `inbox`, `waiting`, `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The
-//! suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
-//! adapter.
+//! suite in `oncebox-testkit` is the executable definition and runs on any adapter.
 //!
 //! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no
 //! statement decides from a SELECT what a unique key must decide.
@@ -16,10 +15,10 @@ mod bounded;
 mod door;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod hosts;
-mod inbox;
-mod key_operator;
+pub(crate) mod inbox;
+pub(crate) mod key_operator;
 mod mailbox;
-mod operations;
+pub(crate) mod operations;
 mod operator;
 mod phases;
 mod relay;
@@ -29,10 +28,6 @@ mod sql;
 mod statements;
 mod waiting;
 
-#[cfg(feature = "testing")]
-pub mod conformance;
-#[cfg(feature = "testing")]
-pub mod memory;
 #[cfg(feature = "mysql")]
 pub mod mysql;
 #[cfg(feature = "postgres")]

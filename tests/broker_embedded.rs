@@ -1,6 +1,6 @@
 //! The embedded broker within one process: the conformance suite, the file, turns, leases,
 //! retention.
-#![cfg(all(feature = "embedded", feature = "testing"))]
+#![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncebox::BrokerError;
-use oncebox::broker::conformance::{Capabilities, Fixture};
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
 use oncebox::policy::horizon::TopicRetention;
+use oncebox_testkit::broker::{Capabilities, Fixture};
 use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{ConnectOptions, Connection, SqliteConnection};
 use uuid::Uuid;
@@ -55,7 +55,7 @@ async fn fixture(_case: &str) -> Option<Embedded> {
     Some(Embedded::new())
 }
 
-oncebox::broker_conformance!(fixture);
+oncebox_testkit::broker_conformance!(fixture);
 
 fn message(key: Option<&str>, payload: &[u8]) -> OutgoingMessage {
     OutgoingMessage {

@@ -2,7 +2,7 @@
 //! middle.
 //!
 //! The processes are this test executable again, running only `the_other_process`.
-#![cfg(all(feature = "embedded", feature = "testing"))]
+#![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,5 +1,4 @@
 //! The broker in memory: the conformance suite, and its switches.
-#![cfg(feature = "testing")]
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -7,10 +6,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncebox::BrokerError;
-use oncebox::broker::conformance::{Capabilities, Fixture};
-use oncebox::broker::memory::{Fault, MemoryBroker, matching};
 use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscription, TopicState};
 use oncebox::message::OutgoingMessage;
+use oncebox_testkit::broker::{Capabilities, Fixture};
+use oncebox_testkit::memory::{Fault, MemoryBroker, matching};
 use uuid::Uuid;
 
 struct Memory {
@@ -34,7 +33,7 @@ async fn fixture(_case: &str) -> Option<Memory> {
     Some(Memory { broker })
 }
 
-oncebox::broker_conformance!(fixture);
+oncebox_testkit::broker_conformance!(fixture);
 
 fn message(key: Option<&str>, payload: &str) -> OutgoingMessage {
     OutgoingMessage {

@@ -1,4 +1,3 @@
 //! The store of keys in memory.
-#![cfg(feature = "testing")]
 
-oncebox::keys_conformance!(oncebox::store::memory::MemoryKeys);
+oncebox_testkit::keys_conformance!(oncebox_testkit::MemoryKeys);

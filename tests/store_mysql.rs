@@ -3,7 +3,7 @@
 //!
 //! Each test has a database of its own. Settings that hold for a whole server (binary log,
 //! durability, functions) are tested on a private server, which needs `mariadbd` on this machine.
-#![cfg(all(feature = "mysql", feature = "testing"))]
+#![cfg(feature = "mysql")]
 #![allow(clippy::unwrap_used)]
 
 mod support;

@@ -1,5 +1,5 @@
 //! The store on PostgreSQL: the suite that every store must pass, and what only PostgreSQL has.
-#![cfg(all(feature = "postgres", feature = "testing"))]
+#![cfg(feature = "postgres")]
 #![allow(clippy::unwrap_used)]
 
 #[path = "support/postgres.rs"]

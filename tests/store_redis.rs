@@ -1,5 +1,5 @@
 //! Redis as a guard: the suite of keys, and what only Redis has (O25).
-#![cfg(all(feature = "redis", feature = "testing"))]
+#![cfg(feature = "redis")]
 #![allow(clippy::unwrap_used)]
 
 #[path = "store_redis/guard.rs"]
@@ -9,4 +9,4 @@ mod prefix;
 #[path = "support/mod.rs"]
 mod support;
 
-oncebox::keys_conformance!(prefix::Prefix);
+oncebox_testkit::keys_conformance!(prefix::Prefix);

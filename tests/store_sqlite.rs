@@ -1,5 +1,5 @@
 //! The SQLite store: the suite, and what only SQLite has.
-#![cfg(all(feature = "sqlite", feature = "testing"))]
+#![cfg(feature = "sqlite")]
 #![allow(clippy::unwrap_used)]
 
 #[path = "store_sqlite/durability.rs"]
@@ -13,4 +13,4 @@ mod plain_inserts;
 #[path = "store_sqlite/processes.rs"]
 mod processes;
 
-oncebox::store_conformance!(fixture::SqliteFile);
+oncebox_testkit::store_conformance!(fixture::SqliteFile);

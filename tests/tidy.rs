@@ -10,10 +10,10 @@ mod schemas;
 #[path = "tidy/unused.rs"]
 mod unused;
 
-/// Rooms from top to bottom; a room may name only rooms of lower floors, or itself.
-const FLOORS: [&[&str]; 7] = [
-    &["bin"],
-    &["cli"],
+/// Rooms from top to bottom; a room may name only rooms of lower floors, or itself. Of what is a
+/// package of its own, cargo sees to that.
+const FLOORS: [&[&str]; 6] = [
+    &["crates/cli", "crates/testkit"],
     &["app"],
     &["http", "grpc", "client"],
     &["runtime"],
@@ -29,8 +29,19 @@ fn files_below(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
+/// The packages beside the library.
+const PACKAGES: [&str; 2] = ["crates/cli", "crates/testkit"];
+
 fn all_sources() -> Vec<(PathBuf, String)> {
-    sources_below("src")
+    of_all_packages("src")
+}
+
+/// The sources in this folder of the library and of each package beside it.
+fn of_all_packages(folder: &str) -> Vec<(PathBuf, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let others = PACKAGES.iter().map(|package| format!("{package}/{folder}"));
+    let folders = std::iter::once(folder.to_owned()).chain(others);
+    folders.filter(|folder| root.join(folder).is_dir()).flat_map(|folder| sources_below(&folder)).collect()
 }
 
 fn sources_below(directory: &str) -> Vec<(PathBuf, String)> {
@@ -48,6 +59,9 @@ fn sources_below(directory: &str) -> Vec<(PathBuf, String)> {
 }
 
 fn room(path: &Path) -> Option<String> {
+    if let Some(package) = PACKAGES.iter().find(|package| path.starts_with(package)) {
+        return Some((*package).to_owned());
+    }
     let inside = path.strip_prefix("src").ok()?;
     let first = inside.components().next()?.as_os_str().to_str()?;
     Some(first.trim_end_matches(".rs").to_owned())
@@ -60,7 +74,7 @@ fn floor(room: &str) -> Option<usize> {
 #[test]
 fn rooms_import_only_downwards() {
     let mut wrong = Vec::new();
-    for (path, text) in all_sources() {
+    for (path, text) in sources_below("src") {
         let Some(from) = room(&path).filter(|room| room != "lib") else { continue };
         let from_floor = floor(&from).unwrap_or_else(|| panic!("{} is in no room that DESIGN knows", path.display()));
         for (number, line) in text.lines().enumerate() {
@@ -117,9 +131,9 @@ fn the_lowest_rooms_do_no_input_or_output() {
 }
 
 #[test]
-fn only_app_cli_and_bin_read_the_environment() {
+fn only_app_and_cli_read_the_environment() {
     for (path, text) in all_sources() {
-        if matches!(room(&path).as_deref(), Some("app" | "cli" | "bin")) {
+        if matches!(room(&path).as_deref(), Some("app" | "crates/cli")) {
             continue;
         }
         // Tests inside a file may: they start themselves anew with it.
@@ -167,7 +181,7 @@ fn named_tests(text: &str) -> impl Iterator<Item = &str> {
 fn every_item_of_the_mission_says_where_it_is_shown_and_the_test_is_there() {
     let code: String = all_sources()
         .into_iter()
-        .chain(sources_below("tests"))
+        .chain(of_all_packages("tests"))
         .chain(sources_below("examples"))
         .map(|(_, text)| text)
         .collect();
@@ -293,7 +307,7 @@ fn every_rule_that_is_cited_has_its_sentence_and_the_other_way_round() {
     let defined: BTreeSet<String> = rows.map(|(rule, _)| rule.to_owned()).filter(|rule| is_rule(rule)).collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut files = Vec::new();
-    for directory in ["src", "tests", "examples", "migrations", "docs", "scripts"] {
+    for directory in ["src", "crates", "tests", "examples", "migrations", "docs", "scripts"] {
         files_below(&root.join(directory), &mut files);
     }
     let mut cited = BTreeSet::new();
@@ -332,7 +346,7 @@ fn no_doc_comment_is_shorter_than_four_words() {
 #[test]
 fn comments_are_no_wider_than_a_hundred_columns() {
     let mut too_wide = Vec::new();
-    for (path, text) in ["src", "tests", "examples"].into_iter().flat_map(sources_below) {
+    for (path, text) in ["src", "tests", "examples"].into_iter().flat_map(of_all_packages) {
         let mut is_example = false;
         for (number, line) in text.lines().enumerate() {
             let Some(comment) = line.trim_start().strip_prefix("//") else { continue };

@@ -13,7 +13,7 @@ use crate::observe::{self, Health};
 ///
 /// # Errors
 /// The address cannot be bound.
-pub(crate) async fn listen(
+pub async fn listen(
     address: SocketAddr,
     program: &'static str,
     health: Health,

@@ -15,8 +15,8 @@ use super::logging::{LogFormat, say, speak, start_logging};
 
 /// The variable of the environment that replaces `--config`.
 const CONFIG: &str = "ONCEBOX_CONFIG";
-/// The heading in the help for the flags that every command has.
-pub(crate) const COMMON_OPTIONS: &str = "Common options";
+/// The heading in a help under which the flags stand that every command takes.
+pub const COMMON_OPTIONS: &str = "Common options";
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
 #[derive(Debug, Clone, Default, Args)]
@@ -46,9 +46,13 @@ impl CommonArgs {
         Ok(loaded)
     }
 
-    /// As [`CommonArgs::load`], but only from the command line: the environment or a file may name
-    /// a database that others work with. A person watches the output, so the log filter is `log`.
-    pub(crate) fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
+    /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the
+    /// environment or in a file may name a database that others work with. A person watches: no
+    /// more than `log` is logged.
+    ///
+    /// # Errors
+    /// A configuration file, and settings that cannot be used: exit code 2.
+    pub fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
         }

@@ -11,8 +11,8 @@ use chrono::{DateTime, Utc};
 use crate::message::wire::{self, CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT, TRACESTATE};
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
-/// The headers of a message: the envelope first, then the message's own.
-pub(super) fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)> {
+/// The headers of a message, envelope first.
+pub fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)> {
     let mut headers = Vec::with_capacity(message.headers.len() + 9);
     let mut add = |name: &str, value: String| headers.push((name.to_owned(), value));
     add(KAFKA.spec_version, SPEC_VERSION.to_owned());
@@ -34,8 +34,8 @@ pub(super) fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, S
     headers
 }
 
-/// Builds a message from a record of a log. The envelope is read from the headers.
-pub(super) fn arrive(
+/// A message as it stood in a log, with the envelope taken from its headers.
+pub fn arrive(
     key: Option<Vec<u8>>,
     headers: Vec<(String, Vec<u8>)>,
     payload: Vec<u8>,

@@ -10,25 +10,29 @@ use std::collections::HashSet;
 
 /// One partition of one topic, with its owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Seat {
-    pub(super) topic_id: i64,
-    pub(super) partition_id: i64,
-    /// The member that owns it. That member may be dead.
-    pub(super) owner: Option<i64>,
+pub struct Seat {
+    /// The topic that it is of.
+    pub topic_id: i64,
+    /// The partition, among those of all topics.
+    pub partition_id: i64,
+    /// The member that owns it, live or not.
+    pub owner: Option<i64>,
 }
 
 /// The partitions that a member must take and give up.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Share {
-    pub(super) take: Vec<i64>,
-    pub(super) give_up: Vec<i64>,
-    /// True where every partition of its topics has a live owner once `take` is taken.
-    pub(super) complete: bool,
+pub struct Share {
+    /// Partitions that are free for it.
+    pub take: Vec<i64>,
+    /// Partitions of its own that another one is to have.
+    pub give_up: Vec<i64>,
+    /// Every partition of its topics has a live owner once `take` is taken.
+    pub complete: bool,
 }
 
-/// The share of member `me`. `members` are the live ones with the topics that they read, in the
-/// order in which they joined. `seats` are the partitions of all topics, ordered by partition.
-pub(super) fn share(me: i64, members: &[(i64, Vec<i64>)], seats: &[Seat]) -> Share {
+/// The share of `me`. `members` are the live ones with the topics they read, in the order in which
+/// they joined; `seats` are those of all topics, by partition.
+pub fn share(me: i64, members: &[(i64, Vec<i64>)], seats: &[Seat]) -> Share {
     let alive: HashSet<i64> = members.iter().map(|(member, _)| *member).collect();
     let Some((_, topics)) = members.iter().find(|(member, _)| *member == me) else { return Share::default() };
     let mut share = Share { complete: true, ..Share::default() };

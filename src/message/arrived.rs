@@ -54,10 +54,10 @@ pub struct Arrived {
     pub coordinates: Coordinates,
 }
 
-#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 impl Arrived {
     /// The bytes that a delivery weighs in memory.
-    pub(crate) fn weight(&self) -> usize {
+    #[must_use]
+    pub fn weight(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::len)
             + self.key.as_ref().map_or(0, Vec::len)
             + self.headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>()

@@ -6,7 +6,8 @@
 //! Not here: which values are written this way.
 
 /// The bytes as lower-case hexadecimal digits, two for each byte.
-pub(crate) fn hex(bytes: &[u8]) -> String {
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut text = String::with_capacity(bytes.len() * 2);
     for byte in bytes {
@@ -16,8 +17,9 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     text
 }
 
-/// The bytes of a text of lower-case hexadecimal digits; `None` for any other text.
-pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
+/// The bytes of lower-case hexadecimal digits; none where the text is anything else.
+#[must_use]
+pub fn unhex(text: &str) -> Option<Vec<u8>> {
     let digit = |byte: u8| char::from(byte).to_digit(16).filter(|_| !byte.is_ascii_uppercase());
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();
     let bytes = pairs.iter().map(|&[high, low]| u8::try_from(digit(high)? << 4 | digit(low)?).ok());

@@ -20,8 +20,9 @@
 //! | [`split`] | how a failed batch is run again | R27 |
 //! | `hosts` | which servers a URL with several hosts names | |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
-//! | [`breaker`] | when calls to a service that fails are stopped for a while | M110 |
-//! | [`operation`] | whether a request is new or repeated, and how it is answered | O1 to O29 |
+//! | [`hex`] | how hashes, ids and tokens stand in text | |
+//! | [`breaker`] | when an outside place is left alone for a while | M110 |
+//! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
 //!
 //! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for
 //! metrics (`observe`).
@@ -30,7 +31,7 @@ pub mod breaker;
 pub mod db_time;
 pub mod diversion;
 pub mod gaps;
-pub(crate) mod hex;
+pub mod hex;
 pub mod horizon;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "rabbitmq"))]
 pub(crate) mod hosts;

@@ -550,7 +550,10 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
 
 /// An operation does not fail while an effect of it stands, as its own phases may not say either
 /// (O13).
-pub(super) fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
+///
+/// # Errors
+/// Refused, with the effect that stands.
+pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
     let undone = |effect: &str| {
         seen.intents.iter().filter(happened).any(|intent| intent.intent.undoes.as_deref() == Some(effect))

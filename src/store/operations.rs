@@ -25,7 +25,7 @@
 //! encryption of bodies.
 
 pub(super) mod announced;
-pub(super) mod stored;
+pub(crate) mod stored;
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -295,7 +295,10 @@ impl KeyClaim {
     }
 
     /// Refuses a mode that this way of claiming would break a promise of.
-    pub(super) fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
+    ///
+    /// # Errors
+    /// Refused, with the mode of the claim.
+    pub fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
         if modes.contains(&self.mode) {
             return Ok(());
         }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncebox::broker::Broker;
-use oncebox::broker::conformance::{Capabilities, Fixture};
 use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
+use oncebox_testkit::broker::{Capabilities, Fixture};
 
 use crate::kit::Kafka;
 
@@ -36,4 +36,4 @@ async fn fixture(case: &str) -> Option<Kafka> {
     Some(kafka)
 }
 
-oncebox::broker_conformance!(fixture);
+oncebox_testkit::broker_conformance!(fixture);

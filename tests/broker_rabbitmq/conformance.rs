@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use oncebox::broker::conformance::{Capabilities, Fixture};
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig};
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
+use oncebox_testkit::broker::{Capabilities, Fixture};
 
 use crate::fixture::Corner;
 
@@ -97,4 +97,4 @@ async fn fixture(case: &str) -> Option<Rabbit> {
     Some(Rabbit { corner, broker })
 }
 
-oncebox::broker_conformance!(fixture);
+oncebox_testkit::broker_conformance!(fixture);

@@ -9,7 +9,6 @@ mod outbox;
 #[path = "../support/mod.rs"]
 mod support;
 
-#[cfg(feature = "testing")]
 mod conformance;
 mod faults;
 mod fixture;

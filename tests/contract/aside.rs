@@ -3,10 +3,10 @@
 
 use std::collections::BTreeSet;
 
-use oncebox::broker::memory::MemoryBroker;
 use oncebox::message::MessageId;
 use oncebox::runtime::ConsumerOptions;
 use oncebox::store::{ConsumerSpec, Holding, InboxEntry, Proof};
+use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 
 use super::kit::{Act, Does, Sql, World, consumer_options, on_mariadb, on_postgres};

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncebox::broker::Broker;
-use oncebox::broker::memory::MemoryBroker;
 use oncebox::observe::Health;
 use oncebox::policy::retry::RetryPolicy;
 use oncebox::runtime::relay::RelayError;
@@ -18,6 +17,7 @@ use oncebox::store::{
     ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Enqueue, OperatorAct, Schema, Status, StoreOptions,
 };
 use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
+use oncebox_testkit::memory::MemoryBroker;
 use sqlx::{AssertSqlSafe, Database, raw_sql};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;

@@ -3,14 +3,7 @@
 //!
 //! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a
 //! condition, with a deadline.
-#![cfg(all(
-    feature = "sqlite",
-    feature = "postgres",
-    feature = "mysql",
-    feature = "email",
-    feature = "embedded",
-    feature = "testing"
-))]
+#![cfg(all(feature = "sqlite", feature = "postgres", feature = "mysql", feature = "email", feature = "embedded"))]
 #![allow(clippy::unwrap_used)]
 
 #[path = "../store_mysql/fixture.rs"]

@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncebox::Message;
-use oncebox::broker::memory::MemoryBroker;
 use oncebox::message::MessageId;
 use oncebox::observe::Health;
 use oncebox::runtime::ConsumerOptions;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, StoreOptions};
+use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 
 use super::kit::{

@@ -6,9 +6,9 @@ use std::time::Duration;
 use oncebox::StoreError;
 use oncebox::broker::Broker;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-use oncebox::broker::memory::{Fault, matching};
 use oncebox::runtime::{RelayEnd, RelayOptions};
 use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox};
+use oncebox_testkit::memory::{Fault, matching};
 
 use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;

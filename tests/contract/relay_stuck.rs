@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncebox::BrokerError;
-use oncebox::broker::memory::{Fault, MemoryBroker, matching};
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use oncebox::message::Arrived;
 use oncebox::runtime::RelayOptions;
+use oncebox_testkit::memory::{Fault, MemoryBroker, matching};
 
 use super::kit::{SOON, World, first_occurrences, on_postgres, relay_options, sqlite};
 use super::support::eventually;

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use oncebox::broker::memory::MemoryBroker;
 use oncebox::runtime::{SqlHandler, SqlSpec, SqlSpecError};
 use oncebox::store::Statements;
+use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 
 use super::kit::{Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};

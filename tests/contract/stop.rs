@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::HandlerError;
-use oncebox::broker::memory::MemoryBroker;
 use oncebox::policy::retry::RetryPolicy;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
 use oncebox::store::StoreOptions;
+use oncebox_testkit::memory::MemoryBroker;
 
 use super::kit::{
     Act, Behind, Does, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres, sqlite,

@@ -1,8 +1,8 @@
 //! The suite that every store passes, on MariaDB.
 
-use oncebox::store::conformance::Fixture;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::{Base, StoreOptions};
+use oncebox_testkit::store::Fixture;
 use sqlx::{AssertSqlSafe, MySql, MySqlConnection, Transaction};
 
 use crate::fixture::Db;
@@ -56,4 +56,4 @@ impl Fixture for MariaDb {
     }
 }
 
-oncebox::store_conformance!(MariaDb);
+oncebox_testkit::store_conformance!(MariaDb);

@@ -2,8 +2,8 @@
 //! door in the caller's hands.
 
 use oncebox::StoreError;
-use oncebox::store::conformance::{LimitCase, RawValue, limit_cases};
 use oncebox::store::{Base, enqueue, enqueue_all};
+use oncebox_testkit::store::{LimitCase, RawValue, limit_cases};
 use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
 use sqlx::{Connection, MySql, MySqlConnection};

@@ -2,9 +2,9 @@
 
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor, Postgres, Row, Transaction};
-use oncebox::store::conformance::Fixture;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, StoreOptions};
+use oncebox_testkit::store::Fixture;
 
 use crate::postgres::{empty_database, with_path};
 use crate::support::service;
@@ -64,4 +64,4 @@ impl Fixture for OnPostgres {
     }
 }
 
-oncebox::store_conformance!(OnPostgres);
+oncebox_testkit::store_conformance!(OnPostgres);

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor, Row};
-use oncebox::store::conformance::{LimitCase, RawValue, limit_cases};
 use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow};
 use oncebox::{NewMessage, StoreError};
+use oncebox_testkit::store::{LimitCase, RawValue, limit_cases};
 use uuid::Uuid;
 
 use crate::postgres::{Database, with_database, with_user};

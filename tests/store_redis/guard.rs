@@ -9,9 +9,9 @@ use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::route::{Durability, Effects, RouteError};
 use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Route, Scope, State};
 use oncebox::runtime::operation::{Endpoint, EndpointError, Engine};
-use oncebox::store::conformance::KeysFixture;
 use oncebox::store::redis::{RedisKeys, RedisOptions};
 use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
+use oncebox_testkit::store::KeysFixture;
 use redis::AsyncCommands;
 use uuid::Uuid;
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use oncebox::store::conformance::KeysFixture;
 use oncebox::store::redis::{RedisKeys, RedisOptions};
+use oncebox_testkit::store::KeysFixture;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands, AsyncConnectionConfig};
 

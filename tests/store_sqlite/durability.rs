@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::message::NewMessage;
-use oncebox::store::conformance::{Fixture, Trial};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, Schema, SchemaState, Severity, StoreOptions};
+use oncebox_testkit::store::{Fixture, Trial};
 use sqlx::query_scalar;
 
 use crate::fixture::SqliteFile;

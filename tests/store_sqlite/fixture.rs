@@ -2,9 +2,9 @@
 
 use oncebox::sqlx::sqlite::SqliteConnection;
 use oncebox::sqlx::{AssertSqlSafe, Sqlite, Transaction, query_scalar, raw_sql};
-use oncebox::store::conformance::Fixture;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
+use oncebox_testkit::store::Fixture;
 use tempfile::TempDir;
 
 /// Gone with its directory.

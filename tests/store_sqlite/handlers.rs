@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use oncebox::message::MessageId;
-use oncebox::store::conformance::{Fixture, Trial};
 use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
+use oncebox_testkit::store::{Fixture, Trial};
 use sqlx::{Connection, SqliteConnection};
 
 use crate::fixture::SqliteFile;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::message::MessageId;
-use oncebox::store::conformance::{Fixture, RawMessage, RawValue, Trial, limit_cases};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox};
+use oncebox_testkit::store::{Fixture, RawMessage, RawValue, Trial, limit_cases};
 use sqlx::{AssertSqlSafe, query, query_as, query_scalar};
 
 use crate::fixture::SqliteFile;

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::message::{MessageId, NewMessage};
-use oncebox::store::conformance::Trial;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Inbox, InboxEntry, StoreOptions};
+use oncebox_testkit::store::Trial;
 
 use crate::fixture::SqliteFile;
 

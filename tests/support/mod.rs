@@ -53,11 +53,13 @@ pub(crate) fn example(name: &str) -> String {
     let built = |path: &Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
     let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
     // Of the crate too: an example of yesterday's crate writes what today's does not read.
-    let own = |source: &&str| source.starts_with(env!("CARGO_MANIFEST_DIR"));
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let repository = package.ancestors().find(|folder| folder.join("Cargo.lock").exists()).unwrap();
+    let own = |source: &&str| Path::new(source).starts_with(repository);
     let newest = sources.split_whitespace().skip(1).filter(own).map(|source| built(Path::new(source))).max();
     assert!(
         newest.is_some_and(|newest| newest <= built(&binary)),
-        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
+        "{} is missing or older than its sources: `cargo build --workspace --all-features --examples` makes it",
         binary.display()
     );
     binary.to_str().unwrap().to_owned()

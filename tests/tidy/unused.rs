@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::{read, sources_below};
+use super::{all_sources, read, sources_below};
 
 /// Public items that no production code, example or page uses, each with the reason why it stays.
 const KEPT: [(&str, &str); 3] = [
@@ -26,9 +26,8 @@ const KEPT: [(&str, &str); 3] = [
     ),
 ];
 
-/// Files and folders that only tests use.
-const ONLY_TESTS: [&str; 4] =
-    ["src/store/conformance", "src/broker/conformance", "src/store/memory", "src/broker/memory"];
+/// What only tests use.
+const ONLY_TESTS: [&str; 1] = ["crates/testkit"];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -168,7 +167,7 @@ fn end_of_bracket(words: &[String], opening: usize) -> usize {
 
 fn is_for_tests(attribute: &str) -> bool {
     let only = ["#[cfg(test)", "#[cfg(all(test", "#[cfg(doctest", "#[cfg(all(doctest", "#[test]", "#[tokio::test"];
-    only.iter().any(|start| attribute.starts_with(start)) || attribute == "#[cfg(feature=testing)]"
+    only.iter().any(|start| attribute.starts_with(start))
 }
 
 /// Production's words of a source, and the modules in files of their own that only tests have.
@@ -288,10 +287,10 @@ fn parse(path: PathBuf, words: &[String], file: usize) -> (File, Vec<Item>) {
 /// Everything that production is made of: sources, examples, and the code and names that the pages
 /// show.
 fn everything() -> (Vec<File>, Vec<Item>) {
-    let read: Vec<_> = sources_below("src").into_iter().map(|(path, text)| (path, production(&words(&text)))).collect();
+    let read: Vec<_> = all_sources().into_iter().map(|(path, text)| (path, production(&words(&text)))).collect();
     let mut only_tests: BTreeSet<PathBuf> = ONLY_TESTS.iter().map(PathBuf::from).collect();
     for (path, (_, modules)) in &read {
-        let is_root = matches!(path.file_stem().unwrap().to_str(), Some("mod" | "lib"));
+        let is_root = matches!(path.file_stem().unwrap().to_str(), Some("mod" | "lib" | "main"));
         let folder = if is_root { path.parent().unwrap().to_owned() } else { path.with_extension("") };
         only_tests.extend(modules.iter().map(|module| folder.join(module)));
     }

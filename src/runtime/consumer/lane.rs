@@ -468,7 +468,7 @@ fn stack_up(
     }
 }
 
-#[cfg(all(test, feature = "sqlite", feature = "testing"))]
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -477,9 +477,9 @@ mod tests {
     use tokio::sync::Notify;
 
     use super::*;
-    use crate::broker::memory::MemoryBroker;
-    use crate::broker::{Broker, Event, Subscription};
-    use crate::message::Message;
+    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+    use crate::broker::{Delivery, PartitionId, envelope};
+    use crate::message::{Coordinates, Message};
     use crate::observe::Health;
     use crate::policy::suspicion::Suspicion;
     use crate::runtime::consumer::item::Source;
@@ -509,18 +509,15 @@ mod tests {
         store.migrate().await.unwrap();
         let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
         let consumer = store.register(&spec).await.unwrap();
-        let broker = MemoryBroker::with_partitions(1);
-        for id in ["1", "2"] {
-            let headers = [("ce_id", id.as_bytes()), ("ce_type", b"made".as_slice()), ("ce_source", b"test")];
-            broker.append("t", Some(b"a"), &headers, Some(id.as_bytes()));
-        }
-        let mut subscriber = broker.subscriber(&Subscription::new("ledger", vec!["t".into()])).await.unwrap();
-        let mut deliveries = Vec::new();
-        while deliveries.len() < 2 {
-            if let Event::Deliveries(came) = subscriber.next().await.unwrap() {
-                deliveries.extend(came);
-            }
-        }
+        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
+        let source = PartitionId { place: "t".into(), partition: 0, generation: 1 };
+        let deliveries = [1, 2].map(|sequence| {
+            let headers = [("ce_id", sequence.to_string()), ("ce_type", "made".into()), ("ce_source", "test".into())];
+            let headers = headers.map(|(name, value)| (name.to_owned(), value.into_bytes())).to_vec();
+            let coordinates = Coordinates { place: "t".into(), partition: 0, offset: sequence };
+            let arrived = envelope::arrive(Some(b"a".to_vec()), headers, b"1".to_vec(), None, coordinates);
+            Delivery { source: source.clone(), sequence, redelivered: false, arrived }
+        });
         let ran = Arc::new((AtomicUsize::new(0), Notify::new()));
         let mut options = ConsumerOptions::new("ledger", vec!["t".into()]);
         (options.retry.in_place, options.retry.in_place_delay) = (5, Duration::from_secs(600));
@@ -528,7 +525,7 @@ mod tests {
         let shared = Consumer::new(store, Arc::new(broker), handlers, options, Health::default()).0;
         let (sender, items) = mpsc::unbounded_channel();
         let (done, mut ends) = mpsc::unbounded_channel();
-        let source = Source::new(deliveries[0].source.clone(), Suspicion::closed());
+        let source = Source::new(source, Suspicion::closed());
         for delivery in deliveries {
             let item = Item::identify(delivery, Arc::clone(&source), &shared.options, true);
             assert!(sender.send(item).is_ok());

@@ -130,7 +130,8 @@ where
 
 impl KeptBody {
     /// How many bytes headers and body take as they stand: headers as [`pack`] writes them.
-    pub(in crate::store) fn stands_in(&self) -> u64 {
+    #[must_use]
+    pub fn stands_in(&self) -> u64 {
         let headers = self.headers.iter().map(|(name, value)| 8 + name.len() as u64 + value.len() as u64);
         headers.sum::<u64>() + self.bytes.len() as u64
     }
@@ -138,21 +139,26 @@ impl KeptBody {
 
 /// What an outcome writes.
 #[derive(Debug)]
-pub(in crate::store) struct Columns<'a> {
-    pub(in crate::store) state: State,
-    pub(in crate::store) ttl: Option<Duration>,
+pub struct Columns<'a> {
+    /// The state that the record has from now on.
+    pub state: State,
+    /// How long the answer is replayed, where there is one.
+    pub ttl: Option<Duration>,
     pub(in crate::store) status: Option<i64>,
     pub(in crate::store) schema_version: Option<i64>,
     pub(in crate::store) body: Option<&'static str>,
-    pub(in crate::store) body_ttl: Option<Duration>,
+    /// How long the body is kept, where there is one.
+    pub body_ttl: Option<Duration>,
     pub(in crate::store) resource: Option<&'a Resource>,
     pub(in crate::store) error_code: Option<&'a str>,
-    pub(in crate::store) kept: Option<&'a KeptBody>,
+    /// The body itself, where it is kept.
+    pub kept: Option<&'a KeptBody>,
 }
 
 impl<'a> Columns<'a> {
     /// The columns of an outcome.
-    pub(in crate::store) fn of(outcome: &'a Outcome, retention: &Retention) -> Self {
+    #[must_use]
+    pub fn of(outcome: &'a Outcome, retention: &Retention) -> Self {
         let (state, answer, error_code): (_, Option<&Answer>, _) = match outcome {
             Outcome::Completed(answer) => (State::Completed, Some(answer), None),
             Outcome::FailedReplayable { answer, error_code } => {

@@ -1,0 +1,88 @@
+//! What the commands have in common by which an operator acts: who, why, and how carefully.
+//!
+//! Not here: what is done (`store`).
+
+use std::io::Write;
+
+use clap::Args;
+
+use oncebox::app::AppError;
+use oncebox::store::ActContext;
+
+/// So many are acted on without a question.
+const UNASKED_MAX: usize = 1;
+
+/// Who, why, and how carefully.
+#[derive(Debug, Clone, Args)]
+pub(super) struct Act {
+    /// Why; stored in the audit row
+    #[arg(long, value_name = "TEXT")]
+    pub(super) why: String,
+    /// Who acts, for the audit row; by default the user of this shell, or its number
+    #[arg(long, value_name = "NAME")]
+    by: Option<String>,
+    /// Only say what would be done
+    #[arg(long)]
+    pub(super) dry_run: bool,
+    /// Act without asking for confirmation
+    #[arg(long)]
+    pub(super) yes: bool,
+}
+
+impl Act {
+    /// Who and why, as a dry run or not.
+    pub(super) fn context(&self, dry_run: bool) -> ActContext {
+        let actor = self.by.clone().unwrap_or_else(actor);
+        ActContext { actor, reason: self.why.clone(), dry_run, redrive_age_max: None }
+    }
+
+    /// More than one: the count is typed, so that it was seen.
+    pub(super) fn confirm(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
+        if count <= UNASKED_MAX { Ok(()) } else { self.ask(count, what, verb) }
+    }
+
+    /// As [`Act::confirm`], for what cannot be undone: on a terminal even one is asked for.
+    pub(super) fn confirm_loss(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
+        let is_asked = count > UNASKED_MAX || (count > 0 && std::io::IsTerminal::is_terminal(&std::io::stdin()));
+        if is_asked { self.ask(count, what, verb) } else { Ok(()) }
+    }
+
+    fn ask(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
+        if self.dry_run || self.yes {
+            return Ok(());
+        }
+        if !std::io::IsTerminal::is_terminal(&std::io::stdin()) {
+            return Err(AppError::refused(format!(
+                "{count} {what} would be {verb}\nhint: look with --dry-run, then give --yes"
+            )));
+        }
+        eprint!("{count} {what} will be {verb}. Type the number to go on: ");
+        let _ = std::io::stderr().flush();
+        let mut line = String::new();
+        let read = std::io::stdin().read_line(&mut line);
+        if read.is_ok() && line.trim() == count.to_string() {
+            return Ok(());
+        }
+        Err(AppError::refused("nothing was done"))
+    }
+}
+
+/// The user of this shell. A container may have no name for it.
+pub(super) fn actor() -> String {
+    let named = ["USER", "LOGNAME"].into_iter().filter_map(|name| std::env::var(name).ok());
+    let mut named = named.filter(|name| !name.trim().is_empty());
+    named.next().unwrap_or_else(|| format!("uid {}", rustix::process::getuid().as_raw()))
+}
+
+/// What an operator may not do is refused for safety: exit code 4.
+pub(super) fn refused(error: oncebox::StoreError) -> AppError {
+    match error {
+        oncebox::StoreError::Refused(why) => AppError::refused(why),
+        other => other.into(),
+    }
+}
+
+/// JSON in one line.
+pub(super) fn to_json(value: &serde_json::Value) -> Result<String, AppError> {
+    serde_json::to_string(value).map_err(|error| AppError::failed(error.to_string()))
+}

@@ -1,0 +1,45 @@
+//! An answer that an operator gives: the body from a file, and how long it is replayed.
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::Args;
+
+use oncebox::app::AppError;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::store::{Answer, AnswerBody, KeptBody};
+
+/// What is replayed to whoever repeats the request.
+#[derive(Debug, Clone, Args)]
+pub(super) struct AnswerArgs {
+    /// The HTTP status of the answer, or the code of gRPC
+    #[arg(long, value_name = "NUMBER")]
+    status: Option<u16>,
+    /// The content type of the answer
+    #[arg(long, value_name = "TYPE", default_value = "application/json")]
+    content_type: String,
+    /// The version of the schema that the file is written in
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    schema_version: u32,
+    /// How long the answer is replayed, from now
+    #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = humantime::parse_duration)]
+    ttl: Duration,
+}
+
+impl AnswerArgs {
+    /// The answer, with this file as body, and this status where none was given.
+    pub(super) fn read(&self, file: &Path, status: Option<u16>) -> Result<Answer, AppError> {
+        let bytes = std::fs::read(file)
+            .map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))?;
+        let status = self.status.or(status).ok_or_else(|| AppError::usage("a failure needs its --status"))?;
+        let headers = vec![("content-type".to_owned(), self.content_type.clone().into_bytes())];
+        let body = AnswerBody::Kept(KeptBody { headers, bytes, format: 0, kid: None });
+        Ok(Answer { status, schema_version: self.schema_version, body })
+    }
+
+    /// How long the answer, its body and the metadata are kept, each counted from now.
+    pub(super) fn retention(&self) -> Retention {
+        let usual = Retention::default();
+        Retention { ttl: self.ttl, body: self.ttl, metadata: usual.metadata.max(self.ttl) }
+    }
+}

@@ -1,0 +1,174 @@
+//! `oncebox bench`: what the promise costs, as ratios inside one run.
+//!
+//! Every figure is measured beside what it is compared with: the same messages, headers, servers
+//! and minutes, turn by turn, at least so many rounds as `--rounds` says. Rates by themselves say
+//! more about the machine than about the code.
+//!
+//! Promise: a database, topics, queues and groups of its own, all removed at the end; nothing is
+//! taken from counters of the programs that a benchmark measures.
+
+mod append;
+mod bed;
+mod consume;
+mod crowd;
+mod doors;
+mod fault;
+mod figure;
+mod keys;
+mod latency;
+mod memory;
+mod relay;
+#[cfg(all(feature = "http", feature = "client"))]
+mod served;
+mod stores;
+mod usage;
+mod watched;
+mod work;
+mod yard;
+
+use clap::{Args, Subcommand};
+
+pub(super) use self::fault::{Role, run_role};
+
+use self::bed::Bed;
+use self::figure::Figure;
+use self::yard::Yard;
+use super::common::{CommonArgs, Output};
+use oncebox::app::{AppError, store_kind};
+
+/// Which part of the system is measured.
+#[derive(Debug, Clone, Subcommand)]
+pub(super) enum BenchCommand {
+    /// The relay: beside the bare client and reader, and beside a loop that awaits and marks each
+    /// row
+    Relay(BenchArgs),
+    /// Enqueuing: in bulk, row by row, and what a message adds to a business transaction
+    Append(BenchArgs),
+    /// Handlers: batches of messages in one transaction, and one transaction a message
+    Consume(BenchArgs),
+    /// From the commit of a message to its effect, at a steady rate
+    Latency(BenchArgs),
+    /// Faults: what the rest still gets while one thing is stuck, frozen, failed or killed
+    Fault(FaultArgs),
+    /// Requests with an `Idempotency-Key`: what the typed handler and the layer add, replays, and
+    /// claims beside many stored keys
+    Http(HttpArgs),
+}
+
+/// How much a benchmark measures, and how often.
+#[derive(Debug, Clone, Args)]
+pub(super) struct BenchArgs {
+    /// Messages of one round; the default is what the command needs for a steady figure
+    #[arg(long, value_parser = clap::value_parser!(u64).range(100..=10_000_000))]
+    messages: Option<u64>,
+    /// Bytes of a payload
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=800_000))]
+    size: u32,
+    /// Keys, scattered over the messages
+    #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    keys: u32,
+    /// Rounds; the figure is their median
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
+}
+
+/// How much, and beside how much.
+#[derive(Debug, Clone, Args)]
+pub(super) struct HttpArgs {
+    #[command(flatten)]
+    bench: BenchArgs,
+    /// Stored keys beside which claims are measured, against a fifth of them; 0: leave that out.
+    /// Filling the tables takes about a minute for each million
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000_000))]
+    stored: u64,
+}
+
+/// How much, and how many stuck topics.
+#[derive(Debug, Clone, Args)]
+pub(super) struct FaultArgs {
+    #[command(flatten)]
+    bench: BenchArgs,
+    /// Topics that nobody made (Kafka) or that have no queue (RabbitMQ), beside which another
+    /// topic's messages are timed
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    stuck: u32,
+}
+
+/// What a benchmark has to know of its size.
+#[derive(Debug, Clone, Copy)]
+struct Load {
+    messages: usize,
+    size: usize,
+    keys: u32,
+    rounds: u32,
+}
+
+impl BenchCommand {
+    fn load(&self) -> Load {
+        let (args, usual) = match self {
+            Self::Relay(args) => (args, 100_000),
+            Self::Append(args) | Self::Consume(args) => (args, 20_000),
+            Self::Latency(args) => (args, 2_000),
+            Self::Fault(args) => (&args.bench, 50_000),
+            Self::Http(args) => (&args.bench, 2_000),
+        };
+        Load {
+            messages: usize::try_from(args.messages.unwrap_or(usual)).unwrap_or(usize::MAX),
+            size: args.size as usize,
+            keys: args.keys,
+            rounds: args.rounds,
+        }
+    }
+}
+
+pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    // Of faults that are made on purpose nobody is warned.
+    let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
+    let place = bed::Place::find(common, log)?;
+    match store_kind(&place.settings.database.url.0)? {
+        #[cfg(feature = "sqlite")]
+        "sqlite" => on::<oncebox::store::sqlite::SqliteStore>(&command, place, output).await,
+        #[cfg(feature = "postgres")]
+        "postgres" => on::<oncebox::store::postgres::PostgresStore>(&command, place, output).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => on::<oncebox::store::mysql::MySqlStore>(&command, place, output).await,
+        kind => Err(AppError::usage(format!(
+            "this program was built without the feature `{kind}` that the database URL needs"
+        ))),
+    }
+}
+
+async fn on<S: Yard>(command: &BenchCommand, place: bed::Place, output: Output) -> Result<(), AppError> {
+    let mut bed = Bed::<S>::make(place).await?;
+    let load = command.load();
+    // A Ctrl-C still removes what was made.
+    let measured = tokio::select! {
+        measured = measure(command, &mut bed, load) => measured,
+        _ = tokio::signal::ctrl_c() => Err(AppError::failed("stopped")),
+    };
+    let cleared = bed.clear().await;
+    let figures = measured?;
+    figure::print(&figures, output)?;
+    cleared
+}
+
+async fn measure<S: Yard>(command: &BenchCommand, bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
+    match command {
+        BenchCommand::Relay(_) => {
+            let mut figures = relay::measure(bed, load).await?;
+            figures.push(memory::measure(bed, load).await?);
+            Ok(figures)
+        }
+        BenchCommand::Append(_) => append::measure(bed, load).await,
+        BenchCommand::Consume(_) => consume::measure(bed, load).await,
+        BenchCommand::Latency(_) => latency::measure(bed, load).await,
+        BenchCommand::Fault(args) => fault::measure(bed, load, args.stuck).await,
+        BenchCommand::Http(args) => {
+            let mut figures = doors::measure(bed, load).await?;
+            if args.stored > 0 {
+                figures.extend(keys::measure(bed, load, args.stored).await?);
+            }
+            Ok(figures)
+        }
+    }
+}

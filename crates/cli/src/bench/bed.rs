@@ -1,0 +1,160 @@
+//! Where a benchmark runs: a database of its own, topics of its own, both removed at the end.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::work::Raw;
+use super::yard::Yard;
+use crate::common::CommonArgs;
+use crate::ground::OwnDatabase;
+use crate::place::{self, private_directory};
+use oncebox::app::config::{Settings, Span};
+use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
+use oncebox::broker::Subscription;
+use oncebox::observe::Health;
+use oncebox::store::StoreOptions;
+
+/// Settings and names, before anything was made.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) settings: Settings,
+    dir: PathBuf,
+    tag: String,
+}
+
+impl Place {
+    /// Its own processes, too, log no more than `log`.
+    pub(super) fn find(common: &CommonArgs, log: &str) -> Result<Self, AppError> {
+        let tag = format!("{:08x}", fastrand::u32(..));
+        let dir = std::env::temp_dir().join(format!("oncebox-bench-{tag}"));
+        private_directory(&dir)?;
+        let mut settings = place::settings_in(common, &dir, log)?;
+        settings.broker.kafka.create_topics = true;
+        settings.publisher.lease = Span::seconds(10);
+        log.clone_into(&mut settings.log.filter);
+        Ok(Self { settings, dir, tag })
+    }
+}
+
+/// A place with a database in it.
+#[derive(Debug)]
+pub(super) struct Bed<S: Yard> {
+    pub(super) store: S,
+    pub(super) broker: AnyBroker,
+    pub(super) settings: Settings,
+    tag: String,
+    dir: PathBuf,
+    /// As they were given: with the URL of the server.
+    given: Settings,
+    own: OwnDatabase,
+    /// The second one, once it was begun.
+    second: Option<OwnDatabase>,
+    made: Vec<Subscription>,
+}
+
+impl<S: Yard> Bed<S> {
+    pub(super) async fn make(place: Place) -> Result<Self, AppError> {
+        let Place { settings: given, dir, tag } = place;
+        let own = match OwnDatabase::make::<S>(&given, format!("oncebox_bench_{tag}"), &dir).await {
+            Ok(own) => own,
+            Err(error) => {
+                let _ = std::fs::remove_dir_all(&dir);
+                return Err(error);
+            }
+        };
+        let mut settings = given.clone();
+        settings.database.url = own.url.clone();
+        let made = async {
+            let store = connect::<S>(&settings).await?;
+            store.migrate().await?;
+            store.make_tables().await?;
+            let broker = open_broker(&settings).await?;
+            broker.declare(&[]).await?;
+            Ok((store, broker))
+        };
+        match made.await {
+            Ok((store, broker)) => {
+                let (second, made) = (None, Vec::new());
+                Ok(Self { store, broker, settings, tag, dir, given, own, second, made })
+            }
+            Err(error) => {
+                own.drop::<S>().await?;
+                Err(error)
+            }
+        }
+    }
+
+    /// A store of its own, with connections that nobody else uses.
+    pub(super) async fn another_store(&self) -> Result<S, AppError> {
+        connect(&self.settings).await
+    }
+
+    /// A database beside this one, with the same tables and nothing in them; whoever asked for it
+    /// drops it, or [`Bed::clear`].
+    pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
+        let second = OwnDatabase { name: format!("{}_b", self.own.name), ..self.own.clone() };
+        // Known before it is there: who is stopped in between leaves nothing behind.
+        self.second = Some(second.clone());
+        let own = OwnDatabase::make::<S>(&self.given, second.name, &self.dir).await?;
+        let mut settings = self.settings.clone();
+        settings.database.url = own.url.clone();
+        let store = connect::<S>(&settings).await?;
+        store.migrate().await?;
+        Ok((store, own))
+    }
+
+    /// A new topic that these consumers read; on RabbitMQ their queues stand before anything is
+    /// published.
+    pub(super) async fn topic(&mut self, name: &str, consumers: &[&str]) -> Result<(String, Vec<String>), AppError> {
+        let topic = format!("bench-{}-{name}-{}", self.tag, self.made.len());
+        self.broker.declare(std::slice::from_ref(&topic)).await?;
+        let mut names = Vec::new();
+        for consumer in consumers {
+            let subscription = Subscription::new(format!("{topic}-{consumer}"), vec![topic.clone()]);
+            if !self.broker.is_log() {
+                self.broker.subscriber(&subscription).await?.close().await;
+            }
+            names.push(subscription.consumer.clone());
+            self.made.push(subscription);
+        }
+        if self.made.iter().all(|made| !made.topics.contains(&topic)) {
+            self.made.push(Subscription::new(format!("{topic}-nobody"), vec![topic.clone()]));
+        }
+        Ok((topic, names))
+    }
+
+    /// The client of this broker without oncebox.
+    pub(super) async fn raw(&self, linger: Duration) -> Result<Raw, AppError> {
+        Raw::open(&self.settings, &self.broker, linger).await
+    }
+
+    /// The settings as a file for a process.
+    pub(super) fn config_file(&self) -> Result<PathBuf, AppError> {
+        place::write_config(&self.settings, &self.dir)
+    }
+
+    /// Removes everything; what cannot be removed is named.
+    pub(super) async fn clear(self) -> Result<(), AppError> {
+        let topics = self.broker.remove(&self.made).await;
+        self.store.close().await;
+        let second = match &self.second {
+            Some(second) => second.drop::<S>().await,
+            None => Ok(()),
+        };
+        let database = self.own.drop::<S>().await.and(second);
+        let files = std::fs::remove_dir_all(&self.dir)
+            .map_err(|error| AppError::failed(format!("{} cannot be removed: {error}", self.dir.display())));
+        topics?;
+        database.and(files)
+    }
+}
+
+async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {
+    let options = StoreOptions {
+        create: true,
+        connections_max: 24,
+        ca_file: settings.database.ca_file.clone(),
+        ..StoreOptions::new(settings.database.url.0.clone())
+    };
+    open_store_with(&options, None, &Health::default()).await
+}

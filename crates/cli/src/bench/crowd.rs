@@ -1,0 +1,37 @@
+//! Many at once: one piece of work after another, by so many tasks as are to stand for writers or
+//! clients.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use tokio::task::JoinSet;
+
+use super::relay::rate;
+use oncebox::app::AppError;
+
+/// So many pieces of work, numbered downwards, by so many tasks; pieces per second. The first error
+/// ends it.
+pub(super) async fn crowd<W, F>(tasks: usize, count: usize, work: W) -> Result<f64, AppError>
+where
+    W: Fn(usize) -> F + Send + Sync + 'static,
+    F: Future<Output = Result<(), AppError>> + Send,
+{
+    let (left, work) = (Arc::new(AtomicUsize::new(count)), Arc::new(work));
+    let began = Instant::now();
+    let mut running = JoinSet::new();
+    for _ in 0..tasks {
+        let (left, work) = (Arc::clone(&left), Arc::clone(&work));
+        running.spawn(async move {
+            while let Ok(before) = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)) {
+                work(before - 1).await?;
+            }
+            Ok::<(), AppError>(())
+        });
+    }
+    while let Some(ended) = running.join_next().await {
+        ended.map_err(|error| AppError::failed(error.to_string()))??;
+    }
+    Ok(rate(count, began.elapsed()))
+}

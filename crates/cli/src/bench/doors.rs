@@ -1,0 +1,226 @@
+//! Operations behind requests: what each kind adds to the same work without it.
+//!
+//! The work is a payment by the statements of the example service and one message, in a
+//! transaction, by as many clients as a service has. Both sides use one pool, synchronous commits,
+//! and take turns.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use uuid::Uuid;
+
+use super::Load;
+use super::bed::Bed;
+use super::crowd::crowd;
+use super::figure::Figure;
+use super::usage::resident;
+use super::work::Maker;
+use super::yard::{ACCOUNTS, Yard};
+use crate::progress::Rounds;
+use oncebox::StoreError;
+use oncebox::app::AppError;
+use oncebox::error::HandlerError;
+use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Key, KeyFormat, Mode, Outcome, Route, Scope};
+use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply};
+
+/// How many clients send requests at the same time.
+pub(super) const CLIENTS: usize = 16;
+/// Duplicates of one request at once.
+const DUPLICATES: usize = 1_000;
+
+/// The command of the benchmark.
+#[derive(Debug, Clone, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Pay {
+    pub(super) account: i64,
+    pub(super) amount: i64,
+    /// What makes the request as large as it is said to be.
+    pub(super) note: String,
+}
+
+impl IdempotentCommand for Pay {
+    const OPERATION: &'static str = "bench_pay";
+    const VERSION: u32 = 1;
+
+    fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) {
+        writer.field("account", &self.account).field("amount", &self.amount).field("note", self.note.as_str());
+    }
+}
+
+impl Pay {
+    pub(super) fn any() -> Self {
+        Self { account: fastrand::i64(0..ACCOUNTS), amount: 1_000, note: String::new() }
+    }
+}
+
+/// A typed operation in one transaction, and all that its requests need.
+struct DoorA<S: Yard> {
+    engine: Engine<S>,
+    pay: Registered,
+    maker: Arc<Maker>,
+    scope: Scope,
+}
+
+impl<S: Yard> DoorA<S> {
+    fn open(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
+        let engine = Engine::builder(store).build();
+        let pay = engine
+            .protect(Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))
+            .map_err(|error| AppError::failed(error.to_string()))?;
+        let scope = Scope::new("t1", "p1").map_err(|error| AppError::failed(error.to_string()))?;
+        Ok(Self { engine, pay, maker: Arc::clone(maker), scope })
+    }
+
+    /// One request; whether its answer was replayed.
+    async fn ask(&self, key: &str, command: Pay) -> Result<bool, AppError> {
+        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| AppError::failed(error.to_string()))?;
+        let maker = Arc::clone(&self.maker);
+        let answered = self
+            .engine
+            .execute_transactional(
+                &self.pay,
+                Some(self.scope.clone()),
+                KeyGiven::Given(key),
+                command,
+                move |pay: &Pay, mut tx| {
+                    let maker = Arc::clone(&maker);
+                    Box::pin(async move {
+                        let id = tx.operation_id();
+                        S::pay(tx.connection(), id, pay.account, pay.amount).await?;
+                        tx.enqueue_last(maker.message())?;
+                        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+                        Reply::json(201, &paid)
+                            .map(Outcome::Completed)
+                            .map_err(|error| HandlerError::terminal(error.to_string()))
+                    })
+                },
+            )
+            .await;
+        match answered {
+            Answered::Reply { reply, replayed } if reply.status == 201 => Ok(replayed),
+            Answered::Reply { reply, .. } => Err(AppError::failed(format!("a payment was answered {}", reply.status))),
+            Answered::Problem(problem) => Err(AppError::failed(format!("a payment was answered {}", problem.code))),
+        }
+    }
+}
+
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let (topic, _) = bed.topic("doors", &[]).await?;
+    let maker = Arc::new(Maker::new(&topic, load));
+    let door = Arc::new(DoorA::open(bed.store.clone(), &maker)?);
+    let progress = Rounds::start("http", load.rounds);
+    // Statements are prepared and functions compiled once a connection, not once a request.
+    bare(bed, &maker, load.messages / 10).await?;
+    through(&door, load.messages / 10).await?;
+    let (mut same_tx, mut replays, mut memory) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..load.rounds {
+        let without = bare(bed, &maker, load.messages).await?;
+        same_tx.push((milliseconds(through(&door, load.messages).await?), milliseconds(without)));
+        replays.push((replayed(&door, load.messages).await?, without));
+        progress.next();
+    }
+    memory.push(duplicates(&door).await?);
+    let figures = vec![
+        Figure::beside("http.same_tx", "ms", "the same payment and message in a transaction of one's own", &same_tx)
+            .wanted("<= 1.7"),
+        Figure::beside("http.replay", "requests/s", "that transaction, per second", &replays).wanted(">= 1"),
+        Figure::alone("http.duplicates", "MB", &memory).wanted("<= 64"),
+    ];
+    #[cfg(all(feature = "http", feature = "client"))]
+    let figures = [figures, super::served::measure(bed, &maker, load).await?].concat();
+    Ok(figures)
+}
+
+/// Milliseconds that a client of so many waits for one of them.
+pub(super) fn milliseconds(rate: f64) -> f64 {
+    CLIENTS as f64 * 1e3 / rate
+}
+
+/// So many pieces of work by all clients; pieces per second.
+pub(super) async fn clients<W, F>(count: usize, work: W) -> Result<f64, AppError>
+where
+    W: Fn(usize) -> F + Send + Sync + 'static,
+    F: Future<Output = Result<(), AppError>> + Send,
+{
+    crowd(CLIENTS, count, work).await
+}
+
+async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result<f64, AppError> {
+    let (store, maker) = (bed.store.clone(), Arc::clone(maker));
+    let one = move |_| {
+        let (store, maker) = (store.clone(), Arc::clone(&maker));
+        async move {
+            let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
+            let pay = Pay::any();
+            S::pay(&mut tx, Uuid::now_v7(), pay.account, pay.amount).await?;
+            oncebox::store::enqueue(&mut *tx, maker.message()).await?;
+            tx.commit().await.map_err(StoreError::from)?;
+            Ok(())
+        }
+    };
+    clients(count, one).await
+}
+
+async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
+    let door = Arc::clone(door);
+    let one = move |_| {
+        let door = Arc::clone(&door);
+        async move { first(door.ask(&Uuid::now_v7().to_string(), Pay::any()).await?) }
+    };
+    clients(count, one).await
+}
+
+fn first(replayed: bool) -> Result<(), AppError> {
+    if replayed { Err(AppError::failed("a first request was answered as a second one")) } else { Ok(()) }
+}
+
+/// Second requests of payments that were made before, per second.
+async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
+    let keys: Arc<Vec<String>> = Arc::new((0..CLIENTS * 8).map(|_| Uuid::now_v7().to_string()).collect());
+    let ask = |expected: bool| {
+        let (door, keys) = (Arc::clone(door), Arc::clone(&keys));
+        move |at: usize| {
+            let (door, key) = (Arc::clone(&door), keys[at % keys.len()].clone());
+            async move {
+                let pay = Pay { account: 7, amount: 1_000, note: String::new() };
+                match door.ask(&key, pay).await? == expected {
+                    true => Ok(()),
+                    false => Err(AppError::failed("a replay ran, or a first request did not")),
+                }
+            }
+        }
+    };
+    clients(keys.len(), ask(false)).await?;
+    clients(count, ask(true)).await
+}
+
+/// How many megabytes a thousand duplicates of one request with a body of 1 KB add to this process
+/// while the first runs.
+async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
+    let key = Uuid::now_v7().to_string();
+    let before = resident(std::process::id())?;
+    let mut tasks = JoinSet::new();
+    for _ in 0..DUPLICATES {
+        let (door, key) = (Arc::clone(door), key.clone());
+        // Some come while it runs, and are told so; the others get its answer.
+        tasks.spawn(async move {
+            let pay = Pay { account: 7, amount: 1_000, note: "x".repeat(1_024) };
+            door.ask(&key, pay).await.is_ok_and(|replayed| !replayed)
+        });
+    }
+    let (mut peak, mut ran) = (before, 0);
+    while !tasks.is_empty() {
+        match tokio::time::timeout(Duration::from_millis(1), tasks.join_next()).await {
+            Ok(Some(ended)) => ran += usize::from(ended.unwrap_or(false)),
+            Ok(None) => break,
+            Err(_) => peak = peak.max(resident(std::process::id())?),
+        }
+    }
+    peak = peak.max(resident(std::process::id())?);
+    if ran != 1 {
+        return Err(AppError::failed(format!("of {DUPLICATES} duplicates {ran} ran")));
+    }
+    Ok((peak - before) / 1e6)
+}

@@ -1,0 +1,48 @@
+//! A frozen peer with its transactions open: the rate of the one that survives, from the moment it
+//! has the other's partitions.
+
+use std::sync::Arc;
+
+use super::peer::Peer;
+use super::running::{Running, options};
+use crate::bench::Load;
+use crate::bench::bed::Bed;
+use crate::bench::consume::{Effect, LINGER};
+use crate::bench::figure::Figure;
+use crate::bench::work::Maker;
+use crate::bench::yard::{ACCOUNTS, Yard};
+use crate::progress::Rounds;
+use oncebox::app::AppError;
+
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
+    // A key has an account of its own: rows that the frozen one has locked are those of its keys.
+    let load = Load { keys: load.keys.min(ACCOUNTS as u32), ..load };
+    let progress = Rounds::start("a frozen peer", load.rounds);
+    let mut pairs = Vec::new();
+    for _ in 0..load.rounds {
+        let (topic, names) = bed.topic("frozen", &["plain", "frozen"]).await?;
+        let rows = Maker::new(&topic, load).rows(load.messages);
+        bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
+        let plain = survivor(bed, &names[0], &topic, load.messages).await?;
+        let peer = Peer::halted(bed, &names[1], &topic, 1).await?;
+        peer.freeze();
+        let frozen = survivor(bed, &names[1], &topic, load.messages).await;
+        peer.kill().await?;
+        pairs.push((frozen?, plain));
+        progress.next();
+    }
+    let against = "the same consumer without a peer";
+    Ok(Figure::beside("fault.frozen_peer", "effects/s", against, &pairs).wanted(">= 0.5"))
+}
+
+/// Effects per second of the first third of the messages. The frozen one's keys stay behind: up to
+/// a batch of each of its lanes, which may be half of all messages where there are 1,000 keys.
+async fn survivor<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, messages: usize) -> Result<f64, AppError> {
+    let before = bed.store.effects().await?;
+    let options = options::<S>(name, topic)?;
+    let mut running = Running::start(bed, options, Effect);
+    let since = running.first_delivery().await?;
+    let course = running.course(&bed.store, since, before + messages / 3).await?;
+    running.stop().await?;
+    Ok(course.rate(before))
+}

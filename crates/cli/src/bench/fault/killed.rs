@@ -1,0 +1,54 @@
+//! A kill -9 in the middle of a backlog: how soon the next process is up to speed, from the moment
+//! it has the partitions.
+
+use std::sync::Arc;
+
+use super::peer::Peer;
+use super::running::{Course, Running, options};
+use crate::bench::Load;
+use crate::bench::bed::Bed;
+use crate::bench::consume::{Effect, LINGER};
+use crate::bench::figure::Figure;
+use crate::bench::work::Maker;
+use crate::bench::yard::Yard;
+use crate::progress::Rounds;
+use oncebox::app::AppError;
+
+/// The process is killed when it has begun this share of the messages.
+const KILL_AT: usize = 4;
+
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let progress = Rounds::start("after a kill", load.rounds);
+    let (mut seconds, mut rates) = (Vec::new(), Vec::new());
+    for _ in 0..load.rounds {
+        let (topic, names) = bed.topic("killed", &["plain", "killed"]).await?;
+        let rows = Maker::new(&topic, load).rows(load.messages);
+        bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
+        let before = bed.store.effects().await?;
+        let plain = drain(bed, &names[0], &topic, before + load.messages).await?;
+        let plain_rate = plain.rate(before);
+
+        let before = bed.store.effects().await?;
+        let peer = Peer::halted(bed, &names[1], &topic, load.messages / KILL_AT).await?;
+        peer.kill().await?;
+        let killed_at = bed.store.effects().await?;
+        let killed = drain(bed, &names[1], &topic, before + load.messages).await?;
+        seconds.push((killed.reaches(plain_rate / 2.0), plain.reaches(plain_rate / 2.0)));
+        rates.push((killed.rate(killed_at), plain_rate));
+        progress.next();
+    }
+    let against = "the same consumer with a new name, without a kill";
+    Ok(vec![
+        Figure::beside("fault.catch_up", "s", against, &seconds).wanted("<= 10 s"),
+        Figure::beside("fault.catch_up.rate", "effects/s", against, &rates),
+    ])
+}
+
+/// The course of the effects from the first delivery until all of them are there.
+async fn drain<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, until: usize) -> Result<Course, AppError> {
+    let mut running = Running::start(bed, options::<S>(name, topic)?, Effect);
+    let since = running.first_delivery().await?;
+    let course = running.course(&bed.store, since, until).await?;
+    running.stop().await?;
+    Ok(course)
+}

@@ -1,0 +1,136 @@
+//! A consumer in a process of its own: to be frozen or killed while its transactions are open.
+
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use clap::Subcommand;
+use rustix::process::Signal;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Child;
+use tokio::sync::Notify;
+
+use crate::bench::bed::Bed;
+use crate::bench::consume::Effect;
+use crate::bench::work::KIND;
+use crate::bench::yard::Yard;
+use crate::common::CommonArgs;
+use crate::place;
+use oncebox::app::config::{Settings, Span};
+use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
+use oncebox::error::HandlerError;
+use oncebox::message::Message;
+use oncebox::observe::Health;
+use oncebox::runtime::{HandlerTx, Handlers, MessageHandler};
+
+/// What it prints once its transactions stay open.
+const HALTED: &str = "halted";
+/// How long it may take until then.
+const HALT_MAX: Duration = Duration::from_secs(120);
+/// After so long the broker gives its partitions to another: the least that Kafka allows by itself.
+const SESSION: u64 = 6;
+
+/// A process of the benchmark.
+#[derive(Debug, Clone, Subcommand)]
+pub(crate) enum Role {
+    /// Handles messages; from one on it leaves its transactions open, and says so
+    Peer {
+        /// The name that the consumer has in inbox and broker
+        #[arg(long)]
+        name: String,
+        /// The topic that the consumer reads
+        #[arg(long)]
+        topic: String,
+        /// The message at which it halts, counted from 1
+        #[arg(long)]
+        halt: usize,
+    },
+}
+
+pub(crate) async fn run_role(role: Role, common: &CommonArgs) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    match store_kind(&settings.database.url.0)? {
+        #[cfg(feature = "sqlite")]
+        "sqlite" => play::<oncebox::store::sqlite::SqliteStore>(role, settings).await,
+        #[cfg(feature = "postgres")]
+        "postgres" => play::<oncebox::store::postgres::PostgresStore>(role, settings).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => play::<oncebox::store::mysql::MySqlStore>(role, settings).await,
+        kind => Err(AppError::usage(format!("the feature `{kind}` is missing"))),
+    }
+}
+
+async fn play<S: Yard>(role: Role, mut settings: Settings) -> Result<(), AppError> {
+    let Role::Peer { name, topic, halt } = role;
+    settings.broker.kafka.session_timeout = Span::seconds(SESSION);
+    let halted = Arc::new(Notify::new());
+    let halting = Halting { begun: AtomicUsize::new(0), halt, halted: Arc::clone(&halted) };
+    let handlers = Handlers::<S>::new().on(KIND, halting);
+    let handlers = HandlersByConsumer::new().consumer(&name, [topic], handlers);
+    let stop = stop_on_signals()?;
+    let consume = run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop);
+    let say = async {
+        halted.notified().await;
+        data!("{HALTED}");
+        std::future::pending().await
+    };
+    tokio::select! {
+        ended = consume => ended,
+        said = say => said,
+    }
+}
+
+struct Halting {
+    begun: AtomicUsize,
+    halt: usize,
+    halted: Arc<Notify>,
+}
+
+#[async_trait]
+impl<S: Yard> MessageHandler<S> for Halting {
+    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        Effect.handle(message, tx).await?;
+        if self.begun.fetch_add(1, Ordering::Relaxed) + 1 < self.halt {
+            return Ok(());
+        }
+        self.halted.notify_one();
+        std::future::pending().await
+    }
+}
+
+/// That process; it is killed when this is dropped.
+pub(super) struct Peer(Child);
+
+impl Peer {
+    /// Starts it, and waits until its transactions stay open.
+    pub(super) async fn halted<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, halt: usize) -> Result<Self, AppError> {
+        let mut child = place::this_program()?
+            .arg("--config")
+            .arg(bed.config_file()?)
+            .args(["run", "bench", "peer", "--name", name, "--topic", topic])
+            .args(["--halt", &halt.to_string()])
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| AppError::failed(format!("a consumer cannot be started: {error}")))?;
+        let stdout = child.stdout.take().ok_or_else(|| AppError::failed("it has no output"))?;
+        let mut lines = BufReader::new(stdout).lines();
+        match tokio::time::timeout(HALT_MAX, lines.next_line()).await {
+            Ok(Ok(Some(line))) if line == HALTED => Ok(Self(child)),
+            Ok(said) => Err(AppError::failed(format!("a consumer ended early: {said:?}"))),
+            Err(_) => Err(AppError::failed(format!("a consumer had no work within {HALT_MAX:?}"))),
+        }
+    }
+
+    /// SIGSTOP: it is there, and does nothing any more.
+    pub(super) fn freeze(&self) {
+        place::signal(&self.0, Signal::STOP);
+    }
+
+    /// SIGKILL, and waits until it is gone.
+    pub(super) async fn kill(mut self) -> Result<(), AppError> {
+        let killed = self.0.kill().await;
+        killed.map_err(|error| AppError::failed(format!("a consumer cannot be killed: {error}")))
+    }
+}

@@ -1,0 +1,150 @@
+//! A consumer in this process, and the course of its effects as the database shows them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::bench::bed::Bed;
+use crate::bench::watched::Watched;
+use crate::bench::work::KIND;
+use crate::bench::yard::Yard;
+use oncebox::app::AppError;
+use oncebox::app::config::{ConsumerSettings, Span};
+use oncebox::observe::Health;
+use oncebox::runtime::{Consumer, ConsumerOptions, Handlers, MessageHandler};
+
+/// How long the broker may keep back what a frozen or killed process had.
+const DELIVERY_MAX: Duration = Duration::from_secs(180);
+/// How long effects are watched at most; what is not done then has no share in the rate.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The rate of a moment is that of the half second before it.
+const WINDOW: Duration = Duration::from_millis(500);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The options that the program `consumer` has on this store.
+pub(super) fn options<S: Yard>(name: &str, topic: &str) -> Result<ConsumerOptions, AppError> {
+    let settings = ConsumerSettings::new(name, vec![topic.to_owned()]);
+    settings.options(S::WRITERS == 1, Span::seconds(20)).map_err(AppError::usage)
+}
+
+/// A consumer, until it is dropped.
+pub(super) struct Running {
+    watched: Watched,
+    stop: CancellationToken,
+    task: JoinHandle<Result<(), AppError>>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Running {
+    pub(super) fn start<S: Yard>(
+        bed: &Bed<S>,
+        options: ConsumerOptions,
+        handler: impl MessageHandler<S> + 'static,
+    ) -> Self {
+        let watched = Watched::new(Arc::clone(&bed.broker));
+        let handlers = Handlers::new().on(KIND, handler);
+        let broker = Arc::new(watched.clone());
+        let consumer = Consumer::new(bed.store.clone(), broker, handlers, options, Health::default());
+        let stop = CancellationToken::new();
+        let stopped = stop.clone();
+        let task = tokio::spawn(async move { Ok(consumer.run(stopped).await.map(drop)?) });
+        Self { watched, stop, task }
+    }
+
+    /// An error where it ended by itself: it should run.
+    pub(super) async fn check(&mut self) -> Result<(), AppError> {
+        if !self.task.is_finished() {
+            return Ok(());
+        }
+        (&mut self.task).await.map_err(|error| AppError::failed(error.to_string()))??;
+        Err(AppError::failed("the consumer ended by itself"))
+    }
+
+    /// When the broker gave it its first messages.
+    pub(super) async fn first_delivery(&mut self) -> Result<Instant, AppError> {
+        let began = Instant::now();
+        loop {
+            self.check().await?;
+            if let Some(first) = self.watched.look(|notes| notes.first_delivery) {
+                return Ok(first.at);
+            }
+            if began.elapsed() > DELIVERY_MAX {
+                let text = format!("the broker delivered nothing within {DELIVERY_MAX:?}");
+                return Err(AppError::failed(text));
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    /// Follows the effects from this moment until there are so many, or the patience is over.
+    pub(super) async fn course<S: Yard>(
+        &mut self,
+        store: &S,
+        since: Instant,
+        until: usize,
+    ) -> Result<Course, AppError> {
+        let mut looks = Vec::new();
+        loop {
+            self.check().await?;
+            let effects = store.effects().await?;
+            looks.push((since.elapsed(), effects));
+            if effects >= until || since.elapsed() > PATIENCE {
+                return Ok(Course(looks));
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    pub(super) async fn stop(mut self) -> Result<(), AppError> {
+        self.stop.cancel();
+        (&mut self.task).await.map_err(|error| AppError::failed(error.to_string()))?
+    }
+}
+
+/// How many effects there were at which time; never empty.
+pub(super) struct Course(Vec<(Duration, usize)>);
+
+impl Course {
+    /// Effects per second, from how many there were before the first look to the last look.
+    pub(super) fn rate(&self, before: usize) -> f64 {
+        self.0.last().map_or(f64::NAN, |(time, count)| rate_of(count - before, *time))
+    }
+
+    /// Seconds until the rate of a moment was this; the end where it never was.
+    pub(super) fn reaches(&self, rate: f64) -> f64 {
+        let fast = |(at, (time, count)): (usize, &(Duration, usize))| {
+            let then = time.checked_sub(WINDOW)?;
+            let (earlier, before) = self.0[..at].iter().rfind(|(earlier, _)| *earlier <= then)?;
+            (rate_of(count - before, *time - *earlier) >= rate).then_some(*time)
+        };
+        let end = self.0.last().map(|(time, _)| *time);
+        self.0.iter().enumerate().find_map(fast).or(end).map_or(f64::NAN, |time| time.as_secs_f64())
+    }
+}
+
+fn rate_of(count: usize, time: Duration) -> f64 {
+    crate::bench::relay::rate(count, time)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_course_tells_its_rate_and_when_it_was_up_to_speed() {
+        let course: Vec<_> = [(0, 10), (500, 10), (1_000, 15), (1_500, 515), (2_000, 1_010)]
+            .map(|(millis, count)| (Duration::from_millis(millis), count))
+            .into();
+        let course = Course(course);
+        assert!((course.rate(10) - 500.0).abs() < 1e-9);
+        assert!((course.reaches(500.0) - 1.5).abs() < 1e-9, "the first half second at that rate");
+        assert!((course.reaches(5_000.0) - 2.0).abs() < 1e-9, "never: the end");
+    }
+}

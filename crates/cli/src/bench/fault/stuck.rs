@@ -1,0 +1,155 @@
+//! Topics without a route, or missing, or silent: how long another topic's messages take to the
+//! broker.
+//!
+//! The stuck side has a database of its own, so that what is held there is in nobody's way later.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::SLOW_SHARE;
+use crate::bench::Load;
+use crate::bench::bed::Bed;
+use crate::bench::figure::Figure;
+use crate::bench::latency::{WARM, percentiles, write};
+use crate::bench::watched::{Notes, Watched};
+use crate::bench::work::Maker;
+use crate::bench::yard::Yard;
+use crate::progress::Rounds;
+use oncebox::StoreError;
+use oncebox::app::AppError;
+use oncebox::observe::Health;
+use oncebox::runtime::{Relay, RelayOptions};
+
+/// How long messages may take after the last of them was written. One that is not in the broker
+/// then counts with the time it has waited so far.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// A relay that ends waits no longer for the answer of a topic that gives none.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Median, 99th and 99.9th percentile from commit to broker, in milliseconds.
+type Times = [f64; 3];
+
+/// What there is beside the topic whose messages are timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Beside {
+    /// So many topics that got one message each just before, and refuse it.
+    Stuck(u32),
+    /// One topic with as many messages, which it takes.
+    Answering,
+    /// One topic with as many messages, which neither takes nor refuses them.
+    Silent,
+}
+
+/// Measures another topic beside topics that refuse.
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stuck: u32) -> Result<Vec<Figure>, AppError> {
+    let rounds = both_sides(bed, load, "a stuck topic", [Beside::Stuck(0), Beside::Stuck(stuck)]).await?;
+    let against = "the same messages with no stuck topic";
+    let names = ["fault.stuck_topic.p50", "fault.stuck_topic.p99", "fault.stuck_topic.p999"];
+    Ok(figures(names, against, &rounds))
+}
+
+/// A topic that neither takes nor refuses while messages to it go on, as one below
+/// `min.insync.replicas`, or a queue without a majority.
+pub(super) async fn measure_silent<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let rounds = both_sides(bed, load, "a silent topic", [Beside::Answering, Beside::Silent]).await?;
+    let against = "the same messages, and all topics answer";
+    let names = ["fault.silent_topic.p50", "fault.silent_topic.p99", "fault.silent_topic.p999"];
+    Ok(figures(names, against, &rounds))
+}
+
+/// The times without and with the fault, once a round.
+async fn both_sides<S: Yard>(
+    bed: &mut Bed<S>,
+    load: Load,
+    what: &'static str,
+    [well, ill]: [Beside; 2],
+) -> Result<Vec<(Times, Times)>, AppError> {
+    let load = Load { messages: (load.messages / SLOW_SHARE).max(1), ..load };
+    let progress = Rounds::start(what, load.rounds);
+    let mut rounds = Vec::new();
+    for _ in 0..load.rounds {
+        let plain = times(bed, &bed.store.clone(), load, well).await?;
+        let (store, own) = bed.beside().await?;
+        let measured = async {
+            store.make_tables().await?;
+            times(bed, &store, load, ill).await
+        }
+        .await;
+        store.close().await;
+        own.drop::<S>().await?;
+        rounds.push((measured?, plain));
+        progress.next();
+    }
+    Ok(rounds)
+}
+
+fn figures(names: [&'static str; 3], against: &'static str, rounds: &[(Times, Times)]) -> Vec<Figure> {
+    let figure = |at: usize| {
+        let pairs: Vec<_> = rounds.iter().map(|(ill, well)| (ill[at], well[at])).collect();
+        Figure::beside(names[at], "ms", against, &pairs)
+    };
+    vec![figure(0), figure(1).wanted("<= 1000 ms"), figure(2)]
+}
+
+/// From the commit of a message to the broker's proof.
+async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside) -> Result<Times, AppError> {
+    let (topic, _) = bed.topic("flowing", &["sink"]).await?;
+    let other = match beside {
+        Beside::Stuck(_) => None,
+        Beside::Answering | Beside::Silent => Some(bed.topic("beside", &["sink"]).await?.0),
+    };
+    let maker = Maker::new(&topic, load);
+    let watched = Watched::each(Arc::clone(&bed.broker));
+    let watched = match &other {
+        Some(other) if beside == Beside::Silent => watched.silent_of(other),
+        _ => watched,
+    };
+    let options = RelayOptions { shutdown_grace: GRACE, ..RelayOptions::new(format!("bench {topic}")) };
+    let relay = Relay::new(store.clone(), Arc::new(watched.clone()), options, Health::default());
+    let stop = CancellationToken::new();
+    let relay_stop = stop.clone();
+    let relay = tokio::spawn(async move { relay.run(relay_stop).await });
+    let committed = async {
+        let warm = write(store, &maker, WARM, true).await?;
+        proven(&watched, &warm).await;
+        if let Beside::Stuck(stuck) = beside {
+            let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
+            let messages = (0..stuck).map(|at| Maker::new(&format!("{topic}-stuck-{at}"), load).message());
+            oncebox::store::enqueue_all(&mut *tx, messages.collect()).await?;
+            oncebox::store::commit(tx).await?;
+        }
+        let others = async {
+            match &other {
+                Some(other) => write(store, &Maker::new(other, load), load.messages, true).await.map(drop),
+                None => Ok(()),
+            }
+        };
+        let (committed, others) = tokio::join!(write(store, &maker, load.messages, true), others);
+        others?;
+        let committed = committed?;
+        proven(&watched, &committed).await;
+        Ok::<_, AppError>(committed)
+    }
+    .await;
+    stop.cancel();
+    relay.await.map_err(|error| AppError::failed(error.to_string()))??;
+    let (committed, now) = (committed?, Instant::now());
+    let times = watched.look(|notes| {
+        let proof = |id| notes.proven_at.get(id).copied().unwrap_or(now);
+        committed.iter().map(|(id, at)| proof(id) - *at).collect()
+    });
+    Ok(percentiles(times, [0.5, 0.99, 0.999]))
+}
+
+/// Waits until these messages are in the broker, or the patience is over.
+async fn proven(watched: &Watched, committed: &HashMap<Uuid, Instant>) {
+    let began = Instant::now();
+    let are_there = |notes: &Notes| committed.keys().all(|id| notes.proven_at.contains_key(id));
+    while !watched.look(are_there) && began.elapsed() < PATIENCE {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}

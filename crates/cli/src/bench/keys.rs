@@ -1,0 +1,120 @@
+//! Claims beside many stored keys, and beside their purge.
+//!
+//! Two databases that differ in nothing but their number of keys take turns.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::Load;
+use super::bed::Bed;
+use super::doors::clients;
+use super::figure::Figure;
+use super::yard::Yard;
+use crate::progress::Rounds;
+use oncebox::app::AppError;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::{Fingerprint, Identity, Key, KeyFormat, Mode, OperationName, PrincipalMark, Scope};
+use oncebox::store::{Basis, Claimed, KeyClaim};
+
+/// The operation whose keys are stored and purged.
+pub(super) const OLD: &str = "bench_old";
+/// How many keys one statement fills in.
+const FILL: u64 = 100_000;
+/// How many keys one purge takes.
+const PURGE: u32 = 1_000;
+
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stored: u64) -> Result<Vec<Figure>, AppError> {
+    let many = bed.store.clone();
+    let (few, own) = bed.beside().await?;
+    let measured = beside(&many, &few, load, stored).await;
+    few.close().await;
+    own.drop::<S>().await?;
+    measured
+}
+
+async fn beside<S: Yard>(many: &S, few: &S, load: Load, stored: u64) -> Result<Vec<Figure>, AppError> {
+    fill(few, stored / 5).await?;
+    fill(many, stored).await?;
+    let progress = Rounds::start("keys", load.rounds);
+    let (mut size, mut purge) = (Vec::new(), Vec::new());
+    for store in [many, few] {
+        claims(store, load.messages).await?;
+    }
+    for _ in 0..load.rounds {
+        let alone = claims(many, load.messages).await?;
+        size.push((alone, claims(few, load.messages).await?));
+        purge.push((beside_purge(many, load.messages).await?, alone));
+        progress.next();
+    }
+    Ok(vec![
+        Figure::beside("http.keys", "claims/s", "beside a fifth of the stored keys", &size).wanted(">= 0.75"),
+        Figure::beside("http.purge", "claims/s", "while nothing is purged", &purge),
+    ])
+}
+
+async fn fill<S: Yard>(store: &S, count: u64) -> Result<(), AppError> {
+    let progress = Rounds::start("keys to begin with", u32::try_from(count.div_ceil(FILL)).unwrap_or(u32::MAX));
+    for from in (0..count).step_by(usize::try_from(FILL).unwrap_or(usize::MAX)) {
+        store.fill_keys(from, count.min(from + FILL)).await?;
+        progress.next();
+    }
+    Ok(())
+}
+
+fn failed(error: impl std::fmt::Display) -> AppError {
+    AppError::failed(error.to_string())
+}
+
+fn claim() -> Result<KeyClaim, AppError> {
+    let scope = Scope::new("t1", "p1").map_err(failed)?;
+    let operation: OperationName = "bench_claim".parse().map_err(failed)?;
+    let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque).map_err(failed)?;
+    let zeros = "0".repeat(64);
+    Ok(KeyClaim {
+        identity: Identity::new(&scope, operation, key),
+        principal: format!("sha256:{zeros}").parse::<PrincipalMark>().map_err(failed)?,
+        fingerprint: format!("1:sha256:{zeros}").parse::<Fingerprint>().map_err(failed)?,
+        mode: Mode::Edge,
+        operation_id: Uuid::now_v7(),
+        owner: KeyClaim::new_owner(),
+        lease: Duration::from_secs(30),
+    })
+}
+
+/// Claims of new keys per second, each in a transaction of its own.
+async fn claims<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
+    let store = store.clone();
+    let one = move |_| {
+        let store = store.clone();
+        async move {
+            match store.claim(&claim()?, Basis::New).await? {
+                Claimed::Owned(_) => Ok(()),
+                Claimed::Existing(_) | Claimed::Vanished => Err(AppError::failed("a new key was taken already")),
+            }
+        }
+    };
+    clients(count, one).await
+}
+
+/// The same while old keys are purged, batch after batch.
+async fn beside_purge<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
+    let (ended, purged) = (Arc::new(AtomicBool::new(false)), store.clone());
+    let operation: OperationName = OLD.parse().map_err(failed)?;
+    let stop = Arc::clone(&ended);
+    let purge = tokio::spawn(async move {
+        let mut taken = 0;
+        while !stop.load(Ordering::Relaxed) {
+            taken += purged.purge_keys(&operation, &Retention::default(), Duration::from_secs(60), PURGE).await?;
+        }
+        Ok::<u64, oncebox::StoreError>(taken)
+    });
+    let claimed = claims(store, count).await;
+    ended.store(true, Ordering::Relaxed);
+    if purge.await.map_err(failed)?? == 0 {
+        return Err(AppError::failed("there was nothing to purge beside the claims: `--stored` is too small"));
+    }
+    claimed
+}

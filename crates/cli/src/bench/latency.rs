@@ -1,0 +1,154 @@
+//! From the return of COMMIT to the broker's proof, and to the effect's own commit, at a steady
+//! rate.
+//!
+//! Writer, relay and consumer share this process, so the writer's hint reaches the relay;
+//! `latency.polled` is the same without the hint, as between processes.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::Load;
+use super::bed::Bed;
+use super::consume::Effect;
+use super::figure::Figure;
+use super::watched::Watched;
+use super::work::{KIND, Maker};
+use super::yard::{ACCOUNTS, Yard};
+use crate::progress::Rounds;
+use oncebox::StoreError;
+use oncebox::app::AppError;
+use oncebox::observe::Health;
+use oncebox::runtime::{Consumer, ConsumerOptions, Handlers, Relay, RelayOptions};
+
+/// Transactions that the writer commits per second.
+const RATE: u32 = 200;
+/// Messages before the first that counts: connections, caches and groups are warm after them.
+pub(super) const WARM: usize = 100;
+
+/// Percentiles of one round, in milliseconds.
+struct Round {
+    proof: [f64; 2],
+    effect: [f64; 2],
+    /// Median of a publish by the bare client.
+    publish: f64,
+}
+
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let progress = Rounds::start("latency", load.rounds);
+    let (mut hinted, mut polled) = (Vec::new(), Vec::new());
+    for _ in 0..load.rounds {
+        hinted.push(round(bed, load, true).await?);
+        polled.push(round(bed, load, false).await?);
+        progress.next();
+    }
+    let against = "one publish by the bare client, median";
+    let figure = |name, rounds: &[Round], pick: fn(&Round) -> f64| {
+        let pairs: Vec<_> = rounds.iter().map(|round| (pick(round), round.publish)).collect();
+        Figure::beside(name, "ms", against, &pairs)
+    };
+    Ok(vec![
+        figure("latency.proof.p50", &hinted, |round| round.proof[0]),
+        figure("latency.proof.p99", &hinted, |round| round.proof[1]),
+        figure("latency.effect.p50", &hinted, |round| round.effect[0]),
+        figure("latency.effect.p99", &hinted, |round| round.effect[1]),
+        figure("latency.polled.proof.p50", &polled, |round| round.proof[0]),
+        figure("latency.polled.effect.p99", &polled, |round| round.effect[1]),
+    ])
+}
+
+async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, hint: bool) -> Result<Round, AppError> {
+    let (topic, names) = bed.topic("latency", &["effects"]).await?;
+    let maker = Maker::new(&topic, load);
+    let raw = bed.raw(Duration::ZERO).await?;
+    let mut publishes = Vec::new();
+    for row in maker.rows(100) {
+        let began = Instant::now();
+        raw.send_one(row).await?;
+        publishes.push(began.elapsed());
+    }
+    let watched = Watched::each(Arc::clone(&bed.broker));
+    let stop = CancellationToken::new();
+    let relay = Relay::new(
+        bed.store.clone(),
+        Arc::new(watched.clone()),
+        RelayOptions::new(format!("bench {topic}")),
+        Health::default(),
+    );
+    let options = ConsumerOptions::new(names[0].clone(), vec![topic.clone()]);
+    let handlers = Handlers::new().on(KIND, Effect);
+    let consumer = Consumer::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
+    let (relay_stop, consumer_stop) = (stop.clone(), stop.clone());
+    let relay = tokio::spawn(async move { relay.run(relay_stop).await });
+    let consumer = tokio::spawn(async move { consumer.run(consumer_stop).await });
+
+    let written = async {
+        write(&bed.store, &maker, WARM, hint).await?;
+        settle(&watched, WARM + publishes.len()).await?;
+        let committed = write(&bed.store, &maker, load.messages, hint).await?;
+        settle(&watched, WARM + publishes.len() + load.messages).await?;
+        Ok::<_, AppError>(committed)
+    }
+    .await;
+    stop.cancel();
+    let failed = |error: tokio::task::JoinError| AppError::failed(error.to_string());
+    relay.await.map_err(failed)??;
+    consumer.await.map_err(failed)??;
+    let committed = written?;
+    Ok(watched.look(|notes| {
+        let proof = committed.iter().filter_map(|(id, at)| Some(*notes.proven_at.get(id)? - *at)).collect();
+        let effect = committed.iter().filter_map(|(id, at)| Some(*notes.acknowledged_at.get(&id.to_string())? - *at));
+        let [publish] = percentiles(publishes, [0.5]);
+        let shares = [0.5, 0.99];
+        Round { proof: percentiles(proof, shares), effect: percentiles(effect.collect(), shares), publish }
+    }))
+}
+
+/// Business write and message, at the rate; answers with the time of each commit.
+pub(super) async fn write<S: Yard>(
+    store: &S,
+    maker: &Maker,
+    count: usize,
+    hint: bool,
+) -> Result<HashMap<Uuid, Instant>, AppError> {
+    let mut committed = HashMap::new();
+    let mut ticks = tokio::time::interval(Duration::from_secs(1) / RATE);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    for at in 0..count {
+        ticks.tick().await;
+        let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
+        S::business(&mut tx, at as i64 % ACCOUNTS).await?;
+        let id = oncebox::store::enqueue(&mut *tx, maker.message()).await?;
+        if hint {
+            oncebox::store::commit(tx).await?;
+        } else {
+            tx.commit().await.map_err(StoreError::from)?;
+        }
+        committed.insert(id, Instant::now());
+    }
+    Ok(committed)
+}
+
+/// Waits until so many messages were acknowledged.
+async fn settle(watched: &Watched, count: usize) -> Result<(), AppError> {
+    let began = Instant::now();
+    while watched.look(|notes| notes.acknowledged_at.len()) < count {
+        if began.elapsed() > Duration::from_secs(60) {
+            return Err(AppError::failed("messages were not handled within a minute"));
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
+}
+
+/// The times below which these shares of all are, in milliseconds.
+pub(super) fn percentiles<const N: usize>(mut times: Vec<Duration>, shares: [f64; N]) -> [f64; N] {
+    times.sort_unstable();
+    shares.map(|share| {
+        let index = ((times.len() as f64 * share).ceil() as usize).clamp(1, times.len().max(1)) - 1;
+        times.get(index).map_or(f64::NAN, |time| time.as_secs_f64() * 1e3)
+    })
+}

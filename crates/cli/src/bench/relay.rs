@@ -1,0 +1,190 @@
+//! The relay: rows per second, CPU, log and dead row versions per row.
+//!
+//! A round appends the rows, then takes turns: the plain reader, the bare client, the relay. The
+//! loop that awaits each publish and updates each row is so slow that it gets a share of the rows;
+//! rates are compared, not times.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+
+use super::Load;
+use super::bed::Bed;
+use super::figure::Figure;
+use super::watched::Watched;
+use super::work::Maker;
+use super::yard::Yard;
+use crate::progress::Rounds;
+use oncebox::app::AppError;
+use oncebox::observe::Health;
+use oncebox::runtime::{Relay, RelayOptions};
+
+/// The loop a first version has gets this share of the rows.
+const SLOW_SHARE: usize = 50;
+/// What a careful user lets the client wait for company.
+const LINGER: Duration = Duration::from_millis(5);
+
+/// What one round found.
+struct Round {
+    relay: f64,
+    producer: f64,
+    reader: f64,
+    one_by_one: f64,
+    cpu_micros: f64,
+    log: Option<f64>,
+    versions: Option<f64>,
+}
+
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let progress = Rounds::start("relay", load.rounds);
+    let mut rounds = Vec::new();
+    for _ in 0..load.rounds {
+        rounds.push(round(bed, load).await?);
+        progress.next();
+    }
+    let of = |pick: fn(&Round) -> (f64, f64)| rounds.iter().map(pick).collect::<Vec<_>>();
+    let mut figures = vec![
+        Figure::beside(
+            "relay.rows",
+            "rows/s",
+            "the smaller of the bare warmed client and the plain reader",
+            &of(|round| (round.relay, round.producer.min(round.reader))),
+        )
+        .wanted(">= 0.40"),
+        Figure::beside(
+            "relay.of_client",
+            "rows/s",
+            "the bare warmed client",
+            &of(|round| (round.relay, round.producer)),
+        ),
+        Figure::beside(
+            "relay.of_reader",
+            "rows/s",
+            "a plain reader of the same rows",
+            &of(|round| (round.relay, round.reader)),
+        ),
+        Figure::beside(
+            "relay.of_one_by_one",
+            "rows/s",
+            "select, await each publish, update each row",
+            &of(|round| (round.relay, round.one_by_one)),
+        )
+        .wanted(">= 20"),
+        Figure::alone("relay.cpu", "us/row", &rounds.iter().map(|round| round.cpu_micros).collect::<Vec<_>>())
+            .wanted("<= 10"),
+    ];
+    let log: Option<Vec<f64>> = rounds.iter().map(|round| round.log).collect();
+    if let Some(log) = log {
+        figures.push(Figure::alone("relay.log", "bytes/row", &log).wanted("<= 20"));
+    }
+    let versions: Option<Vec<f64>> = rounds.iter().map(|round| round.versions).collect();
+    if let Some(versions) = versions {
+        figures.push(Figure::alone("relay.dead_versions", "versions/row", &versions).wanted("<= 0.01"));
+    }
+    Ok(figures)
+}
+
+async fn round<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Round, AppError> {
+    let (topic, _) = bed.topic("relay", &["sink"]).await?;
+    let (raw_topic, _) = bed.topic("raw", &["sink"]).await?;
+    let after = append(bed, &Maker::new(&topic, load), load.messages).await?;
+    let slow = (load.messages / SLOW_SHARE).max(100);
+    bed.store.copy_with_status(slow).await?;
+
+    let began = Instant::now();
+    let (mut position, mut read) = (after, 0);
+    loop {
+        let rows = bed.store.read_plainly(position).await?;
+        let Some((last, _)) = rows.last() else { break };
+        position = *last;
+        read += rows.len();
+    }
+    let reader = rate(read, began.elapsed());
+
+    let raw = bed.raw(LINGER).await?;
+    let maker = Maker::new(&raw_topic, load);
+    // The first message of an idempotent producer waits for its id; nobody's rate.
+    raw.send_all(Arc::new(maker.rows(1_000))).await?;
+    let rows = Arc::new(maker.rows(load.messages));
+    let began = Instant::now();
+    raw.send_all(rows).await?;
+    let producer = rate(load.messages, began.elapsed());
+
+    let one = bed.raw(Duration::ZERO).await?;
+    one.send_one(maker.rows(1).remove(0)).await?;
+    let one_by_one = one_by_one(bed, &one, slow).await?;
+
+    let (log, versions) = (bed.store.log_written().await?, bed.store.left_behind().await?);
+    let watched = Watched::new(Arc::clone(&bed.broker));
+    let store = bed.another_store().await?;
+    let options = RelayOptions { until_empty: true, ..RelayOptions::new("bench") };
+    let relay = Relay::new(store.clone(), Arc::new(watched.clone()), options, Health::default());
+    relay.run(CancellationToken::new()).await?;
+    store.close().await;
+    let per_row = |after: Option<f64>, before: Option<f64>| Some((after? - before?) / load.messages as f64);
+    let log = per_row(bed.store.log_written().await?, log);
+    let versions = per_row(bed.store.left_behind().await?, versions);
+    watched.look(|notes| {
+        let (Some(begin), Some(end)) = (notes.warm, notes.last_proof) else {
+            return Err(AppError::failed("the relay sent nothing"));
+        };
+        if notes.proven != load.messages || notes.refused > 0 {
+            return Err(AppError::failed(format!(
+                "the relay was to send {} messages, {} were proven and {} refused",
+                load.messages, notes.proven, notes.refused
+            )));
+        }
+        Ok(Round {
+            relay: rate(load.messages, end.at - begin.at),
+            producer,
+            reader,
+            one_by_one,
+            cpu_micros: (end.cpu - begin.cpu).as_secs_f64() * 1e6 / load.messages as f64,
+            log,
+            versions,
+        })
+    })
+}
+
+/// Enqueues so many messages; answers with the position before the first.
+pub(super) async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<i64, AppError> {
+    let mut last = 0;
+    while let Some((position, _)) = bed.store.read_plainly(last).await?.last() {
+        last = *position;
+    }
+    let mut left = count;
+    while left > 0 {
+        let some = left.min(1_000);
+        let mut tx = bed.store.pool().begin().await.map_err(oncebox::StoreError::from)?;
+        oncebox::store::enqueue_all(&mut *tx, (0..some).map(|_| maker.message()).collect()).await?;
+        oncebox::store::commit(tx).await?;
+        left -= some;
+    }
+    Ok(last)
+}
+
+/// The loop that a first version has.
+async fn one_by_one<S: Yard>(bed: &Bed<S>, raw: &super::work::Raw, rows: usize) -> Result<f64, AppError> {
+    let began = Instant::now();
+    let mut sent = 0;
+    loop {
+        let some = bed.store.read_unmarked().await?;
+        if some.is_empty() {
+            break;
+        }
+        for (position, message) in some {
+            raw.send_one(message).await?;
+            bed.store.mark(position).await?;
+            sent += 1;
+        }
+    }
+    if sent != rows {
+        return Err(AppError::failed(format!("{rows} rows were to be sent one by one, {sent} were")));
+    }
+    Ok(rate(sent, began.elapsed()))
+}
+
+pub(super) fn rate(count: usize, time: Duration) -> f64 {
+    count as f64 / time.as_secs_f64()
+}

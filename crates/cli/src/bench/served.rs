@@ -1,0 +1,204 @@
+//! A transactional operation and the layer through HTTP, beside the same handler without them: one process, loopback,
+//! connections that stay open. And beside the least that a key costs whoever writes it by hand: a
+//! row of two columns, inserted and answered, that is compared with nothing, checked by nothing and
+//! never purged.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Json, Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use uuid::Uuid;
+
+use super::Load;
+use super::bed::Bed;
+use super::crowd::crowd;
+use super::doors::{CLIENTS, Pay, milliseconds};
+use super::figure::Figure;
+use super::work::Maker;
+use super::yard::Yard;
+use crate::progress::Rounds;
+use oncebox::StoreError;
+use oncebox::app::AppError;
+use oncebox::error::HandlerError;
+use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedOperation};
+use oncebox::policy::operation::{Mode, Outcome, Route, Scope};
+use oncebox::runtime::operation::{Endpoint, Engine, Reply};
+
+impl JsonCommand for Pay {}
+
+/// What a handler needs.
+struct Shop<S> {
+    store: S,
+    maker: Arc<Maker>,
+}
+
+/// The service, until it is dropped.
+struct Service {
+    url: String,
+    client: reqwest::Client,
+    served: JoinHandle<()>,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.served.abort();
+    }
+}
+
+pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let service = Arc::new(Service::start(bed.store.clone(), maker).await?);
+    let progress = Rounds::start("http through HTTP", load.rounds);
+    for path in ["bare", "hand", "door", "layer"] {
+        service.ask(path, load.messages / 10).await?;
+    }
+    let (mut hand, mut door, mut layer) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..load.rounds {
+        let without = milliseconds(service.ask("bare", load.messages).await?);
+        hand.push((milliseconds(service.ask("hand", load.messages).await?), without));
+        door.push((milliseconds(service.ask("door", load.messages).await?), without));
+        layer.push((milliseconds(service.ask("layer", load.messages).await?), without));
+        progress.next();
+    }
+    Ok(vec![
+        Figure::beside("http.by_hand", "ms", "the same handler without a key, through HTTP", &hand),
+        Figure::beside("http.handler", "ms", "the same handler without the engine, through HTTP", &door)
+            .wanted("<= 1.4"),
+        Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer),
+    ])
+}
+
+impl Service {
+    async fn start<S: Yard>(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
+        let engine = Engine::builder(store.clone()).build();
+        let door = TypedOperation::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)));
+        let layer = IdempotencyLayer::new(&engine, Endpoint::raw("bench_layer", Route::new(Mode::Edge)));
+        let shop = Arc::new(Shop { store, maker: Arc::clone(maker) });
+        let routes = Router::new()
+            .route("/door", post(through(door.map_err(failed)?, Arc::clone(maker))))
+            .route("/layer", post(by_hand::<S>).layer(layer.map_err(failed)?))
+            .route("/bare", post(by_hand::<S>))
+            .route("/hand", post(keyed_by_hand::<S>))
+            .layer(from_fn(authenticate))
+            .with_state(shop);
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(failed)?;
+        let url = format!("http://{}", listener.local_addr().map_err(failed)?);
+        let client = reqwest::Client::builder().no_proxy().build().map_err(failed)?;
+        let served = tokio::spawn(async move {
+            if let Err(error) = axum::serve(listener, routes).await {
+                tracing::error!(%error, "the service of the benchmark has ended");
+            }
+        });
+        Ok(Self { url, client, served })
+    }
+
+    /// Sends `count` requests to `path`, and answers with the requests per second.
+    async fn ask(self: &Arc<Self>, path: &'static str, count: usize) -> Result<f64, AppError> {
+        let service = Arc::clone(self);
+        let one = move |_| {
+            let service = Arc::clone(&service);
+            async move {
+                let pay = Pay::any();
+                let body = serde_json::json!({ "account": pay.account, "amount": pay.amount, "note": pay.note });
+                let request = service
+                    .client
+                    .post(format!("{}/{path}", service.url))
+                    .header("content-type", "application/json")
+                    .header("idempotency-key", Uuid::now_v7().to_string())
+                    .body(body.to_string());
+                let answer = request.send().await.map_err(failed)?;
+                let status = answer.status().as_u16();
+                // The connection is free again when the body was read.
+                answer.bytes().await.map_err(failed)?;
+                if status == 201 { Ok(()) } else { Err(failed(format!("{path} was answered {status}"))) }
+            }
+        };
+        crowd(CLIENTS, count, one).await
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> AppError {
+    AppError::failed(error.to_string())
+}
+
+/// Stands for verified authentication.
+async fn authenticate(mut request: Request, next: Next) -> Response {
+    if let Ok(scope) = Scope::new("t1", "p1") {
+        request.extensions_mut().insert(IdempotencyScope(scope));
+    }
+    next.run(request).await
+}
+
+/// The handler without the engine.
+async fn by_hand<S: Yard>(State(shop): State<Arc<Shop<S>>>, Json(pay): Json<Pay>) -> Response {
+    answered(shop.pay(&pay, None).await)
+}
+
+/// The handler with the least that a key costs.
+async fn keyed_by_hand<S: Yard>(
+    State(shop): State<Arc<Shop<S>>>,
+    headers: HeaderMap,
+    Json(pay): Json<Pay>,
+) -> Response {
+    let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).and_then(|key| key.parse().ok());
+    match key {
+        Some(key) => answered(shop.pay(&pay, Some(key)).await),
+        None => StatusCode::BAD_REQUEST.into_response(),
+    }
+}
+
+fn answered(paid: Result<serde_json::Value, StoreError>) -> Response {
+    match paid {
+        Ok(paid) => (StatusCode::CREATED, Json(paid)).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+impl<S: Yard> Shop<S> {
+    /// One payment, under a key or none.
+    async fn pay(&self, pay: &Pay, key: Option<Uuid>) -> Result<serde_json::Value, StoreError> {
+        let mut tx = self.store.pool().begin().await?;
+        if let Some(key) = key {
+            S::claim_by_hand(&mut tx, key).await?;
+        }
+        let id = Uuid::now_v7();
+        S::pay(&mut tx, id, pay.account, pay.amount).await?;
+        oncebox::store::enqueue(&mut *tx, self.maker.message()).await?;
+        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+        if let Some(key) = key {
+            S::answer_by_hand(&mut tx, key, paid.to_string().into_bytes()).await?;
+        }
+        tx.commit().await?;
+        Ok(paid)
+    }
+}
+
+/// The same as a transactional operation.
+fn through<S: Yard>(
+    door: TypedOperation<S, Pay>,
+    maker: Arc<Maker>,
+) -> impl Fn(Request) -> futures::future::BoxFuture<'static, Response> + Clone + Send + Sync + 'static {
+    move |request| {
+        let (door, maker) = (door.clone(), Arc::clone(&maker));
+        Box::pin(async move {
+            door.serve(request, move |asked, mut tx| {
+                let maker = Arc::clone(&maker);
+                Box::pin(async move {
+                    let (id, pay) = (tx.operation_id(), &asked.command);
+                    S::pay(tx.connection(), id, pay.account, pay.amount).await?;
+                    tx.enqueue_last(maker.message())?;
+                    let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+                    Reply::json(201, &paid)
+                        .map(Outcome::Completed)
+                        .map_err(|error| HandlerError::terminal(error.to_string()))
+                })
+            })
+            .await
+        })
+    }
+}

@@ -1,0 +1,103 @@
+//! The plain SQL of each database.
+
+#[cfg(feature = "mysql")]
+mod mysql;
+#[cfg(feature = "postgres")]
+mod postgres;
+#[cfg(feature = "sqlite")]
+mod sqlite;
+
+/// What every database does the same way, in its own dialect.
+///
+/// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
+/// message.
+macro_rules! plain_sql {
+    (business: $business:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+        async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
+            let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
+            rows.iter().map($row).collect()
+        }
+
+        async fn read_unmarked(&self) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
+            let rows = sqlx::query($unmarked).fetch_all(self.pool()).await?;
+            rows.iter().map($row).collect()
+        }
+
+        async fn mark(&self, position: i64) -> Result<(), StoreError> {
+            sqlx::query($mark).bind(position).execute(self.pool()).await?;
+            Ok(())
+        }
+
+        async fn business(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            account: i64,
+        ) -> Result<(), StoreError> {
+            // A write that hits nothing costs nothing: no figure would mean what it says.
+            match sqlx::query($business).bind(account).execute(connection).await?.rows_affected() {
+                1 => Ok(()),
+                rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),
+            }
+        }
+
+        async fn effects(&self) -> Result<usize, StoreError> {
+            let count: i64 = sqlx::query_scalar($effects).fetch_one(self.pool()).await?;
+            usize::try_from(count).map_err(|error| StoreError::Corrupt(error.to_string()))
+        }
+
+        async fn pay(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+            account: i64,
+            amount: i64,
+        ) -> Result<(), StoreError> {
+            let (id, account) = (format!("pay_{}", id.simple()), format!("acc-{account}"));
+            let payment = sqlx::query($payment).bind("t1").bind(&id).bind(&account).bind(amount).bind("EUR");
+            payment.bind(&id).bind("web").execute(&mut *connection).await?;
+            let standing = sqlx::query_scalar::<_, String>($standing).bind("t1").bind(&account).bind(&id);
+            let standing = standing.fetch_one(&mut *connection).await?;
+            sqlx::query($open)
+                .bind("t1")
+                .bind(&account)
+                .bind($crate::bench::yard::BALANCE)
+                .execute(&mut *connection)
+                .await?;
+            let debit = sqlx::query($debit).bind(amount).bind("t1").bind(&account).bind(amount);
+            match debit.execute(connection).await?.rows_affected() {
+                1 if standing == id => Ok(()),
+                rows => {
+                    Err(StoreError::Corrupt(format!("payment {id}: {standing} stands, and {account} has {rows} rows")))
+                }
+            }
+        }
+
+        async fn claim_by_hand(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+        ) -> Result<(), StoreError> {
+            sqlx::query($claim).bind($id(id)).execute(connection).await?;
+            Ok(())
+        }
+
+        async fn answer_by_hand(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+            answer: Vec<u8>,
+        ) -> Result<(), StoreError> {
+            match sqlx::query($answer).bind(answer).bind($id(id)).execute(connection).await?.rows_affected() {
+                1 => Ok(()),
+                rows => Err(StoreError::Corrupt(format!("request {id} has {rows} rows"))),
+            }
+        }
+
+        async fn handle_by_hand(&self, id: Uuid, account: i64) -> Result<(), StoreError> {
+            let mut tx = self.pool().begin().await?;
+            let new = sqlx::query($inbox).bind($id(id)).execute(&mut *tx).await?.rows_affected();
+            if new == 1 {
+                sqlx::query($business).bind(account).execute(&mut *tx).await?;
+            }
+            tx.commit().await?;
+            Ok(())
+        }
+    };
+}
+pub(crate) use plain_sql;

@@ -1,0 +1,146 @@
+//! What is sent, and who sends it without oncebox.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::Utc;
+use uuid::Uuid;
+
+use super::Load;
+use super::yard::ACCOUNTS;
+use oncebox::app::config::Settings;
+use oncebox::app::{AnyBroker, AppError};
+use oncebox::message::{NewMessage, OutgoingMessage};
+
+/// The kind of every message.
+pub(super) const KIND: &str = "bench.row";
+
+/// Makes messages: keys are scattered, payloads are of one size and name an account.
+#[derive(Debug, Clone)]
+pub(super) struct Maker {
+    topic: String,
+    keys: u32,
+    filler: String,
+}
+
+impl Maker {
+    pub(super) fn new(topic: &str, load: Load) -> Self {
+        Self { topic: topic.to_owned(), keys: load.keys, filler: "x".repeat(load.size) }
+    }
+
+    /// A message to enqueue.
+    pub(super) fn message(&self) -> NewMessage {
+        let key = fastrand::u32(..self.keys);
+        NewMessage::text(&self.topic, KIND, self.payload(key)).with_key(format!("acc-{key}"))
+    }
+
+    /// Messages as a relay would have read them.
+    pub(super) fn rows(&self, count: usize) -> Vec<OutgoingMessage> {
+        let row = |_| {
+            let NewMessage { topic, key, kind, headers, payload, content_type, .. } = self.message();
+            OutgoingMessage {
+                id: Uuid::now_v7(),
+                topic,
+                key,
+                kind,
+                headers,
+                payload,
+                content_type: content_type.unwrap_or_default(),
+                trace: None,
+                created_at: Utc::now(),
+            }
+        };
+        (0..count).map(row).collect()
+    }
+
+    fn payload(&self, key: u32) -> String {
+        let beginning = format!("{{\"account\":{},\"filler\":\"", i64::from(key) % ACCOUNTS);
+        let filler = self.filler.get(..self.filler.len().saturating_sub(beginning.len() + 2)).unwrap_or_default();
+        format!("{beginning}{filler}\"}}")
+    }
+}
+
+/// The account that a payload names.
+pub(super) fn account(payload: &[u8]) -> i64 {
+    let digits = payload.iter().skip("{\"account\":".len()).take_while(|byte| byte.is_ascii_digit());
+    digits.fold(0, |number, digit| number * 10 + i64::from(digit - b'0'))
+}
+
+/// A broker's client without oncebox.
+#[derive(Debug)]
+pub(super) enum Raw {
+    #[cfg(feature = "kafka")]
+    Kafka(oncebox::broker::kafka::RawProducer),
+    #[cfg(feature = "rabbitmq")]
+    Rabbit(Box<oncebox::broker::rabbitmq::RawPublisher>),
+    /// The embedded broker has no other client: its own session, without relay.
+    Own(AnyBroker),
+}
+
+impl Raw {
+    pub(super) async fn open(settings: &Settings, broker: &AnyBroker, linger: Duration) -> Result<Self, AppError> {
+        match broker.name() {
+            #[cfg(feature = "kafka")]
+            "kafka" => Ok(Self::Kafka(oncebox::broker::kafka::RawProducer::new(
+                &oncebox::app::kafka_config(settings)?,
+                linger,
+            )?)),
+            #[cfg(feature = "rabbitmq")]
+            "rabbitmq" => {
+                let config = oncebox::app::rabbit_config(settings);
+                Ok(Self::Rabbit(Box::new(oncebox::broker::rabbitmq::RawPublisher::open(&config, 1_000).await?)))
+            }
+            _ => {
+                let _ = (settings, linger);
+                Ok(Self::Own(Arc::clone(broker)))
+            }
+        }
+    }
+
+    /// Sends all as fast as the client can, and waits for the last proof.
+    pub(super) async fn send_all(&self, messages: Arc<Vec<OutgoingMessage>>) -> Result<(), AppError> {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(producer) => Ok(producer.send_all(messages).await?),
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbit(publisher) => Ok(publisher.send_all(&messages).await?),
+            Self::Own(broker) => {
+                let mut publisher = broker.publisher().await?;
+                let mut settled = Vec::new();
+                for (at, some) in messages.chunks(1_000).enumerate() {
+                    let rows = some.iter().enumerate().map(|(n, row)| ((at * 1_000 + n) as u64, row.clone())).collect();
+                    publisher.send(rows).await?;
+                }
+                while settled.len() < messages.len() {
+                    publisher.settle(&mut settled).await?;
+                }
+                publisher.close().await;
+                if settled.iter().any(|one| one.outcome.is_err()) {
+                    return Err(AppError::failed("the broker refused a message"));
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Sends one and waits for its proof.
+    pub(super) async fn send_one(&self, message: OutgoingMessage) -> Result<(), AppError> {
+        self.send_all(Arc::new(vec![message])).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_has_its_size_and_names_its_account() {
+        let maker = Maker::new("t", Load { messages: 1, size: 300, keys: 70, rounds: 1 });
+        for row in maker.rows(50) {
+            assert_eq!(row.payload.len(), 300);
+            assert_eq!(Some(format!("acc-{}", account(&row.payload))), row.key);
+        }
+        let small = Maker::new("t", Load { messages: 1, size: 1, keys: 1, rounds: 1 });
+        assert_eq!(account(&small.rows(1)[0].payload), 0);
+    }
+}

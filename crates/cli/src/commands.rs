@@ -1,0 +1,132 @@
+//! `oncebox`: the commands for people and scripts.
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use super::common::{CommonArgs, Output, run};
+use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
+use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, speak};
+
+/// Exactly-once effects over at-least-once brokers.
+#[derive(Debug, Parser)]
+#[command(name = "oncebox", version, about, propagate_version = true)]
+struct OnceboxArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// How data is printed; with `json` errors on stderr are JSON too, one object a line
+    #[arg(long, value_enum, default_value_t, global = true, help_heading = COMMON_OPTIONS)]
+    output: Output,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// See it work: payments, a relay and consumers in processes of their own, with duplicates and
+    /// kills
+    ///
+    /// Everything is its own: a database beside the one that is named (a file by default), and
+    /// topics. Variables of the environment and configuration files are not read.
+    Demo(demo::DemoArgs),
+    /// Measure what the promise costs, as ratios inside one run
+    ///
+    /// Everything is its own: a database beside the one that is named (a file by default), and
+    /// topics. Variables of the environment and configuration files are not read.
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
+    /// Make or show the tables
+    #[command(subcommand)]
+    Migrate(migrate::MigrateCommand),
+    /// Show how outbox, consumers and e-mails stand, and what of it is stuck
+    Status(status::StatusArgs),
+    /// Look at everything the promise rests on; exit code 3 where something breaks it, or is stuck
+    Doctor(doctor::DoctorArgs),
+    /// List, show, redrive, bury and discard messages that could not be sent or handled
+    #[command(subcommand)]
+    Dead(dead::DeadCommand),
+    /// List consumers and when each was last there; forget one that is gone
+    #[command(subcommand)]
+    Consumers(consumers::ConsumersCommand),
+    /// List what operators did, and why
+    #[command(subcommand)]
+    Audit(audit::AuditCommand),
+    /// Look at idempotency keys: list, show, release, purge; say how an unknown one ended
+    #[command(subcommand)]
+    Keys(keys::KeysCommand),
+    /// Look at operations in phases: list, show; send again, or say how one ended
+    #[command(subcommand)]
+    Operations(operations::OperationsCommand),
+    /// Change the number of queues behind a consumer's topics on RabbitMQ
+    #[command(subcommand)]
+    Queues(queues::QueuesCommand),
+    /// Send queued e-mails: to .eml files, or by SMTP when configured
+    #[cfg(feature = "email")]
+    Sender(super::sender::SenderArgs),
+    /// Print settings: a template, or what is in force
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell that the script is for
+        shell: clap_complete::Shell,
+    },
+    /// A program in this binary: `cargo run` builds only one
+    #[command(hide = true, subcommand)]
+    Run(Program),
+}
+
+#[derive(Debug, Subcommand)]
+enum Program {
+    Publisher(PublisherArgs),
+    Consumer(ConsumerArgs),
+    #[cfg(feature = "email")]
+    Sender(super::sender::SenderArgs),
+    #[command(subcommand)]
+    Demo(demo::Role),
+    #[command(subcommand)]
+    Bench(bench::Role),
+}
+
+/// Runs the command that the arguments name; the answer is the exit code of the process.
+pub(super) fn run_named() -> ExitCode {
+    let args = OnceboxArgs::parse();
+    if args.output == Output::Json {
+        // What goes wrong, too, is read by a machine.
+        speak(LogFormat::Json);
+    }
+    run(args.run())
+}
+
+impl OnceboxArgs {
+    async fn run(self) -> Result<(), AppError> {
+        match self.command {
+            Command::Demo(demo) => demo::run(demo, &self.common, self.output).await,
+            Command::Bench(command) => bench::run(command, &self.common, self.output).await,
+            Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
+            Command::Status(args) => status::run(&args, &self.common, self.output).await,
+            Command::Config(command) => config::run(&command, &self.common, self.output),
+            Command::Doctor(args) => doctor::run(&args, &self.common, self.output).await,
+            Command::Dead(command) => dead::run(&command, &self.common, self.output).await,
+            Command::Consumers(command) => consumers::run(&command, &self.common, self.output).await,
+            Command::Audit(command) => audit::run(&command, &self.common, self.output).await,
+            Command::Keys(command) => keys::run(&command, &self.common, self.output).await,
+            Command::Queues(command) => queues::run(&command, &self.common, self.output).await,
+            Command::Operations(command) => operations::run(&command, &self.common, self.output).await,
+            #[cfg(feature = "email")]
+            Command::Sender(args) => super::sender::run(&args, &self.common).await,
+            Command::Completions { shell } => {
+                let mut script = Vec::new();
+                clap_complete::generate(shell, &mut Self::command(), "oncebox", &mut script);
+                data!("{}", String::from_utf8_lossy(&script).trim_end());
+                Ok(())
+            }
+            Command::Run(Program::Publisher(args)) => args.run(&self.common).await,
+            Command::Run(Program::Consumer(args)) => args.run(&self.common).await,
+            #[cfg(feature = "email")]
+            Command::Run(Program::Sender(args)) => super::sender::run(&args, &self.common).await,
+            Command::Run(Program::Bench(role)) => bench::run_role(role, &self.common).await,
+            Command::Run(Program::Demo(role)) => demo::run_role(role, &self.common).await,
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! What the commands share with the programs, and how data is printed.
+
+use comfy_table::{ContentArrangement, Table, presets};
+
+use oncebox::app::AppError;
+pub(super) use oncebox::app::{CommonArgs, run};
+
+/// Prints a line of data to stdout; where it cannot be written, that is an error.
+macro_rules! data {
+    ($($argument:tt)*) => {{
+        use std::io::Write as _;
+        $crate::common::written(writeln!(std::io::stdout(), $($argument)*))?
+    }};
+}
+
+/// What became of a line of data. A reader that went away (`oncebox dead list | head`) has what it
+/// wanted: the command ends without a word.
+pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
+    line.map_err(|error| match error.kind() {
+        std::io::ErrorKind::BrokenPipe => AppError::stopped(""),
+        _ => AppError::failed(format!("stdout cannot be written: {error}")),
+    })
+}
+
+/// How data is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub(super) enum Output {
+    /// For people, as a table
+    #[default]
+    Table,
+    /// For machines, as JSON
+    Json,
+}
+
+/// A table for people: on a terminal long cells are wrapped, in a pipe every row is one line.
+pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
+    const WIDTH: u16 = 120;
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(header);
+    if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
+    }
+    table
+}

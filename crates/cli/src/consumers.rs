@@ -1,0 +1,96 @@
+//! `oncebox consumers`: who has ever read here, who is there, and what a gone one left behind.
+
+use std::time::Duration;
+
+use clap::Subcommand;
+
+use super::act::{Act, refused, to_json};
+use super::common::{CommonArgs, Output, table};
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, require_schema};
+use oncebox::store::{ConsumerStatus, Store};
+
+/// What to do with consumers.
+#[derive(Debug, Subcommand)]
+pub(super) enum ConsumersCommand {
+    /// List the consumers that ever started here, and when each was last there
+    List,
+    /// Forget one that is gone, with its waiting, held and dead messages and what its inbox
+    /// remembers
+    Forget {
+        /// The name of the consumer to forget
+        name: String,
+        #[command(flatten)]
+        act: Act,
+    },
+}
+
+pub(super) async fn run(command: &ConsumersCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+}
+
+async fn on<S: Store>(
+    store: S,
+    command: &ConsumersCommand,
+    settings: &Settings,
+    output: Output,
+) -> Result<(), AppError> {
+    require_schema(&store, settings).await?;
+    let done = match command {
+        ConsumersCommand::List => list(&store.status().await?.consumers, output),
+        ConsumersCommand::Forget { name, act } => forget(&store, name, act, output).await,
+    };
+    store.close().await;
+    done
+}
+
+fn list(consumers: &[ConsumerStatus], output: Output) -> Result<(), AppError> {
+    if output == Output::Json {
+        data!("{}", to_json(&serde_json::json!({ "consumers": consumers }))?);
+        return Ok(());
+    }
+    let mut table = table(["consumer", "last seen", "inbox rows", "waiting", "held", "dead"]);
+    for consumer in consumers {
+        table.add_row([
+            consumer.name.clone(),
+            seen(consumer),
+            consumer.inbox_rows.to_string(),
+            consumer.waiting.to_string(),
+            consumer.held.to_string(),
+            consumer.dead.to_string(),
+        ]);
+    }
+    data!("{table}");
+    Ok(())
+}
+
+/// A consumer that was not seen for so long is not there: each of its processes says every ten
+/// seconds that it is.
+pub(super) const ABSENT: Duration = Duration::from_secs(60);
+
+/// When a process of it was last there.
+pub(super) fn seen(consumer: &ConsumerStatus) -> String {
+    let ago = Duration::from_secs(consumer.seen_seconds_ago as u64);
+    match ago < ABSENT {
+        true => "there".to_owned(),
+        false => format!("{} ago", humantime::format_duration(ago)),
+    }
+}
+
+async fn forget<S: Store>(store: &S, name: &str, act: &Act, output: Output) -> Result<(), AppError> {
+    let left = store.forget_consumer(name, &act.context(true)).await.map_err(refused)?;
+    let count = usize::try_from(left.messages).unwrap_or(usize::MAX);
+    act.confirm_loss(count, "messages that wait, are held or dead", "lost with it")?;
+    if !act.dry_run {
+        store.forget_consumer(name, &act.context(false)).await.map_err(refused)?;
+    }
+    if output == Output::Json {
+        let value = serde_json::json!({ "act": "forget", "dry_run": act.dry_run, "consumer": name, "left": left });
+        data!("{}", to_json(&value)?);
+        return Ok(());
+    }
+    let would = if act.dry_run { "would forget" } else { "forgot" };
+    data!("{would} {name}: {} messages, {} inbox rows", left.messages, left.inbox_rows);
+    Ok(())
+}

@@ -1,0 +1,536 @@
+//! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed,
+//! shown, redriven, discarded. Every act has a reason and leaves an audit row.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use clap::{Args, Subcommand};
+use uuid::Uuid;
+
+use super::act::{Act, refused, to_json};
+use super::common::{CommonArgs, Output, table};
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, require_schema, say};
+use oncebox::message::identity;
+use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, OperatorAct, Store};
+
+/// What to do with dead messages.
+#[derive(Debug, Subcommand)]
+pub(crate) enum DeadCommand {
+    /// List messages that could not be sent or handled, oldest first: dead, held and waiting ones
+    List {
+        #[command(flatten)]
+        filter: Filter,
+        /// Only in this state
+        #[arg(long, value_enum)]
+        state: Option<State>,
+    },
+    /// Show one with its headers, payload and error history
+    Show {
+        /// The number that `dead list` shows: o17 (outbox) or c9 (consumer)
+        #[arg(value_parser = number)]
+        number: String,
+    },
+    /// Send or handle messages again now, under the same id: an inbox still knows its copies
+    Redrive {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        act: Act,
+        /// At most this many a second, so that whoever handles them keeps up; Ctrl-C ends it, and
+        /// what is done is done
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+        rate: u32,
+        /// Wait so long for what becomes of each message, and say it; exit code 3 where one was
+        /// neither handled nor sent
+        #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+        wait: Duration,
+        /// Under a new id, so that it is a new message (only one at a time)
+        #[arg(long)]
+        new_id: bool,
+        /// With the bytes of this file as payload; implies --new-id
+        #[arg(long, value_name = "FILE")]
+        payload: Option<PathBuf>,
+    },
+    /// No more tries for a message of a consumer that waits: it is dead until you do something else
+    /// with it
+    Bury {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        act: Act,
+    },
+    /// Forget messages; what stands behind them goes on
+    Discard {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        act: Act,
+    },
+}
+
+/// Why a message is not sent or not handled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum State {
+    /// Refused for what it is, or given up after its last try
+    Dead,
+    /// Stands behind a dead one, or its destination takes nothing
+    Held,
+    /// Tried again when it is due, or stands behind one that is
+    Waiting,
+}
+
+impl State {
+    fn of(state: DeadState) -> &'static str {
+        match state {
+            DeadState::Dead => "dead",
+            DeadState::Held => "held",
+            DeadState::Waiting => "waiting",
+        }
+    }
+}
+
+/// Every state, or the one that was named.
+fn states(state: Option<State>) -> Vec<DeadState> {
+    match state {
+        None => vec![DeadState::Dead, DeadState::Held, DeadState::Waiting],
+        Some(State::Dead) => vec![DeadState::Dead],
+        Some(State::Held) => vec![DeadState::Held],
+        Some(State::Waiting) => vec![DeadState::Waiting],
+    }
+}
+
+/// Which messages are listed or acted on.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct Filter {
+    /// Only with this message id: the UUID, or as its producer sent it
+    #[arg(long, value_name = "ID")]
+    id: Option<String>,
+    /// Whose id that is, where it is no UUID: the `ce_source` of its producer; none by default
+    #[arg(long, value_name = "TEXT", requires = "id")]
+    source: Option<String>,
+    /// Only of this topic
+    #[arg(long)]
+    topic: Option<String>,
+    /// Only of this key
+    #[arg(long)]
+    key: Option<String>,
+    /// Only of this consumer; `outbox` for messages that could not be sent
+    #[arg(long)]
+    consumer: Option<String>,
+    /// Only with this reason
+    #[arg(long)]
+    reason: Option<String>,
+    /// At most this many
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
+}
+
+/// Which messages an act concerns: numbers, in whatever state they are, or a filter.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Which {
+    /// Numbers that `dead list` shows
+    #[arg(value_parser = number)]
+    numbers: Vec<String>,
+    #[command(flatten)]
+    filter: Filter,
+    /// Those of a filter that are in this state; dead ones by default, for `bury` waiting ones
+    #[arg(long, value_enum, conflicts_with = "numbers")]
+    state: Option<State>,
+    /// All that match, without naming a number or a filter
+    #[arg(long)]
+    all: bool,
+}
+
+/// A number as `dead list` shows it.
+fn number(text: &str) -> Result<String, String> {
+    let digits = text.strip_prefix(['o', 'c']).and_then(|digits| digits.parse::<i64>().ok());
+    match digits {
+        Some(1..) => Ok(text.to_owned()),
+        _ => Err("no number of a dead message; `oncebox dead list` shows them: o17, c9".to_owned()),
+    }
+}
+
+pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+}
+
+async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+    require_schema(&store, settings).await?;
+    let done = match command {
+        DeadCommand::List { filter, state } => {
+            let filter = DeadFilter { states: states(*state), ..filter.to_store(None) };
+            list(&store, &filter, output).await
+        }
+        DeadCommand::Show { number } => show(&store, number, output).await,
+        DeadCommand::Redrive { which, act, rate, wait, new_id, payload } => {
+            let how = match (payload, new_id) {
+                (None, false) => OperatorAct::Redrive,
+                (file, _) => {
+                    let payload = file.as_ref().map(read_payload).transpose()?;
+                    OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
+                }
+            };
+            act_on(&store, which, act, &How { act: &how, rate: Some(*rate), wait: *wait }, settings, output).await
+        }
+        DeadCommand::Bury { which, act } => {
+            act_on(&store, which, act, &How::at_once(&OperatorAct::Bury), settings, output).await
+        }
+        DeadCommand::Discard { which, act } => {
+            act_on(&store, which, act, &How::at_once(&OperatorAct::Discard), settings, output).await
+        }
+    };
+    store.close().await;
+    done
+}
+
+impl Filter {
+    fn to_store(&self, number: Option<&str>) -> DeadFilter {
+        DeadFilter {
+            states: Vec::new(),
+            number: number.map(str::to_owned),
+            message_id: self.id.as_deref().map(|id| identity_of(id, self.source.as_deref())),
+            topic: self.topic.clone(),
+            key: self.key.clone(),
+            consumer: self.consumer.clone(),
+            reason: self.reason.clone(),
+            limit: self.limit,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.id.is_none()
+            && self.topic.is_none()
+            && self.key.is_none()
+            && self.consumer.is_none()
+            && self.reason.is_none()
+    }
+}
+
+/// The UUID of an id: of a text that is none it is made of the source and the text, as a consumer
+/// makes it.
+fn identity_of(id: &str, source: Option<&str>) -> Uuid {
+    match (source, Uuid::try_parse(id)) {
+        (None, Ok(uuid)) => uuid,
+        _ => identity(source.unwrap_or_default(), id).uuid(),
+    }
+}
+
+fn read_payload(file: &PathBuf) -> Result<Vec<u8>, AppError> {
+    std::fs::read(file).map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))
+}
+
+fn place(message: &DeadMessage) -> &str {
+    match &message.place {
+        DeadPlace::Outbox => "outbox",
+        DeadPlace::Consumer(name) => name,
+    }
+}
+
+async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
+    let dead = store.dead(filter).await?;
+    hint_at_more(dead.len(), filter);
+    if output == Output::Json {
+        data!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
+        return Ok(());
+    }
+    let mut table = table([
+        "number", "state", "where", "topic", "key", "id", "sent as", "reason", "error", "tries", "next try", "behind",
+        "since",
+    ]);
+    for message in &dead {
+        let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
+        table.add_row([
+            message.number.clone(),
+            State::of(message.state).to_owned(),
+            place(message).to_owned(),
+            message.topic.clone(),
+            message.key.clone().unwrap_or_default(),
+            message.message_id.to_string(),
+            message.sent_id.clone().unwrap_or_default(),
+            match &message.requested {
+                Some(requested) => format!("{} ({requested} requested)", message.reason),
+                None => message.reason.clone(),
+            },
+            error,
+            message.attempts.to_string(),
+            message.next_try.map_or_else(String::new, |at| at.format("%H:%M:%S").to_string()),
+            message.behind.to_string(),
+            message.dead_at.format("%Y-%m-%d %H:%M:%S").to_string(),
+        ]);
+    }
+    data!("{table}");
+    Ok(())
+}
+
+fn hint_at_more(found: usize, filter: &DeadFilter) {
+    if filter.number.is_none() && found >= filter.limit.max(1) {
+        say("INFO", "hint: there may be more; see `--limit`");
+    }
+}
+
+async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
+    let Some(message) = store.dead(&by_number(number)).await?.into_iter().next() else {
+        let why =
+            format!("there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them");
+        return Err(AppError::failed(why));
+    };
+    let payload = String::from_utf8_lossy(&message.payload).into_owned();
+    if output == Output::Json {
+        let mut value = serde_json::to_value(&message).map_err(|error| AppError::failed(error.to_string()))?;
+        if let Some(fields) = value.as_object_mut() {
+            fields.insert("payload".to_owned(), payload.into());
+        }
+        data!("{}", to_json(&value)?);
+        return Ok(());
+    }
+    data!("number        {}", message.number);
+    data!("state         {}", State::of(message.state));
+    data!("where         {}", place(&message));
+    data!("message id    {}", message.message_id);
+    data!("id as sent    {}", message.sent_id.clone().unwrap_or_else(|| message.message_id.to_string()));
+    data!("topic         {}", message.topic);
+    data!("key           {}", message.key.as_deref().unwrap_or("-"));
+    data!("kind          {}", message.kind);
+    data!("content type  {}", message.content_type.as_deref().unwrap_or("-"));
+    data!("reason        {}", message.reason);
+    data!("tries         {}", message.attempts);
+    data!("behind it     {}", message.behind);
+    data!("since         {}", message.dead_at.to_rfc3339());
+    data!("next try      {}", message.next_try.map_or_else(|| "-".to_owned(), |at| at.to_rfc3339()));
+    data!("requested     {}", message.requested.as_deref().unwrap_or("-"));
+    for (name, value) in &message.headers {
+        data!("header        {name}: {value}");
+    }
+    for entry in &message.history {
+        data!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
+    }
+    data!("payload       {} bytes\n{payload}", message.payload.len());
+    Ok(())
+}
+
+/// What is done, and how fast.
+struct How<'a> {
+    act: &'a OperatorAct,
+    /// At most so many a second.
+    rate: Option<u32>,
+    /// So long for what becomes of them.
+    wait: Duration,
+}
+
+impl<'a> How<'a> {
+    fn at_once(act: &'a OperatorAct) -> Self {
+        Self { act, rate: None, wait: Duration::ZERO }
+    }
+}
+
+async fn act_on<S: Store>(
+    store: &S,
+    which: &Which,
+    act: &Act,
+    &How { act: how, rate, wait }: &How<'_>,
+    settings: &Settings,
+    output: Output,
+) -> Result<(), AppError> {
+    if which.numbers.is_empty() && which.filter.is_empty() && !which.all {
+        return Err(AppError::usage("name numbers (`oncebox dead list` shows them), a filter, or --all"));
+    }
+    let filters: Vec<DeadFilter> = if which.numbers.is_empty() {
+        let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
+        vec![DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..which.filter.to_store(None) }]
+    } else {
+        // By its number it is known in whatever state it is.
+        let one = |number| DeadFilter { states: states(None), ..which.filter.to_store(Some(number)) };
+        which.numbers.iter().map(|number| one(number)).collect()
+    };
+    let (mut found, mut last_tries) = (Vec::new(), HashMap::new());
+    for filter in &filters {
+        let of_filter = store.dead(filter).await?;
+        if let (true, Some(number)) = (of_filter.is_empty(), &filter.number) {
+            return Err(AppError::failed(format!(
+                "there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them"
+            )));
+        }
+        hint_at_more(of_filter.len(), filter);
+        for message in of_filter {
+            last_tries.insert(message.number.clone(), message.history.last().map(|entry| entry.at));
+            found.push(message.number);
+        }
+    }
+    if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
+        return Err(AppError::usage(format!("{} messages match; only one at a time gets a new id", found.len())));
+    }
+    let what = if found.len() == 1 { "message" } else { "messages" };
+    match how {
+        OperatorAct::Discard => act.confirm_loss(found.len(), what, "discarded")?,
+        OperatorAct::Bury => act.confirm(found.len(), what, "buried")?,
+        _ => act.confirm(found.len(), what, "redriven")?,
+    }
+    let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
+    // First all of it as a dry run: a number that is refused leaves the others as they are.
+    let (mut numbers, mut already_handled) = carry_out(store, &filters, how, &dry_run).await?;
+    if !act.dry_run {
+        let context = ActContext { dry_run: false, ..dry_run };
+        (numbers, already_handled) = match rate.and_then(|rate| usize::try_from(rate).ok()) {
+            Some(rate) if found.len() > rate => paced(store, &found, how, &context, rate).await?,
+            _ => carry_out(store, &filters, how, &context).await?,
+        };
+    }
+    let verb = match how {
+        OperatorAct::Discard => "discard",
+        OperatorAct::Bury => "bury",
+        OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => "redrive",
+    };
+    let became = match verb {
+        "redrive" if !act.dry_run => {
+            last_tries.retain(|number, _| numbers.contains(number) && !already_handled.contains(number));
+            what_became(store, last_tries, wait).await?
+        }
+        _ => BTreeMap::new(),
+    };
+    let is_done = wait.is_zero() || became.values().all(Became::is_well);
+    let done = || match is_done {
+        true => Ok(()),
+        false => Err(AppError::not_ready(format!("not every message was handled or sent within {wait:?}"))),
+    };
+    if output == Output::Json {
+        let mut value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers,
+            "already_handled": already_handled });
+        for (number, became) in &became {
+            value["became"][number] = became.to_string().into();
+        }
+        data!("{}", to_json(&value)?);
+        return done();
+    }
+    let would = if act.dry_run { "would " } else { "" };
+    let shown: String = numbers.iter().map(|number| format!(" {number}")).collect();
+    data!("{would}{verb} {}:{shown}", numbers.len());
+    for number in &already_handled {
+        data!("{would}discard {number}: another copy of it was handled since");
+    }
+    if !wait.is_zero() {
+        for (number, became) in &became {
+            data!("{number}: {became}");
+        }
+        return done();
+    }
+    if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
+        data!("the publisher carries out what concerns the outbox");
+    }
+    let goes_on = numbers.iter().any(|number| number.starts_with('c') && !already_handled.contains(number));
+    if !act.dry_run && verb == "redrive" && goes_on {
+        say("INFO", "hint: its consumer handles it now; `--wait 10s` says what becomes of it");
+    }
+    Ok(())
+}
+
+/// What became of a message that was redriven.
+enum Became {
+    /// It is gone from the list: its consumer handled it, or the broker has it.
+    Handled,
+    Sent,
+    /// It is not known yet what became of it.
+    Open,
+    /// It failed again: what it is now, and its error.
+    Failed(DeadState, String),
+}
+
+impl Became {
+    fn is_well(&self) -> bool {
+        matches!(self, Self::Handled | Self::Sent)
+    }
+}
+
+impl std::fmt::Display for Became {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Handled => f.write_str("handled"),
+            Self::Sent => f.write_str("sent"),
+            Self::Open => f.write_str("released, and not tried yet"),
+            Self::Failed(state, error) => write!(f, "{} again: {error}", State::of(*state)),
+        }
+    }
+}
+
+/// Looks until each of these is gone or was tried again, for so long. The last try of each before
+/// it was redriven is known.
+async fn what_became<S: Store>(
+    store: &S,
+    mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
+    wait: Duration,
+) -> Result<BTreeMap<String, Became>, AppError> {
+    let until = tokio::time::Instant::now() + wait;
+    let mut became = BTreeMap::new();
+    loop {
+        let is_over = tokio::time::Instant::now() >= until;
+        for number in last_tries.keys().cloned().collect::<Vec<_>>() {
+            let message = if wait.is_zero() { None } else { store.dead(&by_number(&number)).await?.into_iter().next() };
+            let now = match message {
+                _ if wait.is_zero() => Became::Open,
+                None if number.starts_with('o') => Became::Sent,
+                None => Became::Handled,
+                Some(message) => match message.history.last() {
+                    Some(entry) if last_tries.get(&number).is_some_and(|before| *before < Some(entry.at)) => {
+                        Became::Failed(message.state, entry.error.clone())
+                    }
+                    _ if is_over => Became::Open,
+                    _ => continue,
+                },
+            };
+            last_tries.remove(&number);
+            became.insert(number, now);
+        }
+        if last_tries.is_empty() {
+            return Ok(became);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// One message, in whatever state it is.
+fn by_number(number: &str) -> DeadFilter {
+    DeadFilter { states: states(None), number: Some(number.to_owned()), limit: 1, ..DeadFilter::default() }
+}
+
+/// Acts on so many of these numbers a second; gives as [`carry_out`] does.
+async fn paced<S: Store>(
+    store: &S,
+    found: &[String],
+    how: &OperatorAct,
+    context: &ActContext,
+    rate: usize,
+) -> Result<(Vec<String>, Vec<String>), AppError> {
+    let mut every_second = tokio::time::interval(Duration::from_secs(1));
+    every_second.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
+    for some in found.chunks(rate) {
+        every_second.tick().await;
+        let filters: Vec<DeadFilter> = some.iter().map(|number| by_number(number)).collect();
+        let done = carry_out(store, &filters, how, context).await;
+        let (more, handled) = done.map_err(|error| error.on(&format!("after {} of {}", numbers.len(), found.len())))?;
+        numbers.extend(more);
+        already_handled.extend(handled);
+        say("INFO", &format!("{} of {}", numbers.len(), found.len()));
+    }
+    Ok((numbers, already_handled))
+}
+
+/// Acts on every filter; gives the numbers, and those that were discarded because another copy was
+/// handled since.
+async fn carry_out<S: Store>(
+    store: &S,
+    filters: &[DeadFilter],
+    how: &OperatorAct,
+    context: &ActContext,
+) -> Result<(Vec<String>, Vec<String>), AppError> {
+    let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
+    for filter in filters {
+        let outcome = store.act(filter, how, context).await.map_err(refused)?;
+        numbers.extend(outcome.numbers);
+        already_handled.extend(outcome.already_handled);
+    }
+    Ok((numbers, already_handled))
+}

@@ -1,0 +1,86 @@
+//! `oncebox demo`: the promise, shown with kills.
+//!
+//! Payments are taken (business row and message in one transaction), relayed, and consumed by a
+//! ledger and an e-mail consumer, each in a process of its own; deliveries are repeated on purpose;
+//! publisher and consumers are killed with SIGKILL in the middle and started again. The verdict is
+//! counted from tables, files and broker by `count`, which shares nothing with the counters of the
+//! programs.
+
+mod count;
+mod processes;
+mod roles;
+mod show;
+mod stage;
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::common::{CommonArgs, Output};
+use oncebox::app::{AppError, stop_on_signals, store_kind};
+
+pub(super) use roles::{Role, run_role};
+
+/// What the demo shows.
+#[derive(Debug, Clone, Args)]
+pub(super) struct DemoArgs {
+    /// How many payments are taken
+    #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    messages: u64,
+    /// How often a process is killed with SIGKILL
+    #[arg(long, default_value_t = 6)]
+    kills: u32,
+    /// How many percent of the messages are put into the broker a second time
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=1_000))]
+    duplicates: u32,
+    /// Where files go; a directory of its own below the system's temporary one by default
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Leave files, tables and topics behind
+    #[arg(long)]
+    keep: bool,
+    /// Show no progress while the demo runs
+    #[arg(long)]
+    no_progress: bool,
+}
+
+pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let place = stage::Place::find(&args, common)?;
+    match store_kind(&place.settings.database.url.0)? {
+        #[cfg(feature = "sqlite")]
+        "sqlite" => on::<oncebox::store::sqlite::SqliteStore>(&args, place, output).await,
+        #[cfg(feature = "postgres")]
+        "postgres" => on::<oncebox::store::postgres::PostgresStore>(&args, place, output).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => on::<oncebox::store::mysql::MySqlStore>(&args, place, output).await,
+        kind => Err(AppError::usage(format!(
+            "this program was built without the feature `{kind}` that the database URL needs"
+        ))),
+    }
+}
+
+async fn on<S: show::Tables>(args: &DemoArgs, place: stage::Place, output: Output) -> Result<(), AppError> {
+    let stage = stage::Stage::set::<S>(place).await?;
+    // Told to stop, the show is dropped, and its processes with it.
+    let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
+    let shown = tokio::select! {
+        shown = show::show::<S>(args, &stage) => Some(shown),
+        () = stop.cancelled() => None,
+    };
+    let (done, left_behind) = match shown {
+        None => (Err(AppError::failed("interrupted: nothing was counted")), args.keep),
+        Some(Err(error)) => (Err(error), true),
+        Some(Ok(verdict)) => {
+            verdict.print(output)?;
+            let agrees = verdict.agrees();
+            let done = if agrees { Ok(()) } else { Err(AppError::failed("the counts do not agree")) };
+            (done, args.keep || !agrees)
+        }
+    };
+    if left_behind {
+        stage.leave();
+    } else {
+        stage.clear::<S>().await;
+    }
+    done
+}

@@ -1,0 +1,239 @@
+//! The verdict, counted from tables, files and broker. Nothing here looks at a counter of the
+//! programs.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+use super::roles::Payment;
+use super::show::Tables;
+use super::stage::Stage;
+use crate::common::Output;
+use oncebox::app::{AnyBroker, AppError};
+
+/// What was counted after the demo, and whether the promise was kept.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub(super) struct Verdict {
+    messages: u64,
+    ledger_entries: u64,
+    emails: u64,
+    email_files: u64,
+    payments_minor: i64,
+    ledger_minor: i64,
+    deliveries: u64,
+    duplicates_suppressed: u64,
+    kills: u32,
+    lost: u64,
+    doubled: u64,
+    out_of_order: u64,
+    seconds: f64,
+}
+
+/// A row of the payment table.
+#[derive(Debug, Clone)]
+pub(super) struct PaymentRow {
+    pub(super) message_id: String,
+    pub(super) payment: Payment,
+}
+
+impl Verdict {
+    /// True where every count agrees, to the cent.
+    pub(super) fn agrees(&self) -> bool {
+        self.messages == self.ledger_entries
+            && self.messages == self.emails
+            && self.messages == self.email_files
+            && self.payments_minor == self.ledger_minor
+            && self.lost == 0
+            && self.doubled == 0
+            && self.out_of_order == 0
+    }
+
+    pub(super) fn print(&self, output: Output) -> Result<(), AppError> {
+        if output == Output::Json {
+            let mut value = serde_json::to_value(self).map_err(|error| AppError::failed(error.to_string()))?;
+            if let Some(fields) = value.as_object_mut() {
+                fields.insert("verdict".to_owned(), self.in_words().into());
+            }
+            data!("{value}");
+            return Ok(());
+        }
+        let mut table = Table::new();
+        table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+        table.set_header(["counted", "", "should be"]);
+        let row = |what: &str, count: String, should: String| [what.to_owned(), count, should];
+        let of_all = self.messages.to_string();
+        table.add_row(row("payments taken", of_all.clone(), of_all.clone()));
+        table.add_row(row("ledger entries", self.ledger_entries.to_string(), of_all.clone()));
+        table.add_row(row("e-mail rows", self.emails.to_string(), of_all.clone()));
+        table.add_row(row("e-mails sent (.eml files)", self.email_files.to_string(), of_all));
+        table.add_row(row("sum of payments", money(self.payments_minor), money(self.payments_minor)));
+        table.add_row(row("sum of the ledger", money(self.ledger_minor), money(self.payments_minor)));
+        table.add_row(row("lost", self.lost.to_string(), "0".into()));
+        table.add_row(row("doubled", self.doubled.to_string(), "0".into()));
+        table.add_row(row("out of order", self.out_of_order.to_string(), "0".into()));
+        data!("{table}");
+        data!(
+            "{} deliveries for {} effects: {} duplicates suppressed; {} processes killed with SIGKILL; {:.1} s",
+            self.deliveries,
+            self.ledger_entries + self.emails,
+            self.duplicates_suppressed,
+            self.kills,
+            self.seconds
+        );
+        data!("{}", self.in_words());
+        Ok(())
+    }
+
+    fn in_words(&self) -> &'static str {
+        if self.agrees() { "every effect exactly once" } else { "THE COUNTS DO NOT AGREE" }
+    }
+}
+
+fn money(minor: i64) -> String {
+    format!("{}.{:02} EUR", minor / 100, minor % 100)
+}
+
+/// Counts everything, after all processes have stopped.
+pub(super) async fn count<S: Tables>(
+    store: &S,
+    broker: &AnyBroker,
+    stage: &Stage,
+    kills: u32,
+    seconds: f64,
+) -> Result<Verdict, AppError> {
+    let payments = payments(store, stage).await?;
+    let ledger = store
+        .rows(&format!(
+            "select payment_id, payment_id, account_id, number, amount_minor from {} order by entry_id",
+            stage.names.ledger()
+        ))
+        .await?;
+    let emails = store.email_keys(&stage.names.receipt("")).await?;
+    let log = broker.read_all(&stage.names.topic()).await?;
+
+    let mut entries: HashMap<&str, u64> = HashMap::new();
+    for (payment, ..) in &ledger {
+        *entries.entry(payment).or_default() += 1;
+    }
+    let mut receipts: HashMap<&str, u64> = HashMap::new();
+    for key in &emails {
+        *receipts.entry(key.rsplit("_receipt_").next().unwrap_or_default()).or_default() += 1;
+    }
+    let (mut lost, mut doubled) = (0, 0);
+    for row in &payments {
+        for effects in [&entries, &receipts] {
+            let count = effects.get(row.payment.payment_id.as_str()).copied().unwrap_or(0);
+            lost += u64::from(count == 0);
+            doubled += count.saturating_sub(1);
+        }
+    }
+    let mut arrivals = Vec::new();
+    let mut seen = HashSet::new();
+    for record in &log {
+        let payment: Payment = serde_json::from_slice(record.payload.as_deref().unwrap_or_default())
+            .map_err(|error| AppError::failed(format!("a record of the broker is no payment: {error}")))?;
+        if seen.insert(payment.payment_id.clone()) {
+            arrivals.push((payment.account_id, payment.number));
+        }
+    }
+    let out_of_order = inversions(ledger.iter().map(|(_, _, account, number, _)| (account.clone(), *number)))
+        + inversions(arrivals.into_iter());
+    let effects = (ledger.len() + emails.len()) as u64;
+    let deliveries = 2 * log.len() as u64;
+    Ok(Verdict {
+        messages: payments.len() as u64,
+        ledger_entries: ledger.len() as u64,
+        emails: emails.len() as u64,
+        email_files: email_files(stage)?,
+        payments_minor: payments.iter().map(|row| row.payment.amount_minor).sum(),
+        ledger_minor: ledger.iter().map(|(_, _, _, _, amount)| amount).sum(),
+        deliveries,
+        duplicates_suppressed: deliveries.saturating_sub(effects),
+        kills,
+        lost,
+        doubled,
+        out_of_order,
+        seconds,
+    })
+}
+
+/// The payments as the till wrote them.
+pub(super) async fn payments<S: Tables>(store: &S, stage: &Stage) -> Result<Vec<PaymentRow>, AppError> {
+    let table = stage.names.payments();
+    // One statement: the till may still be at work, and two would not see the same rows.
+    let rows =
+        store.rows(&format!("select payment_id, message_id, account_id, number, amount_minor from {table}")).await?;
+    let row = |(payment_id, message_id, account_id, number, amount_minor)| PaymentRow {
+        message_id,
+        payment: Payment { payment_id, account_id, number, amount_minor, currency: "EUR".to_owned() },
+    };
+    Ok(rows.into_iter().map(row).collect())
+}
+
+/// How often a number of an account does not follow the one before it.
+fn inversions(of: impl Iterator<Item = (String, i64)>) -> u64 {
+    let mut last: BTreeMap<String, i64> = BTreeMap::new();
+    let mut inversions = 0;
+    for (account, number) in of {
+        let before = last.insert(account, number).unwrap_or(0);
+        inversions += u64::from(number <= before);
+    }
+    inversions
+}
+
+fn email_files(stage: &Stage) -> Result<u64, AppError> {
+    let directory = &stage.settings.email.directory;
+    let failed = |error: std::io::Error| AppError::failed(format!("{}: {error}", directory.display()));
+    // Others may send from the same database: only receipts of this demo count.
+    let subject = format!("Subject: Receipt {}", stage.names.receipt(""));
+    let mut files = 0;
+    for entry in std::fs::read_dir(directory).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if path.extension().is_some_and(|extension| extension == "eml") {
+            let text = std::fs::read(&path).map_err(failed)?;
+            files += u64::from(String::from_utf8_lossy(&text).contains(&subject));
+        }
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_inversion_is_counted_per_account() {
+        let of = |numbers: &[(&str, i64)]| {
+            inversions(numbers.iter().map(|(account, number)| ((*account).to_owned(), *number)))
+        };
+        assert_eq!(of(&[("a", 1), ("b", 1), ("a", 2), ("b", 2)]), 0);
+        assert_eq!(of(&[("a", 2), ("a", 1), ("a", 3)]), 1);
+        assert_eq!(of(&[("a", 1), ("a", 1)]), 1, "a second entry is no order either");
+    }
+
+    #[test]
+    fn a_verdict_agrees_only_when_every_count_does() {
+        let good = Verdict {
+            messages: 3,
+            ledger_entries: 3,
+            emails: 3,
+            email_files: 3,
+            payments_minor: 10,
+            ledger_minor: 10,
+            ..Verdict::default()
+        };
+        assert!(good.agrees());
+        for bad in [
+            Verdict { ledger_entries: 4, ..good.clone() },
+            Verdict { emails: 2, ..good.clone() },
+            Verdict { email_files: 2, ..good.clone() },
+            Verdict { ledger_minor: 11, ..good.clone() },
+            Verdict { lost: 1, ..good.clone() },
+            Verdict { doubled: 1, ..good.clone() },
+            Verdict { out_of_order: 1, ..good.clone() },
+        ] {
+            assert!(!bad.agrees(), "{bad:?}");
+        }
+    }
+}

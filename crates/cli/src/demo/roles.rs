@@ -1,0 +1,202 @@
+//! The cast: who takes payments, who keeps the ledger, who writes receipts. Each runs in a process
+//! of its own.
+
+use std::collections::BTreeMap;
+
+use async_trait::async_trait;
+use clap::Subcommand;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::stage::Names;
+use crate::common::CommonArgs;
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
+use oncebox::error::HandlerError;
+use oncebox::message::{Message, NewMessage};
+use oncebox::observe::Health;
+use oncebox::runtime::{HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec};
+use oncebox::store::{NewEmail, SqlValue, Store, split_named};
+
+/// A process of the demo.
+#[derive(Debug, Clone, Subcommand)]
+pub(crate) enum Role {
+    /// Takes payments: writes the payment and its message in one transaction
+    Till {
+        /// The tag in all names that this demo uses
+        #[arg(long)]
+        tag: String,
+        /// How many payments to take
+        #[arg(long)]
+        messages: u64,
+    },
+    /// Keeps the ledger: writes an entry for each payment
+    Ledger {
+        /// The tag in all names that this demo uses
+        #[arg(long)]
+        tag: String,
+    },
+    /// Writes receipts as e-mail rows
+    Receipts {
+        /// The tag in all names that this demo uses
+        #[arg(long)]
+        tag: String,
+    },
+}
+
+/// A payment as the message carries it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Payment {
+    pub(super) payment_id: String,
+    pub(super) account_id: String,
+    /// Counts the payments of the account: what order is checked by.
+    pub(super) number: i64,
+    pub(super) amount_minor: i64,
+    pub(super) currency: String,
+}
+
+pub(super) const KIND: &str = "payment.created";
+
+impl Payment {
+    pub(super) fn message(&self, names: &Names, id: Uuid) -> Result<NewMessage, AppError> {
+        let message =
+            NewMessage::json(names.topic(), KIND, self).map_err(|error| AppError::failed(error.to_string()))?;
+        Ok(message.with_key(self.account_id.clone()).with_id(id))
+    }
+}
+
+pub(crate) async fn run_role(role: Role, common: &CommonArgs) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    match store_kind(&settings.database.url.0)? {
+        #[cfg(feature = "sqlite")]
+        "sqlite" => play::<oncebox::store::sqlite::SqliteStore>(role, settings).await,
+        #[cfg(feature = "postgres")]
+        "postgres" => play::<oncebox::store::postgres::PostgresStore>(role, settings).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => play::<oncebox::store::mysql::MySqlStore>(role, settings).await,
+        kind => Err(AppError::usage(format!("the feature `{kind}` is missing"))),
+    }
+}
+
+async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppError> {
+    let stop = stop_on_signals()?;
+    let (tag, role_name) = match &role {
+        Role::Till { tag, .. } => (tag, "till"),
+        Role::Ledger { tag } => (tag, "ledger"),
+        Role::Receipts { tag } => (tag, "receipts"),
+    };
+    let names = Names { tag: tag.clone() };
+    if let Role::Till { messages, .. } = role {
+        let store: S = oncebox::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
+        return take_payments(&store, &names, messages).await;
+    }
+    let name = names.consumer(role_name);
+    // Those of the demo and no others.
+    settings.consumer.clear();
+    let topics = [names.topic()];
+    let handlers = if let Role::Ledger { .. } = role {
+        let store: S = oncebox::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
+        Handlers::new().on(KIND, ledger(&store, &names).await?)
+    } else {
+        Handlers::new().on(KIND, Receipts { names })
+    };
+    let handlers = HandlersByConsumer::new().consumer(&name, topics, handlers);
+    run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop).await
+}
+
+/// Business row and message in one transaction, one by one, over many accounts in turn.
+async fn take_payments<S: Store>(store: &S, names: &Names, messages: u64) -> Result<(), AppError> {
+    let insert = format!(
+        "insert into {} (payment_id, message_id, account_id, number, amount_minor) values (:payment, :message, :account, :number, :amount)",
+        names.payments()
+    );
+    let insert = store.prepare(&split_named(&insert, S::dialect())).await?;
+    let accounts = (messages / 20).clamp(1, 100);
+    let mut numbers = vec![0_i64; usize::try_from(accounts).unwrap_or(1)];
+    for index in 0..messages {
+        // Scattered, not in turn: order is easily kept by accident when keys come round-robin.
+        let account = fastrand::usize(..numbers.len());
+        numbers[account] += 1;
+        let payment = Payment {
+            payment_id: format!("pay_{index}"),
+            account_id: format!("acc-{account}"),
+            number: numbers[account],
+            amount_minor: fastrand::i64(1..=100_000),
+            currency: "EUR".to_owned(),
+        };
+        let id = Uuid::now_v7();
+        let values = BTreeMap::from([
+            ("payment".to_owned(), SqlValue::Text(payment.payment_id.clone())),
+            ("message".to_owned(), SqlValue::Text(id.to_string())),
+            ("account".to_owned(), SqlValue::Text(payment.account_id.clone())),
+            ("number".to_owned(), SqlValue::Number(payment.number.to_string())),
+            ("amount".to_owned(), SqlValue::Number(payment.amount_minor.to_string())),
+        ]);
+        let message = payment.message(names, id)?;
+        loop {
+            match take(store, &insert, &values, message.clone()).await {
+                Ok(()) => break,
+                // Nobody's failure: nothing was committed, the same again.
+                Err(error @ (oncebox::StoreError::Busy(_) | oncebox::StoreError::Unavailable(_))) => {
+                    tracing::debug!(%error, "a payment is tried again");
+                    tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn take<S: Store>(
+    store: &S,
+    insert: &S::Statement,
+    values: &BTreeMap<String, SqlValue>,
+    message: NewMessage,
+) -> Result<(), oncebox::StoreError> {
+    let mut tx = store.pool().begin().await?;
+    S::execute(&mut tx, insert, values).await?;
+    oncebox::store::enqueue(&mut *tx, message).await?;
+    oncebox::store::commit(tx).await
+}
+
+/// The ledger is the plain sql handler, as any team can configure it. Its table has no unique key
+/// on purpose: only the inbox stands between a second delivery and a second entry.
+async fn ledger<S: Store>(store: &S, names: &Names) -> Result<SqlHandler<S>, AppError> {
+    let spec = SqlSpec {
+        statements: vec![format!(
+            "insert into {} (payment_id, account_id, number, amount_minor) values (:payment, :account, :number, :amount)",
+            names.ledger()
+        )],
+        params: [
+            ("payment", "/paymentId"),
+            ("account", "/accountId"),
+            ("number", "/number"),
+            ("amount", "/amountMinor"),
+        ]
+        .map(|(name, source)| (name.to_owned(), source.to_owned()))
+        .into(),
+        optional: Vec::new(),
+    };
+    SqlHandler::prepare(store, spec).await.map_err(|error| AppError::failed(error.to_string()))
+}
+
+struct Receipts {
+    names: Names,
+}
+
+#[async_trait]
+impl<S: Store> MessageHandler<S> for Receipts {
+    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        let payment: Payment = message.json()?;
+        let email = NewEmail {
+            unique_key: self.names.receipt(&payment.payment_id),
+            recipient: format!("{}@example.com", payment.account_id),
+            subject: format!("Receipt {}", self.names.receipt(&payment.payment_id)),
+            body: format!("We received {} {} minor units.\n", payment.currency, payment.amount_minor),
+        };
+        tx.queue_email(&email).await?;
+        Ok(())
+    }
+}

@@ -1,0 +1,323 @@
+//! The show: tables, cast, kills, duplicates, the end.
+
+use std::future::Future;
+use std::time::{Duration, Instant};
+
+use chrono::Utc;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use uuid::Uuid;
+
+use super::DemoArgs;
+use super::count::{Verdict, count, payments};
+use super::processes::Process;
+use super::roles::KIND;
+use super::stage::Stage;
+use crate::ground::Ground;
+use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
+use oncebox::broker::Subscription;
+use oncebox::message::OutgoingMessage;
+use oncebox::observe::Health;
+use oncebox::store::StoreOptions;
+
+/// A row of payments or ledger: payment, a second text, account, number, amount.
+pub(super) type MoneyRow = (String, String, String, i64, i64);
+
+/// What the demo asks of its own tables.
+pub(super) trait Tables: Ground {
+    /// A key column that numbers its rows.
+    const ENTRY_ID: &'static str;
+    /// Where e-mail rows stand.
+    const EMAIL_TABLE: &'static str;
+    /// The unique key of an e-mail row, as text.
+    const EMAIL_KEY: &'static str;
+
+    fn rows(&self, sql: &str) -> impl Future<Output = Result<Vec<MoneyRow>, AppError>> + Send;
+    fn texts(&self, sql: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send;
+    fn number(&self, sql: &str) -> impl Future<Output = Result<i64, AppError>> + Send;
+    fn run(&self, sql: &str) -> impl Future<Output = Result<(), AppError>> + Send;
+
+    /// The unique keys of e-mail rows with this beginning.
+    fn email_keys(&self, prefix: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send {
+        let sql = format!(
+            "select {key} from {} where substr({key}, 1, {}) = '{prefix}'",
+            Self::EMAIL_TABLE,
+            prefix.len(),
+            key = Self::EMAIL_KEY
+        );
+        async move { self.texts(&sql).await }
+    }
+}
+
+macro_rules! tables {
+    ($store:path, $entry_id:literal, $emails:literal, $email_key:literal) => {
+        impl Tables for $store {
+            const ENTRY_ID: &'static str = $entry_id;
+            const EMAIL_TABLE: &'static str = $emails;
+            const EMAIL_KEY: &'static str = $email_key;
+
+            async fn rows(&self, sql: &str) -> Result<Vec<MoneyRow>, AppError> {
+                let sql = sqlx::AssertSqlSafe(sql.to_owned());
+                Ok(sqlx::query_as(sql)
+                    .fetch_all(oncebox::store::Base::pool(self))
+                    .await
+                    .map_err(oncebox::StoreError::from)?)
+            }
+
+            async fn texts(&self, sql: &str) -> Result<Vec<String>, AppError> {
+                let sql = sqlx::AssertSqlSafe(sql.to_owned());
+                Ok(sqlx::query_scalar(sql)
+                    .fetch_all(oncebox::store::Base::pool(self))
+                    .await
+                    .map_err(oncebox::StoreError::from)?)
+            }
+
+            async fn number(&self, sql: &str) -> Result<i64, AppError> {
+                let sql = sqlx::AssertSqlSafe(sql.to_owned());
+                Ok(sqlx::query_scalar(sql)
+                    .fetch_one(oncebox::store::Base::pool(self))
+                    .await
+                    .map_err(oncebox::StoreError::from)?)
+            }
+
+            async fn run(&self, sql: &str) -> Result<(), AppError> {
+                let sql = sqlx::AssertSqlSafe(sql.to_owned());
+                sqlx::raw_sql(sql)
+                    .execute(oncebox::store::Base::pool(self))
+                    .await
+                    .map_err(oncebox::StoreError::from)?;
+                Ok(())
+            }
+        }
+    };
+}
+
+#[cfg(feature = "sqlite")]
+tables!(
+    oncebox::store::sqlite::SqliteStore,
+    "entry_id integer primary key autoincrement",
+    "oncebox_email",
+    "unique_key"
+);
+#[cfg(feature = "postgres")]
+tables!(
+    oncebox::store::postgres::PostgresStore,
+    "entry_id bigint generated always as identity primary key",
+    "oncebox.email",
+    "unique_key"
+);
+#[cfg(feature = "mysql")]
+tables!(
+    oncebox::store::mysql::MySqlStore,
+    "entry_id bigint auto_increment primary key",
+    "oncebox_email",
+    "convert(unique_key using utf8mb4)"
+);
+
+/// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine
+/// is slow.
+const NOTHING_MOVES: Duration = Duration::from_secs(120);
+
+struct Show<'a, S: Tables> {
+    args: &'a DemoArgs,
+    stage: &'a Stage,
+    store: S,
+    broker: AnyBroker,
+    till: Process,
+    cast: Vec<Process>,
+    bar: ProgressBar,
+    killed: u32,
+    repeated: u64,
+}
+
+/// Runs the whole show and counts.
+pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Verdict, AppError> {
+    let options = stage.settings.database.options().map_err(AppError::usage)?;
+    let options = StoreOptions { create: true, ..options };
+    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    store.migrate().await?;
+    make_tables(&store, stage).await?;
+    let broker = open_broker(&stage.settings).await?;
+    let topic = stage.names.topic();
+    broker.declare(std::slice::from_ref(&topic)).await?;
+    if !broker.is_log() {
+        // A queue receives what is published after it is bound: those of both consumers stand
+        // before the first payment.
+        for role in ["ledger", "receipts"] {
+            let subscription = Subscription::new(stage.names.consumer(role), vec![topic.clone()]);
+            broker.subscriber(&subscription).await?.close().await;
+        }
+    }
+    broker.tap(&topic).await?;
+
+    let began = Instant::now();
+    let tag = stage.names.tag.as_str();
+    let messages = args.messages.to_string();
+    let cast = vec![
+        Process::start(stage, "ledger", &["demo", "ledger", "--tag", tag])?,
+        Process::start(stage, "receipts", &["demo", "receipts", "--tag", tag])?,
+        Process::start(stage, "publisher", &["publisher"])?,
+        Process::start(stage, "sender", &["sender"])?,
+    ];
+    let till = Process::start(stage, "till", &["demo", "till", "--tag", tag, "--messages", &messages])?;
+    let mut show = Show { args, stage, store, broker, till, cast, bar: bar(args), killed: 0, repeated: 0 };
+    show.play().await?;
+    let Show { store, broker, cast, killed, bar, .. } = show;
+    for process in cast {
+        process.stop().await;
+    }
+    bar.finish_and_clear();
+    let verdict = count(&store, &broker, stage, killed, began.elapsed().as_secs_f64()).await?;
+    if !args.keep {
+        let made =
+            ["ledger", "receipts"].map(|role| Subscription::new(stage.names.consumer(role), vec![topic.clone()]));
+        broker.remove(&made).await?;
+    }
+    store.close().await;
+    Ok(verdict)
+}
+
+async fn make_tables<S: Tables>(store: &S, stage: &Stage) -> Result<(), AppError> {
+    let columns = "account_id varchar(64) not null, number bigint not null, amount_minor bigint not null";
+    let payments = stage.names.payments();
+    store
+        .run(&format!(
+            "create table {payments} (payment_id varchar(64) primary key, message_id varchar(36) not null, {columns})"
+        ))
+        .await?;
+    // No unique key: nothing but the inbox keeps a second entry out.
+    let ledger = stage.names.ledger();
+    store.run(&format!("create table {ledger} ({}, payment_id varchar(64) not null, {columns})", S::ENTRY_ID)).await
+}
+
+fn bar(args: &DemoArgs) -> ProgressBar {
+    let target = if args.no_progress { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+    let bar = ProgressBar::with_draw_target(Some(args.messages), target);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} ledger entries  {msg}") {
+        bar.set_style(style);
+    }
+    bar
+}
+
+impl<S: Tables> Show<'_, S> {
+    /// Until every payment has its ledger entry and its e-mail file.
+    async fn play(&mut self) -> Result<(), AppError> {
+        let ledger = format!("select count(*) from {}", self.stage.names.ledger());
+        let (mut last, mut moved_at) = ((0, 0, 0), Instant::now());
+        let mut till_done = false;
+        loop {
+            for process in &mut self.cast {
+                process.check()?;
+            }
+            if !till_done && self.till.has_ended() {
+                self.till.finished().await?;
+                till_done = true;
+            }
+            let entries = self.store.number(&ledger).await?;
+            let emails = self.store.email_keys(&self.stage.names.receipt("")).await?.len();
+            let unsent = self.store.emails_pending().await?;
+            self.bar.set_position(u64::try_from(entries).unwrap_or(0));
+            self.bar.set_message(format!("{emails} e-mails, {} kills, {} repeated", self.killed, self.repeated));
+            let done = u64::try_from(entries).unwrap_or(0);
+            self.repeat_some(done).await?;
+            self.kill_one(done).await?;
+            if till_done && self.is_settled(done, emails as u64, unsent).await? {
+                return Ok(());
+            }
+            let now = (entries, emails, unsent);
+            if now != last {
+                (last, moved_at) = (now, Instant::now());
+            }
+            if moved_at.elapsed() > NOTHING_MOVES {
+                return Err(AppError::failed(format!(
+                    "nothing moved for {} s at {entries} ledger entries and {emails} e-mails of {} payments",
+                    NOTHING_MOVES.as_secs(),
+                    self.args.messages
+                )));
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// All effects are there, all kills were made, and what was repeated has been delivered too.
+    async fn is_settled(&self, entries: u64, emails: u64, unsent: u64) -> Result<bool, AppError> {
+        if entries < self.args.messages || emails < self.args.messages || unsent > 0 {
+            return Ok(false);
+        }
+        if self.killed < self.args.kills || self.repeated < self.to_repeat(self.args.messages) {
+            return Ok(false);
+        }
+        // A quiet second: repeated deliveries that were wrongly handled would still show up.
+        let before = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let after = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
+        Ok(before == after)
+    }
+
+    fn to_repeat(&self, entries: u64) -> u64 {
+        entries * u64::from(self.args.duplicates) / 100
+    }
+
+    /// Puts messages that were handled into the broker again: the same id, the same bytes.
+    async fn repeat_some(&mut self, entries: u64) -> Result<(), AppError> {
+        let due = self.to_repeat(entries.min(self.args.messages)).saturating_sub(self.repeated);
+        if due == 0 || (due < 20 && entries < self.args.messages) {
+            return Ok(());
+        }
+        let handled: std::collections::HashSet<String> = self
+            .store
+            .texts(&format!("select payment_id from {}", self.stage.names.ledger()))
+            .await?
+            .into_iter()
+            .collect();
+        let mut known = payments(&self.store, self.stage).await?;
+        known.retain(|row| handled.contains(&row.payment.payment_id));
+        if known.is_empty() {
+            return Ok(());
+        }
+        let mut publisher = self.broker.publisher().await?;
+        publisher.topic(&self.stage.names.topic()).await?;
+        let mut rows = Vec::new();
+        for tag in 0..due {
+            let row = &known[fastrand::usize(..known.len())];
+            let id: Uuid = row.message_id.parse().map_err(|error| AppError::failed(format!("{error}")))?;
+            let message = row.payment.message(&self.stage.names, id)?;
+            rows.push((
+                tag,
+                OutgoingMessage {
+                    id,
+                    topic: message.topic,
+                    key: message.key,
+                    kind: KIND.to_owned(),
+                    headers: Vec::new(),
+                    payload: message.payload,
+                    content_type: message.content_type.unwrap_or_default(),
+                    trace: None,
+                    created_at: Utc::now(),
+                },
+            ));
+        }
+        publisher.send(rows).await?;
+        let (mut settled, mut proven) = (Vec::new(), 0);
+        while proven < due {
+            publisher.settle(&mut settled).await?;
+            proven += settled.drain(..).filter(|one| one.outcome.is_ok()).count() as u64;
+        }
+        publisher.close().await;
+        self.repeated += due;
+        Ok(())
+    }
+
+    /// Kills are spread over the show: publisher, ledger and receipts in turn.
+    async fn kill_one(&mut self, entries: u64) -> Result<(), AppError> {
+        let due_at = self.args.messages * u64::from(self.killed + 1) / u64::from(self.args.kills + 1);
+        if self.killed >= self.args.kills || entries < due_at.min(self.args.messages) {
+            return Ok(());
+        }
+        let victim = ["publisher", "ledger", "receipts"][self.killed as usize % 3];
+        if let Some(process) = self.cast.iter_mut().find(|process| process.name == victim) {
+            process.kill_and_restart().await?;
+            self.killed += 1;
+        }
+        Ok(())
+    }
+}

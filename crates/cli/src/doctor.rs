@@ -1,0 +1,247 @@
+//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something
+//! breaks it, or is stuck.
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::act::refused;
+use super::common::{CommonArgs, Output, table};
+use oncebox::app::config::Settings;
+use oncebox::app::{AnyBroker, AppError, open_broker, say};
+use oncebox::broker::{BrokerFinding, Subscription};
+use oncebox::error::redact;
+use oncebox::policy::operation::OperationName;
+use oncebox::policy::operation::versions::{Announced, Versions, unreadable};
+use oncebox::store::{ActContext, Finding, SchemaState, Severity, Store};
+
+/// What counts as stuck, and what `doctor` does beside looking.
+#[derive(Debug, Clone, Args)]
+pub(super) struct DoctorArgs {
+    /// A pending, held or waiting message that is older than this is stuck, and so is who waits for
+    /// a lock for so long
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
+    older_than: Duration,
+    /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it
+    /// passed
+    #[arg(long)]
+    fix: bool,
+    /// Mend without asking for confirmation
+    #[arg(long, requires = "fix")]
+    yes: bool,
+    /// Why; stored in the audit row
+    #[arg(long, value_name = "TEXT", requires = "fix", default_value = "oncebox doctor --fix")]
+    why: String,
+    /// Who acts; stored in the audit row
+    #[arg(long, value_name = "NAME", requires = "fix")]
+    by: Option<String>,
+}
+
+pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    if args.fix {
+        oncebox::with_store!(&settings, None, |store| mend(store, args).await)?;
+    }
+    let mut findings = match database(&settings, args.older_than).await {
+        Ok(findings) => findings,
+        Err(error) => vec![Finding::refused(
+            "database",
+            error.message,
+            "see the message; nothing else of the database was looked at",
+        )],
+    };
+    match broker(&settings).await {
+        Ok(None) => findings.push(Finding::warning(
+            "broker",
+            format!("{}: the file is not there yet", settings.broker.url.0),
+            "start `publisher` or `consumer`, which make it, or mend [broker] url",
+        )),
+        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings).await),
+        Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
+    }
+    findings.extend(settings.consumer.iter().filter_map(horizon));
+    print(&findings, output)?;
+    match findings.iter().map(|finding| finding.severity).max() {
+        Some(Severity::Refused) => Err(AppError::not_ready("something that the promise rests on is broken")),
+        Some(Severity::Waits) => Err(AppError::not_ready("something is not there yet: programs wait for it")),
+        Some(Severity::Stuck) => Err(AppError::not_ready("something is stuck")),
+        _ => Ok(()),
+    }
+}
+
+/// The broker; none where it is a file that is not there: looking does not make it.
+async fn broker(settings: &Settings) -> Result<Option<AnyBroker>, AppError> {
+    let file = settings.broker.url.0.strip_prefix("embedded://").filter(|file| !file.is_empty());
+    match file.map(Path::new).filter(|file| !file.exists() && file.parent().is_some_and(is_directory)) {
+        Some(_) => Ok(None),
+        None => open_broker(settings).await.map(Some),
+    }
+}
+
+fn is_directory(path: &Path) -> bool {
+    path.as_os_str().is_empty() || path.is_dir()
+}
+
+async fn database(settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+    oncebox::with_store!(settings, None, |store| look(store, settings, older_than).await)
+}
+
+/// Says what is broken, asks, and mends it.
+async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
+    store.schema().await?.require()?;
+    let actor = args.by.clone().unwrap_or_else(super::act::actor);
+    let context = ActContext { actor, reason: args.why.clone(), dry_run: true, redrive_age_max: None };
+    let broken = store.mend(&context).await.map_err(refused)?;
+    if broken.is_empty() {
+        say("INFO", "nothing to mend");
+        store.close().await;
+        return Ok(());
+    }
+    if !args.yes {
+        return Err(AppError::refused(format!("this would be done: {}\nhint: give --yes", broken.join("; "))));
+    }
+    for mended in store.mend(&ActContext { dry_run: false, ..context }).await.map_err(refused)? {
+        say("INFO", &format!("mended: {mended}"));
+    }
+    store.close().await;
+    Ok(())
+}
+
+async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+    let name = redact(&settings.database.url.0);
+    let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
+    if let Err(error) = schema.require() {
+        let remedy = match schema {
+            SchemaState::Newer { .. } | SchemaState::Changed { .. } => "use the program that migrated this database",
+            _ => "run `oncebox migrate up`",
+        };
+        store.close().await;
+        return Ok(vec![Finding::refused("schema", format!("{name}: {error}"), remedy)]);
+    }
+    let mut findings = vec![match schema {
+        SchemaState::Ahead { found, known } => Finding::warning(
+            "schema",
+            format!("{name}: migration {found} is applied, this program knows up to {known} and is still served"),
+            "roll the newer program out",
+        ),
+        _ => Finding::ok("schema", format!("{name}: all migrations are applied")),
+    }];
+    findings.extend(store.check().await?);
+    findings.extend(versions(&store.live_versions().await?));
+    let status = store.status().await?;
+    let consumers = status.consumers.iter().map(|one| (format!("consumer {}", one.name), one.dead, one.held));
+    for (place, dead, held) in std::iter::once(("outbox".to_owned(), status.dead, status.held)).chain(consumers) {
+        if dead + held > 0 {
+            let detail = format!("{dead} dead and {held} held messages");
+            findings.push(Finding::warning(place, detail, "see `oncebox dead list`"));
+        }
+    }
+    findings.extend(super::stuck::look(&store, settings, &status, older_than).await?);
+    store.close().await;
+    Ok(findings)
+}
+
+async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding> {
+    let subscriptions: Vec<Subscription> = settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
+    let name = redact(&settings.broker.url.0);
+    match broker.check(&subscriptions).await {
+        Ok(found) => found
+            .into_iter()
+            .map(|finding| Finding {
+                severity: match &finding {
+                    BrokerFinding { refused: true, .. } => Severity::Refused,
+                    BrokerFinding { stuck: true, .. } => Severity::Stuck,
+                    BrokerFinding { remedy: Some(_), .. } => Severity::Warning,
+                    BrokerFinding { .. } => Severity::Ok,
+                },
+                name: finding.name,
+                detail: finding.detail,
+                remedy: finding.remedy,
+            })
+            .collect(),
+        Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
+    }
+}
+
+/// Whether every live process can read the fingerprints that the others write (O21).
+fn versions(live: &[Announced]) -> Vec<Finding> {
+    let name = |operation: &OperationName| format!("operation {operation}: fingerprints");
+    if live.is_empty() {
+        let detail = "no process has said in the last two minutes which fingerprints it reads";
+        return vec![Finding::ok("operations: fingerprints", detail)];
+    }
+    let mut found: Vec<Finding> = live
+        .chunk_by(|one, next| one.versions.operation == next.versions.operation)
+        .map(|of_one| {
+            let said = of_one.iter().map(|one| {
+                let Versions { readable, write_version, kids, write_kid, .. } = &one.versions;
+                let kids = kids.iter().map(|kid| kid.as_str()).collect::<Vec<_>>().join(", ");
+                format!(
+                    "process {} reads versions {} to {} with key ids {kids}, and writes {write_version} with {write_kid}",
+                    one.process,
+                    readable.start(),
+                    readable.end(),
+                )
+            });
+            Finding::ok(name(&of_one[0].versions.operation), said.collect::<Vec<_>>().join("; "))
+        })
+        .collect();
+    found.extend(unreadable(live).into_iter().map(|one| {
+        Finding::warning(
+            name(&one.operation),
+            format!("process {} writes {}, which process {} cannot read", one.writer, one.what, one.reader),
+            "lower `write_version` or the key id that is written with until every process reads it: else second requests are answered 503 or 409",
+        )
+    }));
+    found
+}
+
+/// What is not promised of an inbox that forgets (G8).
+fn horizon(consumer: &oncebox::app::config::ConsumerSettings) -> Option<Finding> {
+    let horizon = consumer.horizon.duration()?;
+    let name = format!("consumer {}: horizon", consumer.name);
+    let detail = format!(
+        "the inbox forgets after {}; what comes again later is told by the time in its id, else by its ce_time or the broker's \
+         record time; a message with neither would run again",
+        humantime::format_duration(horizon)
+    );
+    Some(Finding::ok(name, detail))
+}
+
+fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
+    let word = |severity: Severity| match severity {
+        Severity::Ok => "ok",
+        Severity::Warning => "warning",
+        Severity::Stuck => "stuck",
+        Severity::Waits => "waits",
+        Severity::Refused => "refused",
+    };
+    if output == Output::Json {
+        let rows: Vec<_> = findings
+            .iter()
+            .map(|finding| {
+                serde_json::json!({
+                    "name": finding.name,
+                    "severity": word(finding.severity),
+                    "detail": finding.detail,
+                    "remedy": finding.remedy,
+                })
+            })
+            .collect();
+        let value = serde_json::json!({ "findings": rows });
+        data!("{}", serde_json::to_string(&value).map_err(|error| AppError::failed(error.to_string()))?);
+        return Ok(());
+    }
+    let mut table = table(["", "looked at", "found", "to do"]);
+    for finding in findings {
+        table.add_row([
+            word(finding.severity),
+            &finding.name,
+            &finding.detail,
+            finding.remedy.as_deref().unwrap_or(""),
+        ]);
+    }
+    data!("{table}");
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! A database of one's own beside the one that a URL names, for `demo` and `bench`.
+//!
+//! Promise: a publisher of theirs never reads an outbox that others write.
+
+use std::future::Future;
+use std::path::Path;
+
+#[cfg(feature = "mysql")]
+use sqlx::mysql::MySqlConnection;
+#[cfg(feature = "postgres")]
+use sqlx::postgres::PgConnection;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+use sqlx::{AssertSqlSafe, Connection, Executor};
+
+use super::place::file_url;
+use oncebox::StoreError;
+use oncebox::app::config::{DatabaseSettings, Secret, Settings};
+use oncebox::app::{AppError, open_store_with, require_schema};
+use oncebox::error::redact;
+use oncebox::observe::Health;
+use oncebox::store::{SchemaState, Store};
+
+/// A store that can have a database of its own beside the one that a URL names.
+pub(super) trait Ground: Store {
+    /// Makes an empty database on the server of this URL, or for SQLite names a file in `dir`;
+    /// answers with its URL.
+    fn create_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;
+
+    /// Drops it again; a file goes with its directory.
+    fn drop_database(server: &str, name: &str) -> impl Future<Output = Result<(), AppError>> + Send;
+}
+
+/// A database that nobody else uses. [`OwnDatabase::drop`] removes it.
+#[derive(Debug, Clone)]
+pub(super) struct OwnDatabase {
+    pub(super) name: String,
+    pub(super) url: Secret,
+    pub(super) server: Secret,
+}
+
+impl OwnDatabase {
+    /// Makes it on the server that the settings name, or in `dir` where that is a SQLite file.
+    /// Refused where the named database has an outbox with messages: whoever names one that is in
+    /// use did not mean to.
+    pub(super) async fn make<S: Ground>(settings: &Settings, name: String, dir: &Path) -> Result<Self, AppError> {
+        refuse_messages_of_others::<S>(settings).await?;
+        let server = settings.database.url.clone();
+        let made = S::create_database(&server.0, &name, dir).await;
+        let url = Secret(made.map_err(|error| error.on(&format!("a database of its own, {name}, cannot be made")))?);
+        Ok(Self { name, url, server })
+    }
+
+    /// Drops the database from its server; a SQLite file goes with its directory.
+    pub(super) async fn drop<S: Ground>(&self) -> Result<(), AppError> {
+        S::drop_database(&self.server.0, &self.name).await.map_err(|error| error.on(&self.name))
+    }
+}
+
+async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), AppError> {
+    let DatabaseSettings { url, .. } = &settings.database;
+    let is_missing_file = url.0.strip_prefix("sqlite://").is_some_and(|file| !Path::new(file).exists());
+    if is_missing_file {
+        return Ok(());
+    }
+    let options = settings.database.options().map_err(AppError::usage)?;
+    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    let looked = async {
+        if store.schema().await? == SchemaState::Missing {
+            return Ok(());
+        }
+        require_schema(&store, settings).await?;
+        let status = store.status().await?;
+        let (pending, held, dead) = (status.pending, status.held, status.dead);
+        if pending + held + dead == 0 {
+            return Ok(());
+        }
+        Err(AppError::refused(format!(
+            "{}: its outbox holds messages of others ({pending} pending, {held} held, {dead} dead); name a database that nobody \
+             works with, or none for a file of its own",
+            redact(&url.0)
+        )))
+    };
+    let looked = looked.await;
+    store.close().await;
+    looked
+}
+
+/// The URL of a database on this server.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+fn on_server(server: &str, name: &str) -> Result<String, AppError> {
+    let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
+    url.set_path(name);
+    Ok(url.to_string())
+}
+
+#[cfg(feature = "postgres")]
+impl Ground for oncebox::store::postgres::PostgresStore {
+    async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
+        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
+        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
+        admin.close().await.map_err(StoreError::from)?;
+        on_server(server, name)
+    }
+
+    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
+        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
+        let drop = format!("drop database if exists {name} with (force)");
+        admin.execute(AssertSqlSafe(drop)).await.map_err(StoreError::from)?;
+        Ok(admin.close().await.map_err(StoreError::from)?)
+    }
+}
+
+#[cfg(feature = "mysql")]
+impl Ground for oncebox::store::mysql::MySqlStore {
+    async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
+        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
+        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
+        admin.close().await.map_err(StoreError::from)?;
+        on_server(server, name)
+    }
+
+    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
+        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
+        admin.execute(AssertSqlSafe(format!("drop database if exists {name}"))).await.map_err(StoreError::from)?;
+        Ok(admin.close().await.map_err(StoreError::from)?)
+    }
+}
+
+#[cfg(feature = "sqlite")]
+impl Ground for oncebox::store::sqlite::SqliteStore {
+    async fn create_database(_: &str, name: &str, dir: &Path) -> Result<String, AppError> {
+        Ok(file_url(dir, name).0)
+    }
+
+    async fn drop_database(_: &str, _: &str) -> Result<(), AppError> {
+        Ok(())
+    }
+}

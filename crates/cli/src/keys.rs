@@ -1,0 +1,380 @@
+//! `oncebox keys`: list, show, release, purge, resolve. A key is a secret of its client: its hash
+//! is shown, and itself only to who named it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+
+use super::act::{Act, refused, to_json};
+use super::answer::AnswerArgs;
+use super::common::{CommonArgs, Output, table};
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, require_schema, say};
+use oncebox::policy::db_time::DbTime;
+use oncebox::policy::hex::hex;
+use oncebox::policy::operation::record::StoredBody;
+use oncebox::policy::operation::{Identity, OperationName, Record, State};
+use oncebox::store::{KeyChange, KeyFilter, Look, Outcome, Store};
+
+/// How many digits of a hash are shown.
+const SHOWN: usize = 12;
+/// The fewest that name a key.
+const NAMED_MIN: usize = 8;
+
+/// What to do with keys.
+#[derive(Debug, Subcommand)]
+pub(crate) enum KeysCommand {
+    /// List keys, oldest first
+    List(Filter),
+    /// Show one with its whole hash and what is kept of its answer; the key itself only where it
+    /// was given
+    Show(Which),
+    /// Forget one that has its outcome: the next request under it executes
+    Release {
+        #[command(flatten)]
+        which: Which,
+        /// Though a run that lost its lease has said that it succeeded
+        #[arg(long)]
+        against_evidence: bool,
+        #[command(flatten)]
+        act: Act,
+    },
+    /// Forget keys that have their outcome, and record how far, so that a late retry of a timed key
+    /// is recognised
+    Purge {
+        /// Hashes that `keys list` shows
+        #[arg(value_name = "HASH")]
+        hashes: Vec<String>,
+        #[command(flatten)]
+        filter: Filter,
+        /// All that can be purged, without naming a hash or a filter
+        #[arg(long)]
+        all: bool,
+        /// Though a run that lost its lease has said that it succeeded
+        #[arg(long)]
+        against_evidence: bool,
+        #[command(flatten)]
+        act: Act,
+    },
+    /// Say how a key ended whose outcome is unknown
+    Resolve {
+        #[command(flatten)]
+        which: Which,
+        /// It happened: this file is the body of the answer that is replayed from now on
+        #[arg(long, value_name = "FILE", required_unless_present = "not_happened")]
+        completed: Option<PathBuf>,
+        /// It did not happen: the same key may run again
+        #[arg(long, conflicts_with = "completed")]
+        not_happened: bool,
+        /// Though a run that lost its lease has said the opposite
+        #[arg(long)]
+        against_evidence: bool,
+        #[command(flatten)]
+        answer: AnswerArgs,
+        #[command(flatten)]
+        act: Act,
+    },
+}
+
+/// Which keys are listed or acted on.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct Filter {
+    /// Only of this tenant; empty: the public scope
+    #[arg(long)]
+    tenant: Option<String>,
+    /// Only of this operation
+    #[arg(long)]
+    operation: Option<OperationName>,
+    /// Only in this state, as the list prints it: IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE,
+    /// FAILED_RETRYABLE, UNKNOWN_REQUIRES_RECOVERY or EXPIRED
+    #[arg(long, value_parser = state)]
+    state: Option<State>,
+    /// Only claimed longer ago than this, such as 90s or 2h
+    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    older_than: Option<Duration>,
+    /// At most this many
+    #[arg(long, default_value_t = 100)]
+    limit: u32,
+}
+
+/// The one key that a command shows or acts on.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Which {
+    /// The hash that `keys list` shows; or the key itself, with --tenant and --operation
+    key: String,
+    /// The tenant of the key; empty: the public scope
+    #[arg(long, requires = "operation")]
+    tenant: Option<String>,
+    /// The operation of the key
+    #[arg(long, requires = "tenant")]
+    operation: Option<OperationName>,
+}
+
+fn state(text: &str) -> Result<State, String> {
+    if text.eq_ignore_ascii_case("unknown") {
+        return Ok(State::UnknownRequiresRecovery);
+    }
+    let known = State::STORED.into_iter().chain([State::Expired]);
+    let mut states = known.filter(|state| state.as_str().eq_ignore_ascii_case(&text.replace('-', "_")));
+    states.next().ok_or_else(|| {
+        "no state; IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE, FAILED_RETRYABLE, UNKNOWN_REQUIRES_RECOVERY and EXPIRED are".to_owned()
+    })
+}
+
+pub(super) async fn run(command: &KeysCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+}
+
+async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+    require_schema(&store, settings).await?;
+    let done = match command {
+        KeysCommand::List(filter) => list(&store, filter, output).await,
+        KeysCommand::Show(which) => show(&store, &one(&store, which).await?, which.is_named(), output).await,
+        KeysCommand::Release { which, against_evidence, act } => {
+            let found = vec![one(&store, which).await?];
+            act_on(&store, &found, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
+        }
+        KeysCommand::Purge { hashes, filter, all, against_evidence, act } => {
+            let change = KeyChange::Purge { against_evidence: *against_evidence };
+            let meant = to_purge(&store, hashes, filter, *all).await?;
+            act_on(&store, &meant, &change, act, output).await
+        }
+        KeysCommand::Resolve { which, completed, against_evidence, answer, act, .. } => {
+            let outcome = match completed {
+                Some(file) => Outcome::Completed(answer.read(file, Some(200))?),
+                None => Outcome::FailedRetryable { error_code: None },
+            };
+            let (retention, against_evidence) = (answer.retention(), *against_evidence);
+            let change = KeyChange::Resolve { outcome, retention, against_evidence };
+            let found = vec![one(&store, which).await?];
+            act_on(&store, &found, &change, act, output).await
+        }
+    };
+    store.close().await;
+    done
+}
+
+impl Filter {
+    fn to_store(&self) -> KeyFilter {
+        KeyFilter {
+            digest: Vec::new(),
+            tenant: self.tenant.clone(),
+            operation: self.operation.clone(),
+            state: self.state,
+            older_than: self.older_than,
+            forgettable: false,
+            limit: self.limit,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.tenant.is_none() && self.operation.is_none() && self.state.is_none() && self.older_than.is_none()
+    }
+}
+
+impl Which {
+    /// Whether the key itself was given, not its hash.
+    fn is_named(&self) -> bool {
+        self.tenant.is_some() && self.operation.is_some()
+    }
+
+    /// The digest, or how it begins.
+    fn digest(&self) -> Result<Vec<u8>, AppError> {
+        match (&self.tenant, &self.operation) {
+            (Some(tenant), Some(operation)) => {
+                let (tenant, operation) = (tenant.as_bytes(), operation.as_str().as_bytes());
+                let identity = Identity::from_stored(tenant, operation, self.key.as_bytes());
+                Ok(identity.map_err(|error| AppError::usage(error.to_string()))?.digest().to_vec())
+            }
+            _ => digits(&self.key),
+        }
+    }
+}
+
+/// The bytes of a hash.
+fn digits(hash: &str) -> Result<Vec<u8>, AppError> {
+    let even = hash.len().is_multiple_of(2) && (NAMED_MIN..=64).contains(&hash.len());
+    let bytes: Option<Vec<u8>> = (0..hash.len() / 2)
+        .map(|at| hash.get(2 * at..2 * at + 2).and_then(|pair| u8::from_str_radix(pair, 16).ok()))
+        .collect();
+    bytes.filter(|_| even).ok_or_else(|| {
+        AppError::usage(format!(
+            "`{hash}` is no hash of a key: an even number of {NAMED_MIN} to 64 hexadecimal digits, as `oncebox keys list` shows; \
+             a key itself needs --tenant and --operation"
+        ))
+    })
+}
+
+/// A record with the time at which it was read.
+struct Found {
+    now: DbTime,
+    record: Record,
+}
+
+fn found(looks: Vec<Look>) -> Vec<Found> {
+    looks.into_iter().filter_map(|look| look.record.map(|record| Found { now: look.now, record })).collect()
+}
+
+async fn one<S: Store>(store: &S, which: &Which) -> Result<Found, AppError> {
+    by_digest(store, which.digest()?, &which.key).await
+}
+
+async fn by_digest<S: Store>(store: &S, digest: Vec<u8>, named: &str) -> Result<Found, AppError> {
+    let mut found = found(store.keys(&KeyFilter { digest, limit: 2, ..KeyFilter::default() }).await?);
+    match (found.pop(), found.pop()) {
+        (Some(one), None) => Ok(one),
+        (None, _) => Err(AppError::failed(format!("there is no key `{named}`; `oncebox keys list` shows them"))),
+        (Some(_), Some(_)) => Err(AppError::usage(format!("`{named}` begins more than one hash; give more digits"))),
+    }
+}
+
+/// All digits of the hash.
+fn hash(record: &Record) -> String {
+    hex(&record.identity.digest())
+}
+
+/// A moment for people and machines.
+pub(super) fn moment(at: DbTime) -> String {
+    let at = chrono::DateTime::from_timestamp_micros(at.micros()).unwrap_or_default();
+    at.to_rfc3339_opts(chrono::SecondsFormat::Micros, true)
+}
+
+fn fields(found: &Found, whole: bool) -> Value {
+    let Found { now, record } = found;
+    let mut fields = json!({
+        "hash": if whole { hash(record) } else { hash(record)[..SHOWN].to_owned() },
+        "tenant": record.identity.tenant(),
+        "operation": record.identity.operation().as_str(),
+        "mode": record.mode.as_str(),
+        "state": record.state_at(*now).as_str(),
+        "operation_id": record.operation_id,
+        "attempts": record.attempts,
+        "generation": record.generation,
+        "parked": record.parked,
+        "lease_seconds_left": record.lease_left(*now).as_secs_f64(),
+        "created_at": moment(record.created_at),
+        "outcome_at": record.outcome_at.map(moment),
+        "expires_at": record.expires_at.map(moment),
+        "status": record.answer.as_ref().map(|answer| answer.status),
+        "body": record.answer.as_ref().map(|answer| match &answer.body {
+            StoredBody::Kept => "kept",
+            StoredBody::Tombstone(reason) => reason.as_str(),
+            StoredBody::Reference(_) => "reference",
+        }),
+    });
+    if let (true, Some(fields)) = (whole, fields.as_object_mut()) {
+        fields.insert("epoch".to_owned(), record.epoch.into());
+    }
+    fields
+}
+
+async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
+    let found = found(store.keys(&filter.to_store()).await?);
+    if found.len() >= filter.limit as usize {
+        say("INFO", "hint: there may be more; see `--limit`");
+    }
+    if output == Output::Json {
+        let keys: Vec<Value> = found.iter().map(|one| fields(one, false)).collect();
+        data!("{}", to_json(&json!({ "keys": keys }))?);
+        return Ok(());
+    }
+    let mut table = table(["hash", "tenant", "operation", "mode", "state", "tries", "lease left", "since", "outcome"]);
+    for Found { now, record } in &found {
+        let left = record.lease_left(*now);
+        let state = record.state_at(*now).to_string();
+        table.add_row([
+            hash(record)[..SHOWN].to_owned(),
+            record.identity.tenant().to_owned(),
+            record.identity.operation().to_string(),
+            record.mode.to_string(),
+            if record.parked { format!("{state} (parked)") } else { state },
+            record.attempts.to_string(),
+            if left.is_zero() { String::new() } else { format!("{} s", left.as_secs()) },
+            moment(record.created_at),
+            record.outcome_at.map(moment).unwrap_or_default(),
+        ]);
+    }
+    data!("{table}");
+    Ok(())
+}
+
+async fn show<S: Store>(store: &S, found: &Found, named: bool, output: Output) -> Result<(), AppError> {
+    let mut fields = fields(found, true);
+    let mut runs = store.runs_of(found.record.operation_id).await?;
+    runs.retain(|run| run.evidence.kind == "run");
+    if let (true, Some(fields)) = (named, fields.as_object_mut()) {
+        fields.insert("key".to_owned(), found.record.identity.key().as_str().into());
+    }
+    if output == Output::Json {
+        let runs = runs.iter().map(|run| {
+            let seen = &run.evidence;
+            json!({ "ended": seen.verdict, "status": seen.status, "epoch": seen.epoch, "at": moment(run.at) })
+        });
+        fields["late_runs"] = runs.collect();
+        data!("{}", to_json(&fields)?);
+        return Ok(());
+    }
+    for (name, value) in fields.as_object().into_iter().flatten() {
+        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        data!("{:<19} {}", name.replace('_', " "), if value == "null" { "-" } else { &value });
+    }
+    for run in runs {
+        let status = run.evidence.status.map(|status| format!(" with status {status}")).unwrap_or_default();
+        let (verdict, at) = (run.evidence.verdict, moment(run.at));
+        data!("{:<19} {verdict}{status} at {at}, after it had lost its lease", "a run ended");
+    }
+    Ok(())
+}
+
+async fn to_purge<S: Store>(store: &S, hashes: &[String], filter: &Filter, all: bool) -> Result<Vec<Found>, AppError> {
+    if hashes.is_empty() && filter.is_empty() && !all {
+        return Err(AppError::usage("name hashes (`oncebox keys list` shows them), a filter, or --all"));
+    }
+    let mut meant = Vec::new();
+    if hashes.is_empty() {
+        meant = found(store.keys(&KeyFilter { forgettable: true, ..filter.to_store() }).await?);
+        if meant.len() >= filter.limit as usize {
+            say("INFO", "hint: there may be more; see `--limit`");
+        }
+    }
+    for named in hashes {
+        meant.push(by_digest(store, digits(named)?, named).await?);
+    }
+    Ok(meant)
+}
+
+async fn act_on<S: Store>(
+    store: &S,
+    meant: &[Found],
+    change: &KeyChange,
+    act: &Act,
+    output: Output,
+) -> Result<(), AppError> {
+    let (verb, done) = match change {
+        KeyChange::Release { .. } => ("release", "released"),
+        KeyChange::Purge { .. } => ("purge", "purged"),
+        KeyChange::Resolve { .. } => ("resolve", "resolved"),
+    };
+    act.confirm(meant.len(), "keys", done)?;
+    // First all of it as a dry run: one that is refused leaves the others as they are.
+    for dry_run in [true, false] {
+        if dry_run || !act.dry_run {
+            for one in meant {
+                let changed = store.act_on_key(&one.record, change, &act.context(dry_run)).await;
+                changed.map_err(|error| refused(error).on(&hash(&one.record)[..SHOWN]))?;
+            }
+        }
+    }
+    let hashes: Vec<String> = meant.iter().map(|one| hash(&one.record)[..SHOWN].to_owned()).collect();
+    if output == Output::Json {
+        data!("{}", to_json(&json!({ "act": verb, "dry_run": act.dry_run, "hashes": hashes }))?);
+        return Ok(());
+    }
+    let would = if act.dry_run { "would " } else { "" };
+    let shown: String = hashes.iter().map(|hash| format!(" {hash}")).collect();
+    data!("{would}{verb} {}:{shown}", hashes.len());
+    Ok(())
+}

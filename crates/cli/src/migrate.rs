@@ -1,0 +1,79 @@
+//! `oncebox migrate`: up, status, print. Programs never migrate by themselves.
+
+use clap::Subcommand;
+
+use super::common::{CommonArgs, Output};
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, open_store_with, require_schema, store_kind};
+use oncebox::error::redact;
+use oncebox::observe::Health;
+use oncebox::store::{Schema, Store, StoreOptions};
+
+/// What to do with the tables.
+#[derive(Debug, Subcommand)]
+pub(super) enum MigrateCommand {
+    /// Apply what is missing; makes a SQLite file that is not there
+    Up,
+    /// Show which migrations are known and applied
+    Status,
+    /// Print the SQL of all migrations, for those who apply it themselves
+    Print,
+}
+
+pub(super) async fn run(command: &MigrateCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    match store_kind(&settings.database.url.0)? {
+        #[cfg(feature = "postgres")]
+        "postgres" => on::<oncebox::store::postgres::PostgresStore>(command, &settings, output).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => on::<oncebox::store::mysql::MySqlStore>(command, &settings, output).await,
+        #[cfg(feature = "sqlite")]
+        "sqlite" => on::<oncebox::store::sqlite::SqliteStore>(command, &settings, output).await,
+        kind => Err(AppError::usage(format!(
+            "this program was built without the feature `{kind}` that the database URL needs"
+        ))),
+    }
+}
+
+async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+    if let MigrateCommand::Print = command {
+        data!("{}", <S as Schema>::script().trim_end());
+        return Ok(());
+    }
+    let options = settings.database.options().map_err(AppError::usage)?;
+    let options = StoreOptions { create: matches!(command, MigrateCommand::Up), ..options };
+    let name = redact(&options.url);
+    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    if let MigrateCommand::Up = command {
+        let applied = store.migrate().await.map_err(|error| AppError::from(error).on(&name))?;
+        match output {
+            Output::Json => data!("{}", serde_json::json!({ "applied": applied })),
+            Output::Table if applied.is_empty() => data!("nothing to apply"),
+            Output::Table => {
+                for version in applied {
+                    data!("applied {version}");
+                }
+            }
+        }
+    } else {
+        let known = store.applied().await.map_err(|error| AppError::from(error).on(&name))?;
+        match output {
+            Output::Json => {
+                let rows: Vec<_> = known
+                    .iter()
+                    .map(|m| serde_json::json!({ "version": m.version, "description": m.description, "applied": m.applied }))
+                    .collect();
+                data!("{}", serde_json::json!({ "migrations": rows }));
+            }
+            Output::Table => {
+                for migration in &known {
+                    let mark = if migration.applied { "applied" } else { "missing" };
+                    data!("{:>4}  {mark}  {}", migration.version, migration.description);
+                }
+            }
+        }
+        require_schema(&store, settings).await?;
+    }
+    store.close().await;
+    Ok(())
+}

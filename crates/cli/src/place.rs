@@ -1,0 +1,84 @@
+//! A directory, settings and child processes for what makes its own world: `demo` and `bench`.
+//!
+//! Promise: they and their children use what stands on their own command line and nothing else. A
+//! file that may hold passwords is readable by its owner only.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::process::{Child, Command};
+
+use super::common::CommonArgs;
+use oncebox::app::AppError;
+use oncebox::app::config::{Secret, Settings};
+
+/// Makes a directory that only its owner enters.
+pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|error| AppError::failed(format!("{} cannot be made: {error}", dir.display())))
+}
+
+/// The settings of the command line; database and broker are files in `dir` unless they are named
+/// there.
+pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<Settings, AppError> {
+    let mut settings = common.load_command_line(log)?.settings;
+    if common.database.is_none() {
+        settings.database.url = file_url(dir, "payments");
+    }
+    if common.broker.is_none() {
+        settings.broker.url = Secret(format!("embedded://{}", dir.join("broker.db").display()));
+    }
+    Ok(settings)
+}
+
+/// A SQLite file of this name in `dir`.
+pub(super) fn file_url(dir: &Path, name: &str) -> Secret {
+    Secret(format!("sqlite://{}", dir.join(format!("{name}.db")).display()))
+}
+
+/// This same program, to be started as a child: no setting reaches it but those of its own command
+/// line and file.
+pub(super) fn this_program() -> Result<Command, AppError> {
+    let this =
+        std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
+    let mut command = Command::new(this);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().to_ascii_uppercase().starts_with("ONCEBOX_") {
+            command.env_remove(name);
+        }
+    }
+    // A parent that is interrupted leaves no process behind.
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    Ok(command)
+}
+
+/// Sends a signal to a child; one that has ended gets none.
+pub(super) fn signal(child: &Child, signal: Signal) {
+    let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
+    if let Some(pid) = pid {
+        let _it_may_end_just_now = kill_process(pid, signal);
+    }
+}
+
+/// Settings as a file: URLs with passwords do not stand in command lines of processes.
+pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, AppError> {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt;
+    let text = toml::to_string(settings).map_err(|error| AppError::failed(error.to_string()))?;
+    let file = dir.join("oncebox.toml");
+    let mut options = std::fs::File::options();
+    options
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&file)
+        .and_then(|mut open| open.write_all(text.as_bytes()))
+        .map_err(|error| AppError::failed(format!("{} cannot be written: {error}", file.display())))?;
+    Ok(file)
+}

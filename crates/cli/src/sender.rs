@@ -1,0 +1,56 @@
+//! `oncebox sender`: the e-mail sender as a process.
+
+use std::net::SocketAddr;
+
+use clap::Args;
+
+use super::common::CommonArgs;
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, listen, require_schema, stop_on_signals};
+use oncebox::observe::Health;
+use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
+use oncebox::store::Store;
+
+/// Sends the e-mails that handlers have queued: to `.eml` files, or by SMTP where
+/// `[email] smtp_url` is set.
+#[derive(Debug, Clone, Args)]
+pub(super) struct SenderArgs {
+    /// Serve /livez, /readyz and /metrics on this address
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<SocketAddr>,
+    /// End with 0 when nothing is left to send
+    #[arg(long)]
+    until_empty: bool,
+}
+
+pub(super) async fn run(args: &SenderArgs, common: &CommonArgs) -> Result<(), AppError> {
+    let settings = common.load(args.listen)?.settings;
+    let stop = stop_on_signals()?;
+    let health = Health::default();
+    if let Some(address) = settings.http.listen {
+        listen(address, "sender", health.clone(), stop.clone()).await?;
+    }
+    let waits = Some((&stop, &health));
+    oncebox::with_store!(&settings, waits, |store| send(store, &settings, args.until_empty, health.clone(), &stop)
+        .await)
+}
+
+async fn send<S: Store>(
+    store: S,
+    settings: &Settings,
+    until_empty: bool,
+    health: Health,
+    stop: &tokio_util::sync::CancellationToken,
+) -> Result<(), AppError> {
+    require_schema(&store, settings).await?;
+    let email = &settings.email;
+    let transport = match &email.smtp_url {
+        Some(url) => EmailTransport::smtp(&url.0).map_err(AppError::usage)?,
+        None => EmailTransport::Files(email.directory.clone()),
+    };
+    let options = SenderOptions { from: email.from.clone(), attempts_max: email.attempts_max, until_empty };
+    let sender = Sender::new(store.clone(), transport, options, health).map_err(AppError::usage)?;
+    sender.run(stop.clone()).await?;
+    store.close().await;
+    Ok(())
+}

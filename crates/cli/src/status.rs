@@ -1,0 +1,183 @@
+//! `oncebox status`: how things stand, and what of it is stuck as far as the database alone shows.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::act::to_json;
+use super::common::{CommonArgs, Output, table};
+use super::consumers::{ABSENT, seen};
+use oncebox::app::config::Settings;
+use oncebox::app::{AppError, require_schema};
+use oncebox::store::{Status, Store};
+
+/// What counts as stuck.
+#[derive(Debug, Clone, Args)]
+pub(super) struct StatusArgs {
+    /// A pending, held or waiting message that is older than this is stuck
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
+    older_than: Duration,
+}
+
+pub(super) async fn run(args: &StatusArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    oncebox::with_store!(&settings, None, |store| show(store, args, &settings, output).await)
+}
+
+async fn show<S: Store>(store: S, args: &StatusArgs, settings: &Settings, output: Output) -> Result<(), AppError> {
+    require_schema(&store, settings).await?;
+    let status = store.status().await?;
+    let stuck = stuck(&status, args.older_than);
+    match output {
+        Output::Json => {
+            let mut value = serde_json::to_value(&status).map_err(|error| AppError::failed(error.to_string()))?;
+            if let Some(fields) = value.as_object_mut() {
+                fields.insert("stuck".to_owned(), stuck.into());
+            }
+            data!("{}", to_json(&value)?);
+        }
+        Output::Table => {
+            print(&status)?;
+            for one in stuck {
+                data!("stuck: {one}");
+            }
+            data!("`oncebox doctor` says why something is stuck; it asks the broker and the handlers too");
+        }
+    }
+    store.close().await;
+    Ok(())
+}
+
+/// What waits for longer than this, and who is not there.
+fn stuck(status: &Status, older_than: Duration) -> Vec<String> {
+    let is_old = |seconds: f64| seconds > older_than.as_secs_f64();
+    let mut stuck = Vec::new();
+    let without: Vec<String> =
+        status.shards.iter().filter(|shard| shard.owner.is_none()).map(|shard| shard.shard.to_string()).collect();
+    let nobody = format!("no publisher owns shard {}", without.join(", "));
+    let pending = age(status.pending, "pending", status.oldest_pending_age_seconds);
+    match (is_old(status.oldest_pending_age_seconds), without.is_empty()) {
+        (true, true) => stuck.push(pending),
+        (true, false) => stuck.push(format!("{pending}, and {nobody}")),
+        (false, false) => stuck.push(nobody),
+        (false, true) => {}
+    }
+    if is_old(status.oldest_held_age_seconds) {
+        stuck.push(age(status.held, "held", status.oldest_held_age_seconds));
+    }
+    for consumer in &status.consumers {
+        if is_old(consumer.oldest_waiting_age_seconds) {
+            let what = if consumer.held > 0 { "waiting or held" } else { "waiting" };
+            let of_it = age(consumer.waiting + consumer.held, what, consumer.oldest_waiting_age_seconds);
+            stuck.push(format!("consumer {}: {of_it}", consumer.name));
+        }
+        if consumer.seen_seconds_ago > ABSENT.as_secs_f64() {
+            stuck.push(format!(
+                "consumer {}: no process of it runs, the last was there {}",
+                consumer.name,
+                seen(consumer)
+            ));
+        }
+    }
+    stuck
+}
+
+fn age(count: u64, state: &str, seconds: f64) -> String {
+    match count {
+        1 => format!("1 message {state} for {seconds:.0} s"),
+        _ => format!("{count} messages {state}, the oldest for {seconds:.0} s"),
+    }
+}
+
+fn print(status: &Status) -> Result<(), AppError> {
+    data!(
+        "outbox: {} pending (oldest {:.1} s), {} held (oldest {:.1} s), {} dead; {} e-mails to send",
+        status.pending,
+        status.oldest_pending_age_seconds,
+        status.held,
+        status.oldest_held_age_seconds,
+        status.dead,
+        status.emails_pending
+    );
+    let mut shards = table(["shard", "buckets", "cursor", "gaps", "epoch", "owner", "lease left", "cursor age"]);
+    for shard in &status.shards {
+        shards.add_row([
+            shard.shard.to_string(),
+            format!("{}-{}", shard.buckets.0, shard.buckets.1),
+            shard.scanned_to.to_string(),
+            shard.gaps.to_string(),
+            shard.epoch.to_string(),
+            shard.owner.clone().unwrap_or_else(|| "nobody".to_owned()),
+            format!("{:.1} s", shard.lease_seconds_left),
+            format!("{:.1} s", shard.cursor_age_seconds),
+        ]);
+    }
+    data!("{shards}");
+    if !status.consumers.is_empty() {
+        let mut consumers = table(["consumer", "last seen", "inbox rows", "waiting", "held", "oldest", "dead"]);
+        for consumer in &status.consumers {
+            consumers.add_row([
+                consumer.name.clone(),
+                seen(consumer),
+                consumer.inbox_rows.to_string(),
+                consumer.waiting.to_string(),
+                consumer.held.to_string(),
+                format!("{:.1} s", consumer.oldest_waiting_age_seconds),
+                consumer.dead.to_string(),
+            ]);
+        }
+        data!("{consumers}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oncebox::store::{ConsumerStatus, ShardStatus};
+
+    // Shown by: leaving out any of the four.
+    #[test]
+    fn what_waits_for_longer_than_a_minute_and_who_is_not_there_is_stuck() {
+        let minute = Duration::from_secs(60);
+        let mut status = Status {
+            shards: vec![ShardStatus {
+                shard: 0,
+                buckets: (0, 255),
+                scanned_to: 7,
+                gaps: 0,
+                epoch: 1,
+                owner: Some("host/7".to_owned()),
+                lease_seconds_left: 9.0,
+                cursor_age_seconds: 1.0,
+            }],
+            consumers: vec![ConsumerStatus {
+                name: "ledger".to_owned(),
+                waiting: 2,
+                dead: 5,
+                ..ConsumerStatus::default()
+            }],
+            pending: 3,
+            held: 1,
+            oldest_pending_age_seconds: 59.0,
+            ..Status::default()
+        };
+        assert_eq!(stuck(&status, minute), Vec::<String>::new());
+        status.oldest_held_age_seconds = 61.0;
+        status.oldest_pending_age_seconds = 80.0;
+        status.consumers[0].oldest_waiting_age_seconds = 62.0;
+        status.consumers[0].held = 20;
+        status.consumers[0].seen_seconds_ago = 65.0;
+        let expected = [
+            "3 messages pending, the oldest for 80 s",
+            "1 message held for 61 s",
+            "consumer ledger: 22 messages waiting or held, the oldest for 62 s",
+            "consumer ledger: no process of it runs, the last was there 1m 5s ago",
+        ];
+        assert_eq!(stuck(&status, minute), expected);
+        status.shards[0].owner = None;
+        assert_eq!(stuck(&status, minute)[0], "3 messages pending, the oldest for 80 s, and no publisher owns shard 0");
+        let fresh = Status { shards: status.shards, ..Status::default() };
+        assert_eq!(stuck(&fresh, minute), ["no publisher owns shard 0"]);
+    }
+}

@@ -1,0 +1,320 @@
+//! Idempotency records in the memory of one process: for tests of what stands above a store (M59).
+//!
+//! Promise: what the suite asks of every store, by a lock around a map. Nothing outlives the
+//! process, so it is never one for a service.
+//!
+//! Not here: a transactional operation, which needs a database's transaction.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use crate::store::KeysFixture;
+use oncebox::adapter::Columns;
+use oncebox::error::StoreError;
+use oncebox::policy::db_time::DbTime;
+use oncebox::policy::lease::Lease;
+use oncebox::policy::operation::record::{StoredAnswer, StoredBody, Tombstone};
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::Durability;
+use oncebox::policy::operation::{Identity, Mode, OperationName, Record, State};
+use oncebox::store::{
+    Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome,
+    Owned, StoredEvidence,
+};
+
+/// Records in memory. Clones share them.
+#[derive(Clone, Default)]
+pub struct MemoryKeys {
+    book: Arc<Mutex<Book>>,
+}
+
+#[derive(Default)]
+struct Book {
+    rows: HashMap<[u8; 32], Row>,
+    purged: HashMap<String, DbTime>,
+}
+
+struct Row {
+    record: Record,
+    owner: Option<Uuid>,
+    body: Option<(KeptBody, DbTime)>,
+}
+
+impl std::fmt::Debug for MemoryKeys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MemoryKeys({} records)", self.book().rows.len())
+    }
+}
+
+fn now() -> DbTime {
+    DbTime::from_micros(chrono::Utc::now().timestamp_micros())
+}
+
+impl Row {
+    /// The record as it is read now: a body whose time is over is gone, whether it was taken away
+    /// or not.
+    fn read(&self, now: DbTime) -> Record {
+        let mut record = self.record.clone();
+        if let Some(StoredAnswer { body: body @ StoredBody::Kept, .. }) = &mut record.answer
+            && self.body.as_ref().is_none_or(|(_, until)| *until <= now)
+        {
+            *body = StoredBody::Tombstone(Tombstone::Purged);
+        }
+        record
+    }
+
+    /// Whether a claim on what was seen may be made.
+    fn holds(&self, basis: Basis<'_>, now: DbTime) -> bool {
+        let record = &self.record;
+        let (seen, holds) = match basis {
+            Basis::New => return false,
+            Basis::TakeOver(seen) => {
+                let stale = record.state == State::InProgress && !record.is_owned(now);
+                let unknown = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
+                (seen, (stale && matches!(record.mode, Mode::Bridged | Mode::Edge)) || unknown)
+            }
+            Basis::Reclaim(seen) | Basis::Late(seen) => (seen, record.state_at(now) == State::FailedRetryable),
+            Basis::Anew(seen) => (seen, record.state_at(now) == State::Expired),
+        };
+        holds && record.epoch == seen.epoch
+    }
+}
+
+impl MemoryKeys {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the record that is owned, if it still is.
+    fn fenced(&self, owned: &Owned, change: impl FnOnce(&mut Book, [u8; 32], DbTime)) -> Fenced {
+        let (mut book, digest) = (self.book(), owned.identity.digest());
+        let ours = book.rows.get(&digest).is_some_and(|row| {
+            row.record.epoch == owned.epoch && row.owner == owned.owner && row.record.state == State::InProgress
+        });
+        if !ours {
+            return Fenced::LostOwnership;
+        }
+        change(&mut book, digest, now());
+        Fenced::Done
+    }
+}
+
+/// What is kept of an answer, and its body.
+fn stored(answer: &Answer) -> StoredAnswer {
+    let body = match &answer.body {
+        AnswerBody::Kept(_) => StoredBody::Kept,
+        AnswerBody::Tombstone(reason) => StoredBody::Tombstone(*reason),
+        AnswerBody::Reference(resource) => StoredBody::Reference(resource.clone()),
+    };
+    StoredAnswer { status: answer.status, schema_version: answer.schema_version, body }
+}
+
+#[async_trait]
+impl Keys for MemoryKeys {
+    fn durability(&self) -> Durability {
+        Durability::Durable
+    }
+
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let (book, now) = (self.book(), now());
+        let record = book.rows.get(&identity.digest()).map(|row| row.read(now));
+        Ok(Look { now, purged_below: book.purged.get(identity.operation().as_str()).copied(), record, body: None })
+    }
+
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+        let (book, now) = (self.book(), now());
+        let row = book.rows.get(&record.identity.digest()).filter(|row| row.record.epoch == record.epoch);
+        Ok(row.and_then(|row| row.body.as_ref()).filter(|(_, until)| *until > now).map(|(body, _)| body.clone()))
+    }
+
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        let (mut book, now, digest) = (self.book(), now(), claim.identity.digest());
+        let created_at = match (book.rows.get(&digest), basis) {
+            (None, Basis::New) => now,
+            (None, _) => return Ok(Claimed::Vanished),
+            (Some(row), basis) if row.holds(basis, now) => row.record.created_at,
+            (Some(row), _) => return Ok(Claimed::Existing(Box::new(row.read(now)))),
+        };
+        let owned = claim.owned(basis);
+        let record = Record {
+            identity: claim.identity.clone(),
+            principal: claim.principal.clone(),
+            fingerprint: claim.fingerprint.clone(),
+            mode: claim.mode,
+            state: State::InProgress,
+            epoch: owned.epoch,
+            lease: Some(Lease { until: now.after(claim.lease), length: claim.lease }),
+            generation: owned.generation,
+            operation_id: owned.operation_id,
+            attempts: owned.attempts,
+            parked: false,
+            created_at,
+            outcome_at: None,
+            expires_at: None,
+            answer: None,
+        };
+        book.rows.insert(digest, Row { record, owner: owned.owner, body: None });
+        Ok(Claimed::Owned(owned))
+    }
+
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+        Ok(self.fenced(owned, |book, digest, now| {
+            if let Some(row) = book.rows.get_mut(&digest) {
+                row.record.lease = Some(Lease { until: now.after(lease), length: lease });
+            }
+        }))
+    }
+
+    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+        let columns = Columns::of(outcome, retention);
+        let answer = match outcome {
+            Outcome::Completed(answer) | Outcome::FailedReplayable { answer, .. } => Some(stored(answer)),
+            Outcome::FailedRetryable { .. } | Outcome::Unknown => None,
+        };
+        Ok(self.fenced(owned, |book, digest, now| {
+            let Some(row) = book.rows.get_mut(&digest) else { return };
+            row.record.state = columns.state;
+            row.record.lease = None;
+            row.record.outcome_at = columns.ttl.map(|_| now);
+            row.record.expires_at = columns.ttl.map(|ttl| now.after(ttl));
+            row.record.answer = answer;
+            row.owner = None;
+            row.body = columns.kept.cloned().zip(columns.body_ttl.map(|ttl| now.after(ttl)));
+        }))
+    }
+
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
+        Ok(self.fenced(owned, |book, digest, _| {
+            book.rows.remove(&digest);
+        }))
+    }
+
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let (mut book, now) = (self.book(), now());
+        let Some(row) = book.rows.get_mut(&seen.identity.digest()) else { return Ok(Fenced::LostOwnership) };
+        let stale = row.record.mode == Mode::Edge && !row.record.is_owned(now);
+        if row.record.epoch != seen.epoch || row.record.state != State::InProgress || !stale {
+            return Ok(Fenced::LostOwnership);
+        }
+        row.record.state = State::UnknownRequiresRecovery;
+        row.record.epoch += 1;
+        row.record.lease = None;
+        row.owner = None;
+        Ok(Fenced::Done)
+    }
+
+    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
+        let (mut book, now) = (self.book(), now());
+        let mut gone = 0;
+        for row in book.rows.values_mut() {
+            if gone < u64::from(limit) && row.body.as_ref().is_some_and(|(_, until)| *until < now) {
+                row.body = None;
+                gone += 1;
+            }
+        }
+        Ok(gone)
+    }
+
+    async fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> Result<u64, StoreError> {
+        let (mut book, now) = (self.book(), now());
+        let before = now.before(retention.metadata);
+        let old = |row: &Row| {
+            row.record.identity.operation() == operation
+                && row.record.outcome_at.is_some_and(|at| at < before)
+                && row.record.state_at(now) == State::Expired
+        };
+        let gone: Vec<[u8; 32]> = book.rows.iter().filter(|(_, row)| old(row)).map(|(digest, _)| *digest).collect();
+        let gone = &gone[..gone.len().min(usize::try_from(limit).unwrap_or(usize::MAX))];
+        for digest in gone {
+            book.rows.remove(digest);
+        }
+        if !gone.is_empty() {
+            let recorded = book.purged.get(operation.as_str()).copied();
+            let bound = before.after(id_skew);
+            book.purged.insert(operation.as_str().to_owned(), recorded.map_or(bound, |recorded| recorded.max(bound)));
+        }
+        Ok(u64::try_from(gone.len()).unwrap_or(u64::MAX))
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let is_open = |row: &&Row| row.record.identity.tenant() == tenant && !row.record.state.is_terminal();
+        Ok(self.book().rows.values().filter(is_open).count() as u64)
+    }
+
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let (book, now) = (self.book(), now());
+        let of_tenant = book.rows.values().filter(|row| row.record.identity.tenant() == tenant);
+        let bodies = of_tenant.filter_map(|row| row.body.as_ref()).filter(|(_, until)| *until > now);
+        Ok(bodies.map(|(body, _)| body.stands_in()).sum())
+    }
+
+    async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
+        Err(StoreError::Refused("memory keeps no evidence".to_owned()))
+    }
+
+    async fn runs_of(&self, _: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        Ok(Vec::new())
+    }
+
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
+        let (book, now) = (self.book(), now());
+        let mut stats = OperationStats::default();
+        for row in book.rows.values() {
+            match row.record.state {
+                State::InProgress => {
+                    stats.in_progress += 1;
+                    let age = row.record.created_at.until(now);
+                    stats.oldest_in_progress = Some(stats.oldest_in_progress.map_or(age, |oldest| oldest.max(age)));
+                }
+                State::UnknownRequiresRecovery => stats.unknown += 1,
+                _ => {}
+            }
+        }
+        Ok(stats)
+    }
+}
+
+fn count(number: usize) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+impl KeysFixture for MemoryKeys {
+    type Store = Self;
+
+    async fn start(_case: &str) -> Option<Self> {
+        Some(Self::default())
+    }
+
+    fn store(&self) -> &Self {
+        self
+    }
+
+    async fn shorten_leases(&self) {
+        for row in self.book().rows.values_mut() {
+            if let Some(lease) = &mut row.record.lease {
+                lease.length = Duration::from_secs(1);
+            }
+        }
+    }
+
+    async fn records(&self) -> i64 {
+        count(self.book().rows.len())
+    }
+
+    async fn bodies(&self) -> i64 {
+        count(self.book().rows.values().filter(|row| row.body.is_some()).count())
+    }
+
+    async fn end(self) {}
+}

@@ -1,0 +1,150 @@
+//! Cases of the Rust door.
+
+use uuid::Uuid;
+
+use super::trial::{effect, new_message, payloads, read_rows};
+use super::{Fixture, Trial, limit_cases};
+use oncebox::error::StoreError;
+use oncebox::message::{NewMessage, TraceContext, bucket};
+
+/// No row of the outbox, none beside it.
+pub async fn g1_what_is_rolled_back_never_existed<F: Fixture>(trial: &Trial<F>) {
+    let mut tx = trial.begin().await;
+    effect::<F>(&mut tx, "m", "1").await.unwrap();
+    oncebox::store::enqueue(&mut *tx, new_message("k", "1")).await.unwrap();
+    tx.rollback().await.unwrap();
+    let mut dropped = trial.begin().await;
+    oncebox::store::enqueue(&mut *dropped, new_message("k", "2")).await.unwrap();
+    drop(dropped);
+    // What comes now proves that the reader reads.
+    trial.enqueue(vec![new_message("k", "3")]).await;
+    let mut session = trial.session("a").await;
+    assert_eq!(payloads(&read_rows(&mut session, 1).await.0), ["3"]);
+    assert_eq!(trial.effects("m").await, 0);
+}
+
+/// Both rows, or none.
+pub async fn g1_what_is_committed_is_there_with_the_rows_beside_it<F: Fixture>(trial: &Trial<F>) {
+    let mut tx = trial.begin().await;
+    effect::<F>(&mut tx, "m", "1").await.unwrap();
+    let id = oncebox::store::enqueue(&mut *tx, new_message("k", "1")).await.unwrap();
+    oncebox::store::commit(tx).await.unwrap();
+    let mut session = trial.session("a").await;
+    let (rows, _) = read_rows(&mut session, 1).await;
+    assert_eq!(rows[0].message.id, id);
+    assert_eq!(trial.effects("m").await, 1);
+}
+
+/// One statement, N messages, ascending positions, nothing changed on the way.
+pub async fn many_messages_keep_their_order_and_every_part<F: Fixture>(trial: &Trial<F>) {
+    let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
+    let messages: Vec<NewMessage> = (0_u8..250)
+        .map(|i| {
+            let mut message = match i % 3 {
+                0 => NewMessage::text("payments", "payment.created", format!(r#"{{"n":{i},"s":"ä\"😀"}}"#)),
+                1 => NewMessage::bytes("blobs", "blob.stored", vec![i, 0, 255]),
+                _ => NewMessage::bytes("blobs", "blob.empty", Vec::new()).with_content_type("image/png"),
+            };
+            if i % 4 != 0 {
+                message = message.with_key(format!("schlüssel \"{i}\" 'x' \\"));
+            }
+            if i % 5 == 0 {
+                message = message.with_header("tenant", "t\"1\\\n").with_header("b", "ä😀").with_header("a", "");
+            }
+            if i % 7 == 0 {
+                message.trace.clone_from(&trace);
+            }
+            message
+        })
+        .collect();
+    let ids = trial.enqueue(messages.clone()).await;
+    let single = trial.enqueue(vec![messages[0].clone()]).await;
+    let mut session = trial.session("a").await;
+    let (rows, _) = read_rows(&mut session, 251).await;
+    assert!(rows.windows(2).all(|pair| pair[0].position < pair[1].position));
+    for (row, (given, id)) in rows.iter().zip(messages.iter().chain(&messages[..1]).zip(ids.iter().chain(&single))) {
+        let got = &row.message;
+        assert_eq!(got.id, *id);
+        assert_eq!((&got.topic, &got.key, &got.kind), (&given.topic, &given.key, &given.kind));
+        assert_eq!(got.payload, given.payload);
+        assert_eq!(Some(&got.content_type), given.content_type.as_ref());
+        assert_eq!(got.trace, given.trace);
+        let (mut got_headers, mut given_headers) = (got.headers.clone(), given.headers.clone());
+        got_headers.sort();
+        given_headers.sort();
+        assert_eq!(got_headers, given_headers);
+        let age = chrono::Utc::now() - got.created_at;
+        assert!(age.num_minutes().abs() < 5, "created_at is now, by the clock of the database: {age}");
+    }
+}
+
+/// A generated id is a v7 UUID; the same given id twice is published twice.
+pub async fn an_id_is_made_unless_given_and_may_be_given_twice<F: Fixture>(trial: &Trial<F>) {
+    let given = Uuid::from_u128(0x9f7a_4f6e_5b1d_4f0e_8a55_0d6f_1f9c_1a2b);
+    let messages = ["1", "2", "3"].map(|payload| new_message("k", payload));
+    let [first, second, third] = messages;
+    let ids = trial.enqueue(vec![first.with_id(given), second, third.with_id(given)]).await;
+    assert_eq!((ids[0], ids[2]), (given, given));
+    assert_eq!(ids[1].get_version_num(), 7);
+    let mut session = trial.session("a").await;
+    let (rows, _) = read_rows(&mut session, 3).await;
+    assert_eq!(rows.iter().map(|row| row.message.id).collect::<Vec<_>>(), ids);
+    let buckets: Vec<u8> = rows.iter().map(|row| row.bucket).collect();
+    let computed = bucket(Some("k"), given);
+    assert!(buckets == [computed; 3] || buckets == [0; 3], "the bucket is the key's, or 0 where there is one shard");
+}
+
+/// The table of cases, through `enqueue`, and again among others in one call.
+pub async fn r34_every_limit_holds_at_the_rust_door<F: Fixture>(trial: &Trial<F>) {
+    let mut taken = 0;
+    for case in limit_cases() {
+        let Some(message) = case.as_new_message() else { continue };
+        for bulk in [false, true] {
+            let mut tx = trial.begin().await;
+            let messages = if bulk { vec![new_message("k", "first"), message.clone()] } else { vec![message.clone()] };
+            let answer = oncebox::store::enqueue_all(&mut *tx, messages).await;
+            case.check(&answer);
+            taken += answer.map_or(0, |ids| ids.len());
+            tx.rollback().await.unwrap();
+        }
+    }
+    assert!(taken > 50);
+    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 0);
+}
+
+/// Checked before anything is written.
+pub async fn one_bad_message_refuses_the_whole_call<F: Fixture>(trial: &Trial<F>) {
+    let mut tx = trial.begin().await;
+    let messages = vec![new_message("k", "1"), new_message("", "2"), new_message("k", "3")];
+    let answer = oncebox::store::enqueue_all(&mut *tx, messages).await;
+    assert!(matches!(&answer, Err(StoreError::Limit(error)) if error.limit == "key"), "{answer:?}");
+    // A caller that commits all the same commits none of them, whatever the database makes of that.
+    let _ = tx.commit().await;
+    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 0);
+    assert!(trial.enqueue(Vec::new()).await.is_empty());
+}
+
+/// Every door obeys the row, at once.
+pub async fn limits_are_rows_that_can_be_raised_and_lowered<F: Fixture>(trial: &Trial<F>) {
+    let limits = trial.table("limits");
+    let long = new_message(&"k".repeat(1_500), "1");
+    for (value, is_taken) in [(1_024, false), (2_000, true), (10, false)] {
+        trial.run(&format!("update {limits} set value = {value} where name = 'key_bytes_max'")).await;
+        let mut tx = trial.begin().await;
+        let answer = oncebox::store::enqueue(&mut *tx, long.clone()).await;
+        assert_eq!(answer.is_ok(), is_taken, "{value}: {answer:?}");
+        tx.rollback().await.unwrap();
+    }
+}
+
+/// However it is given, it is the trace, and no header of the application.
+pub async fn trace_context_given_as_headers_becomes_the_trace<F: Fixture>(trial: &Trial<F>) {
+    let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    let message = new_message("k", "1");
+    let message = message.with_header("TraceParent", parent).with_header("tracestate", "a=b").with_header("h", "v");
+    trial.enqueue(vec![message]).await;
+    let mut session = trial.session("a").await;
+    let (rows, _) = read_rows(&mut session, 1).await;
+    assert_eq!(rows[0].message.trace, TraceContext::parse(parent, Some("a=b")));
+    assert_eq!(rows[0].message.headers, [("h".to_owned(), "v".to_owned())]);
+}

@@ -1,0 +1,151 @@
+//! Cases of the lease and the fence: one owner, in database time, and a lost lease changes nothing
+//! (R7, R22, G9).
+
+use std::time::Duration;
+
+use super::trial::{LEASE, eventually, lease, new_message, payloads, read_rows, taken, through};
+use super::{Fixture, Trial};
+use oncebox::error::StoreError;
+use oncebox::store::{Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, Outbox};
+
+/// The epoch of the shard, as the operator sees it.
+async fn epoch<F: Fixture>(trial: &Trial<F>) -> i64 {
+    trial.store.status().await.unwrap().shards[0].epoch
+}
+
+/// Twenty ask at once, one gets it.
+pub async fn a_shard_has_one_owner_and_the_same_owner_takes_it_again<F: Fixture>(trial: &Trial<F>) {
+    let mut asking = tokio::task::JoinSet::new();
+    for number in 0..20 {
+        let store = trial.store.clone();
+        asking.spawn(async move {
+            let answer = store.open(&lease(&format!("owner {number}"))).await.unwrap();
+            match answer {
+                LeaseAnswer::Taken(_) => Ok(number),
+                LeaseAnswer::HeldBy { owner, left } => Err((owner, left)),
+                LeaseAnswer::NoShard => panic!("there is no shard 0"),
+            }
+        });
+    }
+    let answers = asking.join_all().await;
+    let winners: Vec<i32> = answers.iter().filter_map(|answer| answer.clone().ok()).collect();
+    assert_eq!(winners.len(), 1, "{answers:?}");
+    let (winner, epoch) = (winners[0], epoch(trial).await);
+    for (owner, left) in answers.into_iter().filter_map(Result::err) {
+        assert_eq!(owner, format!("owner {winner}"));
+        assert!(left <= LEASE && left > Duration::ZERO);
+    }
+    let _again = trial.session(&format!("owner {winner}")).await;
+    assert!(self::epoch(trial).await > epoch, "each ownership has an epoch of its own");
+}
+
+/// A standby need not wait for a clean end.
+pub async fn a_lease_that_is_given_back_is_free_at_once<F: Fixture>(trial: &Trial<F>) {
+    let first = trial.session("a").await;
+    let epoch = epoch(trial).await;
+    first.release().await.unwrap();
+    let _second = trial.session("b").await;
+    let shard = trial.store.status().await.unwrap().shards[0].clone();
+    assert!(shard.epoch > epoch && shard.owner.as_deref() == Some("b"), "{shard:?}");
+}
+
+/// A dead owner's lease runs out.
+pub async fn a_lease_ends_by_the_clock_of_the_database<F: Fixture>(trial: &Trial<F>) {
+    // It counts from before its commit, which a slow disk takes a second for.
+    let request = |owner: &str| LeaseRequest { length: Duration::from_secs(4), ..lease(owner) };
+    let _dead = taken(trial.store.open(&request("dead")).await.unwrap());
+    let epoch = epoch(trial).await;
+    let answer = trial.store.open(&request("standby")).await.unwrap();
+    assert!(matches!(answer, LeaseAnswer::HeldBy { .. }));
+    let _standby = eventually("the standby has the lease", || async {
+        match trial.store.open(&request("standby")).await.unwrap() {
+            LeaseAnswer::Taken(session) => Some(session),
+            _ => None,
+        }
+    })
+    .await;
+    assert!(self::epoch(trial).await > epoch);
+}
+
+/// The clock went back: the lease would stand for hours.
+pub async fn r22_a_lease_longer_than_its_length_counts_as_expired<F: Fixture>(trial: &Trial<F>) {
+    let _gone = trial.session("gone").await;
+    let length = i64::try_from(LEASE.as_secs()).unwrap();
+    F::set_lease_end(&trial.store, length - 5).await;
+    let answer = trial.store.open(&lease("standby")).await.unwrap();
+    assert!(matches!(answer, LeaseAnswer::HeldBy { .. }));
+    F::set_lease_end(&trial.store, length + 3_600).await;
+    let status = trial.store.status().await.unwrap();
+    assert_eq!(status.shards[0].owner, None, "and the status says so");
+    // The length that counts is the one it was granted for, not the one that the standby would
+    // have.
+    let shorter = LeaseRequest { length: Duration::from_secs(5), ..lease("standby") };
+    let _taken = taken(trial.store.open(&shorter).await.unwrap());
+}
+
+/// An owner that works keeps its lease.
+pub async fn claims_renew_the_lease<F: Fixture>(trial: &Trial<F>) {
+    let mut session = trial.session("a").await;
+    F::set_lease_end(&trial.store, 5).await;
+    session.read(10).await.unwrap();
+    session.claim(Mark::default()).await.unwrap();
+    let left = trial.store.status().await.unwrap().shards[0].lease_seconds_left;
+    assert!(left > LEASE.as_secs_f64() / 2.0, "{left} s are left after a claim");
+}
+
+/// Read, claim, mark, divert, release: all fenced, nothing written.
+pub async fn g9_a_session_that_lost_its_lease_changes_nothing<F: Fixture>(trial: &Trial<F>) {
+    trial.enqueue((0..4).map(|number| new_message("k", number.to_string())).collect()).await;
+    let mut zombie = trial.session("zombie").await;
+    let (rows, batch) = read_rows(&mut zombie, 4).await;
+    let mut releasing = trial.take_over("zombie").await;
+    let other = trial.take_over("owner").await;
+    let before = trial.store.status().await.unwrap().shards;
+
+    let dead = Diversion::Dead { reason: "no".into(), holds: true };
+    let mark = Mark { diverted: vec![(rows[0].position, dead)], ..through(batch) };
+    for outcome in [zombie.claim(mark).await, zombie.claim(Mark::default()).await] {
+        assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{outcome:?}");
+    }
+    let read = zombie.read(10).await;
+    assert!(matches!(read, Err(StoreError::Fenced(_))), "{read:?}");
+    let read = releasing.read(10).await;
+    assert!(matches!(read, Err(StoreError::Fenced(_))), "{read:?}");
+    for outcome in [zombie.release().await, releasing.release().await] {
+        assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{outcome:?}");
+    }
+
+    let after = trial.store.status().await.unwrap();
+    assert_eq!((after.dead, after.held), (0, 0));
+    let seen = |shards: &[oncebox::store::ShardStatus]| {
+        shards.iter().map(|shard| (shard.epoch, shard.scanned_to, shard.owner.clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(seen(&after.shards), seen(&before));
+    let mut other = other;
+    assert_eq!(payloads(&read_rows(&mut other, 4).await.0), ["0", "1", "2", "3"]);
+}
+
+/// A pooler or a failover put another server under the session, or somebody restored the table.
+pub async fn r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session<F: Fixture>(trial: &Trial<F>) {
+    trial.enqueue(vec![new_message("k", "0")]).await;
+    let shard = trial.table("shard");
+    for change in ["revision = revision + 1", "revision = revision - 1", "epoch = epoch - 1"] {
+        let mut session = trial.session("a").await;
+        let (_, batch) = read_rows(&mut session, 1).await;
+        trial.run(&format!("update {shard} set {change}")).await;
+        let outcome = session.claim(through(batch)).await;
+        assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{change}: {outcome:?}");
+        let read = session.read(10).await;
+        assert!(matches!(read, Err(StoreError::Fenced(_))), "{change}: {read:?}");
+        let outcome = session.release().await;
+        assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{change}: {outcome:?}");
+    }
+    assert_eq!(trial.store.status().await.unwrap().pending, 1);
+}
+
+/// A configuration that names a shard which is not there.
+pub async fn an_unknown_shard_is_told_apart<F: Fixture>(trial: &Trial<F>) {
+    assert!(trial.store.shards().await.unwrap().contains(&0));
+    let answer = trial.store.open(&LeaseRequest { shard: 12_345, ..lease("a") }).await.unwrap();
+    assert!(matches!(answer, LeaseAnswer::NoShard));
+}

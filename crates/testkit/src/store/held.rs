@@ -1,0 +1,151 @@
+//! Cases of dead and held rows (R17, R18).
+
+use super::relay::{bounded, of_all_sizes, within_bytes};
+use super::trial::{new_message, payloads, read_nothing, read_rows, through};
+use super::{Fixture, Trial};
+use oncebox::error::StoreError;
+use oncebox::message::{NewMessage, TraceContext};
+use oncebox::store::{Diversion, DivertedRow, Mark, Operator, OutboxRow};
+
+fn dead(holds: bool) -> Diversion {
+    Diversion::Dead { reason: "too large".into(), holds }
+}
+
+fn destination() -> Diversion {
+    Diversion::HeldDestination { reason: "no such topic".into() }
+}
+
+/// Enqueues, reads, and diverts by number.
+async fn diverted<F: Fixture>(
+    trial: &Trial<F>,
+    messages: Vec<NewMessage>,
+    diversions: &[(usize, Diversion)],
+) -> (super::trial::Session, Vec<OutboxRow>) {
+    let count = messages.len();
+    trial.enqueue(messages).await;
+    let mut session = trial.session("a").await;
+    let (rows, batch) = read_rows(&mut session, count).await;
+    let diverted = diversions.iter().map(|(number, why)| (rows[*number].position, why.clone())).collect();
+    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    (session, rows)
+}
+
+/// Nothing of it changes, and the cursor is past it.
+pub async fn r17_a_dead_row_is_copied_whole_in_the_mark<F: Fixture>(trial: &Trial<F>) {
+    let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
+    let mut message = NewMessage::bytes("blobs", "blob.stored", vec![0, 255, 1]).with_key("k \"ä\"");
+    message = message.with_header("b", "1").with_header("a", "ä😀\n");
+    message.trace = trace;
+    let messages = vec![new_message("k", "0"), message, NewMessage::text("payments", "k", "{}")];
+    let (mut session, rows) = diverted(trial, messages, &[(1, dead(true)), (2, dead(false))]).await;
+    let positions: Vec<i64> = rows[1..].iter().map(|row| row.position).collect();
+    let mut held = session.held(&positions).await.unwrap();
+    assert_eq!(held.len(), 2);
+    for (held, row) in held.iter_mut().zip(&rows[1..]) {
+        assert_eq!((held.position, held.bucket), (row.position, row.bucket));
+        held.message.headers.sort();
+        let mut message = row.message.clone();
+        message.headers.sort();
+        assert_eq!(held.message, message);
+    }
+    read_nothing(&mut session).await;
+    drop(session);
+    let mut session = trial.session("a").await;
+    read_nothing(&mut session).await;
+    let status = trial.store.status().await.unwrap();
+    assert_eq!((status.dead, status.held, status.pending), (2, 0, 0), "a diverted message is not pending");
+}
+
+/// As the next session loads them: a dead row that holds nothing is not among them, or it would
+/// count as held.
+pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &Trial<F>) {
+    let messages = ["a", "b", "a", "b", "c"].iter().enumerate();
+    let messages = messages.map(|(number, key)| new_message(key, number.to_string())).collect();
+    let diversions = [(3, destination()), (0, dead(true)), (2, Diversion::HeldBehind), (4, dead(false))];
+    let (session, rows) = diverted(trial, messages, &diversions).await;
+    drop(session);
+    let mut session = trial.session("a").await;
+    let expected = |number: usize, diversion: Diversion| DivertedRow {
+        position: rows[number].position,
+        topic: "payments".into(),
+        key: rows[number].message.key.clone(),
+        diversion,
+    };
+    let all = vec![expected(0, dead(true)), expected(2, Diversion::HeldBehind), expected(3, destination())];
+    assert_eq!(session.diverted(100).await.unwrap(), all);
+    assert_eq!(session.diverted(2).await.unwrap(), all[..2]);
+    let shuffled = [rows[3].position, rows[1].position, rows[0].position, 1 << 40];
+    let held = session.held(&shuffled).await.unwrap();
+    assert_eq!(payloads(&held), ["0", "3"], "in position order; what is not there is left out");
+    assert!(session.held(&[]).await.unwrap().is_empty());
+}
+
+/// The way back: published, or refused again.
+pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &Trial<F>) {
+    let messages = (0..3).map(|number| new_message("k", number.to_string())).collect();
+    let diversions = [(0, destination()), (1, destination()), (2, destination())];
+    let (mut session, rows) = diverted(trial, messages, &diversions).await;
+    let mark = Mark {
+        released: vec![rows[0].position],
+        changed: vec![(rows[1].position, dead(true)), (rows[2].position, Diversion::HeldBehind)],
+        ..Mark::default()
+    };
+    session.claim(mark).await.unwrap();
+    let left: Vec<_> =
+        session.diverted(100).await.unwrap().into_iter().map(|row| (row.position, row.diversion)).collect();
+    assert_eq!(left, [(rows[1].position, dead(true)), (rows[2].position, Diversion::HeldBehind)]);
+    drop(session);
+    let mut session = trial.session("a").await;
+    read_nothing(&mut session).await;
+    let status = trial.store.status().await.unwrap();
+    assert_eq!((status.dead, status.held), (1, 1));
+}
+
+/// And never comes back.
+pub async fn a_discarded_row_is_gone_for_good<F: Fixture>(trial: &Trial<F>) {
+    let messages = (0..2).map(|number| new_message("k", number.to_string())).collect();
+    let (mut session, rows) = diverted(trial, messages, &[(0, dead(true)), (1, Diversion::HeldBehind)]).await;
+    session.claim(Mark { discarded: vec![rows[0].position], ..Mark::default() }).await.unwrap();
+    let left = session.diverted(100).await.unwrap();
+    assert_eq!(left.iter().map(|row| row.position).collect::<Vec<_>>(), [rows[1].position]);
+    drop(session);
+    let mut session = trial.session("a").await;
+    read_nothing(&mut session).await;
+    assert!(session.held(&[rows[0].position]).await.unwrap().is_empty());
+}
+
+/// A row that would be passed without a trace fails the mark.
+pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Trial<F>) {
+    trial.enqueue((0..2).map(|number| new_message("k", number.to_string())).collect()).await;
+    let mut session = trial.session("a").await;
+    let (rows, batch) = read_rows(&mut session, 2).await;
+    let unread = rows[1].position + 1_000;
+    let mark = Mark { diverted: vec![(rows[0].position, dead(true)), (unread, dead(true))], ..through(batch) };
+    let outcome = session.claim(mark).await;
+    assert!(matches!(outcome, Err(StoreError::Corrupt(_))), "{outcome:?}");
+    drop(session);
+    let mut session = trial.session("a").await;
+    assert_eq!(payloads(&read_rows(&mut session, 2).await.0), ["0", "1"]);
+    assert_eq!(trial.store.status().await.unwrap().dead, 0);
+}
+
+/// As a read: the first ones that were asked for, and at least one.
+pub async fn g11_rows_on_their_way_back_come_within_the_bytes_of_a_read<F: Fixture>(trial: &Trial<F>) {
+    let messages = of_all_sizes();
+    let all: Vec<(usize, Diversion)> = (0..messages.len()).map(|number| (number, dead(true))).collect();
+    let (session, rows) = diverted(trial, messages, &all).await;
+    drop(session);
+    let mut session = bounded(trial).await;
+    let mut left: Vec<i64> = rows.iter().map(|row| row.position).collect();
+    let mut back = Vec::new();
+    while !left.is_empty() {
+        let held = session.held(&left).await.unwrap();
+        within_bytes(&held);
+        let positions: Vec<i64> = held.iter().map(|row| row.position).collect();
+        assert!(!positions.is_empty() && left.starts_with(&positions), "{positions:?} of {left:?}");
+        left.drain(..positions.len());
+        back.extend(held);
+    }
+    assert_eq!(payloads(&back), payloads(&rows));
+    assert!(session.held(&[]).await.unwrap().is_empty());
+}

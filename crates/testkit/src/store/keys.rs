@@ -1,0 +1,549 @@
+//! Cases of idempotency records that are claimed and finished by statements of their own (O2 to O4,
+//! O11, O16, O23, M29 to M42, M99, M100): what [`Keys`] must do, whether it stands in a database or
+//! not.
+
+use std::time::Duration;
+
+use super::KeysFixture;
+pub use super::keys_machine::{
+    m31_every_call_changes_a_record_as_the_machine_is_drawn,
+    o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone,
+};
+use super::trial::eventually;
+use oncebox::error::StoreError;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::record::{Resource, StoredBody, Tombstone};
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::Durability;
+use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Record, Scope, State};
+use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
+
+/// A lease that no case outlives.
+pub(super) const LONG: Duration = Duration::from_secs(600);
+/// One that is over at once.
+pub(super) const SHORT: Duration = Duration::from_millis(1);
+/// Lifetimes that no case outlives.
+pub(super) const KEPT: Retention = Retention { ttl: LONG, body: LONG, metadata: LONG };
+/// Lifetimes that are over at once.
+pub(super) const GONE: Retention = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
+/// Its time is over at once, and it is remembered that it was.
+pub(super) const ENDED: Retention = Retention { metadata: LONG, ..GONE };
+
+/// What a tenant's key identifies.
+pub(super) fn identity(tenant: &str, key: &str) -> Identity {
+    let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
+    Identity::new(&Scope::new(tenant, "user-7").unwrap(), "create_payment".parse().unwrap(), key)
+}
+
+/// A claim on a key of the tenant `t1`; `command` stands for what is asked.
+pub(super) fn claim(mode: Mode, key: &str, command: u8) -> KeyClaim {
+    let mark = Scope::new("t1", "user-7").unwrap().mark(&Keyring::plain());
+    KeyClaim {
+        identity: identity("t1", &format!("{key}-0123456789abcdef")),
+        principal: mark,
+        fingerprint: format!("1:sha256:{}", format!("{command:02x}").repeat(32)).parse().unwrap(),
+        mode,
+        operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
+        lease: LONG,
+    }
+}
+
+/// An answer with a header that repeats and a body that is no text.
+pub(super) fn answer() -> Answer {
+    let headers = vec![
+        ("link".to_owned(), b"</a>".to_vec()),
+        ("link".to_owned(), vec![0xff, 0x00]),
+        ("location".to_owned(), b"/payments/7".to_vec()),
+    ];
+    let body = KeptBody { headers, bytes: vec![0, 1, 0xfe, 0xff], format: 1, kid: Some("k1".to_owned()) };
+    Answer { status: 201, schema_version: 3, body: AnswerBody::Kept(body) }
+}
+
+/// The outcome of an operation that succeeded with [`answer`].
+pub(super) fn completed() -> Outcome {
+    Outcome::Completed(answer())
+}
+
+fn owned(claimed: Claimed) -> Owned {
+    match claimed {
+        Claimed::Owned(owned) => owned,
+        other => panic!("not ours: {other:?}"),
+    }
+}
+
+fn existing(claimed: Claimed) -> Record {
+    match claimed {
+        Claimed::Existing(record) => *record,
+        other => panic!("no record was there: {other:?}"),
+    }
+}
+
+/// The claim, which must be ours.
+pub(super) async fn take<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Owned {
+    owned(trial.store().claim(claim, Basis::New).await.unwrap())
+}
+
+/// The record, which must be there.
+pub(super) async fn record<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
+    trial.store().find(&claim.identity).await.unwrap().record.unwrap()
+}
+
+/// The record, once its lease is over or its time is.
+pub(super) async fn over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
+    eventually("the record is over", || async {
+        let look = trial.store().find(&claim.identity).await.unwrap();
+        let record = look.record.unwrap();
+        let is_over = match record.state {
+            State::InProgress => !record.is_owned(look.now),
+            _ => record.state_at(look.now) == State::Expired,
+        };
+        is_over.then_some(record)
+    })
+    .await
+}
+
+/// Runs a claim twenty times at once and counts the winners.
+async fn winners<F: KeysFixture>(trial: &F, claim: &KeyClaim, basis: Basis<'_>) -> usize {
+    let racing = (0..20).map(|_| trial.store().claim(claim, basis));
+    let won = futures::future::join_all(racing).await;
+    won.into_iter().filter(|claimed| matches!(claimed.as_ref().unwrap(), Claimed::Owned(_))).count()
+}
+
+/// The unique key is the arbiter, not a look before it.
+pub async fn m39_of_twenty_claims_at_once_one_owns<F: KeysFixture>(trial: &F) {
+    for round in 0..5 {
+        let claim = claim(Mode::Edge, &format!("race{round}"), 1);
+        assert_eq!(winners(trial, &claim, Basis::New).await, 1);
+        assert_eq!(record(trial, &claim).await.state, State::InProgress);
+    }
+}
+
+/// Whoever is second gets the first one's record whole, whatever it asked itself.
+pub async fn m42_what_refuses_a_claim_is_returned_whole<F: KeysFixture>(trial: &F) {
+    let first = claim(Mode::Edge, "k", 1);
+    let owner = take(trial, &first).await;
+    let look = trial.store().find(&first.identity).await.unwrap();
+    let seen = existing(trial.store().claim(&claim(Mode::Bridged, "k", 2), Basis::New).await.unwrap());
+    assert_eq!(Some(&seen), look.record.as_ref());
+    assert_eq!((&seen.identity, &seen.principal), (&first.identity, &first.principal));
+    assert_eq!((&seen.fingerprint, seen.mode, seen.state), (&first.fingerprint, Mode::Edge, State::InProgress));
+    assert_eq!((seen.epoch, seen.generation, seen.attempts), (owner.epoch, 1, 1));
+    assert_eq!((seen.operation_id, owner.operation_id), (first.operation_id, first.operation_id));
+    assert!(seen.is_owned(look.now) && seen.lease_left(look.now) <= LONG && !seen.parked);
+    assert_eq!((seen.outcome_at, seen.expires_at, seen.answer), (None, None, None));
+    assert_eq!(look.purged_below, None);
+}
+
+/// A key belongs to its tenant, and no collation, padding or folding makes two one.
+pub async fn o16_keys_and_tenants_that_differ_in_one_byte_are_different<F: KeysFixture>(trial: &F) {
+    let tenants = ["acme", "ACME", "acme ", "acm\u{e9}", "acme\0", "acm", "e"];
+    let keys = ["abcdefghijklmnop", "abcdefghijklmnoP", "abcdefghijklmnop-", "eabcdefghijklmnop"];
+    let claims = tenants.iter().flat_map(|tenant| keys.iter().map(move |key| identity(tenant, key)));
+    let claims: Vec<KeyClaim> = claims.map(|identity| KeyClaim { identity, ..claim(Mode::Edge, "k", 1) }).collect();
+    for one in &claims {
+        let one = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..one.clone() };
+        owned(trial.store().claim(&one, Basis::New).await.unwrap());
+    }
+    for one in &claims {
+        assert_eq!(record(trial, one).await.identity, one.identity);
+    }
+}
+
+/// Every part of an answer comes back, and lifetimes count from the outcome (O3).
+pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
+    let resource = Resource { kind: "payment".into(), id: "pay_7".into(), location: Some("/payments/7".into()) };
+    let tombstone = AnswerBody::Tombstone(Tombstone::Stream);
+    let bodies = [(answer().body, StoredBody::Kept), (tombstone, StoredBody::Tombstone(Tombstone::Stream))];
+    let reference = (AnswerBody::Reference(resource.clone()), StoredBody::Reference(resource));
+    for (number, (body, stored)) in bodies.into_iter().chain([reference]).enumerate() {
+        let claim = claim(Mode::Edge, &format!("k{number}"), 1);
+        let owner = take(trial, &claim).await;
+        let outcome = Outcome::FailedReplayable {
+            answer: Answer { body: body.clone(), ..answer() },
+            error_code: Some("INSUFFICIENT_FUNDS".to_owned()),
+        };
+        assert_eq!(trial.store().finish(&owner, &outcome, &KEPT).await.unwrap(), Fenced::Done);
+        let found = record(trial, &claim).await;
+        assert_eq!((found.state, found.lease), (State::FailedReplayable, None));
+        assert_eq!(found.expires_at, found.outcome_at.map(|at| at.after(KEPT.ttl)));
+        assert!(found.outcome_at >= Some(found.created_at));
+        let kept = found.answer.clone().unwrap();
+        assert_eq!((kept.status, kept.schema_version, kept.body), (201, 3, stored));
+        let body = match body {
+            AnswerBody::Kept(body) => Some(body),
+            _ => None,
+        };
+        assert_eq!(trial.store().body(&found).await.unwrap(), body);
+    }
+}
+
+/// A lease is judged by the database; while it lives nobody takes the claim, and a heartbeat makes
+/// it live.
+///
+/// Shown by: a lease that always counts as over.
+pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture>(trial: &F) {
+    let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
+    let owner = take(trial, &claim).await;
+    let stale = over(trial, &claim).await;
+    assert_eq!(trial.store().heartbeat(&owner, LONG).await.unwrap(), Fenced::Done);
+    assert_eq!(winners(trial, &claim, Basis::TakeOver(&stale)).await, 0);
+    assert_eq!(trial.store().heartbeat(&owner, SHORT).await.unwrap(), Fenced::Done);
+    let stale = over(trial, &claim).await;
+    let next =
+        KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
+    assert_eq!(winners(trial, &next, Basis::TakeOver(&stale)).await, 1);
+    let taken = record(trial, &claim).await;
+    assert!(taken.epoch > stale.epoch, "whoever owned it is fenced out");
+    assert_eq!((taken.generation, taken.attempts), (1, 2));
+    assert_eq!(taken.operation_id, claim.operation_id, "the run keeps its identity");
+}
+
+/// R22: it was written before the clock went back.
+pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: KeysFixture>(trial: &F) {
+    let claim = claim(Mode::Bridged, "k", 1);
+    take(trial, &claim).await;
+    trial.shorten_leases().await;
+    let stale = over(trial, &claim).await;
+    assert_eq!(winners(trial, &claim, Basis::TakeOver(&stale)).await, 1);
+}
+
+/// Its heartbeat, outcome and release change nothing, and the new owner's stand.
+///
+/// Shown to fail: without `epoch =` in the UPDATE of a finish, on PostgreSQL and on SQLite. Shown
+/// by: one that does not compare the token.
+pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(trial: &F) {
+    let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
+    let old = take(trial, &claim).await;
+    let stale = over(trial, &claim).await;
+    let next = KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), ..claim.clone() };
+    let new = owned(trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap());
+    let before = record(trial, &claim).await;
+    // Also one that knows the new epoch, and one that knows the new token.
+    let forged = [Owned { epoch: new.epoch, ..old.clone() }, Owned { owner: new.owner, ..old.clone() }];
+    for owner in [&old, &forged[0], &forged[1]] {
+        assert_eq!(trial.store().heartbeat(owner, SHORT).await.unwrap(), Fenced::LostOwnership);
+        assert_eq!(trial.store().finish(owner, &completed(), &KEPT).await.unwrap(), Fenced::LostOwnership);
+        assert_eq!(trial.store().release(owner).await.unwrap(), Fenced::LostOwnership);
+    }
+    assert_eq!(record(trial, &claim).await, before);
+    assert_eq!(trial.bodies().await, 0);
+    assert_eq!(trial.store().finish(&new, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+    assert_eq!(
+        trial.store().finish(&new, &Outcome::Unknown, &KEPT).await.unwrap(),
+        Fenced::LostOwnership,
+        "no outcome is rewritten"
+    );
+    assert_eq!(trial.store().release(&new).await.unwrap(), Fenced::LostOwnership);
+    assert_eq!(record(trial, &claim).await.state, State::Completed);
+}
+
+/// Nothing happened: the key is free, and a finished one is not.
+pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(trial: &F) {
+    let claim = claim(Mode::Edge, "k", 1);
+    let first = take(trial, &claim).await;
+    assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store().find(&claim.identity).await.unwrap().record, None);
+    let second =
+        take(trial, &KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() })
+            .await;
+    assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::LostOwnership, "another's claim is not freed");
+    assert_eq!(trial.store().finish(&second, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store().release(&second).await.unwrap(), Fenced::LostOwnership, "what is unknown is never freed");
+    assert_eq!(record(trial, &claim).await.state, State::UnknownRequiresRecovery);
+}
+
+/// What was sent says enough: of a claim whose answer was lost, nobody knows which epoch it got.
+///
+/// Shown by: a token that the store makes, or comparing the epoch (Redis): the claim stays.
+pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>(trial: &F) {
+    let lost = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
+    // Nothing to release yet.
+    assert_eq!(trial.store().take_back(&lost, Basis::New).await.unwrap(), Fenced::LostOwnership);
+    take(trial, &lost).await;
+    let again = KeyClaim { owner: KeyClaim::new_owner(), ..lost.clone() };
+    assert_eq!(trial.store().take_back(&again, Basis::New).await.unwrap(), Fenced::LostOwnership);
+    let seen = over(trial, &lost).await;
+    let taken = trial.store().claim(&again, Basis::TakeOver(&seen)).await.unwrap();
+    assert!(matches!(taken, Claimed::Owned(_)), "{taken:?}");
+    assert_eq!(trial.store().take_back(&lost, Basis::New).await.unwrap(), Fenced::LostOwnership);
+    assert_eq!(trial.store().take_back(&again, Basis::TakeOver(&seen)).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store().find(&lost.identity).await.unwrap().record, None);
+}
+
+/// One fenced UPDATE, of an edge claim whose lease is over; its old owner writes nothing more.
+///
+/// Shown by: a lease that always counts as over.
+pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: &F) {
+    let live = claim(Mode::Edge, "live", 1);
+    take(trial, &live).await;
+    let seen = record(trial, &live).await;
+    assert_eq!(trial.store().mark_unknown(&seen).await.unwrap(), Fenced::LostOwnership, "its lease lives");
+    let bridged = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "bridged", 1) };
+    take(trial, &bridged).await;
+    let seen = over(trial, &bridged).await;
+    assert_eq!(
+        trial.store().mark_unknown(&seen).await.unwrap(),
+        Fenced::LostOwnership,
+        "it proves that nothing happened"
+    );
+    let stale = KeyClaim { lease: SHORT, ..claim(Mode::Edge, "stale", 1) };
+    let owner = take(trial, &stale).await;
+    let seen = over(trial, &stale).await;
+    assert_eq!(trial.store().mark_unknown(&seen).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store().mark_unknown(&seen).await.unwrap(), Fenced::LostOwnership);
+    assert_eq!(trial.store().finish(&owner, &completed(), &KEPT).await.unwrap(), Fenced::LostOwnership);
+    let unknown = record(trial, &stale).await;
+    assert_eq!((unknown.state, unknown.lease), (State::UnknownRequiresRecovery, None));
+    assert!(unknown.epoch > seen.epoch);
+    // A route that declared its effects repeatable executes it again.
+    assert_eq!(winners(trial, &stale, Basis::TakeOver(&unknown)).await, 1);
+}
+
+/// Attempts are raised, the identity of the run stays, and there is no maximum.
+pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>(trial: &F) {
+    let claim = claim(Mode::Edge, "k", 1);
+    let mut owner = take(trial, &claim).await;
+    let failed = Outcome::FailedRetryable { error_code: Some("TRY_AGAIN".to_owned()) };
+    for attempt in 1..=5 {
+        assert_eq!(owner.attempts, attempt);
+        assert_eq!(trial.store().finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
+        let seen = record(trial, &claim).await;
+        assert_eq!((seen.state, seen.attempts), (State::FailedRetryable, attempt));
+        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
+        existing(trial.store().claim(&anew, Basis::Anew(&seen)).await.unwrap());
+        owner = owned(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
+        existing(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
+        assert_eq!((owner.operation_id, owner.generation), (claim.operation_id, 1));
+    }
+}
+
+/// One UPDATE, one winner, a new run; and only after the time is over.
+///
+/// Shown by: a renewal that does not compare `expires_at`.
+pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F) {
+    let first = claim(Mode::Edge, "k", 1);
+    let owner = take(trial, &first).await;
+    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..first.clone() };
+    let running = record(trial, &first).await;
+    existing(trial.store().claim(&anew, Basis::Anew(&running)).await.unwrap());
+    trial.store().finish(&owner, &completed(), &ENDED).await.unwrap();
+    let expired = over(trial, &first).await;
+    assert_eq!(winners(trial, &anew, Basis::Reclaim(&expired)).await, 0, "it did not fail");
+    assert_eq!(winners(trial, &anew, Basis::Anew(&expired)).await, 1);
+    let found = record(trial, &first).await;
+    assert!(found.epoch > expired.epoch);
+    assert_eq!((found.state, found.generation, found.attempts), (State::InProgress, 2, 1));
+    assert_eq!((found.operation_id, found.outcome_at, found.answer), (anew.operation_id, None, None));
+    let kept = claim(Mode::Edge, "kept", 1);
+    let owner = take(trial, &kept).await;
+    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    let seen = record(trial, &kept).await;
+    assert_eq!(winners(trial, &kept, Basis::Anew(&seen)).await, 0, "its time is not over");
+}
+
+/// The body goes, and what the key was used for stays known.
+pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
+    let short = Retention { body: SHORT, ..KEPT };
+    let claims: Vec<KeyClaim> = (0..5).map(|number| claim(Mode::Edge, &format!("k{number}"), 1)).collect();
+    for one in &claims {
+        let owner = take(trial, one).await;
+        trial.store().finish(&owner, &completed(), &short).await.unwrap();
+    }
+    let kept = claim(Mode::Edge, "kept", 1);
+    let owner = take(trial, &kept).await;
+    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    for one in &claims {
+        let purged = eventually("the body's time is over", || async {
+            let found = record(trial, one).await;
+            (found.answer.as_ref()?.body == StoredBody::Tombstone(Tombstone::Purged)).then_some(found)
+        })
+        .await;
+        assert_eq!(trial.store().body(&purged).await.unwrap(), None, "also before it is taken away");
+        assert_eq!((purged.state, purged.fingerprint), (State::Completed, one.fingerprint.clone()));
+    }
+    trial.store().expire_bodies(2).await.unwrap();
+    if trial.bodies_go_in_batches() {
+        assert_eq!(trial.bodies().await, 4, "a batch is bounded");
+        trial.store().expire_bodies(100).await.unwrap();
+        assert_eq!(trial.bodies().await, 1);
+    }
+    let found = record(trial, &kept).await;
+    assert!(trial.store().body(&found).await.unwrap().is_some());
+    assert_eq!(trial.records().await, 6);
+}
+
+/// A body is that of the last run of its key, whatever the sizes of the ones before; what stands
+/// beside the record is the same.
+///
+/// Shown by: a claim that leaves the small body of the run before (PostgreSQL).
+pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial: &F) {
+    if trial.forgets_by_itself() {
+        return;
+    }
+    let claim = claim(Mode::Edge, "k", 1);
+    let ended = Retention { ttl: SHORT, ..KEPT };
+    let mut owner = take(trial, &claim).await;
+    for size in [4, 5_000, 2_000, 2_500, 3] {
+        let body = KeptBody { bytes: vec![7; size], ..KeptBody::default() };
+        let answer = Answer { body: AnswerBody::Kept(body.clone()), ..answer() };
+        assert_eq!(trial.store().finish(&owner, &Outcome::Completed(answer), &ended).await.unwrap(), Fenced::Done);
+        let look = trial.store().find(&claim.identity).await.unwrap();
+        assert!(look.body.is_none_or(|beside| beside == body), "{size}");
+        assert_eq!(trial.store().body(&look.record.unwrap()).await.unwrap(), Some(body));
+        let expired = over(trial, &claim).await;
+        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
+        owner = owned(trial.store().claim(&anew, Basis::Anew(&expired)).await.unwrap());
+        assert_eq!(trial.store().find(&claim.identity).await.unwrap().body, None, "it runs");
+    }
+}
+
+/// Age is no reason: what runs and what nobody knows stays. What goes leaves its bound (O23), in
+/// bounded batches.
+///
+/// Shown by: a purge by age where there is no outcome (PostgreSQL).
+pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial: &F) {
+    let operation = claim(Mode::Edge, "k", 1).identity.operation().clone();
+    let (running, unknown) = (claim(Mode::Edge, "running", 1), claim(Mode::Edge, "unknown", 1));
+    take(trial, &KeyClaim { lease: SHORT, ..running.clone() }).await;
+    let owner = take(trial, &unknown).await;
+    trial.store().finish(&owner, &Outcome::Unknown, &GONE).await.unwrap();
+    let kept = claim(Mode::Edge, "kept", 1);
+    let owner = take(trial, &kept).await;
+    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    let old: Vec<KeyClaim> = (0..5).map(|number| claim(Mode::Edge, &format!("old{number}"), 1)).collect();
+    for one in &old {
+        let owner = take(trial, one).await;
+        trial.store().finish(&owner, &completed(), &GONE).await.unwrap();
+        if !trial.forgets_by_itself() {
+            over(trial, one).await;
+        }
+    }
+    let other = "another_operation".parse().unwrap();
+    let skew = Duration::from_secs(60);
+    assert_eq!(trial.store().purge_keys(&other, &GONE, skew, 100).await.unwrap(), 0);
+    if !trial.forgets_by_itself() {
+        assert_eq!(trial.store().find(&running.identity).await.unwrap().purged_below, None, "nothing was purged yet");
+        let purged = eventually("two are old enough", || async {
+            let purged = trial.store().purge_keys(&operation, &GONE, skew, 2).await.unwrap();
+            (purged > 0).then_some(purged)
+        })
+        .await;
+        assert!(purged <= 2, "a batch is bounded");
+    }
+    let (now, bound) = eventually("a record went", || async {
+        let look = trial.store().find(&running.identity).await.unwrap();
+        Some((look.now, look.purged_below?))
+    })
+    .await;
+    assert!(bound > now && bound < now.after(skew), "above the time of every key that went");
+    eventually("all are gone", || async {
+        let _ = trial.store().purge_keys(&operation, &GONE, skew, 100).await.unwrap();
+        (trial.records().await == 3).then_some(())
+    })
+    .await;
+    assert_eq!(trial.store().purge_keys(&operation, &GONE, skew, 100).await.unwrap(), 0);
+    for (one, state) in
+        [(running, State::InProgress), (unknown, State::UnknownRequiresRecovery), (kept, State::Completed)]
+    {
+        assert_eq!(record(trial, &one).await.state, state);
+    }
+    // A lower bound never takes a higher one's place.
+    let later = trial.store().find(&old[0].identity).await.unwrap();
+    assert!(later.record.is_none() && later.purged_below >= Some(bound));
+}
+
+fn is_guard(store: &dyn Keys) -> bool {
+    store.durability() == Durability::Guard
+}
+
+/// What an alarm looks at, and a quota: of all operations.
+///
+/// Shown by: counting the open records of the first operation only, or of the last (PostgreSQL).
+pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
+    assert_eq!(trial.store().operation_stats().await.unwrap(), oncebox::store::OperationStats::default());
+    let of = |operation: &str, key: &str| {
+        let one = claim(Mode::Edge, key, 1);
+        let scope = Scope::new("t1", "user-7").unwrap();
+        let identity = Identity::new(&scope, operation.parse().unwrap(), one.identity.key().clone());
+        KeyClaim { identity, ..one }
+    };
+    for (operation, key) in [("create_payment", "a"), ("refund", "b")] {
+        take(trial, &of(operation, key)).await;
+    }
+    for (operation, key, outcome) in [("cancel", "c", Outcome::Unknown), ("list", "d", completed())] {
+        let owner = take(trial, &of(operation, key)).await;
+        trial.store().finish(&owner, &outcome, &KEPT).await.unwrap();
+    }
+    let stats = trial.store().operation_stats().await.unwrap();
+    assert_eq!((stats.in_progress, stats.unknown), (2, 1));
+    let open = [trial.store().open_of_tenant("t1").await.unwrap(), trial.store().open_of_tenant("t2").await.unwrap()];
+    // A guard may count none.
+    assert!(open == [3, 0] || is_guard(trial.store()) && open == [0, 0], "{open:?}");
+    assert!(stats.oldest_in_progress.is_some_and(|age| age < LONG));
+}
+
+/// A completion that stands in so many bytes.
+fn of_size(bytes: usize) -> Outcome {
+    let body = AnswerBody::Kept(KeptBody { bytes: vec![7; bytes], ..KeptBody::default() });
+    Outcome::Completed(Answer { body, ..answer() })
+}
+
+/// What the quota on stored bytes looks at: the bodies that are kept for a tenant, small and large,
+/// until their end.
+pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F) {
+    if is_guard(trial.store()) {
+        let refused = trial.store().stored_of_tenant("t1").await;
+        assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+        return;
+    }
+    let stored = async || trial.store().stored_of_tenant("t1").await.unwrap();
+    let run = async |claim: KeyClaim, outcome: Outcome, retention: &Retention| {
+        let owner = take(trial, &claim).await;
+        assert_eq!(trial.store().finish(&owner, &outcome, retention).await.unwrap(), Fenced::Done);
+    };
+    let of = |key| claim(Mode::Edge, key, 1);
+    assert_eq!(stored().await, 0);
+    // Headers count with eight bytes for each, as they stand.
+    run(of("a"), completed(), &KEPT).await;
+    let headers = 3 * 8 + ("link".len() + 4) + ("link".len() + 2) + ("location".len() + 11);
+    let mut sum = u64::try_from(headers + 4).unwrap();
+    assert_eq!(stored().await, sum);
+    for (key, bytes) in [("b", 0), ("c", 1_000), ("d", 100_000)] {
+        run(of(key), of_size(bytes), &KEPT).await;
+        sum += bytes as u64;
+        assert_eq!(stored().await, sum, "{bytes}");
+    }
+    let Outcome::Completed(failure) = of_size(500) else { return };
+    run(of("e"), Outcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
+    sum += 500;
+    // No body, no outcome, another tenant.
+    let tombstone = Answer { body: AnswerBody::Tombstone(Tombstone::Oversize), ..answer() };
+    run(of("f"), Outcome::Completed(tombstone), &KEPT).await;
+    run(of("g"), Outcome::Unknown, &KEPT).await;
+    take(trial, &of("h")).await;
+    run(KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") }, of_size(7), &KEPT).await;
+    assert_eq!((stored().await, trial.store().stored_of_tenant("t2").await.unwrap()), (sum, 7));
+    // Whose life is over, taken away or not, small and large; and what stood under a key before it
+    // was used anew.
+    for (key, bytes) in [("j", 1_000), ("k", 100_000)] {
+        run(of(key), of_size(bytes), &ENDED).await;
+    }
+    let seen = over(trial, &of("k")).await;
+    eventually("the bodies are over", || async { (stored().await == sum).then_some(()) }).await;
+    trial.store().expire_bodies(10).await.unwrap();
+    assert_eq!(stored().await, sum);
+    let owner = owned(trial.store().claim(&of("k"), Basis::Anew(&seen)).await.unwrap());
+    assert_eq!(stored().await, sum);
+    trial.store().finish(&owner, &of_size(3_000), &KEPT).await.unwrap();
+    assert_eq!(stored().await, sum + 3_000);
+}
+
+/// A committed claim of these modes would never get its outcome.
+pub async fn o2_a_claim_of_another_door_is_refused<F: KeysFixture>(trial: &F) {
+    for mode in [Mode::Transactional, Mode::Phased] {
+        assert!(trial.store().claim(&claim(mode, "k", 1), Basis::New).await.is_err(), "{mode}");
+    }
+    let stats = trial.store().operation_stats().await.unwrap();
+    assert_eq!((stats.in_progress, stats.unknown), (0, 0));
+}

@@ -1,0 +1,171 @@
+//! Cases of keys on any store: every call changes a record as the machine is drawn (M31), and what
+//! is gone is too old (O23).
+
+use std::time::Duration;
+
+use super::KeysFixture;
+use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, answer, claim, completed, over, record, take};
+use super::trial::eventually;
+use oncebox::policy::horizon::Bounds;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::machine::{Event, allowed};
+use oncebox::policy::operation::retention::KeyAge;
+use oncebox::policy::operation::{Identity, Key, Mode, Scope, State};
+use oncebox::store::{Basis, Fenced, KeyClaim, Keys, Outcome};
+
+/// What a record is before a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Before {
+    Nothing,
+    Owned(Mode),
+    Stale(Mode),
+    Ended(State),
+    Expired(State),
+}
+
+/// What is called, for the reasons that it has.
+#[derive(Debug, Clone, Copy)]
+enum Call {
+    Claim(Event),
+    Finish(State),
+    Heartbeat,
+    Release,
+    MarkUnknown,
+    Purge,
+}
+
+fn outcome(state: State) -> Outcome {
+    match state {
+        State::Completed => completed(),
+        State::FailedReplayable => Outcome::FailedReplayable { answer: answer(), error_code: None },
+        State::FailedRetryable => Outcome::FailedRetryable { error_code: None },
+        _ => Outcome::Unknown,
+    }
+}
+
+/// Each call on a record in each state, by whoever owns it or owned it: what it makes of the record
+/// is what the machine allows for that reason, and each change that the machine draws for it is
+/// seen. Transactional operations, operators and time itself have theirs where times can be set
+/// (`m31_every_statement_changes_a_record_as_the_machine_is_drawn`).
+///
+/// Shown by: a finish that does not ask for the state; a take-over of an outcome.
+pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixture>(trial: &F) {
+    const OUTCOMES: [State; 4] =
+        [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
+    let mut from = vec![Before::Nothing];
+    from.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Before::Owned(mode), Before::Stale(mode)]));
+    from.extend(OUTCOMES.map(Before::Ended));
+    from.extend(OUTCOMES[..3].iter().map(|state| Before::Expired(*state)));
+    let mut calls = vec![Call::Heartbeat, Call::Release, Call::MarkUnknown, Call::Purge];
+    calls.extend([Event::Claim, Event::TakeOver, Event::Reclaim, Event::ExecuteAsNew].map(Call::Claim));
+    calls.extend(OUTCOMES.map(Call::Finish));
+    let (store, mut changes) = (trial.store(), Vec::new());
+    for (row, from) in from.iter().enumerate() {
+        for (column, call) in calls.iter().enumerate() {
+            let mode = if let Before::Owned(mode) | Before::Stale(mode) = *from { mode } else { Mode::Edge };
+            let lease = if matches!(from, Before::Stale(_)) { SHORT } else { LONG };
+            let claim = KeyClaim { lease, ..claim(mode, &format!("r{row}c{column}"), 1) };
+            let mut owner = claim.owned(Basis::New);
+            if *from != Before::Nothing {
+                owner = take(trial, &claim).await;
+            }
+            let seen = match *from {
+                Before::Nothing => None,
+                Before::Owned(_) => Some(record(trial, &claim).await),
+                Before::Stale(_) => Some(over(trial, &claim).await),
+                Before::Ended(state) => {
+                    store.finish(&owner, &outcome(state), &KEPT).await.unwrap();
+                    Some(record(trial, &claim).await)
+                }
+                Before::Expired(state) => {
+                    store.finish(&owner, &outcome(state), &ENDED).await.unwrap();
+                    Some(over(trial, &claim).await)
+                }
+            };
+            let look = store.find(&claim.identity).await.unwrap();
+            let before = look.record.as_ref().map(|record| (record.state_at(look.now), record.epoch));
+            let again = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() };
+            let event = match *call {
+                Call::Claim(event) => {
+                    let basis = match (event, &seen) {
+                        (Event::TakeOver, Some(seen)) => Basis::TakeOver(seen),
+                        (Event::Reclaim, Some(seen)) => Basis::Reclaim(seen),
+                        (Event::ExecuteAsNew, Some(seen)) => Basis::Anew(seen),
+                        _ => Basis::New,
+                    };
+                    drop(store.claim(&again, basis).await.unwrap());
+                    if matches!(basis, Basis::New) { Event::Claim } else { event }
+                }
+                Call::Finish(state) => {
+                    store.finish(&owner, &outcome(state), &KEPT).await.unwrap();
+                    Event::Finish
+                }
+                Call::Heartbeat => {
+                    store.heartbeat(&owner, LONG).await.unwrap();
+                    Event::Heartbeat
+                }
+                Call::Release => {
+                    store.release(&owner).await.unwrap();
+                    Event::Release
+                }
+                Call::MarkUnknown => {
+                    if let Some(seen) = &seen {
+                        store.mark_unknown(seen).await.unwrap();
+                    }
+                    Event::Lose
+                }
+                Call::Purge => {
+                    store.purge_keys(claim.identity.operation(), &GONE, SHORT, 1_000).await.unwrap();
+                    Event::Purge
+                }
+            };
+            let look = store.find(&claim.identity).await.unwrap();
+            let after = look.record.as_ref().map(|record| (record.state_at(look.now), record.epoch));
+            if before != after {
+                let (before, after) = (before.map(|(state, _)| state), after.map(|(state, _)| state));
+                assert!(allowed(before, event, after), "{from:?}, {call:?}: {before:?} became {after:?}: not drawn");
+                changes.push((before, event, after));
+            }
+        }
+    }
+    let states: Vec<Option<State>> = [None, Some(State::Expired)].into_iter().chain(State::STORED.map(Some)).collect();
+    for (before, after) in states.iter().flat_map(|before| states.iter().map(move |after| (*before, *after))) {
+        for event in Event::ALL {
+            let here = match event {
+                Event::Claim | Event::TakeOver | Event::Reclaim | Event::ExecuteAsNew => true,
+                Event::Finish | Event::Release => true,
+                // From nothing it is a transactional operation's.
+                Event::Lose => before.is_some(),
+                Event::Purge => !trial.forgets_by_itself(),
+                _ => false,
+            };
+            let is_seen = changes.contains(&(before, event, after));
+            assert!(is_seen || !here || !allowed(before, event, after), "{before:?} {event:?} {after:?} is drawn only");
+        }
+    }
+}
+
+/// A key whose clock was ahead by more than is usual, and by no more than its route allows: once
+/// its record is gone, its late retry is too old, and does not look new.
+///
+/// Shown by: on Redis the usual skew for all routes.
+pub async fn o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone<F: KeysFixture>(trial: &F) {
+    let (ahead, id_skew) = (Duration::from_secs(300), LONG);
+    let time = (std::time::SystemTime::now() + ahead).duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    let key = uuid::Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, time.as_secs(), time.subsec_nanos()));
+    let key = Key::parse(key.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
+    let plain = claim(Mode::Edge, "timed", 1);
+    let operation = plain.identity.operation().clone();
+    let identity = Identity::new(&Scope::new("t1", "user-7").unwrap(), operation.clone(), key.clone());
+    let claim = KeyClaim { identity, ..plain };
+    let owner = take(trial, &claim).await;
+    assert_eq!(trial.store().finish(&owner, &completed(), &GONE).await.unwrap(), Fenced::Done);
+    let look = eventually("its record is gone", || async {
+        trial.store().purge_keys(&operation, &GONE, id_skew, 10).await.unwrap();
+        let look = trial.store().find(&claim.identity).await.unwrap();
+        (look.record.is_none() && look.purged_below.is_some()).then_some(look)
+    })
+    .await;
+    let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
+    assert_eq!(KeyAge::of(key.time(), bounds), KeyAge::TooOld);
+}

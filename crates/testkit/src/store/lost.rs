@@ -1,0 +1,102 @@
+//! Cases of a connection that is lost under the inbox transaction (R27, G12): a transient failure
+//! in every statement, and of a commit an unknown outcome.
+
+use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
+use super::{Connection, Fixture, Trial};
+use oncebox::error::{HandlerError, StoreError};
+use oncebox::message::Message;
+use oncebox::store::{Claim, Inbox, InboxEntry, ParkAs, Proof, Waiting};
+
+const STATEMENTS: [&str; 9] =
+    ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
+
+/// Runs one statement of the transaction, and says whether its failure is transient; None where it
+/// did not fail.
+async fn run<F: Fixture>(
+    trial: &Trial<F>,
+    tx: &mut Tx,
+    statement: &str,
+    entry: InboxEntry,
+    waiting: &Message,
+) -> Option<(bool, String)> {
+    let lane = waiting.lane_id().unwrap();
+    let outcome = match statement {
+        "admit" => tx.admit(&[entry]).await.map(drop),
+        "blocked" => tx.standing(&[lane]).await.map(drop),
+        "park" => tx.park(&[parked(&message("other", "1"), ParkAs::Behind)]).await,
+        "forget" => tx.forget(&[entry.id]).await,
+        "finish" => {
+            // Claimed on another connection.
+            let consumer = trial.consumer("c").await;
+            let claim = Claim::new(super::trial::LEASE);
+            let claimed = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap().unwrap();
+            tx.finish(&[claimed]).await.map(drop)
+        }
+        "clear attempts" => tx.clear_attempts(&[entry.id]).await,
+        "handler" => {
+            // As a handler fails by `?`.
+            let error = HandlerError::from(effect::<F>(tx.connection().unwrap(), "m", "").await.err()?);
+            return Some((error.is_transient(), error.to_string()));
+        }
+        "enqueue" => oncebox::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message("k", "follow-up"))
+            .await
+            .map(drop),
+        _ => tx.prove().await.map(drop),
+    };
+    outcome.err().map(|error| (error.is_transient(), error.to_string()))
+}
+
+/// Each of them, on a connection that was ended just before; nothing stays, and the next connection
+/// works.
+pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_a_transient_failure<F: Fixture>(
+    trial: &Trial<F>,
+) {
+    let case = "r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_a_transient_failure";
+    let consumer = trial.consumer("c").await;
+    let waiting = message("k", "1");
+    trial.park(consumer, &waiting, due()).await;
+    for statement in STATEMENTS {
+        let entry = new_entry();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        if !matches!(statement, "admit" | "finish") {
+            tx.admit(&[entry]).await.unwrap();
+            effect::<F>(tx.connection().unwrap(), "m", "").await.unwrap();
+        }
+        if !trial.end_connection(case, tx.connection().unwrap()).await {
+            return tx.rollback().await.unwrap();
+        }
+        match run(trial, &mut tx, statement, entry, &waiting).await {
+            Some((true, _)) => {}
+            Some((false, error)) => panic!("{statement}: {error}"),
+            None => panic!("{statement}: worked on a connection that was ended"),
+        }
+        let _ = tx.rollback().await;
+        assert!(trial.store.known(consumer, &[entry.id]).await.unwrap().is_empty(), "{statement}");
+        assert_eq!(trial.effects("m").await, 0, "{statement}");
+    }
+}
+
+/// It never arrived; whoever tries again finds that out.
+pub async fn g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error<F: Fixture>(trial: &Trial<F>) {
+    let case = "g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error";
+    let consumer = trial.consumer("c").await;
+    let entry = new_entry();
+    for lost in [true, false] {
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
+        effect::<F>(tx.connection().unwrap(), "m", "").await.unwrap();
+        assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+        if !lost {
+            tx.commit().await.unwrap();
+        } else if trial.end_connection(case, tx.connection().unwrap()).await {
+            let outcome = tx.commit().await;
+            assert!(
+                matches!(&outcome, Err(error @ StoreError::CommitUnknown(_)) if error.is_transient()),
+                "{outcome:?}"
+            );
+        } else {
+            tx.rollback().await.unwrap();
+        }
+    }
+    assert_eq!(trial.effects("m").await, 1);
+}

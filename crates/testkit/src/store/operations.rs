@@ -1,0 +1,176 @@
+//! Cases of outcomes in the application's own transaction (O2).
+
+use super::key_operator::really;
+use super::keys::{KEPT, SHORT, claim, completed, record, take};
+use super::phases::run_ended;
+use super::trial::{effect, eventually};
+use super::{Fixture, Trial};
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::{Mode, State};
+use oncebox::store::{
+    Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, Outcome,
+};
+
+/// The completion stands in the handler's transaction, or not at all; fenced out, it rolls back.
+pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
+    let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
+    let old = take(trial, &claim).await;
+    for commit in [false, true] {
+        let mut tx = trial.begin().await;
+        effect::<F>(&mut tx, "bridged", "1").await.unwrap();
+        assert_eq!(tx.finish_in(&old, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+        if commit {
+            tx.commit().await.unwrap();
+        } else {
+            tx.rollback().await.unwrap();
+            assert_eq!((record(trial, &claim).await.state, trial.effects("bridged").await), (State::InProgress, 0));
+        }
+    }
+    let found = record(trial, &claim).await;
+    assert_eq!((found.state, trial.effects("bridged").await), (State::Completed, 1));
+    assert!(trial.store.body(&found).await.unwrap().is_some());
+    let mut tx = trial.begin().await;
+    let late = tx.finish_in(&old, &completed(), &KEPT).await.unwrap();
+    tx.rollback().await.unwrap();
+    assert_eq!(late, Fenced::LostOwnership);
+}
+
+/// A body may outlive its record: the next run of the key, at the same epoch again, keeps a body of
+/// its own.
+///
+/// Shown by: a purge that leaves the body (MariaDB, SQLite): the outcome cannot be written.
+pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Trial<F>) {
+    let gone = Retention { ttl: SHORT, metadata: SHORT, ..KEPT };
+    let claim = claim(Mode::Edge, "k", 1);
+    let owner = take(trial, &claim).await;
+    assert_eq!(trial.store.finish(&owner, &completed(), &gone).await.unwrap(), Fenced::Done);
+    eventually("it is purged", || async {
+        let purged = trial.store.purge_keys(claim.identity.operation(), &gone, SHORT, 10).await.unwrap();
+        (purged == 1).then_some(())
+    })
+    .await;
+    let owner = take(trial, &claim).await;
+    assert_eq!(owner.epoch, 1);
+    assert_eq!(trial.store.finish(&owner, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+    assert!(trial.store.body(&record(trial, &claim).await).await.unwrap().is_some());
+}
+
+/// A run that lost its lease and ended after all has said so by evidence: its key is not free,
+/// whatever was found out elsewhere.
+///
+/// Shown by: a release that does not look at the evidence.
+pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fixture>(trial: &Trial<F>) {
+    for (key, ended, released) in [
+        ("indefinite", "indefinite", Fenced::Done),
+        ("nothing", "not-sent", Fenced::Done),
+        ("success", "success", Fenced::LostOwnership),
+        ("failure", "failure", Fenced::LostOwnership),
+    ] {
+        let claim = claim(Mode::Edge, key, 1);
+        let owner = take(trial, &claim).await;
+        let run = run_ended(owner.operation_id, ended);
+        trial.store.observe_run(&run).await.unwrap();
+        assert_eq!(trial.store.release(&owner).await.unwrap(), released, "{ended}");
+        let said = trial.store.runs_of(owner.operation_id).await.unwrap();
+        assert_eq!(said.iter().map(|row| &row.evidence).collect::<Vec<_>>(), [&run]);
+        if released == Fenced::LostOwnership {
+            assert_eq!(
+                trial.store.finish(&owner, &completed(), &KEPT).await.unwrap(),
+                Fenced::Done,
+                "it is still ours"
+            );
+        }
+    }
+}
+
+/// A run that lost its lease and succeeded after the key was given up as failed: a retry does not
+/// execute it again, nor is the key released, unless an operator overrules what the run has said.
+///
+/// Shown by: a renewal, or a release by hand, that does not look at the evidence.
+pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture>(trial: &Trial<F>) {
+    let store = &trial.store;
+    let failed = Outcome::FailedRetryable { error_code: None };
+    for (key, ended, runs_again, is_released) in [
+        ("indefinite", "indefinite", true, true),
+        ("nothing", "not-sent", true, true),
+        ("failure", "failure", false, true),
+        ("success", "success", false, false),
+    ] {
+        for by in ["retry", "late", "release"] {
+            let claim = claim(Mode::Edge, &format!("{key}-{by}"), 1);
+            let owner = take(trial, &claim).await;
+            assert_eq!(store.finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
+            let seen = record(trial, &claim).await;
+            store.observe_run(&run_ended(owner.operation_id, ended)).await.unwrap();
+            let release = |against_evidence| KeyChange::Release { against_evidence };
+            match by {
+                "retry" => {
+                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim };
+                    let claimed = store.claim(&again, Basis::Reclaim(&seen)).await.unwrap();
+                    assert_eq!(matches!(claimed, Claimed::Owned(_)), runs_again, "{ended}");
+                }
+                "late" => {
+                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim };
+                    let Claimed::Owned(late) = store.claim(&again, Basis::Late(&seen)).await.unwrap() else {
+                        panic!("it may write its outcome: {ended}")
+                    };
+                    assert_eq!((late.operation_id, late.epoch), (seen.operation_id, seen.epoch + 1));
+                }
+                _ => {
+                    let released = store.act_on_key(&seen, &release(false), &really()).await;
+                    assert_eq!(released.is_ok(), is_released, "{ended}");
+                    if !is_released {
+                        // The statement alone, too.
+                        let released = store.change_key(&seen, &release(false), &really()).await.unwrap();
+                        assert_eq!(released, Fenced::LostOwnership);
+                        store.act_on_key(&seen, &release(true), &really()).await.unwrap();
+                    }
+                    assert_eq!(store.find(&seen.identity).await.unwrap().record, None);
+                }
+            }
+        }
+    }
+    // What an operator overrules keeps nothing.
+    let claim = claim(Mode::Edge, "overruled", 1);
+    let owner = take(trial, &claim).await;
+    assert_eq!(store.finish(&owner, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
+    let unknown = record(trial, &claim).await;
+    let resolve = KeyChange::Resolve { outcome: failed, retention: KEPT, against_evidence: true };
+    store.act_on_key(&unknown, &resolve, &really()).await.unwrap();
+    let seen = record(trial, &claim).await;
+    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim.clone() };
+    let Claimed::Owned(owner) = store.claim(&again, Basis::Reclaim(&seen)).await.unwrap() else {
+        panic!("an operator said that it had not happened")
+    };
+    assert_eq!(store.release(&owner).await.unwrap(), Fenced::Done);
+}
+
+/// What a run said after its lease is no conflict where its record says the same, also when the key
+/// is used anew; where the record said that it had failed, it stays until a person has judged it.
+///
+/// Shown by: a claim that leaves, or takes away, the evidence of both.
+pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise<F: Fixture>(
+    trial: &Trial<F>,
+) {
+    let gone = Retention { ttl: SHORT, ..KEPT };
+    let failed = Outcome::FailedRetryable { error_code: None };
+    let mut expected = Vec::new();
+    for (key, outcome) in [("agrees", completed()), ("differs", failed)] {
+        let claim = claim(Mode::Edge, key, 1);
+        let owner = take(trial, &claim).await;
+        trial.store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
+        assert_eq!(trial.store.finish(&owner, &outcome, &gone).await.unwrap(), Fenced::Done);
+        let seen = eventually("its time is over", || async {
+            let look = trial.store.find(&claim.identity).await.unwrap();
+            look.record.filter(|record| record.state_at(look.now) == State::Expired)
+        })
+        .await;
+        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim };
+        let claimed = trial.store.claim(&anew, Basis::Anew(&seen)).await.unwrap();
+        assert!(matches!(claimed, Claimed::Owned(_)), "{key}");
+        expected.extend((key == "differs").then_some(seen.operation_id));
+    }
+    let filter = OperationFilter { conflicts: true, limit: 100, ..OperationFilter::default() };
+    assert_eq!(trial.store.operations(&filter).await.unwrap().orphans, expected);
+}

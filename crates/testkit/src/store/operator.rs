@@ -1,0 +1,604 @@
+//! Cases of operating: what is shown, and what an act does (R17, R31).
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::trial::{arrived, due, entry, everything, message, new_message, parked, read_rows, through};
+use super::{Fixture, Trial};
+use oncebox::error::StoreError;
+use oncebox::message::{Message, MessageId};
+use oncebox::store::{
+    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, Enqueue, EmailOutcome,
+    Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest,
+    ParkAs, RequestedAct, Waiting,
+};
+
+fn context() -> ActContext {
+    ActContext { actor: "ann".into(), reason: "a test".into(), dry_run: false, redrive_age_max: None }
+}
+
+fn by_number(dead: &DeadMessage) -> DeadFilter {
+    DeadFilter { number: Some(dead.number.clone()), ..DeadFilter::default() }
+}
+
+fn dead(holds: bool) -> ParkAs {
+    ParkAs::Dead { reason: "terminal".into(), holds }
+}
+
+async fn list<F: Fixture>(trial: &Trial<F>) -> Vec<DeadMessage> {
+    trial.store.dead(&DeadFilter::default()).await.unwrap()
+}
+
+async fn audits<F: Fixture>(trial: &Trial<F>) -> i64 {
+    trial.number(&format!("select count(*) from {}", trial.table("audit"))).await
+}
+
+async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Message> {
+    let mut claimed = Vec::new();
+    let claim = || Claim::new(Duration::from_secs(600));
+    while let Some(head) = trial.store.claim_due(consumer, &everything(), &claim()).await.unwrap() {
+        claimed.push(head.message);
+    }
+    claimed
+}
+
+/// Two dead outbox rows, the first of which holds one; gives the session and their positions.
+async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (super::trial::Session, Vec<i64>) {
+    trial.enqueue(vec![new_message("a", "1"), new_message("b", "2"), new_message("a", "3")]).await;
+    let mut session = trial.session("a").await;
+    let (rows, batch) = read_rows(&mut session, 3).await;
+    let positions: Vec<i64> = rows.iter().map(|row| row.position).collect();
+    let dead = |holds| Diversion::Dead { reason: "too large".into(), holds };
+    let diverted = vec![(positions[0], dead(true)), (positions[1], dead(false)), (positions[2], Diversion::HeldBehind)];
+    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    (session, positions)
+}
+
+/// Everything that `oncebox status` prints.
+pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
+    let status = trial.store.status().await.unwrap();
+    assert_eq!((status.pending, status.held, status.dead, status.emails_pending), (0, 0, 0, 0));
+    assert_eq!(status.oldest_pending_age_seconds, 0.0);
+    assert_eq!(status.shards[0].owner, None);
+    let (_session, positions) = dead_outbox(trial).await;
+    trial.enqueue((0..3).map(|number| new_message("c", number.to_string())).collect()).await;
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("due", "1"), due()).await;
+    trial.park(consumer, &message("due", "2"), ParkAs::Behind).await;
+    trial.park(consumer, &message("dead", "1"), dead(true)).await;
+    trial.park(consumer, &message("dead", "2"), ParkAs::Behind).await;
+    trial.consumer("email").await;
+    let mut tx = trial.begin().await;
+    for key in ["1", "2"] {
+        let email = NewEmail { unique_key: key.into(), recipient: "a@b".into(), subject: "s".into(), body: "b".into() };
+        assert!(tx.queue_email(&email).await.unwrap());
+    }
+    tx.commit().await.unwrap();
+    let email = trial.store.claim_emails(1, &Claim::new(Duration::from_secs(60))).await.unwrap().remove(0);
+    assert!(trial.store.settle_email(&email, &EmailOutcome::Sent).await.unwrap());
+
+    let status = trial.store.status().await.unwrap();
+    assert_eq!((status.pending, status.held, status.dead, status.emails_pending), (3, 1, 2, 1));
+    assert!((0.0..600.0).contains(&status.oldest_pending_age_seconds), "{}", status.oldest_pending_age_seconds);
+    let shard = &status.shards[0];
+    assert_eq!((shard.shard, shard.owner.as_deref()), (0, Some("a")));
+    assert!(shard.scanned_to >= positions[2] && shard.lease_seconds_left > 0.0 && shard.cursor_age_seconds < 600.0);
+    let [email, ledger] = &status.consumers[..] else { panic!("{:?}", status.consumers) };
+    assert_eq!((email.name.as_str(), email.inbox_rows, email.waiting), ("email", 0, 0));
+    assert_eq!((ledger.name.as_str(), ledger.inbox_rows, ledger.dead), ("ledger", 4, 1));
+    assert_eq!((ledger.waiting, ledger.held), (2, 1), "what stands behind a dead one is held, not waiting");
+    assert!((0.0..600.0).contains(&status.oldest_held_age_seconds), "{}", status.oldest_held_age_seconds);
+    assert_eq!(email.oldest_waiting_age_seconds, 0.0);
+    assert!(status.oldest_held_age_seconds > 0.0 && ledger.oldest_waiting_age_seconds > 0.0, "{status:?}");
+}
+
+/// Every state that an operator may ask for, on both sides. Shown by listing dead ones alone, as it
+/// was.
+pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_try<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, positions) = dead_outbox(trial).await;
+    let consumer = trial.consumer("ledger").await;
+    let foreign = arrived(Some("due"), "1", "evt-17");
+    trial.park(consumer, &foreign, due()).await;
+    trial.park(consumer, &message("due", "2"), ParkAs::Behind).await;
+    trial.park(consumer, &message("dead", "1"), dead(true)).await;
+    trial.park(consumer, &message("dead", "2"), ParkAs::Behind).await;
+    let listed = |states: Vec<DeadState>| async move {
+        trial.store.dead(&DeadFilter { states, ..DeadFilter::default() }).await.unwrap()
+    };
+    let payloads = |messages: &[DeadMessage]| -> Vec<String> {
+        let mut found: Vec<_> = messages
+            .iter()
+            .map(|one| format!("{} {}", one.key.clone().unwrap_or_default(), String::from_utf8_lossy(&one.payload)))
+            .collect();
+        found.sort();
+        found
+    };
+    let held = listed(vec![DeadState::Held]).await;
+    assert_eq!(payloads(&held), ["a 3", "dead 2"]);
+    assert!(held.iter().all(|one| one.state == DeadState::Held && one.next_try.is_none()), "{held:?}");
+    assert!(held.iter().all(|one| one.reason.starts_with("stands behind a")), "{held:?}");
+    assert!(held.iter().any(|one| one.number == format!("o{}", positions[2])), "{held:?}");
+
+    let waiting = listed(vec![DeadState::Waiting]).await;
+    assert_eq!(payloads(&waiting), ["due 1", "due 2"]);
+    let (head, behind) = (&waiting[0], &waiting[1]);
+    assert_eq!((head.reason.as_str(), head.error.as_deref(), head.behind), ("retry", Some("no"), 1));
+    assert!(head.next_try.is_some_and(|at| (chrono::Utc::now() - at).num_minutes().abs() < 5), "{head:?}");
+    assert_eq!((behind.reason.as_str(), behind.next_try), ("stands behind a waiting one of its key", None));
+    // The id as its producer sent it stands beside the one that we made of it.
+    assert_eq!((head.message_id, head.sent_id.as_deref()), (foreign.id.uuid(), Some("evt-17")));
+    assert_eq!(behind.sent_id, None, "a UUID is shown once");
+
+    assert_eq!(payloads(&listed(vec![DeadState::Dead]).await), ["a 1", "b 2", "dead 1"]);
+    assert_eq!(listed(Vec::new()).await, listed(vec![DeadState::Dead]).await, "unless told otherwise, dead ones");
+    let all = listed(vec![DeadState::Dead, DeadState::Held, DeadState::Waiting]).await;
+    assert_eq!(all.len(), 7);
+    assert!(all.is_sorted_by_key(|one| one.dead_at), "oldest first, whatever their state");
+
+    // Behind the first of a topic that takes nothing stands all of the topic.
+    let orders = |key: &str| oncebox::message::NewMessage::text("orders", "order.created", "{}").with_key(key);
+    trial.enqueue(vec![orders("a"), orders("b"), orders("b")]).await;
+    let (rows, batch) = read_rows(&mut session, 3).await;
+    let held = || Diversion::HeldDestination { reason: "not there".into() };
+    let diverted = rows.iter().map(|row| (row.position, held())).collect();
+    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    let of_orders = DeadFilter { states: vec![DeadState::Held], topic: Some("orders".into()), ..DeadFilter::default() };
+    let shown = trial.store.dead(&of_orders).await.unwrap();
+    let behind: Vec<u64> = shown.iter().map(|one| one.behind).collect();
+    assert_eq!(behind, [2, 0, 0]);
+    assert!(shown.iter().all(|one| one.reason == "not there" && one.state == DeadState::Held), "{shown:?}");
+    let last = DeadFilter { number: Some(shown[1].number.clone()), ..of_orders };
+    assert_eq!(trial.store.dead(&last).await.unwrap()[0].behind, 1);
+}
+
+/// A look must not cost more the more stands: 10,000 means that or more.
+pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("dead", "1"), dead(true)).await;
+    for _ in 0..21 {
+        let behind: Vec<Message> = (0..500).map(|_| message("dead", "2")).collect();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.admit(&behind.iter().map(entry).collect::<Vec<_>>()).await.unwrap();
+        tx.park(&behind.iter().map(|one| parked(one, ParkAs::Behind)).collect::<Vec<_>>()).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+    let ledger = trial.store.status().await.unwrap().consumers.remove(0);
+    assert_eq!((ledger.held, ledger.waiting, ledger.dead), (10_000, 0, 1));
+    assert!(ledger.inbox_rows >= 10_000, "{}", ledger.inbox_rows);
+    trial.park(consumer, &message("due", "3"), due()).await;
+    let ledger = trial.store.status().await.unwrap().consumers.remove(0);
+    assert_eq!((ledger.held, ledger.waiting), (10_000, 1), "what is due is seen beside any number that is held");
+}
+
+/// Fenced against a claim that runs, each with its audit row. Shown by acting on whatever the row
+/// says.
+pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process_runs_it<F: Fixture>(trial: &Trial<F>) {
+    let store = &trial.store;
+    let consumer = trial.consumer("ledger").await;
+    let later = || ParkAs::Due(Duration::from_secs(3_600));
+    trial.park(consumer, &message("a", "1"), later()).await;
+    trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
+    let all =
+        || DeadFilter { states: vec![DeadState::Dead, DeadState::Held, DeadState::Waiting], ..DeadFilter::default() };
+    let look = || async move { store.dead(&all()).await.unwrap() };
+    let act = |message: &DeadMessage, act: OperatorAct| {
+        let filter = DeadFilter { number: Some(message.number.clone()), ..all() };
+        async move { store.act(&filter, &act, &context()).await.map(|outcome| outcome.numbers.len()) }
+    };
+    let is_refused = |done: Result<usize, StoreError>, words: &str| {
+        assert!(matches!(&done, Err(StoreError::Refused(why)) if why.contains(words)), "{words}: {done:?}");
+    };
+    let waiting = look().await;
+    let (head, behind) = (&waiting[0], &waiting[1]);
+    is_refused(act(behind, OperatorAct::Redrive).await, "stands behind");
+    is_refused(act(head, OperatorAct::RedriveAs { id: Uuid::now_v7(), payload: None }).await, "bury it first");
+    assert!(claim(trial, consumer).await.is_empty(), "nothing is due");
+    // Now: it is due, and a process takes it.
+    assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
+    let claimed = Claim::new(Duration::from_secs(600));
+    let running = store.claim_due(consumer, &everything(), &claimed).await.unwrap().unwrap();
+    for wanted in [OperatorAct::Redrive, OperatorAct::Bury, OperatorAct::Discard] {
+        is_refused(act(head, wanted).await, "handles it at this moment");
+    }
+    assert!(store.postpone(&running, Duration::from_secs(3_600), "no").await.unwrap(), "its claim stands");
+    // No more tries: dead, and what stands behind is held.
+    assert_eq!(act(head, OperatorAct::Bury).await.unwrap(), 1);
+    let states: Vec<DeadState> = look().await.iter().map(|one| one.state).collect();
+    assert!(states.len() == 2 && states.contains(&DeadState::Dead) && states.contains(&DeadState::Held), "{states:?}");
+    is_refused(act(head, OperatorAct::Bury).await, "dead already");
+    assert!(!store.postpone(&running, Duration::ZERO, "late").await.unwrap(), "who had it is fenced");
+    // Gone, as if it had never waited; the next of its key is due.
+    assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
+    assert_eq!(act(head, OperatorAct::Discard).await.unwrap(), 1);
+    let left = look().await;
+    assert_eq!((left.len(), left[0].state, left[0].next_try.is_some()), (1, DeadState::Waiting, true), "{left:?}");
+    assert_eq!(claim(trial, consumer).await.len(), 1);
+    let acts = store.audit(None, 10).await.unwrap();
+    let names: Vec<&str> = acts.iter().map(|one| one.act.as_str()).collect();
+    assert_eq!(names, ["discard", "redrive", "bury", "redrive"], "refusals leave none");
+}
+
+/// The relay carries it out as it does for a dead one. Shown by requests for dead rows alone:
+/// nobody could be rid of it.
+pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, positions) = dead_outbox(trial).await;
+    let held = DeadFilter { states: vec![DeadState::Held], ..DeadFilter::default() };
+    for act in [OperatorAct::Redrive, OperatorAct::Bury] {
+        let refused = trial.store.act(&held, &act, &context()).await;
+        assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+    }
+    assert_eq!(trial.store.act(&held, &OperatorAct::Discard, &context()).await.unwrap().numbers.len(), 1);
+    let asked = session.requests().await.unwrap();
+    assert_eq!(
+        asked.iter().map(|one| (one.position, one.act)).collect::<Vec<_>>(),
+        [(positions[2], RequestedAct::Discard)]
+    );
+    session.claim(Mark { discarded: vec![positions[2]], ..Mark::default() }).await.unwrap();
+    assert!(trial.store.dead(&held).await.unwrap().is_empty());
+    assert_eq!((list(trial).await.len(), audits(trial).await), (2, 1));
+}
+
+/// Shown by forgetting without a look at who is there; by leaving rows of it behind.
+pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F: Fixture>(trial: &Trial<F>) {
+    let (gone, stays) = (trial.consumer("gone").await, trial.consumer("stays").await);
+    let rule = super::trial::spec("gone").id_rule;
+    assert!(!trial.store.seen(stays, "another rule").await.unwrap(), "one that another rule was accepted for");
+    for consumer in [gone, stays] {
+        trial.park(consumer, &message("a", "1"), dead(true)).await;
+        trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
+        trial.store.begin_attempt(consumer, message("b", "1").id).await.unwrap();
+        let holding = Holding { topic: "payments".into(), partition: 0, owner: Uuid::now_v7() };
+        trial.store.open_assignment(consumer, &holding).await.unwrap();
+        assert!(trial.store.seen(consumer, &rule).await.unwrap());
+    }
+    let refused = trial.store.forget_consumer("gone", &context()).await.unwrap_err();
+    assert!(
+        matches!(&refused, StoreError::Refused(why) if why.contains("a process of consumer `gone` was there")),
+        "{refused}"
+    );
+    let an_hour = if F::Store::NAME == "sqlite" { "3600000" } else { "interval '1' hour" };
+    let consumers = trial.table("consumer");
+    trial.run(&format!("update {consumers} set seen_at = seen_at - {an_hour} where consumer_id = {}", gone.0)).await;
+    let status = trial.store.status().await.unwrap();
+    let seen: Vec<_> = status.consumers.iter().map(|one| (one.name.as_str(), one.seen_seconds_ago > 600.0)).collect();
+    assert_eq!(seen, [("gone", true), ("stays", false)]);
+
+    let expected = Forgotten { messages: 2, inbox_rows: 2 };
+    let dry_run = ActContext { dry_run: true, ..context() };
+    assert_eq!(trial.store.forget_consumer("gone", &dry_run).await.unwrap(), expected);
+    assert_eq!(trial.store.status().await.unwrap().consumers.len(), 2, "a dry run changes nothing");
+    assert_eq!(trial.store.forget_consumer("gone", &context()).await.unwrap(), expected);
+    for (table, left) in [("waiting", 2), ("inbox", 2), ("attempt", 1), ("assignment", 1), ("consumer", 1)] {
+        let table = trial.table(table);
+        assert_eq!(trial.number(&format!("select count(*) from {table}")).await, left, "{table}");
+    }
+    assert!(!trial.store.seen(gone, &rule).await.unwrap(), "whoever still runs is told");
+    assert!(matches!(trial.store.forget_consumer("gone", &context()).await, Err(StoreError::Refused(_))));
+    assert_ne!(trial.consumer("gone").await, gone, "who starts under its name is a new one");
+    let acts = trial.store.audit(None, 10).await.unwrap();
+    assert_eq!((acts[0].act.as_str(), acts[0].place.as_str()), ("forget", "gone"));
+}
+
+/// Whatever they did, with who and why.
+pub async fn what_operators_did_is_read_newest_first<F: Fixture>(trial: &Trial<F>) {
+    let (_session, _) = dead_outbox(trial).await;
+    let dead = list(trial).await;
+    let act = |number: usize, act: OperatorAct, actor: &str| {
+        let context = ActContext { actor: actor.into(), reason: format!("why {number}"), ..context() };
+        let filter = by_number(&dead[number]);
+        async move { trial.store.act(&filter, &act, &context).await.unwrap() }
+    };
+    act(0, OperatorAct::Discard, "ann").await;
+    act(1, OperatorAct::Redrive, "bob").await;
+    let acts = trial.store.audit(None, 10).await.unwrap();
+    let said: Vec<String> = acts.iter().map(|one| format!("{} {} {}", one.actor, one.act, one.reason)).collect();
+    assert_eq!(said, ["bob redrive why 1", "ann discard why 0"]);
+    assert_eq!((acts[1].message_id, acts[1].number.as_str()), (dead[0].message_id, dead[0].number.as_str()));
+    assert!(acts.iter().all(|one| (chrono::Utc::now() - one.at).num_minutes().abs() < 5));
+    let of_one = trial.store.audit(Some(dead[0].message_id), 10).await.unwrap();
+    assert_eq!(of_one, [acts[1].clone()]);
+    assert_eq!(trial.store.audit(None, 1).await.unwrap(), [acts[0].clone()]);
+}
+
+/// In number and in length, alike in each database, and never in the middle of a character.
+pub async fn g11_of_a_message_the_last_fifty_errors_are_kept_each_up_to_its_bound<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let failing = message("k", "payload");
+    for number in 1..=60 {
+        let error = format!("{number} \0{}", "ä".repeat(5_000));
+        trial.store.failed_attempt(consumer, failing.id, &error, true).await.unwrap();
+    }
+    trial.park(consumer, &failing, dead(true)).await;
+    let history = list(trial).await.remove(0).history;
+    let attempts: Vec<u32> = history.iter().map(|entry| entry.attempt).collect();
+    assert!(attempts.len() == 50 && attempts[0] > 10, "{attempts:?}");
+    let kept = &history[attempts.iter().position(|attempt| *attempt == 60).unwrap()].error;
+    assert!(kept.starts_with("60 ") && kept.ends_with('ä') && (4_090..=4_100).contains(&kept.len()), "{}", kept.len());
+}
+
+/// On both sides, oldest first, by any filter.
+pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Trial<F>) {
+    let (_session, positions) = dead_outbox(trial).await;
+    let consumer = trial.consumer("ledger").await;
+    let failing = message("k", "payload");
+    for error in ["first", "second"] {
+        trial.store.failed_attempt(consumer, failing.id, error, true).await.unwrap();
+    }
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.admit(&[entry(&failing)]).await.unwrap();
+    let mut waiting = parked(&failing, due());
+    (waiting.attempts, waiting.error) = (2, Some("second".into()));
+    tx.park(&[waiting]).await.unwrap();
+    tx.clear_attempts(&[failing.id]).await.unwrap();
+    tx.commit().await.unwrap();
+    let store = &trial.store;
+    let head = store.claim_due(consumer, &everything(), &Claim::new(Duration::from_secs(600))).await.unwrap().unwrap();
+    assert!(store.postpone(&head, Duration::ZERO, "third").await.unwrap());
+    let head = super::trial::eventually("it is due", || async {
+        store.claim_due(consumer, &everything(), &Claim::new(Duration::from_secs(600))).await.unwrap()
+    })
+    .await;
+    assert!(store.bury(&head, "attempts", "fourth", true).await.unwrap());
+
+    let all = list(trial).await;
+    let numbers: Vec<&str> = all.iter().map(|dead| dead.number.as_str()).collect();
+    let c = format!("c{}", head.sequence);
+    assert_eq!(numbers, [&format!("o{}", positions[0]), &format!("o{}", positions[1]), &c]);
+    let (outbox, dead) = (&all[0], &all[2]);
+    assert_eq!((&outbox.place, outbox.reason.as_str(), outbox.behind), (&DeadPlace::Outbox, "too large", 1));
+    assert_eq!(
+        (outbox.topic.as_str(), outbox.key.as_deref(), outbox.requested.as_deref()),
+        ("payments", Some("a"), None)
+    );
+    assert_eq!((outbox.payload.as_slice(), outbox.kind.as_str()), (b"1".as_slice(), "payment.created"));
+    assert_eq!(dead.place, DeadPlace::Consumer("ledger".into()));
+    assert_eq!((dead.message_id, dead.reason.as_str(), dead.attempts), (failing.id.uuid(), "attempts", 4));
+    assert_eq!((dead.key.as_deref(), dead.error.as_deref(), dead.behind), (Some("k"), Some("fourth"), 0));
+    let history: Vec<(u32, &str)> = dead.history.iter().map(|entry| (entry.attempt, entry.error.as_str())).collect();
+    assert_eq!(history, [(1, "first"), (2, "second"), (3, "third"), (4, "fourth")]);
+    assert!(dead.history.iter().all(|entry| (chrono::Utc::now() - entry.at).num_minutes().abs() < 5));
+    assert_eq!(dead.headers, [("tenant".to_owned(), "t1".to_owned())]);
+    assert_eq!(
+        (dead.payload.as_slice(), dead.content_type.as_deref()),
+        (b"payload".as_slice(), Some("application/json"))
+    );
+
+    let some = |value: &str| Some(value.to_owned());
+    let none = DeadFilter::default;
+    let filters = [
+        (DeadFilter { number: some(&c), ..none() }, 1),
+        (DeadFilter { message_id: Some(failing.id.uuid()), ..none() }, 1),
+        (DeadFilter { message_id: Some(outbox.message_id), ..none() }, 1),
+        (DeadFilter { topic: some("payments"), ..none() }, 3),
+        (DeadFilter { topic: some("other"), ..none() }, 0),
+        (DeadFilter { key: some("k"), ..none() }, 1),
+        (DeadFilter { consumer: some("ledger"), ..none() }, 1),
+        (DeadFilter { consumer: some("outbox"), ..none() }, 2),
+        (DeadFilter { consumer: some("nobody"), ..none() }, 0),
+        (DeadFilter { reason: some("too large"), ..none() }, 2),
+        (DeadFilter { limit: 2, ..none() }, 2),
+        (DeadFilter { number: some("o999999999"), ..none() }, 0),
+    ];
+    for (filter, count) in filters {
+        assert_eq!(store.dead(&filter).await.unwrap().len(), count, "{filter:?}");
+    }
+    let nonsense = store.dead(&DeadFilter { number: some("17"), ..none() }).await;
+    assert!(matches!(nonsense, Err(StoreError::Refused(_))), "{nonsense:?}");
+}
+
+/// Due now, under its own id, with all tries ahead of it.
+pub async fn a_redriven_consumer_message_runs_again_and_is_audited<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let first = message("k", "1");
+    trial.park(consumer, &first, dead(true)).await;
+    trial.park(consumer, &message("k", "2"), ParkAs::Behind).await;
+    trial.park(consumer, &message("other", "3"), dead(true)).await;
+    let filter = DeadFilter { message_id: Some(first.id.uuid()), ..DeadFilter::default() };
+    let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
+    assert_eq!((outcome.numbers.len(), outcome.dry_run), (1, false));
+    assert_eq!(audits(trial).await, 1);
+    let claimed = claim(trial, consumer).await;
+    assert_eq!(claimed, [Message { attempt: 1, ..first.clone() }]);
+    assert_eq!(list(trial).await.len(), 1);
+    assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a second copy is a duplicate");
+    let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
+    assert!(outcome.numbers.is_empty(), "it is not dead any more");
+    assert_eq!(audits(trial).await, 1);
+}
+
+/// Gone; what stood behind it is due.
+pub async fn a_discarded_consumer_message_lets_its_key_go_on<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let first = message("k", "1");
+    trial.park(consumer, &first, dead(true)).await;
+    trial.park(consumer, &message("k", "2"), ParkAs::Behind).await;
+    trial.park(consumer, &message("k", "3"), ParkAs::Behind).await;
+    let filter = by_number(&list(trial).await[0]);
+    trial.store.act(&filter, &OperatorAct::Discard, &context()).await.unwrap();
+    assert!(list(trial).await.is_empty());
+    assert_eq!(audits(trial).await, 1);
+    let claimed = claim(trial, consumer).await;
+    assert_eq!(claimed.iter().map(|message| message.payload.as_slice()).collect::<Vec<_>>(), [b"2"]);
+    assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a redelivery is still a duplicate");
+}
+
+/// An edited message gets a new id; one that is taken is refused.
+pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let first = message("k", "1");
+    trial.park(consumer, &first, dead(true)).await;
+    let filter = by_number(&list(trial).await[0]);
+    let taken = OperatorAct::RedriveAs { id: first.id.uuid(), payload: Some(b"edited".to_vec()) };
+    let refused = trial.store.act(&filter, &taken, &context()).await;
+    assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+    assert_eq!(audits(trial).await, 0);
+    let id = Uuid::now_v7();
+    let act = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
+    trial.store.act(&filter, &act, &context()).await.unwrap();
+    assert_eq!(audits(trial).await, 1);
+    let claimed = claim(trial, consumer).await.remove(0);
+    assert_eq!((claimed.id.uuid(), claimed.payload.as_slice()), (id, b"edited".as_slice()));
+    assert_eq!((&claimed.topic, &claimed.key, &claimed.kind), (&first.topic, &first.key, &first.kind));
+    let ids = [first.id, MessageId::from_uuid(id)];
+    assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), 2, "both are known from now on");
+    trial.park(consumer, &message("x", "1"), dead(true)).await;
+    trial.park(consumer, &message("y", "1"), dead(true)).await;
+    let many = trial.store.act(&DeadFilter::default(), &act, &context()).await;
+    assert!(matches!(many, Err(StoreError::Refused(_))), "one id is for one message: {many:?}");
+}
+
+/// It says what it would do.
+pub async fn a_dry_run_writes_nothing<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, _) = dead_outbox(trial).await;
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("k", "1"), dead(true)).await;
+    let before = list(trial).await;
+    for act in [OperatorAct::Redrive, OperatorAct::Discard] {
+        let dry = ActContext { dry_run: true, ..context() };
+        let outcome = trial.store.act(&DeadFilter::default(), &act, &dry).await.unwrap();
+        assert_eq!((outcome.numbers.len(), outcome.dry_run), (3, true));
+    }
+    assert_eq!(list(trial).await, before);
+    assert_eq!(audits(trial).await, 0);
+    assert!(session.requests().await.unwrap().is_empty());
+    assert!(claim(trial, consumer).await.is_empty());
+}
+
+/// A command writes a request; only the owner publishes or forgets.
+pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, positions) = dead_outbox(trial).await;
+    assert!(session.requests().await.unwrap().is_empty());
+    let all = list(trial).await;
+    let id = Uuid::now_v7();
+    let edit = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
+    trial.store.act(&by_number(&all[0]), &edit, &context()).await.unwrap();
+    trial.store.act(&by_number(&all[1]), &OperatorAct::Discard, &context()).await.unwrap();
+    assert_eq!(audits(trial).await, 2);
+    let request = |position: i64, key: &str, act| OperatorRequest {
+        position,
+        topic: "payments".into(),
+        key: Some(key.into()),
+        act,
+    };
+    let asked = session.requests().await.unwrap();
+    let expected =
+        [request(positions[0], "a", RequestedAct::Redrive), request(positions[1], "b", RequestedAct::Discard)];
+    assert_eq!(asked, expected);
+    let listed = list(trial).await;
+    assert!(listed.iter().all(|dead| dead.requested.is_some()), "they stand until the owner has acted");
+    for (number, act) in [(0, &OperatorAct::Discard), (1, &OperatorAct::Redrive), (0, &OperatorAct::Redrive)] {
+        let outcome = trial.store.act(&by_number(&all[number]), act, &context()).await.unwrap();
+        assert_eq!(outcome, OperatorOutcome::default(), "what was asked first is done, and a second request says so");
+    }
+    assert_eq!(list(trial).await, listed);
+    assert_eq!(audits(trial).await, 2);
+    assert_eq!(session.requests().await.unwrap(), asked);
+    let held = session.held(&[positions[0]]).await.unwrap().remove(0).message;
+    assert_eq!((held.id, held.payload.as_slice()), (id, b"edited".as_slice()));
+    let released = Mark { released: vec![positions[0]], discarded: vec![positions[1]], ..Mark::default() };
+    session.claim(released).await.unwrap();
+    assert!(session.requests().await.unwrap().is_empty());
+    assert!(list(trial).await.is_empty());
+
+    // Refused again: dead again, and the request is done with.
+    trial.enqueue(vec![new_message("c", "4")]).await;
+    let (rows, batch) = read_rows(&mut session, 1).await;
+    let dead = || Diversion::Dead { reason: "too large".into(), holds: true };
+    session.claim(Mark { diverted: vec![(rows[0].position, dead())], ..through(batch) }).await.unwrap();
+    trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await.unwrap();
+    assert_eq!(session.requests().await.unwrap().len(), 1);
+    session.claim(Mark { changed: vec![(rows[0].position, dead())], ..Mark::default() }).await.unwrap();
+    assert!(session.requests().await.unwrap().is_empty());
+}
+
+/// Consumers may have purged what could answer whether they handled it.
+pub async fn r31_an_old_outbox_row_needs_a_new_id<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, _) = dead_outbox(trial).await;
+    let filter = by_number(&list(trial).await[0]);
+    let strict = ActContext { redrive_age_max: Some(Duration::ZERO), ..context() };
+    // Older than zero: the clock of the database has gone on.
+    super::trial::eventually("it is too old", || async {
+        let dry = ActContext { dry_run: true, ..strict.clone() };
+        let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &dry).await;
+        outcome.is_err().then_some(())
+    })
+    .await;
+    let refused = trial.store.act(&filter, &OperatorAct::Redrive, &strict).await;
+    assert!(matches!(&refused, Err(StoreError::Refused(why)) if why.contains("--new-id")), "{refused:?}");
+    assert!(session.requests().await.unwrap().is_empty());
+    assert_eq!(audits(trial).await, 0);
+    let renamed = OperatorAct::RedriveAs { id: Uuid::now_v7(), payload: None };
+    trial.store.act(&filter, &renamed, &strict).await.unwrap();
+    assert_eq!(session.requests().await.unwrap().len(), 1);
+    let lenient = ActContext { redrive_age_max: Some(Duration::from_secs(86_400)), ..context() };
+    let rest = DeadFilter { key: Some("b".into()), ..DeadFilter::default() };
+    trial.store.act(&rest, &OperatorAct::Redrive, &lenient).await.unwrap();
+    assert_eq!(session.requests().await.unwrap().len(), 2);
+}
+
+/// The operator's word that it was never handled: from then on a second copy is a duplicate.
+pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let old = message("k", "1");
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.admit(&[entry(&old)]).await.unwrap();
+    tx.forget(&[old.id]).await.unwrap();
+    let too_old = ParkAs::Dead { reason: "too-old".into(), holds: false };
+    tx.park(&[parked(&old, too_old)]).await.unwrap();
+    tx.commit().await.unwrap();
+    assert!(trial.store.known(consumer, &[old.id]).await.unwrap().is_empty());
+    trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await.unwrap();
+    assert_eq!(trial.store.known(consumer, &[old.id]).await.unwrap().len(), 1);
+    assert_eq!(claim(trial, consumer).await.len(), 1);
+
+    // What was refused because its id is another message's must not run under that id.
+    let first = message("k2", "1");
+    trial.park(consumer, &first, dead(false)).await;
+    let reused = arrived(Some("k2"), "another", &first.id_text);
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.park(&[parked(&reused, ParkAs::Dead { reason: "id-reused".into(), holds: false })]).await.unwrap();
+    tx.commit().await.unwrap();
+    let filter = DeadFilter { reason: Some("id-reused".into()), ..DeadFilter::default() };
+    let refused = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await;
+    assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+}
+
+/// Handled meanwhile by a second copy, whose id had become sound: it must not have its effect
+/// again.
+pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    for reason in ["too-old", "from-the-future"] {
+        let dead = message("k", reason);
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.admit(&[entry(&dead)]).await.unwrap();
+        tx.forget(&[dead.id]).await.unwrap();
+        tx.park(&[parked(&dead, ParkAs::Dead { reason: reason.into(), holds: false })]).await.unwrap();
+        tx.commit().await.unwrap();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert_eq!(tx.admit(&[entry(&dead)]).await.unwrap().known, [None], "the second copy is new");
+        tx.commit().await.unwrap();
+
+        let filter = by_number(&list(trial).await[0]);
+        let dry = ActContext { dry_run: true, ..context() };
+        let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &dry).await.unwrap();
+        assert_eq!(outcome.already_handled, outcome.numbers, "a dry run says so");
+        let before = audits(trial).await;
+        let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
+        assert_eq!((outcome.numbers.len(), &outcome.already_handled), (1, &outcome.numbers));
+        assert!(claim(trial, consumer).await.is_empty(), "{reason}: it does not run again");
+        assert!(list(trial).await.is_empty(), "{reason}: nothing is left to do");
+        assert_eq!(audits(trial).await, before + 1);
+    }
+
+    // Another content came under the id: that is another message, and which of them is meant the
+    // operator must say.
+    let dead = message("k", "one");
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.park(&[parked(&dead, ParkAs::Dead { reason: "too-old".into(), holds: false })]).await.unwrap();
+    tx.admit(&[entry(&arrived(Some("k"), "another", &dead.id_text))]).await.unwrap();
+    tx.commit().await.unwrap();
+    let refused = trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await;
+    assert!(matches!(&refused, Err(StoreError::Refused(why)) if why.contains("--new-id")), "{refused:?}");
+    assert_eq!(list(trial).await.len(), 1);
+}

@@ -1,0 +1,102 @@
+//! Cases of operations that go to an operator, or back, and of proof that comes meanwhile (O8, O9,
+//! O22).
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::keys::record;
+use super::phases::{AT_ONCE, LONG, new_operation, observed, outstanding, stored, taken};
+use super::trial::eventually;
+use super::{Fixture, Trial};
+use oncebox::policy::operation::State;
+use oncebox::policy::operation::flow::Stage;
+use oncebox::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
+
+/// It is set aside with the column, and keeps nobody from the others; neither does a record that is
+/// gone keep one from being parked.
+///
+/// Shown by: ending with its error: all three stay, for ever; leaving none without its record; a
+/// listing that ends with its error.
+pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_taken<F: Fixture>(trial: &Trial<F>) {
+    let mut due = Vec::new();
+    for key in ["corrupt", "gone", "sound"] {
+        let driven = outstanding(trial, &new_operation(key, LONG)).await;
+        assert_eq!(trial.store.hand_back(&driven, AT_ONCE).await.unwrap(), Fenced::Done);
+        due.push(driven);
+    }
+    trial.store.observe(&observed(&due[0], "wait")).await.unwrap();
+    trial.run(&format!("update {} set status = 70000", trial.table("operation_evidence"))).await;
+    let due_now = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
+    let ids: Vec<Uuid> = due_now.iter().map(|(driven, _)| driven.operation_id).collect();
+    assert_eq!(ids, [due[1].operation_id, due[2].operation_id]);
+    assert!(matches!(trial.store.operation(due[0].operation_id).await, Err(oncebox::StoreError::Corrupt(_))));
+    let aside = "parked = 'unreadable: unexpected data: a stored operation: 70000 is no status' and owner is null and due_at is null";
+    assert_eq!(trial.number(&format!("select count(*) from {} where {aside}", trial.table("operation"))).await, 1);
+    let parked = OperationFilter { parked: true, limit: 10, ..OperationFilter::default() };
+    let found = trial.store.operations(&parked).await.unwrap();
+    assert_eq!((found.operations, found.unreadable.len(), found.unreadable[0].0), (vec![], 1, due[0].operation_id));
+    assert_eq!(record(trial, &new_operation("corrupt", LONG).claim).await.state, State::UnknownRequiresRecovery);
+    assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
+    trial.run(&format!("delete from {} where state = 'IN_PROGRESS'", trial.table("idempotency_request"))).await;
+    for (driven, _) in &due_now {
+        assert_eq!(trial.store.park(driven, "record-gone").await.unwrap(), Fenced::Done);
+        assert_eq!(stored(trial, driven).await.parked.as_deref(), Some("record-gone"));
+    }
+}
+
+/// What is read in the transaction that parks is all that came before; who comes later waits for it
+/// and finds it parked.
+///
+/// Shown by: un-parking without the lock of the row (on PostgreSQL it stayed parked).
+pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(trial: &Trial<F>) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    assert_eq!(trial.store.unpark(driven.operation_id).await.unwrap(), Fenced::LostOwnership, "it is not parked");
+    trial.store.observe(&observed(&driven, "wait")).await.unwrap();
+    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+    assert_eq!(tx.park("no").await.unwrap(), Fenced::Done);
+    assert_eq!(tx.evidence().await.unwrap().len(), 1);
+    let (store, id, late) = (trial.store.clone(), driven.operation_id, observed(&driven, "success"));
+    let mut brings = tokio::spawn(async move {
+        store.observe(&late).await.unwrap();
+        store.unpark(id).await.unwrap()
+    });
+    if F::CONCURRENT_WRITERS {
+        // Evidence waits for nobody (O8).
+        eventually("evidence beside the parking", || async {
+            (stored(trial, &driven).await.evidence.len() == 2).then_some(())
+        })
+        .await;
+    }
+    let waits = tokio::time::timeout(Duration::from_millis(200), &mut brings).await;
+    assert!(waits.is_err(), "it waits for the parking");
+    tx.commit().await.unwrap();
+    assert_eq!(brings.await.unwrap(), Fenced::Done);
+    let found = stored(trial, &driven).await;
+    assert_eq!((found.parked, found.stage, found.lease_until), (None, Stage::Unknown, None));
+    let (next, found) = taken(trial, driven.operation_id).await;
+    assert_eq!((next.epoch, found.evidence.len()), (2, 2));
+    let lost = Driven { epoch: 1, ..driven };
+    let mut tx = trial.store.begin_phase(&lost).await.unwrap();
+    assert_eq!(tx.park("no").await.unwrap(), Fenced::LostOwnership);
+    tx.rollback().await.unwrap();
+}
+
+/// Given back as it was due, it is due when it was (O9).
+///
+/// Shown by: due at once where nothing else is said (PostgreSQL).
+pub async fn o9_what_is_left_as_it_was_due_is_due_when_it_was<F: Fixture>(trial: &Trial<F>) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    trial.store.hand_back(&driven, Due { after: Some(LONG), attempt: false }).await.unwrap();
+    let due = stored(trial, &driven).await.due_at;
+    for doubt in [false, true] {
+        let (driven, _) = taken(trial, driven.operation_id).await;
+        let as_before = Due { after: None, attempt: false };
+        let left = if doubt {
+            trial.store.doubt(&driven, as_before).await.unwrap()
+        } else {
+            trial.store.hand_back(&driven, as_before).await.unwrap()
+        };
+        assert_eq!((left, stored(trial, &driven).await.due_at), (Fenced::Done, due));
+    }
+}

@@ -1,0 +1,369 @@
+//! Cases of the lives of records: every statement changes them as the drawn machine says, and what
+//! is forgotten when (O3, O23, M31, M98, M100). Nobody waits here: times are set back in the
+//! tables.
+
+use std::time::{Duration, SystemTime};
+
+use uuid::Uuid;
+
+use super::keys::{answer, claim, completed, record};
+use super::{Fixture, Trial};
+use oncebox::policy::horizon::Bounds;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::machine::{Event, allowed};
+use oncebox::policy::operation::retention::{KeyAge, Retention};
+use oncebox::policy::operation::{Identity, Key, Mode, Record, Scope, State};
+use oncebox::store::{
+    ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Outcome,
+    Owned, Proof,
+};
+
+const fn seconds(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+/// Lifetimes that the clock of a case does not reach.
+const RETENTION: Retention = Retention { ttl: seconds(10_000), body: seconds(5_000), metadata: seconds(20_000) };
+const PATIENCE: Duration = seconds(20);
+
+/// Sets times of the records back by so many seconds.
+async fn set_back<F: Fixture>(trial: &Trial<F>, columns: &[&str], by: u64) {
+    let back = |column: &&str| match <F::Store as Base>::NAME {
+        "postgres" => format!("{column} = {column} - interval '{by} seconds'"),
+        "mysql" => format!("{column} = {column} - interval {by} second"),
+        _ => format!("{column} = {column} - {by}000"),
+    };
+    let set: Vec<String> = columns.iter().map(back).collect();
+    trial.run(&format!("update {} set {}", trial.table("idempotency_request"), set.join(", "))).await;
+}
+
+/// So many seconds go by for all that has its outcome.
+async fn go_by<F: Fixture>(trial: &Trial<F>, by: u64) {
+    set_back(trial, &["created_at", "updated_at", "outcome_at", "expires_at", "body_expires_at"], by).await;
+    if <F::Store as Base>::NAME == "sqlite" {
+        trial.run(&format!("update {} set expires_at = expires_at - {by}000", trial.table("idempotency_body"))).await;
+    }
+}
+
+async fn owned<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, basis: Basis<'_>) -> Owned {
+    match trial.store.claim(claim, basis).await.unwrap() {
+        Claimed::Owned(owned) => owned,
+        other => panic!("not claimed: {other:?}"),
+    }
+}
+
+async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, outcome: &Outcome, retention: &Retention) -> KeyClaim {
+    let claim = claim(Mode::Edge, key, 1);
+    let owner = owned(trial, &claim, Basis::New).await;
+    assert_eq!(trial.store.finish(&owner, outcome, retention).await.unwrap(), Fenced::Done);
+    claim
+}
+
+fn failed() -> Outcome {
+    Outcome::FailedReplayable { answer: answer(), error_code: None }
+}
+
+fn retryable() -> Outcome {
+    Outcome::FailedRetryable { error_code: None }
+}
+
+async fn purged<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, retention: &Retention) -> u64 {
+    trial.store.purge_keys(claim.identity.operation(), retention, seconds(60), 100).await.unwrap()
+}
+
+/// The state that a look sees.
+async fn state<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<State> {
+    let look = trial.store.find(&claim.identity).await.unwrap();
+    look.record.map(|record| record.state_at(look.now))
+}
+
+/// Shown by: lifetimes that count from the claim.
+pub async fn o3_every_lifetime_counts_from_the_outcome<F: Fixture>(trial: &Trial<F>) {
+    let claim = claim(Mode::Edge, "recovered", 1);
+    let owner = owned(trial, &claim, Basis::New).await;
+    set_back(trial, &["created_at", "updated_at"], 259_200).await;
+    assert_eq!(trial.store.finish(&owner, &completed(), &RETENTION).await.unwrap(), Fenced::Done);
+    for (after, bodies, records, seen) in [
+        (0, 0, 0, Some(State::Completed)),
+        (4_900, 0, 0, Some(State::Completed)),
+        (200, 1, 0, Some(State::Completed)),
+        (4_800, 0, 0, Some(State::Completed)),
+        (200, 0, 0, Some(State::Expired)),
+        (9_800, 0, 0, Some(State::Expired)),
+        (200, 0, 1, None),
+    ] {
+        go_by(trial, after).await;
+        assert_eq!(trial.store.expire_bodies(100).await.unwrap(), bodies, "{after} s later");
+        assert_eq!(purged(trial, &claim, &RETENTION).await, records, "{after} s later");
+        assert_eq!(state(trial, &claim).await, seen, "{after} s later");
+    }
+}
+
+/// Shown by: a purge by `metadata` alone.
+pub async fn m98_a_time_that_was_promised_holds_when_the_settings_are_shortened<F: Fixture>(trial: &Trial<F>) {
+    let claim = ended(trial, "promised", &completed(), &RETENTION).await;
+    let shortened = Retention { ttl: seconds(10), body: seconds(10), metadata: seconds(20) };
+    go_by(trial, 9_800).await;
+    assert_eq!((purged(trial, &claim, &shortened).await, state(trial, &claim).await), (0, Some(State::Completed)));
+    go_by(trial, 400).await;
+    assert_eq!((purged(trial, &claim, &shortened).await, state(trial, &claim).await), (1, None));
+}
+
+/// Shown by: a purge by age where there is no outcome.
+pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fixture>(trial: &Trial<F>) {
+    let running = claim(Mode::Edge, "running", 1);
+    owned(trial, &running, Basis::New).await;
+    let bridged = claim(Mode::Bridged, "bridged", 1);
+    owned(trial, &bridged, Basis::New).await;
+    let unknown = ended(trial, "unknown", &Outcome::Unknown, &RETENTION).await;
+    let mut gone = Vec::new();
+    for (key, outcome) in [("completed", completed()), ("failed", failed()), ("retryable", retryable())] {
+        gone.push(ended(trial, key, &outcome, &RETENTION).await);
+    }
+    go_by(trial, 1_000_000_000).await;
+    assert_eq!(purged(trial, &running, &RETENTION).await, 3);
+    for one in &gone {
+        assert_eq!(state(trial, one).await, None);
+    }
+    for (one, seen) in
+        [(running, State::InProgress), (bridged, State::InProgress), (unknown, State::UnknownRequiresRecovery)]
+    {
+        assert_eq!(state(trial, &one).await, Some(seen));
+    }
+}
+
+/// The one thing that must never be: the record is gone, and the late retry of its key looks new.
+///
+/// Shown by: a bound without the skew; one that lies further back.
+pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(trial: &Trial<F>) {
+    let skew = seconds(60);
+    // Only the skew lifts the bound above the key: its outcome is older than the metadata, its own
+    // time is not.
+    let past = 20_030;
+    // Claimed by the client whose clock is ahead by all that is allowed, when the outcome came.
+    let time = (SystemTime::now() - seconds(past) + skew).duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    let key = Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, time.as_secs(), time.subsec_nanos()));
+    let key = Key::parse(key.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
+    let plain = claim(Mode::Edge, "timed", 1);
+    let scope = Scope::new("t1", "user-7").unwrap();
+    let identity = Identity::new(&scope, plain.identity.operation().clone(), key.clone());
+    let claim = KeyClaim { identity, ..plain };
+    let owner = owned(trial, &claim, Basis::New).await;
+    assert_eq!(trial.store.finish(&owner, &completed(), &RETENTION).await.unwrap(), Fenced::Done);
+    let age = || async {
+        let look = trial.store.find(&claim.identity).await.unwrap();
+        assert_eq!(look.record, None);
+        let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew: skew };
+        (KeyAge::of(key.time(), bounds), look.purged_below)
+    };
+    go_by(trial, past).await;
+    assert_eq!(purged(trial, &claim, &RETENTION).await, 1);
+    let (first, bound) = age().await;
+    assert_eq!(first, KeyAge::TooOld);
+    // A later purge with longer lifetimes never lowers the bound.
+    let other = ended(trial, "other", &completed(), &RETENTION).await;
+    go_by(trial, 90_000).await;
+    assert_eq!(purged(trial, &other, &Retention { metadata: seconds(80_000), ..RETENTION }).await, 1);
+    let (later, raised) = age().await;
+    assert!(later == KeyAge::TooOld && raised >= bound, "{later:?} {raised:?}");
+}
+
+/// What a record is before an act.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Before {
+    Nothing,
+    Owned(Mode),
+    Stale(Mode),
+    Ended(State),
+    Expired(State),
+}
+
+/// What is done to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Act {
+    Claim,
+    TakeOver,
+    Reclaim,
+    Anew,
+    Heartbeat,
+    Finish(State),
+    Release,
+    MarkUnknown,
+    InsertUnknown,
+    Purge,
+    ForgetByHand,
+    PurgeByHand,
+    Resolve(State),
+    /// A transactional operation, claim and outcome in one commit, on each basis.
+    DoorA(Event, State),
+    Time,
+}
+
+const OUTCOMES: [State; 4] =
+    [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
+
+fn outcome(state: State) -> Outcome {
+    match state {
+        State::Completed => completed(),
+        State::FailedReplayable => failed(),
+        State::FailedRetryable => retryable(),
+        _ => Outcome::Unknown,
+    }
+}
+
+/// The record as it is before, with who owns it, or owned it last.
+async fn prepare<F: Fixture>(trial: &Trial<F>, key: &str, from: Before) -> (KeyClaim, Owned, Option<Record>) {
+    let mode = if let Before::Owned(mode) | Before::Stale(mode) = from { mode } else { Mode::Edge };
+    let claim = claim(mode, key, 1);
+    if from == Before::Nothing {
+        return (claim.clone(), claim.owned(Basis::New), None);
+    }
+    let owner = owned(trial, &claim, Basis::New).await;
+    match from {
+        Before::Stale(_) => set_back(trial, &["lease_until"], 3_600).await,
+        Before::Ended(state) => drop(trial.store.finish(&owner, &outcome(state), &RETENTION).await.unwrap()),
+        Before::Expired(state) => {
+            trial.store.finish(&owner, &outcome(state), &RETENTION).await.unwrap();
+            go_by(trial, 30_000).await;
+        }
+        Before::Nothing | Before::Owned(_) => {}
+    }
+    let seen = record(trial, &claim).await;
+    (claim, owner, Some(seen))
+}
+
+/// Does it, wherever it is refused, and says why a record may have changed by it.
+async fn act<F: Fixture>(
+    trial: &Trial<F>,
+    act: Act,
+    (claim, owner, seen): (&KeyClaim, &Owned, Option<&Record>),
+) -> Vec<Event> {
+    let store = &trial.store;
+    let by = ActContext { actor: "a".to_owned(), reason: "r".to_owned(), dry_run: false, redrive_age_max: None };
+    let again = KeyClaim { operation_id: Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() };
+    // A record that nobody has seen is asked for by what it would be.
+    let basis = |event: Event| match (event, seen) {
+        (Event::TakeOver, Some(seen)) => Basis::TakeOver(seen),
+        (Event::Reclaim, Some(seen)) => Basis::Reclaim(seen),
+        (Event::ExecuteAsNew, Some(seen)) => Basis::Anew(seen),
+        _ => Basis::New,
+    };
+    match act {
+        Act::Claim => drop(store.claim(&again, Basis::New).await.unwrap()),
+        Act::TakeOver => drop(store.claim(&again, basis(Event::TakeOver)).await.unwrap()),
+        Act::Reclaim => drop(store.claim(&again, basis(Event::Reclaim)).await.unwrap()),
+        Act::Anew => drop(store.claim(&again, basis(Event::ExecuteAsNew)).await.unwrap()),
+        Act::Heartbeat => drop(store.heartbeat(owner, claim.lease).await.unwrap()),
+        Act::Finish(state) => drop(store.finish(owner, &outcome(state), &RETENTION).await.unwrap()),
+        Act::Release => drop(store.release(owner).await.unwrap()),
+        Act::MarkUnknown => {
+            if let Some(seen) = seen {
+                store.mark_unknown(seen).await.unwrap();
+            }
+        }
+        Act::InsertUnknown => drop(store.insert_unknown(&again).await.unwrap()),
+        Act::Purge => drop(purged(trial, claim, &RETENTION).await),
+        Act::ForgetByHand | Act::PurgeByHand | Act::Resolve(_) => {
+            let change = match act {
+                Act::ForgetByHand => KeyChange::Release { against_evidence: false },
+                Act::Resolve(state) => {
+                    KeyChange::Resolve { outcome: outcome(state), retention: RETENTION, against_evidence: false }
+                }
+                _ => KeyChange::Purge { against_evidence: false },
+            };
+            if let Some(seen) = seen {
+                // The statement alone, too: nothing before it may be what keeps to the machine.
+                drop(store.change_key(seen, &change, &by).await);
+            }
+        }
+        Act::DoorA(event, state) => {
+            let claim = KeyClaim { mode: Mode::Transactional, ..again };
+            if let Begun::Claimed(mut tx) = store.begin_operation(&claim, basis(event), PATIENCE).await.unwrap() {
+                match tx.complete(Vec::new(), &outcome(state), &RETENTION).await {
+                    Ok(Proof::Same) => tx.commit().await.unwrap(),
+                    _ => tx.rollback().await.unwrap(),
+                }
+            }
+        }
+        Act::Time => go_by(trial, 30_000).await,
+    }
+    match act {
+        Act::Claim => vec![Event::Claim],
+        Act::TakeOver => vec![Event::TakeOver, Event::Claim],
+        Act::Reclaim => vec![Event::Reclaim, Event::Claim],
+        Act::Anew => vec![Event::ExecuteAsNew, Event::Claim],
+        Act::Heartbeat => vec![Event::Heartbeat],
+        Act::Finish(_) => vec![Event::Finish],
+        Act::Release => vec![Event::Release],
+        Act::MarkUnknown | Act::InsertUnknown => vec![Event::Lose],
+        Act::Purge => vec![Event::Purge],
+        Act::ForgetByHand | Act::PurgeByHand => vec![Event::Forget],
+        Act::Resolve(_) => vec![Event::Resolve],
+        Act::DoorA(event, _) => vec![event, Event::Claim],
+        Act::Time => vec![Event::Time],
+    }
+}
+
+/// Each act of the ports, on a record in each state that it can be in, with whoever owns it or
+/// owned it: what it makes of the record is what the machine allows for that reason, and each
+/// change that the machine draws for it is seen.
+///
+/// Shown by: a finish that does not ask for the state; a purge of UNKNOWN; a release by a stranger;
+/// a take-over of an outcome.
+pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fixture>(trial: &Trial<F>) {
+    let mut from = vec![Before::Nothing];
+    from.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Before::Owned(mode), Before::Stale(mode)]));
+    from.extend(OUTCOMES.map(Before::Ended));
+    from.extend(OUTCOMES[..3].iter().map(|state| Before::Expired(*state)));
+    let mut acts = vec![Act::Claim, Act::TakeOver, Act::Reclaim, Act::Anew, Act::Heartbeat, Act::Release];
+    acts.extend([Act::MarkUnknown, Act::InsertUnknown, Act::Purge, Act::ForgetByHand, Act::PurgeByHand, Act::Time]);
+    acts.extend(OUTCOMES.map(Act::Finish));
+    acts.extend(OUTCOMES[..3].iter().map(|state| Act::Resolve(*state)));
+    for event in [Event::Claim, Event::TakeOver, Event::Reclaim, Event::ExecuteAsNew] {
+        acts.extend(OUTCOMES.map(|state| Act::DoorA(event, state)));
+    }
+    let mut seen_changes = Vec::new();
+    for (row, from) in from.iter().enumerate() {
+        for (column, one) in acts.iter().enumerate() {
+            let (claim, owner, seen) = prepare(trial, &format!("r{row}c{column}"), *from).await;
+            let before = state(trial, &claim).await;
+            let epoch = seen.as_ref().map(|seen| seen.epoch);
+            let events = act(trial, *one, (&claim, &owner, seen.as_ref())).await;
+            let look = trial.store.find(&claim.identity).await.unwrap();
+            let after = look.record.as_ref().map(|record| record.state_at(look.now));
+            // The others of this case are as old as it makes them; it is the one that is looked at.
+            if (before, epoch) == (after, look.record.as_ref().map(|record| record.epoch)) {
+                continue;
+            }
+            let by_transactional = matches!(one, Act::DoorA(..));
+            let step = events.iter().find(|event| {
+                if by_transactional {
+                    let claimed = Some(State::InProgress);
+                    allowed(before, **event, claimed) && allowed(claimed, Event::Finish, after)
+                } else {
+                    allowed(before, **event, after)
+                }
+            });
+            let step =
+                step.unwrap_or_else(|| panic!("{from:?}, {one:?}: {before:?} became {after:?}, which is not drawn"));
+            if !by_transactional {
+                seen_changes.push((before, *step, after));
+            }
+        }
+    }
+    // And what is drawn for these reasons is what the statements do.
+    let states = [None].into_iter().chain(State::STORED.map(Some)).chain([Some(State::Expired)]);
+    let states: Vec<Option<State>> = states.collect();
+    for (before, after) in states.iter().flat_map(|before| states.iter().map(move |after| (*before, *after))) {
+        for event in Event::ALL {
+            // A heartbeat changes a time only. Recovery writes through `finish`, as the owner that
+            // it became.
+            let is_seen = seen_changes.contains(&(before, event, after));
+            let elsewhere = matches!(event, Event::Heartbeat | Event::Recover);
+            assert!(
+                is_seen || elsewhere || !allowed(before, event, after),
+                "{before:?} {event:?} {after:?} is drawn, and no statement does it"
+            );
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Cases of the schema: states, and migrations that run twice and at once.
+
+use super::{Fixture, Trial};
+use oncebox::store::{Schema, SchemaState, Severity};
+
+fn known<F: Fixture>() -> i64 {
+    F::Store::migrations().last().unwrap().version
+}
+
+/// Nothing is made by looking.
+pub async fn a_new_database_has_no_schema<F: Fixture>(trial: &Trial<F>) {
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Missing);
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Missing);
+    assert!(trial.store.applied().await.unwrap().iter().all(|migration| !migration.applied));
+    assert!(trial.store.schema().await.unwrap().require().is_err());
+}
+
+/// The second run finds nothing to do.
+pub async fn migrating_twice_changes_nothing<F: Fixture>(trial: &Trial<F>) {
+    let versions: Vec<i64> = F::Store::migrations().iter().map(|migration| migration.version).collect();
+    assert_eq!(versions, (1..=known::<F>()).collect::<Vec<_>>());
+    assert_eq!(trial.store.migrate().await.unwrap(), versions);
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known::<F>()));
+    assert!(trial.store.applied().await.unwrap().iter().all(|migration| migration.applied));
+    trial.enqueue(vec![super::trial::new_message("k", "1")]).await;
+    assert!(trial.store.migrate().await.unwrap().is_empty());
+    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 1);
+}
+
+/// Each migration is applied by exactly one of them.
+pub async fn migrators_at_once_do_not_disturb_each_other<F: Fixture>(trial: &Trial<F>) {
+    let mut migrators = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let store = trial.fixture.connect().await;
+        migrators.spawn(async move { store.migrate().await.unwrap() });
+    }
+    let mut applied: Vec<i64> = migrators.join_all().await.concat();
+    applied.sort_unstable();
+    assert_eq!(applied, (1..=known::<F>()).collect::<Vec<_>>());
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known::<F>()));
+}
+
+/// So that a program neither works on tables it does not know, nor misses some.
+pub async fn a_schema_that_is_older_or_newer_is_told_apart<F: Fixture>(trial: &Trial<F>) {
+    let (table, known) = (trial.table("migration"), known::<F>());
+    trial.run(&format!("update {table} set version = 999, serves_from = 999 where version = {known}")).await;
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Newer { found: 999, known });
+    assert!(trial.store.migrate().await.is_err(), "a newer schema is not touched");
+    trial.run(&format!("delete from {table} where version = 999")).await;
+    let found = known - 1;
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Old { found, needed: known });
+    assert!(trial.store.schema().await.unwrap().require().unwrap_err().to_string().contains("oncebox migrate up"));
+}
+
+/// Between a migration and the last new process, one of the old program may end and start again.
+pub async fn a_program_that_a_newer_schema_still_serves_starts<F: Fixture>(trial: &Trial<F>) {
+    let (table, known) = (trial.table("migration"), known::<F>());
+    let newer = |version: i64, serves_from: i64| {
+        format!("update {table} set version = {version}, serves_from = {serves_from} where version >= {known}")
+    };
+    trial.run(&newer(known + 1, known)).await;
+    let state = trial.store.schema().await.unwrap();
+    assert_eq!(state, SchemaState::Ahead { found: known + 1, known });
+    state.require().unwrap();
+    assert!(trial.store.migrate().await.is_err(), "a newer schema is not touched");
+    trial.run(&newer(known + 1, known + 1)).await;
+    let state = trial.store.schema().await.unwrap();
+    assert_eq!(state, SchemaState::Newer { found: known + 1, known });
+    assert!(state.require().is_err());
+}
+
+/// Nothing of a fresh database is refused.
+pub async fn a_sound_database_passes_its_check<F: Fixture>(trial: &Trial<F>) {
+    let findings = trial.store.check().await.unwrap();
+    assert!(!findings.is_empty());
+    for finding in findings {
+        assert!(finding.severity < Severity::Refused, "{finding:?}");
+    }
+}

@@ -1,0 +1,438 @@
+//! Cases of a transactional operation: claim, effects and outcome in one transaction (O1, O15, O17 to O19, O29, M50).
+//! Whatever a handler does to its transaction, no outcome stands without its effects, and no effect
+//! without a record that keeps it from being done again.
+
+use std::time::Duration;
+
+use super::keys::{KEPT, answer, claim, completed, record};
+use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
+use super::{Connection, Fixture, Trial};
+use oncebox::policy::operation::doubt;
+use oncebox::policy::operation::{Mode, State};
+use oncebox::store::{
+    Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof,
+};
+
+/// How long a turn is waited for where the case does not ask about it.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+type Tx = Box<dyn OperationTx>;
+
+async fn begin<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Tx {
+    match trial.store.begin_operation(claim, Basis::New, PATIENCE).await.unwrap() {
+        Begun::Claimed(tx) => tx,
+        Begun::Existing(record) => panic!("a record is there: {record:?}"),
+        Begun::Locked => panic!("somebody holds it"),
+    }
+}
+
+/// The first attempt runs, commits, and everything is there; the rolled-back one left nothing
+/// (O29).
+pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(trial: &Trial<F>) {
+    let mut session = trial.session("a").await;
+    let claim = claim(Mode::Transactional, "k", 1);
+    for commit in [false, true] {
+        let mut tx = begin(trial, &claim).await;
+        assert_eq!((tx.owned().operation_id, tx.owned().owner), (claim.operation_id, None));
+        effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
+        oncebox::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message("k", "payment.created"))
+            .await
+            .unwrap();
+        assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+        if commit {
+            tx.commit().await.unwrap();
+            break;
+        }
+        tx.rollback().await.unwrap();
+        assert_eq!(trial.store.find(&claim.identity).await.unwrap().record, None, "a rollback leaves no row");
+        assert_eq!(trial.effects("payment").await, 0);
+        read_nothing(&mut session).await;
+    }
+    let found = record(trial, &claim).await;
+<    assert_eq!((found.state, found.mode, found.lease, found.epoch), (State::Completed, Mode::Transactional, None, 1));
+    let oncebox::store::AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
+>    assert_eq!(trial.store.body(&found).await.unwrap(), Some(body));
+    assert_eq!(trial.effects("payment").await, 1);
+    assert_eq!(payloads(&read_rows(&mut session, 1).await.0), ["payment.created"]);
+    match trial.store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
+        Begun::Existing(record) => assert_eq!(*record, found),
+        other => panic!("a finished key was claimed again: {other:?}"),
+    }
+    assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
+}
+
+/// Messages that are given with the outcome stand behind the others, in order, and nowhere without
+/// it; also beside a body that has no room in the row of its claim.
+///
+/// Shown by: writing them before the proof (MySQL); leaving them out beside a large body
+/// (PostgreSQL).
+pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(trial: &Trial<F>) {
+    let mut session = trial.session("a").await;
+    let large = KeptBody { headers: Vec::new(), bytes: vec![7; 5_000], format: 1, kid: None };
+    let large = Outcome::Completed(Answer { body: AnswerBody::Kept(large), ..answer() });
+    for (name, outcome) in [("small", completed()), ("large", large)] {
+        for count in 0..3_u8 {
+            let key = format!("{name}{count}");
+            let last = || (0..count).map(|n| new_message(&key, format!("last{n}"))).collect::<Vec<_>>();
+            let claim = claim(Mode::Transactional, &key, 1);
+            let mut tx = begin(trial, &claim).await;
+            careless::<F>(tx.connection().unwrap(), "rollback").await;
+            // Where that is a setting, what is written now stands at once.
+            careless::<F>(tx.connection().unwrap(), "set autocommit = 1").await;
+            assert_ne!(tx.complete(last(), &outcome, &KEPT).await.unwrap_or(Proof::Ended), Proof::Same);
+            let _ = tx.rollback().await;
+            for commits in [false, true] {
+                let mut tx = begin(trial, &claim).await;
+                oncebox::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message(&key, "first"))
+                    .await
+                    .unwrap();
+                assert_eq!(tx.complete(last(), &outcome, &KEPT).await.unwrap(), Proof::Same);
+                if commits {
+                    tx.commit().await.unwrap();
+                } else {
+                    tx.rollback().await.unwrap();
+                }
+            }
+            let expected: Vec<String> =
+                std::iter::once("first".to_owned()).chain((0..count).map(|n| format!("last{n}"))).collect();
+            assert_eq!(payloads(&read_rows(&mut session, expected.len()).await.0), expected, "{key}");
+            read_nothing(&mut session).await;
+            assert_eq!(record(trial, &claim).await.state, State::Completed);
+        }
+    }
+    still_works(trial).await;
+}
+
+/// Dropped at another point each time, also in the middle of a statement; the store goes on
+/// working.
+pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
+    let claim = claim(Mode::Transactional, "k", 1);
+    for round in 0..20 {
+        let (store, claim) = (trial.store.clone(), claim.clone());
+        let work = async move {
+            if let Begun::Claimed(mut tx) = store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
+                effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
+                tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap();
+                std::future::pending::<()>().await;
+            }
+        };
+        let _ = tokio::time::timeout(Duration::from_micros(400 * round), work).await;
+    }
+    let mut tx = super::trial::eventually("the last dropped one is rolled back", || async {
+        match trial.store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
+            Begun::Claimed(tx) => Some(tx),
+            Begun::Locked => None,
+            Begun::Existing(record) => panic!("a dropped one was committed: {record:?}"),
+        }
+    })
+    .await;
+    effect::<F>(tx.connection().unwrap(), "payment", "2").await.unwrap();
+    assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+    tx.commit().await.unwrap();
+    assert_eq!(trial.effects("payment").await, 1);
+}
+
+/// The duplicate is answered while the first one is still open, and another key is not held up
+/// (O15, O17, O18).
+pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F: Fixture>(trial: &Trial<F>) {
+    let first = claim(Mode::Transactional, "k", 1);
+    let mut tx = begin(trial, &first).await;
+    effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
+    for command in [1, 2] {
+        let again = claim(Mode::Transactional, "k", command);
+        let patience = Duration::from_millis(100);
+        let began = trial.store.begin_operation(&again, Basis::New, patience).await.unwrap();
+        assert!(matches!(began, Begun::Locked), "{began:?}");
+    }
+    if F::CONCURRENT_WRITERS {
+        let mut other = begin(trial, &claim(Mode::Transactional, "other", 1)).await;
+        assert_eq!(other.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+        other.commit().await.unwrap();
+    }
+    assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+    tx.commit().await.unwrap();
+    assert!(matches!(
+        trial.store.begin_operation(&first, Basis::New, PATIENCE).await.unwrap(),
+        Begun::Existing(record) if record.state == State::Completed
+    ));
+}
+
+async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx> {
+    trial.store.begin_unseen(claim).await.unwrap()
+}
+
+/// A claim without a look, where the store has that: it gives up on what is there or held, and its
+/// transaction is as any other (O1, O15, O29).
+pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixture>(trial: &Trial<F>) {
+    assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !trial.store.claims_unseen());
+    let first = claim(Mode::Transactional, "k", 1);
+    for commit in [false, true] {
+        let Some(mut tx) = unseen(trial, &first).await else {
+            assert!(!trial.store.claims_unseen(), "a new key was refused");
+            return;
+        };
+        assert_eq!((tx.owned().operation_id, tx.owned().epoch), (first.operation_id, 1));
+        effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
+        assert!(unseen(trial, &claim(Mode::Transactional, "k", 2)).await.is_none(), "somebody holds it");
+        assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+        if commit {
+            tx.commit().await.unwrap();
+        } else {
+            tx.rollback().await.unwrap();
+            assert_eq!(trial.store.find(&first.identity).await.unwrap().record, None, "a rollback leaves no row");
+        }
+    }
+    assert_eq!((record(trial, &first).await.state, trial.effects("payment").await), (State::Completed, 1));
+    assert!(unseen(trial, &first).await.is_none(), "a record is there");
+
+    let rejected = claim(Mode::Transactional, "rejected", 1);
+    let mut tx = unseen(trial, &rejected).await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "payment", "2").await.unwrap();
+    assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
+    assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+    tx.commit().await.unwrap();
+    assert_eq!((record(trial, &rejected).await.epoch, trial.effects("payment").await), (1, 1));
+
+    let ended = claim(Mode::Transactional, "ended", 1);
+    let mut tx = unseen(trial, &ended).await.unwrap();
+    careless::<F>(tx.connection().unwrap(), "rollback").await;
+    assert_ne!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+    tx.rollback().await.unwrap();
+    assert_eq!(trial.store.find(&ended.identity).await.unwrap().record, None);
+}
+
+/// One effect, whatever the order; the others see its outcome, or that it runs.
+pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>) {
+    for round in 0..3 {
+        let message = format!("race{round}");
+        let mut racing = tokio::task::JoinSet::new();
+        for _ in 0..20 {
+            let (store, message) = (trial.store.clone(), message.clone());
+            let claim = claim(Mode::Transactional, &message, 1);
+            racing.spawn(async move {
+                match store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
+                    Begun::Claimed(mut tx) => {
+                        effect::<F>(tx.connection().unwrap(), &message, "1").await.unwrap();
+                        assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+                        tx.commit().await.unwrap();
+                        true
+                    }
+                    Begun::Existing(record) => {
+                        assert_eq!(
+                            record.state,
+                            State::Completed,
+                            "nobody sees an open claim of a transactional operation"
+                        );
+                        false
+                    }
+                    Begun::Locked => false,
+                }
+            });
+        }
+        assert_eq!(racing.join_all().await.into_iter().filter(|won| *won).count(), 1);
+        assert_eq!(trial.effects(&message).await, 1);
+    }
+}
+
+/// A rejection that binds: the effects go, the failure and its answer stay (pitfall 18), also after
+/// a swallowed error.
+pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
+    for (key, careless) in [("plain", false), ("swallowed", true)] {
+        let claim = claim(Mode::Transactional, key, 1);
+        let mut tx = begin(trial, &claim).await;
+        effect::<F>(tx.connection().unwrap(), key, "1").await.unwrap();
+        if careless {
+            let _ = F::run(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
+        }
+        assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
+        let rejected =
+            Outcome::FailedReplayable { answer: answer(), error_code: Some("INSUFFICIENT_FUNDS".to_owned()) };
+        assert_eq!(tx.complete(Vec::new(), &rejected, &KEPT).await.unwrap(), Proof::Same);
+        tx.commit().await.unwrap();
+        assert_eq!((record(trial, &claim).await.state, trial.effects(key).await), (State::FailedReplayable, 0));
+    }
+}
+
+async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
+    let _ = F::run(connection, sql).await;
+}
+
+/// Everything that a handler may do to its transaction, with and without taking its effects back.
+///
+/// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
+pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(trial: &Trial<F>) {
+    let ends: [&[&str]; 6] = [
+        &["commit"],
+        &["commit", "begin"],
+        &["rollback"],
+        &["rollback", "begin"],
+        &["commit", "start transaction"],
+        &["rollback", "commit"],
+    ];
+    for (number, statements) in ends.into_iter().enumerate() {
+        for undo in [false, true] {
+            let key = format!("end{number}{undo}");
+            let claim = claim(Mode::Transactional, &key, 1);
+            let mut tx = begin(trial, &claim).await;
+            effect::<F>(tx.connection().unwrap(), &key, "before").await.unwrap();
+            for statement in statements {
+                careless::<F>(tx.connection().unwrap(), statement).await;
+            }
+            let proof = if undo {
+                tx.undo_effects().await.unwrap()
+            } else {
+                let _ = effect::<F>(tx.connection().unwrap(), &key, "after").await;
+                tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap()
+            };
+            assert_ne!(proof, Proof::Same, "{statements:?}");
+            // A transaction that was ended may have nothing to roll back.
+            let _ = tx.rollback().await;
+            let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
+            let look = trial.store.find_after_lost_commit(&claim, Basis::New).await;
+            if committed {
+                // The claim stands without outcome: it is found, made UNKNOWN, and never executed
+                // again.
+                assert_eq!(look, doubt::Look::Ours(State::InProgress), "{statements:?}");
+                let seen = record(trial, &claim).await;
+                assert_eq!(trial.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
+            } else {
+                assert_eq!(look, doubt::Look::Nothing, "{statements:?}");
+                assert_eq!(trial.store.insert_unknown(&claim).await.unwrap(), Fenced::Done);
+            }
+            assert_eq!(trial.store.insert_unknown(&claim).await.unwrap(), Fenced::LostOwnership);
+            let found = record(trial, &claim).await;
+            assert_eq!((found.state, found.operation_id), (State::UnknownRequiresRecovery, claim.operation_id));
+            assert_eq!(
+                trial.store.find_after_lost_commit(&claim, Basis::New).await,
+                doubt::Look::Ours(State::UnknownRequiresRecovery)
+            );
+            for basis in [Basis::New, Basis::TakeOver(&found), Basis::Reclaim(&found), Basis::Anew(&found)] {
+                let again = trial.store.begin_operation(&claim, basis, PATIENCE).await.unwrap();
+                assert!(matches!(again, Begun::Existing(_)), "{basis:?}: {again:?}");
+            }
+        }
+    }
+    still_works(trial).await;
+}
+
+/// A failed statement in a transaction that the handler began hides nothing that it committed
+/// before.
+///
+/// Shown by: taking an aborted transaction for ours without asking for the savepoint (PostgreSQL).
+pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called_undone<F: Fixture>(trial: &Trial<F>) {
+    for (key, ends) in [("rolled-back", "rollback"), ("committed", "commit")] {
+        let claim = claim(Mode::Transactional, key, 1);
+        let mut tx = begin(trial, &claim).await;
+        effect::<F>(tx.connection().unwrap(), key, "inside").await.unwrap();
+        careless::<F>(tx.connection().unwrap(), ends).await;
+        let _ = effect::<F>(tx.connection().unwrap(), key, "outside").await;
+        careless::<F>(tx.connection().unwrap(), "begin").await;
+        careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
+        let proof = tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap();
+        assert_ne!(proof, Proof::Same, "{ends}");
+        let _ = tx.rollback().await;
+        if trial.effects(key).await > 0 {
+            assert_eq!(proof, Proof::Ended, "{ends}: something stands");
+        }
+    }
+    still_works(trial).await;
+}
+
+/// No connection of the pool was left in a state of its own.
+pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
+    for round in 0..12 {
+        let claim = claim(Mode::Transactional, &format!("works{round}"), 1);
+        let mut tx = begin(trial, &claim).await;
+        effect::<F>(tx.connection().unwrap(), "works", "1").await.unwrap();
+        assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+        if round % 2 == 0 {
+            tx.commit().await.unwrap();
+        } else {
+            tx.rollback().await.unwrap();
+        }
+        trial.run("update effect set note = 'seen' where message = 'works'").await;
+    }
+    assert_eq!(trial.effects("works").await, 6);
+}
+
+/// Either the database goes on, and all is there, or nothing is.
+pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial: &Trial<F>) {
+    let claim = claim(Mode::Transactional, "k", 1);
+    let mut tx = begin(trial, &claim).await;
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
+    careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
+    let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
+    match tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap() {
+        Proof::Same => {
+            tx.commit().await.unwrap();
+            assert_eq!((trial.effects("before").await, trial.effects("after").await), (1, 1));
+            assert_eq!(record(trial, &claim).await.state, State::Completed);
+        }
+        Proof::Aborted => {
+            tx.rollback().await.unwrap();
+            assert_eq!((trial.effects("before").await, trial.effects("after").await), (0, 0));
+            assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Nothing);
+        }
+        Proof::Ended => panic!("nothing ended this transaction"),
+    }
+    still_works(trial).await;
+}
+
+/// DDL commits on some databases and is part of the transaction on others.
+pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixture>(trial: &Trial<F>) {
+    let claim = claim(Mode::Transactional, "k", 1);
+    let mut tx = begin(trial, &claim).await;
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
+    careless::<F>(tx.connection().unwrap(), "create table made_by_handler (a int)").await;
+    let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
+    if tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap() == Proof::Same {
+        tx.commit().await.unwrap();
+        assert_eq!((trial.effects("before").await, trial.effects("after").await), (1, 1));
+    } else {
+        let _ = tx.rollback().await;
+        let is_known = trial.store.find_after_lost_commit(&claim, Basis::New).await != doubt::Look::Nothing;
+        assert_eq!(is_known, trial.effects("before").await == 1, "an effect without a record would be done again");
+        assert_eq!(trial.effects("after").await, 0, "what came after is rolled back");
+    }
+    still_works(trial).await;
+}
+
+/// Retryable failures and expired keys run again in the same way, fenced by what was seen (O4,
+/// O29).
+pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
+    let first = claim(Mode::Transactional, "k", 1);
+    let mut tx = begin(trial, &first).await;
+    assert_eq!(
+        tx.complete(Vec::new(), &Outcome::FailedRetryable { error_code: None }, &KEPT).await.unwrap(),
+        Proof::Same
+    );
+    tx.commit().await.unwrap();
+    let seen = record(trial, &first).await;
+    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), ..first.clone() };
+    for commit in [false, true] {
+        let again = trial.store.begin_operation(&anew, Basis::Reclaim(&seen), PATIENCE).await.unwrap();
+        let Begun::Claimed(mut tx) = again else { panic!("not claimed: {again:?}") };
+        assert_eq!((tx.owned().attempts, tx.owned().operation_id), (2, first.operation_id));
+        if F::CONCURRENT_WRITERS {
+            let other = trial.store.begin_operation(&anew, Basis::Reclaim(&seen), PATIENCE).await.unwrap();
+            assert!(!matches!(other, Begun::Claimed(_)), "two run at once");
+        }
+        assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+        if commit {
+            tx.commit().await.unwrap();
+        } else {
+            tx.rollback().await.unwrap();
+            assert_eq!(record(trial, &first).await, seen);
+        }
+    }
+    let late = trial.store.begin_operation(&anew, Basis::Reclaim(&seen), PATIENCE).await.unwrap();
+    assert!(matches!(late, Begun::Existing(record) if record.state == State::Completed));
+}
+
+/// Its record would say what is not so.
+pub async fn o2_an_operation_of_another_mode_is_refused_at_door_a<F: Fixture>(trial: &Trial<F>) {
+    for mode in [Mode::Edge, Mode::Bridged, Mode::Phased] {
+        let claim = claim(mode, "k", 1);
+        assert!(trial.store.begin_operation(&claim, Basis::New, PATIENCE).await.is_err(), "{mode}");
+    }
+}

@@ -1,0 +1,314 @@
+//! A case's own database, and the short ways to do what most cases do.
+
+use std::time::Duration;
+
+use sqlx::Transaction;
+use uuid::Uuid;
+
+use super::{Connection, Fixture, KeysFixture};
+use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId, NewMessage};
+use oncebox::store::{
+    Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow,
+    ParkAs, Parked, RelaySession, Schema, Scope,
+};
+
+/// How long a case waits for what must come.
+pub(super) const DEADLINE: Duration = Duration::from_secs(20);
+/// A lease that no case outlives.
+pub(super) const LEASE: Duration = Duration::from_secs(600);
+
+/// The connection type of a trial's session.
+pub(super) type Session = Box<dyn RelaySession>;
+/// The transaction type of a trial's inbox.
+pub(super) type Tx = Box<dyn InboxTx>;
+
+/// One case on one private database.
+#[derive(Debug)]
+pub struct Trial<F: Fixture> {
+    /// The private database of this case.
+    pub fixture: F,
+    /// A store connected to it.
+    pub store: F::Store,
+}
+
+impl<F: Fixture> Trial<F> {
+    /// A database with the schema, and a table `effect (message, note)` for the effects of
+    /// handlers. None, with a line on stderr, where the service is not there.
+    pub async fn start(case: &str) -> Option<Self> {
+        let trial = Self::start_empty(case).await?;
+        // The cases of the schema begin without it.
+        let without = ["a_new_database_has_no_schema", "migrat"];
+        if !without.iter().any(|prefix| case.starts_with(prefix)) {
+            trial.store.migrate().await.unwrap();
+            trial.run("create table effect (message varchar(64) not null, note varchar(64) not null)").await;
+        }
+        Some(trial)
+    }
+
+    async fn start_empty(case: &str) -> Option<Self> {
+        let Some(fixture) = F::empty().await else {
+            eprintln!("SKIPPED: {case} (the service of {} is not there)", F::Store::NAME);
+            return None;
+        };
+        let store = fixture.connect().await;
+        Some(Self { fixture, store })
+    }
+
+    /// Drops the database. Not called when a case fails, so that what it left can be looked at.
+    pub async fn end(self) {
+        self.store.close().await;
+        self.fixture.remove().await;
+    }
+
+    /// The full name of a table of oncebox.
+    #[must_use]
+    pub fn table(&self, name: &str) -> String {
+        format!("{}{name}", F::PREFIX)
+    }
+
+    /// Runs SQL in a transaction of its own.
+    pub async fn run(&self, sql: &str) -> u64 {
+        let mut tx = self.begin().await;
+        let changed = F::run(&mut tx, sql).await.unwrap();
+        tx.commit().await.unwrap();
+        changed
+    }
+
+    /// Asks for a number.
+    pub async fn number(&self, sql: &str) -> i64 {
+        let mut connection = self.store.pool().acquire().await.unwrap();
+        F::number(&mut connection, sql).await.unwrap()
+    }
+
+    /// How many effects stand for a message.
+    pub async fn effects(&self, message: &str) -> i64 {
+        self.number(&format!("select count(*) from effect where message = '{message}'")).await
+    }
+
+    /// Begins a transaction as an application does.
+    pub async fn begin(&self) -> Transaction<'static, <F::Store as Base>::Db> {
+        F::begin(&self.store).await
+    }
+
+    /// Enqueues in one committed transaction.
+    pub async fn enqueue(&self, messages: Vec<NewMessage>) -> Vec<Uuid> {
+        let mut tx = self.begin().await;
+        let ids = oncebox::store::enqueue_all(&mut *tx, messages).await.unwrap();
+        oncebox::store::commit(tx).await.unwrap();
+        ids
+    }
+
+    /// The session of an owner, who must get it.
+    pub async fn session(&self, owner: &str) -> Session {
+        taken(self.store.open(&lease(owner)).await.unwrap())
+    }
+
+    /// Takes the session away from its owner: the lease has ended.
+    pub async fn take_over(&self, owner: &str) -> Session {
+        F::set_lease_end(&self.store, -1).await;
+        self.session(owner).await
+    }
+
+    /// Registers a consumer with this name and gives its number in the database.
+    pub async fn consumer(&self, name: &str) -> ConsumerId {
+        self.store.register(&spec(name)).await.unwrap()
+    }
+
+    /// Has the server end this connection. False where there is no server: then the case says so,
+    /// and has nothing to show.
+    pub async fn end_connection(&self, case: &str, connection: &mut Connection<F>) -> bool {
+        let Some((number, kill)) = F::KILL else {
+            eprintln!("{case}: {} has no connections that could be lost", F::Store::NAME);
+            return false;
+        };
+        let number = F::number(connection, number).await.unwrap();
+        let mut other = self.store.pool().acquire().await.unwrap();
+        F::run(&mut other, &kill.replace("{}", &number.to_string())).await.unwrap();
+        true
+    }
+
+    /// Parks a message together with its inbox row, in one committed transaction.
+    pub async fn park(&self, consumer: ConsumerId, message: &Message, park_as: ParkAs) {
+        let mut tx = self.store.begin(consumer).await.unwrap();
+        let known = tx.admit(&[entry(message)]).await.unwrap().known;
+        assert_eq!(known, vec![None], "a case parks what is new");
+        tx.park(&[parked(message, park_as)]).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+}
+
+impl<F: Fixture> KeysFixture for Trial<F> {
+    type Store = F::Store;
+
+    async fn start(case: &str) -> Option<Self> {
+        Self::start(case).await
+    }
+
+    fn store(&self) -> &F::Store {
+        &self.store
+    }
+
+    async fn shorten_leases(&self) {
+        let length = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
+        self.run(&format!("update {} set {length}", self.table("idempotency_request"))).await;
+    }
+
+    async fn records(&self) -> i64 {
+        self.number(&format!("select count(*) from {}", self.table("idempotency_request"))).await
+    }
+
+    async fn bodies(&self) -> i64 {
+        let large = self.number(&format!("select count(*) from {}", self.table("idempotency_body"))).await;
+        if F::Store::NAME == "sqlite" {
+            return large;
+        }
+        let small = format!("select count(*) from {} where body_format is not null", self.table("idempotency_request"));
+        large + self.number(&small).await
+    }
+
+    async fn end(self) {
+        Self::end(self).await;
+    }
+}
+
+/// Writes an effect through a handler's transaction.
+pub(super) async fn effect<F: Fixture>(
+    connection: &mut Connection<F>,
+    message: &str,
+    note: &str,
+) -> Result<u64, sqlx::Error> {
+    F::run(connection, &format!("insert into effect (message, note) values ('{message}', '{note}')")).await
+}
+
+/// A request for the first shard.
+pub(super) fn lease(owner: &str) -> LeaseRequest {
+    LeaseRequest::new(owner, LEASE)
+}
+
+/// The session of an answer that must give one.
+pub(super) fn taken(answer: LeaseAnswer) -> Session {
+    match answer {
+        LeaseAnswer::Taken(session) => session,
+        LeaseAnswer::HeldBy { owner, left } => panic!("the shard is held by {owner} for {left:?}"),
+        LeaseAnswer::NoShard => panic!("there is no shard 0"),
+    }
+}
+
+/// A consumer with the usual id rule.
+pub(super) fn spec(name: &str) -> ConsumerSpec {
+    ConsumerSpec { name: name.to_owned(), id_rule: "envelope".to_owned(), accept: false }
+}
+
+/// A message to enqueue.
+pub(super) fn new_message(key: &str, payload: impl Into<String>) -> NewMessage {
+    NewMessage::text("payments", "payment.created", payload).with_key(key)
+}
+
+/// A message as it arrived, with an id of its own.
+pub(super) fn message(key: &str, payload: &str) -> Message {
+    arrived(Some(key), payload, &Uuid::now_v7().to_string())
+}
+
+/// A message as it arrived.
+pub(super) fn arrived(key: Option<&str>, payload: &str, id: &str) -> Message {
+    let arrived = Arrived {
+        topic: "payments".to_owned(),
+        key: key.map(|key| key.as_bytes().to_vec()),
+        headers: vec![("tenant".to_owned(), b"t1".to_vec())],
+        payload: Some(payload.as_bytes().to_vec()),
+        id: Some(id.to_owned()),
+        kind: Some("payment.created".to_owned()),
+        source: Some("shop".to_owned()),
+        time: oncebox::message::wire::parse_time("2026-11-01T10:11:12.123456Z"),
+        content_type: Some("application/json".to_owned()),
+        coordinates: Coordinates { place: "payments".to_owned(), partition: 3, offset: 41 },
+    };
+    Message::identify(arrived, &IdRule::Envelope, "", true).unwrap()
+}
+
+/// An inbox entry of a message.
+pub(super) fn entry(message: &Message) -> InboxEntry {
+    InboxEntry { id: message.id, hash: message.content_hash() }
+}
+
+/// An inbox entry with an id of its own.
+pub(super) fn new_entry() -> InboxEntry {
+    InboxEntry { id: MessageId::new(), hash: [7; 16] }
+}
+
+/// A message to park: after one try, or behind another one and never tried.
+pub(super) fn parked(message: &Message, park_as: ParkAs) -> Parked {
+    let tried = park_as != ParkAs::Behind;
+    Parked { message: message.clone(), park_as, attempts: u32::from(tried), error: tried.then(|| "no".to_owned()) }
+}
+
+/// All kinds of the topic that cases use.
+pub(super) fn everything() -> Scope {
+    Scope { topics: vec!["payments".to_owned()], places: Vec::new(), kinds: None }
+}
+
+/// The column `due_at`, a day later.
+pub(super) fn in_a_day<F: Fixture>() -> &'static str {
+    match F::Store::NAME {
+        "sqlite" => "due_at + 86400000",
+        "mysql" => "due_at + interval 1 day",
+        _ => "due_at + interval '1 day'",
+    }
+}
+
+/// Parks a message so that it is due at once.
+pub(super) fn due() -> ParkAs {
+    ParkAs::Due(Duration::ZERO)
+}
+
+/// Reads, claiming after each read as a relay does, until so many rows came; gives them and the
+/// last batch.
+pub(super) async fn read_rows(session: &mut Session, wanted: usize) -> (Vec<OutboxRow>, u64) {
+    let began = std::time::Instant::now();
+    let mut rows = Vec::new();
+    loop {
+        let read = session.read(100).await.unwrap();
+        rows.extend(read.rows);
+        session.claim(Mark::default()).await.unwrap();
+        if rows.len() >= wanted {
+            return (rows, read.batch);
+        }
+        assert!(began.elapsed() < DEADLINE, "{} of {wanted} rows after {DEADLINE:?}", rows.len());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Reads a few times and finds nothing.
+pub(super) async fn read_nothing(session: &mut Session) -> u64 {
+    let mut batch = 0;
+    for _ in 0..3 {
+        let read = session.read(100).await.unwrap();
+        let positions: Vec<i64> = read.rows.iter().map(|row| row.position).collect();
+        assert!(positions.is_empty(), "unexpected rows at {positions:?}");
+        session.claim(Mark::default()).await.unwrap();
+        batch = read.batch;
+    }
+    batch
+}
+
+/// A mark through a batch.
+pub(super) fn through(batch: u64) -> Mark {
+    Mark { through: Some(batch), ..Mark::default() }
+}
+
+/// Payloads as text, in order.
+pub(super) fn payloads(rows: &[OutboxRow]) -> Vec<String> {
+    rows.iter().map(|row| String::from_utf8_lossy(&row.message.payload).into_owned()).collect()
+}
+
+/// Asks until the answer is there.
+pub(super) async fn eventually<T, A: Future<Output = Option<T>>>(what: &str, mut ask: impl FnMut() -> A) -> T {
+    let began = std::time::Instant::now();
+    loop {
+        if let Some(answer) = ask().await {
+            return answer;
+        }
+        assert!(began.elapsed() < DEADLINE, "after {DEADLINE:?} still not: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}

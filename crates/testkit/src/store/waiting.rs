@@ -1,0 +1,405 @@
+//! Cases of waiting messages: order per key, claims, retries, death (R25).
+
+use std::time::Duration;
+
+use super::trial::{arrived, due, entry, eventually, everything, in_a_day, message, parked};
+use super::{Fixture, Trial};
+use oncebox::message::Message;
+use oncebox::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, Operator, ParkAs, Scope, Waiting};
+
+const CLAIM: Duration = Duration::from_secs(600);
+
+fn payloads(claimed: &[ClaimedMessage]) -> Vec<String> {
+    claimed.iter().map(|claimed| String::from_utf8_lossy(&claimed.message.payload).into_owned()).collect()
+}
+
+/// Claims one head after the other, until none is due.
+async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<ClaimedMessage> {
+    let mut claimed = Vec::new();
+    while let Some(head) = claim_one(trial, consumer, CLAIM).await {
+        claimed.push(head);
+    }
+    claimed
+}
+
+async fn claim_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: Duration) -> Option<ClaimedMessage> {
+    trial.store.claim_due(consumer, &everything(), &Claim::new(length)).await.unwrap()
+}
+
+/// Finishes what was claimed together.
+async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[ClaimedMessage]) -> bool {
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    let finished = tx.finish(run).await.unwrap();
+    if finished {
+        tx.commit().await.unwrap();
+    } else {
+        tx.rollback().await.unwrap();
+    }
+    finished
+}
+
+/// Finishes a claimed message as the retrier does.
+async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &ClaimedMessage) -> bool {
+    finish_run(trial, consumer, std::slice::from_ref(claimed)).await
+}
+
+/// A head and two behind it, for each key.
+async fn three_of_each<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, keys: &[&str]) {
+    for number in 1..=3 {
+        for key in keys {
+            let park_as = if number == 1 { due() } else { ParkAs::Behind };
+            trial.park(consumer, &message(key, &format!("{key}{number}")), park_as).await;
+        }
+    }
+}
+
+/// Never two of a key at once.
+pub async fn r25_only_the_head_of_a_key_is_claimed<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let other = trial.consumer("other").await;
+    three_of_each(trial, consumer, &["a", "b"]).await;
+    // Even one that was given a due time, by whatever way.
+    trial.park(consumer, &message("a", "a4"), due()).await;
+    assert!(claim(trial, other).await.is_empty(), "another consumer's");
+    assert!(claim_one(trial, consumer, CLAIM).await.is_some());
+    let rest = claim(trial, consumer).await;
+    assert_eq!(rest.len(), 1);
+    assert!(claim(trial, consumer).await.is_empty());
+}
+
+/// Twenty claimers, three keys.
+pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a", "b", "c"]).await;
+    let mut claimers = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        let store = trial.store.clone();
+        claimers.spawn(async move { store.claim_due(consumer, &everything(), &Claim::new(CLAIM)).await.unwrap() });
+    }
+    let mut claimed = payloads(&claimers.join_all().await.into_iter().flatten().collect::<Vec<_>>());
+    // Locked heads are skipped, so that a claimer may have come away with less than there was.
+    claimed.extend(payloads(&claim(trial, consumer).await));
+    claimed.sort_unstable();
+    assert_eq!(claimed, ["a1", "b1", "c1"]);
+}
+
+/// In the same transaction, and only when it commits.
+pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a"]).await;
+    let head = claim(trial, consumer).await.remove(0);
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+    tx.rollback().await.unwrap();
+    assert!(claim(trial, consumer).await.is_empty(), "it was not finished");
+    let mut order = Vec::new();
+    let mut head = Some(head);
+    while let Some(claimed) = head {
+        order.extend(payloads(std::slice::from_ref(&claimed)));
+        assert!(finish(trial, consumer, &claimed).await);
+        assert!(!finish(trial, consumer, &claimed).await, "it is gone");
+        head = claim(trial, consumer).await.pop();
+    }
+    assert_eq!(order, ["a1", "a2", "a3"]);
+    assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
+}
+
+/// Every part, any bytes.
+pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let usual = message("k", r#"{"n":1}"#);
+    let mut strange = arrived(Some("x"), "", "an id as text \0 ä");
+    strange.key = Some(vec![0, 255, 32]);
+    strange.payload = vec![0, 255, 128, 10];
+    strange.headers = vec![("a".into(), vec![0, 255]), ("a".into(), Vec::new()), ("ä \"".into(), b"'\\".to_vec())];
+    strange.trace =
+        oncebox::message::TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
+    let mut bare = arrived(None, "", &uuid::Uuid::now_v7().to_string());
+    (bare.tombstone, bare.time, bare.content_type) = (true, None, None);
+    (bare.kind, bare.source) = (String::new(), String::new());
+    bare.headers.clear();
+    for given in [usual, strange, bare] {
+        trial.park(consumer, &given, due()).await;
+        let claimed = claim(trial, consumer).await.remove(0);
+        assert_eq!(claimed.message, Message { attempt: 2, ..given.clone() });
+        assert_eq!(claimed.message.content_hash(), given.content_hash());
+        assert!(finish(trial, consumer, &claimed).await);
+    }
+}
+
+/// And then it is.
+pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
+    trial.park(consumer, &message("late", "late"), ParkAs::Due(Duration::from_secs(3_600))).await;
+    assert!(claim(trial, consumer).await.is_empty());
+    let due_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
+    assert!(due_in > Duration::from_secs(3_500) && due_in <= Duration::from_secs(3_600), "{due_in:?}");
+    trial.park(consumer, &message("soon", "soon"), ParkAs::Due(Duration::from_millis(50))).await;
+    let claimed = eventually("it is due", || async { claim(trial, consumer).await.pop() }).await;
+    assert_eq!(payloads(&[claimed]), ["soon"]);
+    trial.park(consumer, &message("now", "now"), due()).await;
+    let due_in = eventually("its due time has come", || async {
+        trial.store.next_due(consumer, &everything()).await.unwrap().filter(Duration::is_zero)
+    })
+    .await;
+    assert_eq!(due_in, Duration::ZERO);
+}
+
+/// Of two versions that run side by side, each takes what it has a handler for, and of two
+/// processes each its topics.
+pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic<F: Fixture>(
+    trial: &Trial<F>,
+) {
+    let consumer = trial.consumer("c").await;
+    let of_kind = |key: &str, kind: &str| Message { kind: kind.to_owned(), ..message(key, key) };
+    trial.park(consumer, &of_kind("a", "new"), due()).await;
+    trial.park(consumer, &of_kind("a", "old"), ParkAs::Behind).await;
+    trial.park(consumer, &of_kind("b", "old, too"), due()).await;
+    let kinds = |kinds: &[&str]| Some(kinds.iter().map(|kind| (*kind).to_owned()).collect());
+    let other_place = Scope { topics: vec!["refunds".into()], places: vec!["refunds.c".into()], kinds: None };
+    for nothing in [
+        Scope { kinds: kinds(&["old", "NEW", "ne"]), ..everything() },
+        Scope { kinds: kinds(&[]), ..everything() },
+        other_place.clone(),
+        Scope::default(),
+    ] {
+        assert_eq!(trial.store.next_due(consumer, &nothing).await.unwrap(), None, "{nothing:?}");
+        let claimed = trial.store.claim_due(consumer, &nothing, &Claim::new(CLAIM)).await.unwrap();
+        assert!(claimed.is_none(), "{nothing:?}");
+    }
+    for (scope, key) in [
+        (Scope { kinds: kinds(&["old", "old, too"]), ..everything() }, "b"),
+        // A queue may hold what came under another routing key.
+        (Scope { places: vec!["payments".into()], kinds: kinds(&["new"]), ..other_place }, "a"),
+    ] {
+        assert_eq!(trial.store.next_due(consumer, &scope).await.unwrap(), Some(Duration::ZERO));
+        let claim = Claim::new(CLAIM);
+        let head = trial.store.claim_due(consumer, &scope, &claim).await.unwrap().unwrap();
+        assert!(trial.store.claim_behind(consumer, &head, &scope, 9, &claim).await.unwrap().is_empty(), "{scope:?}");
+        assert_eq!(payloads(&[head]), [key], "{scope:?}");
+    }
+}
+
+/// A younger one that became due, and stands behind an older one that came back, is not what comes
+/// next.
+pub async fn r25_only_a_head_is_due_next<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("a", "a1"), ParkAs::Due(Duration::from_secs(3_600))).await;
+    trial.park(consumer, &message("a", "a2"), due()).await;
+    let due_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
+    assert!(due_in > Duration::from_secs(3_500), "{due_in:?}");
+    assert!(claim(trial, consumer).await.is_empty());
+}
+
+/// A process froze: its try stays counted, its effects cannot commit.
+pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("k", "1"), due()).await;
+    let frozen = claim_one(trial, consumer, Duration::from_millis(50)).await.unwrap();
+    assert_eq!((frozen.message.attempt, frozen.suspect), (2, false));
+    assert!(trial.store.count_try(&frozen).await.unwrap());
+    assert!(trial.store.count_try(&frozen).await.unwrap(), "asked twice, counted once");
+    let second = eventually("the claim has ended", || async { claim(trial, consumer).await.pop() }).await;
+    assert_eq!((second.tries, second.message.attempt, second.suspect), (2, 3, true));
+    assert_ne!(second.claim, frozen.claim);
+    assert!(!finish(trial, consumer, &frozen).await);
+    assert!(!trial.store.postpone(&frozen, Duration::ZERO, "no").await.unwrap());
+    assert!(!trial.store.count_try(&frozen).await.unwrap());
+    assert_eq!(trial.store.give_back(consumer, std::slice::from_ref(&frozen)).await.unwrap(), 0);
+    assert!(!trial.store.bury(&frozen, "attempts", "no", true).await.unwrap());
+    assert!(finish(trial, consumer, &second).await);
+    assert!(trial.store.dead(&DeadFilter::default()).await.unwrap().is_empty());
+}
+
+/// Nobody's failure costs nothing.
+pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("k", "1"), due()).await;
+    let first = claim(trial, consumer).await.remove(0);
+    assert_eq!(first.message.attempt, 2);
+    assert!(trial.store.count_try(&first).await.unwrap());
+    assert_eq!(trial.store.give_back(consumer, &[first]).await.unwrap(), 1);
+    let second = claim(trial, consumer).await.remove(0);
+    assert_eq!((second.message.attempt, second.suspect), (2, false));
+    // Counted with its failure, whether it was counted before or not.
+    assert!(trial.store.postpone(&second, Duration::ZERO, "no").await.unwrap());
+    let third = eventually("it is due again", || async { claim(trial, consumer).await.pop() }).await;
+    assert_eq!(third.message.attempt, 3);
+    assert!(trial.store.postpone(&third, Duration::from_secs(3_600), "no").await.unwrap());
+    assert!(claim(trial, consumer).await.is_empty());
+    assert!(!trial.store.postpone(&third, Duration::ZERO, "again").await.unwrap(), "the claim is gone");
+}
+
+/// One batch: removed in one transaction, or given back in order.
+pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a", "b"]).await;
+    for name in ["a4", "a5"] {
+        trial.park(consumer, &message("a", name), ParkAs::Behind).await;
+    }
+    let run_of = |length: Duration| async move {
+        let claim = Claim::new(length);
+        let head = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap()?;
+        let behind = trial.store.claim_behind(consumer, &head, &everything(), 3, &claim).await.unwrap();
+        Some([vec![head], behind].concat())
+    };
+    let run = run_of(CLAIM).await.unwrap();
+    assert_eq!(payloads(&run), ["a1", "a2", "a3", "a4"], "as many as are asked for");
+    assert_eq!(run.iter().map(|one| one.message.attempt).collect::<Vec<_>>(), [2, 1, 1, 1]);
+    let other = run_of(CLAIM).await.unwrap();
+    assert_eq!(payloads(&other), ["b1", "b2", "b3"]);
+    assert!(run_of(CLAIM).await.is_none(), "all heads are claimed");
+    // A part is given back, the rest is done: the next of the key is due.
+    assert_eq!(trial.store.give_back(consumer, &run[2..]).await.unwrap(), 2);
+    assert!(run_of(CLAIM).await.is_none(), "what stands behind a claimed head is not due");
+    assert!(!finish_run(trial, consumer, &run).await, "all of them or none");
+    assert!(finish_run(trial, consumer, &run[..2]).await);
+    let run = run_of(Duration::from_millis(30)).await.unwrap();
+    assert_eq!(payloads(&run), ["a3", "a4", "a5"]);
+    // Who claimed them died: each of them is suspected, and none is claimed with another.
+    let suspect = eventually("the claim has ended", || run_of(CLAIM)).await;
+    assert_eq!((payloads(&suspect), suspect[0].suspect, suspect[0].tries), (vec!["a3".to_owned()], true, 0));
+    assert!(finish_run(trial, consumer, &suspect).await);
+    let next = eventually("the next is due", || run_of(CLAIM)).await;
+    assert_eq!((payloads(&next), next[0].suspect), (vec!["a4".to_owned()], true));
+    // A head that failed is tried alone, and what stands behind it waits for it.
+    assert!(trial.store.postpone(&next[0], Duration::ZERO, "no").await.unwrap());
+    let again = eventually("it is due again", || run_of(CLAIM)).await;
+    assert_eq!((again[0].message.attempt, again[0].suspect), (2, false));
+    assert_eq!(trial.store.give_back(consumer, &other).await.unwrap(), 3);
+    assert_eq!(payloads(&run_of(CLAIM).await.unwrap()), ["b1", "b2", "b3"]);
+}
+
+/// Whoever commits last looks: one that stored a message behind a head that was just removed, or
+/// one that removed it.
+pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let left = message("a", "a1");
+    trial.park(consumer, &left, ParkAs::Behind).await;
+    three_of_each(trial, consumer, &["b"]).await;
+    assert_eq!(payloads(&claim(trial, consumer).await), ["b1"]);
+    let lanes = [left.lane_id().unwrap(), message("b", "").lane_id().unwrap(), message("none", "").lane_id().unwrap()];
+    trial.store.wake(consumer, &lanes).await.unwrap();
+    assert_eq!(payloads(&claim(trial, consumer).await), ["a1"]);
+}
+
+/// The clock was a day ahead when it was made.
+pub async fn r22_a_claim_that_ends_later_than_any_claim_can_is_over<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("a", "a1"), due()).await;
+    trial.park(consumer, &message("b", "b1"), ParkAs::Due(Duration::from_secs(86_400))).await;
+    let claimed = claim_one(trial, consumer, CLAIM).await.unwrap();
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "the claim stands");
+    let waiting = trial.table("waiting");
+    trial
+        .run(&format!("update {waiting} set due_at = {} where sequence = {}", in_a_day::<F>(), claimed.sequence))
+        .await;
+    assert!(claim(trial, consumer).await.is_empty());
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 1);
+    assert_eq!(payloads(&claim(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
+}
+
+/// The database went away, and what it claimed is not known to anybody: the token gives it back.
+pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a", "b"]).await;
+    let (lost, other) = (Claim::new(CLAIM), Claim::new(CLAIM));
+    assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 0, "nothing was claimed yet");
+    let attempts = |heads: &[ClaimedMessage]| heads.iter().map(|head| head.message.attempt).collect::<Vec<_>>();
+    let first: Vec<_> = trial.store.claim_due(consumer, &everything(), &lost).await.unwrap().into_iter().collect();
+    let second: Vec<_> = trial.store.claim_due(consumer, &everything(), &other).await.unwrap().into_iter().collect();
+    assert_eq!((attempts(&first), attempts(&second)), (vec![2], vec![2]));
+    assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 1);
+    assert!(!finish(trial, consumer, &first[0]).await, "the claim is gone");
+    let again = claim(trial, consumer).await;
+    assert_eq!((attempts(&again), again[0].sequence), (vec![2], first[0].sequence), "due at once, and uncounted");
+    assert!(finish(trial, consumer, &second[0]).await, "another claim is not touched");
+}
+
+/// Hold is for order, skip for going on.
+pub async fn a_buried_message_holds_its_key_or_lets_it_go<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["hold", "skip"]).await;
+    for claimed in claim(trial, consumer).await {
+        let holds = claimed.message.key_text() == Some("hold");
+        assert!(trial.store.bury(&claimed, "attempts", "no", holds).await.unwrap());
+        assert!(!trial.store.bury(&claimed, "attempts", "no", holds).await.unwrap());
+        assert!(!finish(trial, consumer, &claimed).await);
+    }
+    assert_eq!(payloads(&claim(trial, consumer).await), ["skip2"]);
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "what stands behind a dead one is no head");
+    let held = arrived(Some("hold"), "", "x").lane_id().unwrap();
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    assert!(tx.standing(&[held]).await.unwrap().blocked.contains(&held));
+    tx.rollback().await.unwrap();
+    let dead = trial.store.dead(&DeadFilter::default()).await.unwrap();
+    let mut dead: Vec<_> = dead.into_iter().map(|dead| (dead.key.unwrap(), dead.reason, dead.behind)).collect();
+    dead.sort();
+    assert_eq!(dead, [("hold".into(), "attempts".into(), 2), ("skip".into(), "attempts".into(), 0)]);
+}
+
+/// Two transactions that did not see each other may leave a key without a due time.
+pub async fn r25_a_head_that_a_race_left_behind_is_swept_up<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    for key in ["a", "b"] {
+        trial.park(consumer, &message(key, &format!("{key}1")), ParkAs::Behind).await;
+        trial.park(consumer, &message(key, &format!("{key}2")), ParkAs::Behind).await;
+    }
+    three_of_each(trial, consumer, &["healthy"]).await;
+    assert_eq!(payloads(&claim(trial, consumer).await), ["healthy1"]);
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 2);
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0);
+    let mut claimed = payloads(&claim(trial, consumer).await);
+    claimed.sort_unstable();
+    assert_eq!(claimed, ["a1", "b1"]);
+}
+
+/// Each on its own.
+pub async fn messages_without_a_key_wait_for_nobody<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    for number in 1..=3 {
+        let keyless = arrived(None, &number.to_string(), &uuid::Uuid::now_v7().to_string());
+        trial.park(consumer, &keyless, due()).await;
+    }
+    let claimed = claim(trial, consumer).await;
+    assert_eq!(claimed.len(), 3);
+    assert!(trial.store.bury(&claimed[0], "terminal", "no", true).await.unwrap());
+    assert!(finish(trial, consumer, &claimed[1]).await);
+    assert!(trial.store.postpone(&claimed[2], Duration::ZERO, "no").await.unwrap());
+    let again = eventually("it is due again", || async { claim(trial, consumer).await.pop() }).await;
+    assert_eq!(again.sequence, claimed[2].sequence);
+}
+
+/// A verdict leaves no inbox row, so the same delivery may come to it many times.
+pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let mut message = message("k", "1");
+    let dead = || ParkAs::Dead { reason: "too-old".into(), holds: false };
+    for _ in 0..3 {
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.admit(&[entry(&message)]).await.unwrap();
+        tx.forget(&[message.id]).await.unwrap();
+        tx.park(&[parked(&message, dead())]).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+    assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 1);
+    message.payload = b"2".to_vec();
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.park(&[parked(&message, dead())]).await.unwrap();
+    tx.commit().await.unwrap();
+    assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 2, "another content is another one");
+}
+
+/// Where a consumer stops taking: what waits does not count, nor what is dead of another.
+pub async fn g11_dead_messages_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
+    let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
+    let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
+    trial.park(consumer, &message("a", "1"), dead()).await;
+    trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
+    trial.park(other, &message("a", "1"), dead()).await;
+    assert!(trial.store.has_dead(consumer, 1).await.unwrap());
+    assert!(!trial.store.has_dead(consumer, 2).await.unwrap());
+    trial.park(consumer, &message("b", "1"), dead()).await;
+    assert!(trial.store.has_dead(consumer, 2).await.unwrap());
+}
