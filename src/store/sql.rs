@@ -14,6 +14,10 @@
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
+//! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | behind FROM: the rows of a table that a list names |
+//! | `{or update COLUMNS}`, `{new COLUMN}` | an INSERT that changes the row there; what it inserts |
+//! | `{greatest}` | the function of that name |
+//! | `{piece NAME}` | what several texts share, from [`pieces`] |
 //! | `{if name: ..}` | only where the value is true, or there |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
@@ -29,7 +33,12 @@
 //! Not here: statements of the hot path (the relay's read and claim, admission to the inbox, the
 //! doors, claim and outcome of an operation), which are each database's own.
 
+pub(in crate::store) mod expiry;
+mod key_operator;
+pub(in crate::store) mod live;
 pub(in crate::store) mod mailbox;
+pub(in crate::store) mod pieces;
+pub(in crate::store) mod records;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -40,10 +49,13 @@ use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
-use super::Dialect;
+use super::operations::RecordFence;
+use super::{Dialect, Fenced, NewEvidence, Outcome, StoredOperation};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
 
 /// A value to bind; a missing one is a null of its type.
 #[derive(Debug, Clone, PartialEq)]
@@ -163,6 +175,11 @@ pub(in crate::store) struct Statement {
 /// A text, to which values are bound.
 pub(in crate::store) fn sql(text: &'static str) -> Statement {
     Statement { text, values: Vec::new() }
+}
+
+/// A text in the words of a database, for a statement that binds its values itself.
+pub(in crate::store) fn words(text: &'static str, dialect: Dialect) -> &'static str {
+    written(&sql(text), dialect).text
 }
 
 impl Statement {
@@ -293,13 +310,25 @@ impl Writing<'_> {
             }
         } else if let Some((of, list)) = word.strip_prefix("in ").and_then(|word| word.split_once(' ')) {
             self.one_of(of, list);
-        } else {
+        } else if let Some(keys) = word.strip_prefix("or update ") {
+            match self.dialect {
+                Postgres | Sqlite => self.around("on conflict (", keys, ") do update set"),
+                MySql => self.text.push_str("on duplicate key update"),
+            }
+        } else if let Some(column) = word.strip_prefix("new ") {
+            match self.dialect {
+                Postgres | Sqlite => self.around("excluded.", column, ""),
+                MySql => self.around("values(", column, ")"),
+            }
+        } else if self.longer_word(word).is_none() {
             self.write(match (word, self.dialect) {
                 // Of the statement: compared with the clock itself, no index is read by a time.
                 ("now", Postgres) => "statement_timestamp()",
                 ("clock", Postgres) => "clock_timestamp()",
                 ("now" | "clock", MySql) => "utc_timestamp(6)",
                 ("now" | "clock", Sqlite) => "cast(round(unixepoch('subsec') * 1000) as integer)",
+                ("greatest", Postgres | MySql) => "greatest",
+                ("greatest", Sqlite) => "max",
                 ("key", MySql) => "`key`",
                 ("key", _) => "key",
                 ("lock", Postgres | MySql) => "for update",
@@ -500,10 +529,45 @@ pub(in crate::store) trait Transaction: Send {
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the answer was lost.
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+
+    /// Takes everything back, and gives the connection back.
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+
+    /// An operation with all that is known of it.
+    fn operation(&mut self, id: Uuid) -> BoxFuture<'_, Result<Option<StoredOperation>, StoreError>>;
+
+    /// Appends one row of evidence.
+    fn append<'a>(&'a mut self, evidence: &'a NewEvidence) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// Takes away what was kept of an operation; `but_late_runs`: not that a run succeeded.
+    fn forget(&mut self, id: Uuid, but_late_runs: bool) -> BoxFuture<'_, Result<(), StoreError>>;
+
+    /// Brings the record after its operation.
+    fn follow(&mut self, id: Uuid, stage: Stage) -> BoxFuture<'_, Result<(), StoreError>>;
+
+    /// Writes an outcome to a record.
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>>;
+
+    /// Writes the outcome of an operation to its record.
+    fn end_record<'a>(
+        &'a mut self,
+        id: Uuid,
+        record: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
 }
 
 /// A database that these texts run on.
 pub(in crate::store) trait SqlStore: Send + Sync {
+    /// Which database it is.
+    fn dialect(&self) -> Dialect;
+
     /// A connection, to read.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use sqlx::MySql;
 use uuid::Uuid;
 
-pub(super) use self::tx::{end_record, fence_of, forget};
+pub(super) use self::tx::{end_record, forget};
 
 use super::operations::{Query, micros};
 use super::{MySqlStore, START, number_list};

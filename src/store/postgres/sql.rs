@@ -7,8 +7,13 @@ use sqlx::{Postgres, query};
 use uuid::Uuid;
 
 use super::PostgresStore;
+use super::operations::finish;
+use super::phases;
 use crate::error::StoreError;
-use crate::store::Dialect;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+use crate::store::operations::RecordFence;
+use crate::store::{Dialect, Fenced, NewEvidence, Outcome, StoredOperation};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 
@@ -40,10 +45,15 @@ impl Row for PgRow {
     }
 }
 
+/// A text that begins so is planned for each run: a plan that was made for tables that were still
+/// empty would read all there is, until they are analyzed.
+const PLANNED_ANEW: &str = "/* planned anew */";
+
 /// The statement of sqlx.
 fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, PgArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::Postgres)?;
-    Ok(values.into_iter().fold(query(text), |query, value| match value {
+    let empty = query(text).persistent(!text.starts_with(PLANNED_ANEW));
+    Ok(values.into_iter().fold(empty, |query, value| match value {
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
@@ -91,9 +101,52 @@ impl Transaction for Bounded<Postgres> {
     fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(async move { Self::commit(&mut self).await })
     }
+
+    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
+    }
+
+    fn operation(&mut self, id: Uuid) -> BoxFuture<'_, Result<Option<StoredOperation>, StoreError>> {
+        Box::pin(async move { phases::read(self, id).await })
+    }
+
+    fn append<'a>(&'a mut self, evidence: &'a NewEvidence) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move { Ok(phases::append(evidence).run(self).await.map(drop)?) })
+    }
+
+    fn forget(&mut self, id: Uuid, but_late_runs: bool) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move { phases::forget(self, id, but_late_runs).await })
+    }
+
+    fn follow(&mut self, id: Uuid, stage: Stage) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move { phases::follow(self, id, stage).await })
+    }
+
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
+        Box::pin(async move { finish(self, fence, outcome, retention, None).await })
+    }
+
+    fn end_record<'a>(
+        &'a mut self,
+        id: Uuid,
+        record: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move { phases::end_record(self, id, record, (outcome, retention), None).await })
+    }
 }
 
 impl SqlStore for PostgresStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::Postgres
+    }
+
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
         Box::pin(async move { Ok(Box::new(self.pool.acquire().await?) as Box<dyn Session>) })
     }

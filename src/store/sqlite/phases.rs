@@ -13,7 +13,7 @@ use sqlx::sqlite::SqliteConnection;
 use sqlx::{Row, query, query_scalar};
 use uuid::Uuid;
 
-pub(super) use self::tx::{end_record, fence_of, forget};
+pub(super) use self::tx::{end_record, forget};
 
 use super::connect::SqliteStore;
 use super::operations::Query;

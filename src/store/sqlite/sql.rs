@@ -13,9 +13,14 @@ use super::connect::SqliteStore;
 use super::message::sixteen;
 use super::millis;
 use super::write::Write;
+use super::operations::finish;
+use super::phases;
 use crate::error::StoreError;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
-use crate::store::{Base, Dialect};
+use crate::store::operations::RecordFence;
+use crate::store::{Base, Dialect, Fenced, NewEvidence, Outcome, StoredOperation};
 
 impl Row for SqliteRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
@@ -112,9 +117,52 @@ impl Transaction for Write {
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(Self::commit(*self))
     }
+
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(Self::rollback(*self))
+    }
+
+    fn operation(&mut self, id: Uuid) -> BoxFuture<'_, Result<Option<StoredOperation>, StoreError>> {
+        Box::pin(async move { phases::read(self.connection(), id).await })
+    }
+
+    fn append<'a>(&'a mut self, evidence: &'a NewEvidence) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move { Ok(phases::append(evidence).execute(self.connection()).await.map(drop)?) })
+    }
+
+    fn forget(&mut self, id: Uuid, but_late_runs: bool) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move { phases::forget(self.connection(), id, but_late_runs).await })
+    }
+
+    fn follow(&mut self, id: Uuid, stage: Stage) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move { phases::follow(self.connection(), id, stage).await })
+    }
+
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
+        Box::pin(async move { finish(self.connection(), fence, outcome, retention).await })
+    }
+
+    fn end_record<'a>(
+        &'a mut self,
+        id: Uuid,
+        record: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move { phases::end_record(self.connection(), id, record, outcome, retention).await })
+    }
 }
 
 impl SqlStore for SqliteStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::Sqlite
+    }
+
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
         Box::pin(async move { Ok(Box::new(self.pool().acquire().await?) as Box<dyn Session>) })
     }

@@ -7,7 +7,6 @@ use sqlx::{AssertSqlSafe, MySql, Row, query, raw_sql};
 use uuid::Uuid;
 
 use super::super::inbox::START_HANDLER;
-use super::super::key_operator::conflict;
 use super::super::operations::{DUPLICATE, Held, SHORT_WAIT, USUAL_WAIT, finish, is_locked, staked};
 use super::super::schema::number;
 use super::super::{MySqlStore, micros};
@@ -19,8 +18,10 @@ use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
+use crate::store::sql::pieces::HAS_CONFLICT;
+use crate::store::sql::words;
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
+    Basis, Begun, Dialect, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
     StoredEvidence,
 };
 
@@ -81,7 +82,7 @@ pub(super) async fn begin_first(
 
 /// Whether a person must look at it first.
 async fn has_conflict(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<bool, StoreError> {
-    let conflict = query(concat!("select 1 from oncebox_operation o where o.operation_id = ? and ", conflict!()));
+    let conflict = query(words(HAS_CONFLICT, Dialect::MySql));
     Ok(conflict.bind(operation_id.as_bytes().to_vec()).optional(transaction).await?.is_some())
 }
 

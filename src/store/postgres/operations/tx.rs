@@ -9,13 +9,14 @@ use uuid::Uuid;
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
 use super::super::door::checked;
-use super::{CLAIM, LOCK, RENEW, Within, find, finish, insert, renew, renewal};
+use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::policy::operation::Mode;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
+use crate::store::sql::{Session, records, sql};
+use crate::store::{Basis, Begun, Dialect, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -23,7 +24,7 @@ pub(in crate::store) struct PostgresOperationTx {
     held: Held,
     owned: Owned,
     claim: KeyClaim,
-    /// What the claim rested on; see [`renewal`].
+    /// What the claim rested on; see [`records::renewal`].
     holds: Option<&'static str>,
 }
 
@@ -73,7 +74,7 @@ pub(super) async fn begin(
     Ok(match staked_in(tx, claim, basis, &owned).await? {
         Begun::Claimed((tx, token)) => {
             let held = Held { tx, token, savepoint };
-            Begun::Claimed(PostgresOperationTx { held, owned, claim: claim.clone(), holds: renewal(basis) })
+            Begun::Claimed(PostgresOperationTx { held, owned, claim: claim.clone(), holds: records::renewal(basis, Dialect::Postgres) })
         }
         Begun::Existing(record) => Begun::Existing(record),
         Begun::Locked => Begun::Locked,
@@ -105,6 +106,8 @@ pub(in crate::store::postgres) async fn staked(
     staked_in(store.transaction().await?, claim, basis, owned).await
 }
 
+const LOCK_FREE: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock free}";
+
 async fn staked_in(
     mut tx: Bounded<Postgres>,
     claim: &KeyClaim,
@@ -116,10 +119,9 @@ async fn staked_in(
     {
         // Runs of that mode leave evidence, which is read under the lock of the row; nobody is
         // waited for.
-        let lock = AssertSqlSafe(format!("{LOCK} skip locked"));
-        sqlx::query(lock).bind(claim.identity.digest().as_slice()).optional(&mut tx).await?;
+        tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?;
     }
-    if let Some(token) = stake(&mut tx, claim, renewal(basis), owned).await? {
+    if let Some(token) = stake(&mut tx, claim, records::renewal(basis, Dialect::Postgres), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
     // A statement of its own: it sees what was committed meanwhile.

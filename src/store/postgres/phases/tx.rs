@@ -9,7 +9,6 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
-use super::super::key_operator::conflict;
 use super::super::operations::{Held, Within, finish, proved_by, staked, undo};
 use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
@@ -19,8 +18,10 @@ use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
+use crate::store::sql::pieces::HAS_CONFLICT;
+use crate::store::sql::words;
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
+    Basis, Begun, Dialect, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
     StoredEvidence,
 };
 
@@ -97,7 +98,7 @@ pub(super) async fn begin_first(
 
 /// Whether a person must look at it first.
 async fn has_conflict(tx: &mut Bounded<Postgres>, operation_id: Uuid) -> Result<bool, StoreError> {
-    let conflict = query(concat!("select 1 from oncebox.operation o where o.operation_id = $1 and ", conflict!()));
+    let conflict = query(words(HAS_CONFLICT, Dialect::Postgres));
     Ok(conflict.bind(operation_id).optional(tx).await?.is_some())
 }
 

@@ -10,7 +10,6 @@ use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
 
 use super::super::connect::SqliteStore;
-use super::super::key_operator::conflict;
 use super::super::operations::{Savepoint, finish, staked};
 use super::super::write::Write;
 use super::super::{millis, now_ms};
@@ -21,8 +20,10 @@ use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
+use crate::store::sql::pieces::HAS_CONFLICT;
+use crate::store::sql::words;
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+    Basis, Begun, Dialect, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
 };
 
 /// A transaction in which one phase runs. It holds the turn and the write lock of the file.
@@ -79,7 +80,7 @@ pub(super) async fn begin_first(
 
 /// Whether a person must look at it first.
 async fn has_conflict(connection: &mut SqliteConnection, operation_id: Uuid) -> Result<bool, StoreError> {
-    let conflict = query(concat!("select 1 from oncebox_operation as o where o.operation_id = ? and ", conflict!()));
+    let conflict = query(words(HAS_CONFLICT, Dialect::Sqlite));
     Ok(conflict.bind(operation_id.as_bytes().to_vec()).fetch_optional(connection).await?.is_some())
 }
 
