@@ -11,6 +11,8 @@
 //! | `{clock}` | the clock at this moment, where a database has one; else as `{now}` |
 //! | `{micros EXPRESSION}` | a time as microseconds since 1970 |
 //! | `{span :name}` | a bound [`Value::Span`], to be added to a time |
+//! | `{lease}`, `{lease :name}` | the column with the length of a lease, and what it is set to |
+//! | `{lease of ALIAS}` | the length of a lease that is stored, to be added to a time |
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
@@ -19,6 +21,8 @@
 //!
 //! Lists are arrays on PostgreSQL, and a JSON array elsewhere, ids and bytes in hexadecimal: a text
 //! may also read `:name` by `json_table` or `json_each`.
+//!
+//! A text that has no words for a database does nothing there.
 //!
 //! Guarantees:
 //!
@@ -30,6 +34,7 @@
 //! doors, claim and outcome of an operation), which are each database's own.
 
 pub(in crate::store) mod mailbox;
+pub(in crate::store) mod phases;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -285,6 +290,14 @@ impl Writing<'_> {
                 MySql => self.around("interval ", name, " microsecond"),
                 Sqlite => self.write(name),
             }
+        } else if let Some(alias) = word.strip_prefix("lease of ") {
+            match self.dialect {
+                Postgres => self.around("", alias, ".lease_seconds * interval '1 second'"),
+                MySql => self.around("interval round(", alias, ".lease_seconds * 1000000) microsecond"),
+                Sqlite => self.around("", alias, ".lease_ms"),
+            }
+        } else if let Some(name) = word.strip_prefix("lease ") {
+            self.around("", name, if self.dialect == Sqlite { "" } else { " / 1e6" });
         } else if let Some(time) = word.strip_prefix("micros ") {
             match self.dialect {
                 Postgres => self.around("(extract(epoch from ", time, ") * 1000000)::bigint"),
@@ -300,6 +313,8 @@ impl Writing<'_> {
                 ("clock", Postgres) => "clock_timestamp()",
                 ("now" | "clock", MySql) => "utc_timestamp(6)",
                 ("now" | "clock", Sqlite) => "cast(round(unixepoch('subsec') * 1000) as integer)",
+                ("lease", Postgres | MySql) => "lease_seconds",
+                ("lease", Sqlite) => "lease_ms",
                 ("key", MySql) => "`key`",
                 ("key", _) => "key",
                 ("lock", Postgres | MySql) => "for update",
@@ -581,6 +596,23 @@ mod tests {
         assert_eq!(text(Dialect::Sqlite), "id in (select unhex(value) from json_each(?1))");
         let list = Value::from(vec![Uuid::nil()]).as_json_list();
         assert_eq!(list.as_deref(), Some("[\"00000000000000000000000000000000\"]"));
+    }
+
+    #[test]
+    fn a_lease_has_its_length_in_the_unit_of_its_column() {
+        let text = |dialect| {
+            let set = sql("set {lease} = {lease :lease} where t > {lease of o}").bind("lease", Duration::ZERO);
+            set.in_words_of(dialect).expect("bound").0
+        };
+        assert_eq!(
+            text(Dialect::Postgres),
+            "set lease_seconds = $1 / 1e6 where t > o.lease_seconds * interval '1 second'"
+        );
+        assert_eq!(
+            text(Dialect::MySql),
+            "set lease_seconds = ? / 1e6 where t > interval round(o.lease_seconds * 1000000) microsecond"
+        );
+        assert_eq!(text(Dialect::Sqlite), "set lease_ms = ?1 where t > o.lease_ms");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use sqlx::{MySql, query, query_scalar};
 use uuid::Uuid;
 
 use super::operations::{LOCK, finish, live, look_columns, none_late};
-use super::phases::{append, end_record, fence_of, follow, forget, lock, read};
+use super::phases::end_record;
 use super::{MySqlStore, START, sixteen};
 use crate::error::StoreError;
 use crate::policy::hex::hex;
@@ -17,6 +17,7 @@ use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overru
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
+use crate::store::sql::phases::{append, fence_of, follow, forget, lock, read};
 use crate::store::{
     ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
     StoredOperation,
@@ -154,7 +155,7 @@ impl KeyOperator for MySqlStore {
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
             Some(word) => {
-                append(&word).run(&mut transaction).await?;
+                append(&mut transaction, &word).await?;
             }
             // Its record is gone, and no purge comes for it any more.
             None => forget(&mut transaction, operation_id, false).await?,
@@ -186,7 +187,7 @@ impl KeyOperator for MySqlStore {
             }
             KeyChange::Resolve { outcome, retention, against_evidence } => {
                 if *against_evidence {
-                    append(&overruled(seen, outcome, context)).run(&mut transaction).await?;
+                    append(&mut transaction, &overruled(seen, outcome, context)).await?;
                 }
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
@@ -275,14 +276,14 @@ async fn change_operation(
                 follow(transaction, seen.operation_id, stage).await?;
             }
             for row in evidence {
-                append(row).run(&mut *transaction).await?;
+                append(&mut *transaction, row).await?;
             }
         }
         OperationChange::End { outcome, retention, evidence, .. } => {
             let record = fence_of(transaction, seen.operation_id).await?;
             let record = record.ok_or_else(|| no_record(seen.operation_id))?;
             end_record(transaction, seen.operation_id, &record, outcome, retention).await?;
-            append(evidence).run(transaction).await?;
+            append(transaction, evidence).await?;
         }
     }
     Ok(Fenced::Done)

@@ -20,7 +20,6 @@ pub(super) use self::live::live;
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::phases::evidence;
 use super::schema::number;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
@@ -31,6 +30,7 @@ use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::sql::phases::evidence;
 use crate::store::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
     Operations, Outcome, Owned, Phases, StoredEvidence,

@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use super::PostgresStore;
 use super::operations::{LOCK, finish, live, look_columns, none_late, open_requests};
-use super::phases::{append, end_record, follow, forget, read};
+use super::phases::end_record;
 use crate::error::StoreError;
 use crate::policy::operation::versions::Announced;
 use crate::policy::operation::{Record, State};
@@ -16,6 +16,7 @@ use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overru
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
+use crate::store::sql::phases::{append, follow, forget, read};
 use crate::store::{
     ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
     StoredOperation,
@@ -160,7 +161,7 @@ impl KeyOperator for PostgresStore {
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
             Some(word) => {
-                append(&word).run(&mut tx).await?;
+                append(&mut tx, &word).await?;
             }
             // Its record is gone, and no purge comes for it any more.
             None => forget(&mut tx, operation_id, false).await?,
@@ -193,7 +194,7 @@ impl KeyOperator for PostgresStore {
             }
             KeyChange::Resolve { outcome, retention, against_evidence } => {
                 if *against_evidence {
-                    append(&overruled(seen, outcome, context)).run(&mut tx).await?;
+                    append(&mut tx, &overruled(seen, outcome, context)).await?;
                 }
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
@@ -268,7 +269,7 @@ async fn change_operation(
                 follow(tx, seen.operation_id, stage).await?;
             }
             for row in evidence {
-                append(row).run(&mut *tx).await?;
+                append(&mut *tx, row).await?;
             }
         }
         OperationChange::End { outcome, retention, evidence, .. } => {
@@ -280,7 +281,7 @@ async fn change_operation(
             let row = row.ok_or_else(|| no_record(seen.operation_id))?;
             let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };
             end_record(tx, seen.operation_id, &record, (outcome, retention), None).await?;
-            append(evidence).run(tx).await?;
+            append(tx, evidence).await?;
         }
     }
     Ok(Fenced::Done)

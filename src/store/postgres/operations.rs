@@ -22,7 +22,6 @@ pub(super) use self::live::live;
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
-use super::phases::evidence;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
@@ -30,6 +29,7 @@ use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::stored::{body_of, look_of};
+use crate::store::sql::phases::evidence;
 use crate::store::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
     Operations, Outcome, Owned, Phases, StoredEvidence,

@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use super::connect::SqliteStore;
 use super::operations::{finish, live, look_columns, none_late};
-use super::phases::{append, end_record, fence_of, follow, forget, read};
+use super::phases::end_record;
 use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
@@ -18,6 +18,7 @@ use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overru
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
+use crate::store::sql::phases::{append, fence_of, follow, forget, read};
 use crate::store::{
     ActContext, Base, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange,
     OperationFilter, StoredOperation,
@@ -156,7 +157,7 @@ impl KeyOperator for SqliteStore {
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
             Some(word) => {
-                append(&word).execute(write.connection()).await?;
+                append(write.connection(), &word).await?;
             }
             // Its record is gone, and no purge comes for it any more.
             None => forget(write.connection(), operation_id, false).await?,
@@ -187,7 +188,7 @@ impl KeyOperator for SqliteStore {
             }
             KeyChange::Resolve { outcome, retention, against_evidence } => {
                 if *against_evidence {
-                    append(&overruled(seen, outcome, context)).execute(write.connection()).await?;
+                    append(write.connection(), &overruled(seen, outcome, context)).await?;
                 }
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
@@ -271,14 +272,14 @@ async fn change_operation(
                 follow(connection, seen.operation_id, stage).await?;
             }
             for row in evidence {
-                append(row).execute(&mut *connection).await?;
+                append(&mut *connection, row).await?;
             }
         }
         OperationChange::End { outcome, retention, evidence, .. } => {
             let record = fence_of(connection, seen.operation_id).await?;
             let record = record.ok_or_else(|| no_record(seen.operation_id))?;
             end_record(connection, seen.operation_id, &record, outcome, retention).await?;
-            append(evidence).execute(connection).await?;
+            append(connection, evidence).await?;
         }
     }
     Ok(Fenced::Done)

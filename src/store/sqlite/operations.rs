@@ -20,7 +20,6 @@ pub(super) use self::live::live;
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
-use super::phases::evidence;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
@@ -29,6 +28,7 @@ use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::sql::phases::evidence;
 use crate::store::{
     Base, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
     OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,

@@ -70,6 +70,9 @@ async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Resul
 }
 
 async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {
+    if statement.in_words_of(Dialect::Sqlite)?.0.is_empty() {
+        return Ok(0);
+    }
     Ok(bound(statement)?.execute(connection).await?.rows_affected())
 }
 
