@@ -11,6 +11,8 @@
 //! | `{clock}` | the clock at this moment, where a database has one; else as `{now}` |
 //! | `{micros EXPRESSION}` | a time as microseconds since 1970 |
 //! | `{span :name}` | a bound [`Value::Span`], to be added to a time |
+//! | `{lease}`, `{lease :name}` | the column with the length of a lease, and what it is set to |
+//! | `{lease of ALIAS}` | the length of a lease that is stored, to be added to a time |
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
@@ -23,6 +25,8 @@
 //!
 //! Lists are arrays on PostgreSQL, and a JSON array elsewhere, ids and bytes in hexadecimal: a text
 //! may also read `:name` by `json_table` or `json_each`.
+//!
+//! A text that has no words for a database does nothing there.
 //!
 //! Guarantees:
 //!
@@ -37,7 +41,8 @@ pub(in crate::store) mod expiry;
 mod key_operator;
 pub(in crate::store) mod live;
 pub(in crate::store) mod mailbox;
-pub(in crate::store) mod pieces;
+pub(in crate::store) mod phases;
+mod pieces;
 pub(in crate::store) mod records;
 
 use std::collections::HashMap;
@@ -50,11 +55,10 @@ use futures::future::BoxFuture;
 use uuid::Uuid;
 
 use super::operations::RecordFence;
-use super::{Dialect, Fenced, NewEvidence, Outcome, StoredOperation};
+use super::{Dialect, Fenced, Outcome};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
-use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 
 /// A value to bind; a missing one is a null of its type.
@@ -302,6 +306,14 @@ impl Writing<'_> {
                 MySql => self.around("interval ", name, " microsecond"),
                 Sqlite => self.write(name),
             }
+        } else if let Some(alias) = word.strip_prefix("lease of ") {
+            match self.dialect {
+                Postgres => self.around("", alias, ".lease_seconds * interval '1 second'"),
+                MySql => self.around("interval round(", alias, ".lease_seconds * 1000000) microsecond"),
+                Sqlite => self.around("", alias, ".lease_ms"),
+            }
+        } else if let Some(name) = word.strip_prefix("lease ") {
+            self.around("", name, if self.dialect == Sqlite { "" } else { " / 1e6" });
         } else if let Some(time) = word.strip_prefix("micros ") {
             match self.dialect {
                 Postgres => self.around("(extract(epoch from ", time, ") * 1000000)::bigint"),
@@ -329,6 +341,8 @@ impl Writing<'_> {
                 ("now" | "clock", Sqlite) => "cast(round(unixepoch('subsec') * 1000) as integer)",
                 ("greatest", Postgres | MySql) => "greatest",
                 ("greatest", Sqlite) => "max",
+                ("lease", Postgres | MySql) => "lease_seconds",
+                ("lease", Sqlite) => "lease_ms",
                 ("key", MySql) => "`key`",
                 ("key", _) => "key",
                 ("lock", Postgres | MySql) => "for update",
@@ -533,18 +547,6 @@ pub(in crate::store) trait Transaction: Send {
     /// Takes everything back, and gives the connection back.
     fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
 
-    /// An operation with all that is known of it.
-    fn operation(&mut self, id: Uuid) -> BoxFuture<'_, Result<Option<StoredOperation>, StoreError>>;
-
-    /// Appends one row of evidence.
-    fn append<'a>(&'a mut self, evidence: &'a NewEvidence) -> BoxFuture<'a, Result<(), StoreError>>;
-
-    /// Takes away what was kept of an operation; `but_late_runs`: not that a run succeeded.
-    fn forget(&mut self, id: Uuid, but_late_runs: bool) -> BoxFuture<'_, Result<(), StoreError>>;
-
-    /// Brings the record after its operation.
-    fn follow(&mut self, id: Uuid, stage: Stage) -> BoxFuture<'_, Result<(), StoreError>>;
-
     /// Writes an outcome to a record.
     fn finish_record<'a>(
         &'a mut self,
@@ -552,15 +554,6 @@ pub(in crate::store) trait Transaction: Send {
         outcome: &'a Outcome,
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>>;
-
-    /// Writes the outcome of an operation to its record.
-    fn end_record<'a>(
-        &'a mut self,
-        id: Uuid,
-        record: &'a RecordFence,
-        outcome: &'a Outcome,
-        retention: &'a Retention,
-    ) -> BoxFuture<'a, Result<(), StoreError>>;
 }
 
 /// A database that these texts run on.
@@ -645,6 +638,23 @@ mod tests {
         assert_eq!(text(Dialect::Sqlite), "id in (select unhex(value) from json_each(?1))");
         let list = Value::from(vec![Uuid::nil()]).as_json_list();
         assert_eq!(list.as_deref(), Some("[\"00000000000000000000000000000000\"]"));
+    }
+
+    #[test]
+    fn a_lease_has_its_length_in_the_unit_of_its_column() {
+        let text = |dialect| {
+            let set = sql("set {lease} = {lease :lease} where t > {lease of o}").bind("lease", Duration::ZERO);
+            set.in_words_of(dialect).expect("bound").0
+        };
+        assert_eq!(
+            text(Dialect::Postgres),
+            "set lease_seconds = $1 / 1e6 where t > o.lease_seconds * interval '1 second'"
+        );
+        assert_eq!(
+            text(Dialect::MySql),
+            "set lease_seconds = ? / 1e6 where t > interval round(o.lease_seconds * 1000000) microsecond"
+        );
+        assert_eq!(text(Dialect::Sqlite), "set lease_ms = ?1 where t > o.lease_ms");
     }
 
     #[test]

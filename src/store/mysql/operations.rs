@@ -18,7 +18,6 @@ use uuid::Uuid;
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::phases::evidence;
 use super::schema::number;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
@@ -29,6 +28,7 @@ use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, pack};
+use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
 use crate::store::{
     Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
@@ -37,15 +37,6 @@ use crate::store::{
 
 /// A record of the key was there already.
 pub(super) const DUPLICATE: u16 = 1062;
-
-/// The SQL that turns a time into microseconds since 1970-01-01 00:00:00.
-macro_rules! micros {
-    ($time:literal) => {
-        concat!("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", $time, ")")
-    };
-}
-
-pub(super) use micros;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::MySql));
 

@@ -8,12 +8,10 @@ use uuid::Uuid;
 
 use super::{MySqlStore, START};
 use super::operations::finish;
-use super::phases;
 use crate::error::StoreError;
-use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 use crate::store::operations::RecordFence;
-use crate::store::{Dialect, Fenced, NewEvidence, Outcome, StoredOperation};
+use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 
@@ -108,22 +106,6 @@ impl Transaction for Bounded<MySql> {
         Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
     }
 
-    fn operation(&mut self, id: Uuid) -> BoxFuture<'_, Result<Option<StoredOperation>, StoreError>> {
-        Box::pin(async move { phases::read(self, id).await })
-    }
-
-    fn append<'a>(&'a mut self, evidence: &'a NewEvidence) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(async move { Ok(phases::append(evidence).run(self).await.map(drop)?) })
-    }
-
-    fn forget(&mut self, id: Uuid, but_late_runs: bool) -> BoxFuture<'_, Result<(), StoreError>> {
-        Box::pin(async move { phases::forget(self, id, but_late_runs).await })
-    }
-
-    fn follow(&mut self, id: Uuid, stage: Stage) -> BoxFuture<'_, Result<(), StoreError>> {
-        Box::pin(async move { phases::follow(self, id, stage).await })
-    }
-
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
@@ -131,16 +113,6 @@ impl Transaction for Bounded<MySql> {
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
         Box::pin(async move { finish(self, fence, outcome, retention).await })
-    }
-
-    fn end_record<'a>(
-        &'a mut self,
-        id: Uuid,
-        record: &'a RecordFence,
-        outcome: &'a Outcome,
-        retention: &'a Retention,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(async move { phases::end_record(self, id, record, outcome, retention).await })
     }
 }
 

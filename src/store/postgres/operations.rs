@@ -21,27 +21,18 @@ pub(super) use self::finish::{Within, finish};
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
-use super::phases::evidence;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
 use crate::store::{
     Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
     Operations, Outcome, Owned, Phases, StoredEvidence,
 };
-
-/// Microseconds since 1970, exact.
-macro_rules! micros {
-    ($time:literal) => {
-        concat!("(extract(epoch from ", $time, ") * 1000000)::bigint")
-    };
-}
-
-pub(super) use micros;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Postgres));
 

@@ -6,6 +6,7 @@
 
 use uuid::Uuid;
 
+use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
 use super::{Session, SqlStore, Transaction, live, records, sql};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
@@ -58,18 +59,12 @@ const FORGET_RECORD: &str = "delete from oncebox.idempotency_request \
 
 const FORGET_BODIES: &str = "delete from oncebox.idempotency_body where key_digest = :digest";
 
-const LOCK_OPERATION: &str = "select epoch from oncebox.operation where operation_id = :operation {lock}";
-
 const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, {if stage: state = :stage,} owner = null, \
-      lease_until = null, {pg my: lease_seconds}{lite: lease_ms} = null, parked = null, attempts = 0, \
+      lease_until = null, {lease} = null, parked = null, attempts = 0, \
       {if ends: due_at = null, outcome_at = {now}, expires_at = {now},}{if goes_on: due_at = {now},} updated_at = {now} \
     where operation_id = :operation and epoch = :epoch and outcome_at is null \
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
-
-const FENCE: &str = "select r.key_digest, r.epoch from oncebox.operation as o \
-    join oncebox.idempotency_request as r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
-    where o.operation_id = :operation";
 
 const AUDIT: &str = "insert into oncebox.audit (at, actor, reason, act, {pg: topic}{my lite: place}, number, message_id, detail) \
     values ({now}, :actor, :reason, :act, :place, :number, {pg my: :operation}{lite: :operation_text}, \
@@ -122,15 +117,16 @@ impl<S: SqlStore + Phases> KeyOperator for S {
 
     async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError> {
         let mut transaction = self.begin_sql().await?;
-        let seen = transaction.operation(operation_id).await?;
-        if seen.is_none() && orphans(transaction.session(), Some(operation_id), 1).await?.is_empty() {
+        let session = transaction.session();
+        let seen = read(session, operation_id).await?;
+        if seen.is_none() && orphans(session, Some(operation_id), 1).await?.is_empty() {
             return Err(nothing_known(operation_id));
         }
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
-            Some(word) => transaction.append(&word).await?,
+            Some(word) => append(session, &word).await?,
             // Its record is gone, and no purge comes for it any more.
-            None => transaction.forget(operation_id, false).await?,
+            None => forget(session, operation_id, false).await?,
         }
         end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
@@ -142,9 +138,9 @@ impl<S: SqlStore + Phases> KeyOperator for S {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let fenced = match change {
-            KeyChange::Release { against_evidence } => forget_key(&mut *transaction, seen, *against_evidence).await?,
+            KeyChange::Release { against_evidence } => forget_key(transaction.session(), seen, *against_evidence).await?,
             KeyChange::Purge { against_evidence } => {
-                let fenced = forget_key(&mut *transaction, seen, *against_evidence).await?;
+                let fenced = forget_key(transaction.session(), seen, *against_evidence).await?;
                 if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     // Above the time that the key carries.
                     let above = DbTime::from_millis(at.millis() + 1);
@@ -154,7 +150,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             }
             KeyChange::Resolve { outcome, retention, against_evidence } => {
                 if *against_evidence {
-                    transaction.append(&overruled(seen, outcome, context)).await?;
+                    append(transaction.session(), &overruled(seen, outcome, context)).await?;
                 }
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
@@ -181,12 +177,7 @@ async fn orphans(session: &mut dyn Session, only: Option<Uuid>, limit: u32) -> R
     rows.iter().map(|row| row.get(0)).collect()
 }
 
-async fn forget_key(
-    transaction: &mut dyn Transaction,
-    seen: &Record,
-    against_evidence: bool,
-) -> Result<Fenced, StoreError> {
-    let session = transaction.session();
+async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
     records::lock(session, &seen.identity).await?;
     let asks_runs = seen.state != State::Completed && !against_evidence;
     let digest = seen.identity.digest();
@@ -194,7 +185,7 @@ async fn forget_key(
     let fenced = Fenced::rows(session.run(delete).await?);
     if fenced == Fenced::Done {
         session.run(sql(FORGET_BODIES).bind("digest", &digest[..])).await?;
-        transaction.forget(seen.operation_id, asks_runs).await?;
+        forget(session, seen.operation_id, asks_runs).await?;
     }
     Ok(fenced)
 }
@@ -205,10 +196,10 @@ async fn change_operation(
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
     let (stage, ends) = (change.stage()?, change.ends());
-    let session = transaction.session();
-    session.rows(sql(LOCK_OPERATION).bind("operation", seen.operation_id)).await?;
+    let (id, session) = (seen.operation_id, transaction.session());
+    lock(session, id).await?;
     let update = sql(CHANGE_OPERATION)
-        .bind("operation", seen.operation_id)
+        .bind("operation", id)
         .bind("epoch", seen.epoch)
         .bind("stage", stage.map(|stage| stage.as_str()))
         .bind("ends", ends)
@@ -221,18 +212,17 @@ async fn change_operation(
     match change {
         OperationChange::GoOn { evidence, .. } => {
             if let Some(stage) = stage {
-                transaction.follow(seen.operation_id, stage).await?;
+                follow(session, id, stage).await?;
             }
             for row in evidence {
-                transaction.append(row).await?;
+                append(session, row).await?;
             }
         }
         OperationChange::End { outcome, retention, evidence, .. } => {
-            let rows = transaction.session().rows(sql(FENCE).bind("operation", seen.operation_id)).await?;
-            let row = rows.first().ok_or_else(|| no_record(seen.operation_id))?;
-            let record = RecordFence { digest: row.get(0)?, epoch: row.get(1)?, owner: None, unknown: true };
-            transaction.end_record(seen.operation_id, &record, outcome, retention).await?;
-            transaction.append(evidence).await?;
+            let record = fence_of(transaction.session(), id).await?.ok_or_else(|| no_record(id))?;
+            let finished = transaction.finish_record(&record, outcome, retention).await?;
+            same_times(transaction.session(), id, finished).await?;
+            append(transaction.session(), evidence).await?;
         }
     }
     Ok(Fenced::Done)

@@ -89,10 +89,6 @@ const CONFLICT: &str = "(o.outcome_at is not null and (exists (select 1 from onc
              where w.operation_id = i.operation_id and w.kind = 'operator' and w.verdict = 'indefinite' \
                and w.effect in (i.effect, ''))))))";
 
-/// Whether an operation has such a conflict.
-pub(in crate::store) const HAS_CONFLICT: &str =
-    "select 1 from oncebox.operation as o where o.operation_id = :operation and {piece conflict}";
-
 /// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or
 /// a run that succeeded after its lease while the record says that it failed.
 const OUTLIVES: &str = "(exists (select 1 from oncebox.operation o where o.operation_id = r.operation_id and {piece conflict}) \

@@ -46,7 +46,7 @@ const RELEASE: &str = "delete from oncebox.idempotency_request \
 
 const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
     set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, lease_until = null, \
-      {pg my: lease_seconds}{lite: lease_ms} = null, updated_at = {clock} \
+      {lease} = null, updated_at = {clock} \
     where key_digest = :digest and epoch = :epoch and state = 'IN_PROGRESS' \
       and (mode = 'same_tx' or (mode = 'edge' and {piece lease is over}))";
 

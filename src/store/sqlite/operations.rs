@@ -18,7 +18,6 @@ use uuid::Uuid;
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
-use super::phases::evidence;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
@@ -27,6 +26,7 @@ use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, pack};
+use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
 use crate::store::{
     Base, Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,

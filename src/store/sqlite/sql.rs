@@ -14,13 +14,11 @@ use super::message::sixteen;
 use super::millis;
 use super::write::Write;
 use super::operations::finish;
-use super::phases;
 use crate::error::StoreError;
-use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::operations::RecordFence;
-use crate::store::{Base, Dialect, Fenced, NewEvidence, Outcome, StoredOperation};
+use crate::store::{Base, Dialect, Fenced, Outcome};
 
 impl Row for SqliteRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
@@ -75,6 +73,9 @@ async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Resul
 }
 
 async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {
+    if statement.in_words_of(Dialect::Sqlite)?.0.is_empty() {
+        return Ok(0);
+    }
     Ok(bound(statement)?.execute(connection).await?.rows_affected())
 }
 
@@ -122,22 +123,6 @@ impl Transaction for Write {
         Box::pin(Self::rollback(*self))
     }
 
-    fn operation(&mut self, id: Uuid) -> BoxFuture<'_, Result<Option<StoredOperation>, StoreError>> {
-        Box::pin(async move { phases::read(self.connection(), id).await })
-    }
-
-    fn append<'a>(&'a mut self, evidence: &'a NewEvidence) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(async move { Ok(phases::append(evidence).execute(self.connection()).await.map(drop)?) })
-    }
-
-    fn forget(&mut self, id: Uuid, but_late_runs: bool) -> BoxFuture<'_, Result<(), StoreError>> {
-        Box::pin(async move { phases::forget(self.connection(), id, but_late_runs).await })
-    }
-
-    fn follow(&mut self, id: Uuid, stage: Stage) -> BoxFuture<'_, Result<(), StoreError>> {
-        Box::pin(async move { phases::follow(self.connection(), id, stage).await })
-    }
-
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
@@ -145,16 +130,6 @@ impl Transaction for Write {
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
         Box::pin(async move { finish(self.connection(), fence, outcome, retention).await })
-    }
-
-    fn end_record<'a>(
-        &'a mut self,
-        id: Uuid,
-        record: &'a RecordFence,
-        outcome: &'a Outcome,
-        retention: &'a Retention,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(async move { phases::end_record(self.connection(), id, record, outcome, retention).await })
     }
 }
 

@@ -39,20 +39,17 @@ pub(in crate::store::postgres) struct Held {
 }
 
 impl Held {
-    /// Sets a new savepoint in the transaction and holds both.
-    pub(in crate::store::postgres) async fn new(tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
-        Self::behind("", tx, token).await
+    /// A transaction in which only our own statements ran, until [`Self::hold`].
+    pub(in crate::store::postgres) fn new(tx: Bounded<Postgres>) -> Self {
+        Self { tx, token: String::new(), savepoint: savepoint_name() }
     }
 
-    /// The same behind another statement, in the same message.
-    pub(in crate::store::postgres) async fn behind(
-        first: &str,
-        mut tx: Bounded<Postgres>,
-        token: String,
-    ) -> Result<Self, StoreError> {
-        let savepoint = savepoint_name();
-        raw_sql(AssertSqlSafe(format!("{first}savepoint {savepoint}"))).run(&mut tx).await?;
-        Ok(Self { tx, token, savepoint })
+    /// Sets the savepoint behind another statement, and asks for the id of the transaction, in the
+    /// same message.
+    pub(in crate::store::postgres) async fn hold(&mut self, first: &str) -> Result<(), StoreError> {
+        let hold = format!("{first}savepoint {}; select pg_current_xact_id()::text", self.savepoint);
+        self.token = raw_sql(AssertSqlSafe(hold)).one(&mut self.tx).await?.try_get(0)?;
+        Ok(())
     }
 }
 
