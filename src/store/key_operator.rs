@@ -175,7 +175,6 @@ impl KeyFilter {
     }
 
     /// Whether only records without outcome are meant, of which there are few.
-    #[cfg(feature = "mysql")]
     pub(super) fn is_of_open_state(&self) -> bool {
         matches!(self.state, Some(State::InProgress | State::UnknownRequiresRecovery))
     }

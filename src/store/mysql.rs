@@ -18,7 +18,6 @@ mod check;
 mod connect;
 mod door;
 mod inbox;
-mod key_operator;
 mod mailbox;
 mod operations;
 mod operator;

@@ -24,8 +24,7 @@
 //! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and
 //! encryption of bodies.
 
-pub(super) mod announced;
-pub(crate) mod stored;
+pub(super) mod stored;
 
 use std::any::Any;
 use std::fmt::Debug;

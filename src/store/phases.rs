@@ -29,6 +29,7 @@
 //! Not here: what evidence proves ([`provider`](crate::policy::operation::provider)), which stage
 //! follows which ([`flow`](crate::policy::operation::flow)), and encryption of the bytes.
 
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(super) mod stored;
 
 use std::any::Any;
@@ -248,7 +249,6 @@ impl<'a> Leave<'a> {
 
     /// Whether the reason says from now on what the mark of a phase said. For any other reason the
     /// mark stays: an operator who lets the operation go on has not heard of it.
-    #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(super) fn takes_the_mark(self) -> bool {
         matches!(self, Self::Park(reason) if reason.ends_with(ENDED))
     }
@@ -267,18 +267,6 @@ pub enum Run<T> {
     /// The operation is another driver's by now, or stands elsewhere: this run would be one too
     /// many.
     Overtaken,
-}
-
-impl<T> Run<T> {
-    /// With the transaction put behind its trait.
-    pub(super) fn map<U>(self, change: impl FnOnce(T) -> U) -> Run<U> {
-        match self {
-            Self::Begun(tx) => Run::Begun(change(tx)),
-            Self::Marked => Run::Marked,
-            Self::Unended => Run::Unended,
-            Self::Overtaken => Run::Overtaken,
-        }
-    }
 }
 
 /// How long after which attempt an operation is due again.

@@ -19,7 +19,6 @@ mod connect;
 mod diverted;
 mod door;
 mod inbox;
-mod key_operator;
 mod mailbox;
 mod mend;
 mod operations;

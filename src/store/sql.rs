@@ -11,14 +11,22 @@
 //! | `{clock}` | the clock at this moment, where a database has one; else as `{now}` |
 //! | `{micros EXPRESSION}` | a time as microseconds since 1970 |
 //! | `{span :name}` | a bound [`Value::Span`], to be added to a time |
+//! | `{lease}`, `{lease :name}` | the column with the length of a lease, and what it is set to |
+//! | `{lease of ALIAS}` | the length of a lease that is stored, to be added to a time |
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
+//! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | behind FROM: the rows of a table that a list names |
+//! | `{or update COLUMNS}`, `{new COLUMN}` | an INSERT that changes the row there; what it inserts |
+//! | `{greatest}` | the function of that name |
+//! | `{piece NAME}` | what several texts share, from [`pieces`] |
 //! | `{if name: ..}` | only where the value is true, or there |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
 //! Lists are arrays on PostgreSQL, and a JSON array elsewhere, ids and bytes in hexadecimal: a text
 //! may also read `:name` by `json_table` or `json_each`.
+//!
+//! A text that has no words for a database does nothing there.
 //!
 //! Guarantees:
 //!
@@ -29,7 +37,13 @@
 //! Not here: statements of the hot path (the relay's read and claim, admission to the inbox, the
 //! doors, claim and outcome of an operation), which are each database's own.
 
+pub(in crate::store) mod expiry;
+mod key_operator;
+pub(in crate::store) mod live;
 pub(in crate::store) mod mailbox;
+pub(in crate::store) mod phases;
+mod pieces;
+pub(in crate::store) mod records;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -40,10 +54,12 @@ use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
-use super::Dialect;
+use super::operations::RecordFence;
+use super::{Dialect, Fenced, Outcome};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
+use crate::policy::operation::retention::Retention;
 
 /// A value to bind; a missing one is a null of its type.
 #[derive(Debug, Clone, PartialEq)]
@@ -163,6 +179,11 @@ pub(in crate::store) struct Statement {
 /// A text, to which values are bound.
 pub(in crate::store) fn sql(text: &'static str) -> Statement {
     Statement { text, values: Vec::new() }
+}
+
+/// A text in the words of a database, for a statement that binds its values itself.
+pub(in crate::store) fn words(text: &'static str, dialect: Dialect) -> &'static str {
+    written(&sql(text), dialect).text
 }
 
 impl Statement {
@@ -285,6 +306,14 @@ impl Writing<'_> {
                 MySql => self.around("interval ", name, " microsecond"),
                 Sqlite => self.write(name),
             }
+        } else if let Some(alias) = word.strip_prefix("lease of ") {
+            match self.dialect {
+                Postgres => self.around("", alias, ".lease_seconds * interval '1 second'"),
+                MySql => self.around("interval round(", alias, ".lease_seconds * 1000000) microsecond"),
+                Sqlite => self.around("", alias, ".lease_ms"),
+            }
+        } else if let Some(name) = word.strip_prefix("lease ") {
+            self.around("", name, if self.dialect == Sqlite { "" } else { " / 1e6" });
         } else if let Some(time) = word.strip_prefix("micros ") {
             match self.dialect {
                 Postgres => self.around("(extract(epoch from ", time, ") * 1000000)::bigint"),
@@ -293,13 +322,27 @@ impl Writing<'_> {
             }
         } else if let Some((of, list)) = word.strip_prefix("in ").and_then(|word| word.split_once(' ')) {
             self.one_of(of, list);
-        } else {
+        } else if let Some(keys) = word.strip_prefix("or update ") {
+            match self.dialect {
+                Postgres | Sqlite => self.around("on conflict (", keys, ") do update set"),
+                MySql => self.text.push_str("on duplicate key update"),
+            }
+        } else if let Some(column) = word.strip_prefix("new ") {
+            match self.dialect {
+                Postgres | Sqlite => self.around("excluded.", column, ""),
+                MySql => self.around("values(", column, ")"),
+            }
+        } else if self.longer_word(word).is_none() {
             self.write(match (word, self.dialect) {
                 // Of the statement: compared with the clock itself, no index is read by a time.
                 ("now", Postgres) => "statement_timestamp()",
                 ("clock", Postgres) => "clock_timestamp()",
                 ("now" | "clock", MySql) => "utc_timestamp(6)",
                 ("now" | "clock", Sqlite) => "cast(round(unixepoch('subsec') * 1000) as integer)",
+                ("greatest", Postgres | MySql) => "greatest",
+                ("greatest", Sqlite) => "max",
+                ("lease", Postgres | MySql) => "lease_seconds",
+                ("lease", Sqlite) => "lease_ms",
                 ("key", MySql) => "`key`",
                 ("key", _) => "key",
                 ("lock", Postgres | MySql) => "for update",
@@ -500,10 +543,24 @@ pub(in crate::store) trait Transaction: Send {
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the answer was lost.
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+
+    /// Takes everything back, and gives the connection back.
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+
+    /// Writes an outcome to a record.
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>>;
 }
 
 /// A database that these texts run on.
 pub(in crate::store) trait SqlStore: Send + Sync {
+    /// Which database it is.
+    fn dialect(&self) -> Dialect;
+
     /// A connection, to read.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 
@@ -581,6 +638,23 @@ mod tests {
         assert_eq!(text(Dialect::Sqlite), "id in (select unhex(value) from json_each(?1))");
         let list = Value::from(vec![Uuid::nil()]).as_json_list();
         assert_eq!(list.as_deref(), Some("[\"00000000000000000000000000000000\"]"));
+    }
+
+    #[test]
+    fn a_lease_has_its_length_in_the_unit_of_its_column() {
+        let text = |dialect| {
+            let set = sql("set {lease} = {lease :lease} where t > {lease of o}").bind("lease", Duration::ZERO);
+            set.in_words_of(dialect).expect("bound").0
+        };
+        assert_eq!(
+            text(Dialect::Postgres),
+            "set lease_seconds = $1 / 1e6 where t > o.lease_seconds * interval '1 second'"
+        );
+        assert_eq!(
+            text(Dialect::MySql),
+            "set lease_seconds = ? / 1e6 where t > interval round(o.lease_seconds * 1000000) microsecond"
+        );
+        assert_eq!(text(Dialect::Sqlite), "set lease_ms = ?1 where t > o.lease_ms");
     }
 
     #[test]

@@ -20,7 +20,6 @@ mod check;
 mod connect;
 mod door;
 mod inbox;
-mod key_operator;
 mod mailbox;
 mod message;
 mod operations;

@@ -5,22 +5,19 @@
 //! its key (O17), and its outcome is written only while the savepoint set after the claim stands
 //! (O1, R23).
 
-mod expiry;
-mod live;
 mod tx;
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::mysql::MySqlArguments;
-use sqlx::{AssertSqlSafe, MySqlConnection, Row};
+use sqlx::{AssertSqlSafe, MySqlConnection};
 use uuid::Uuid;
 
-pub(super) use self::live::live;
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::phases::evidence;
 use super::schema::number;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
@@ -30,82 +27,18 @@ use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
-use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::operations::stored::{Columns, pack};
+use crate::store::sql::phases::evidence;
+use crate::store::sql::{self, records, words};
 use crate::store::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
+    Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
     Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
 /// A record of the key was there already.
 pub(super) const DUPLICATE: u16 = 1062;
 
-/// The SQL that turns a time into microseconds since 1970-01-01 00:00:00.
-macro_rules! micros {
-    ($time:literal) => {
-        concat!("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", $time, ")")
-    };
-}
-
-pub(super) use micros;
-
-/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
-macro_rules! look_columns {
-    () => {
-        concat!(
-            $crate::store::mysql::operations::micros!("n.at"),
-            ", ",
-            $crate::store::mysql::operations::micros!("p.purged_below"),
-            ", r.tenant, r.operation, r.`key`, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
-            $crate::store::mysql::operations::micros!("coalesce(r.lease_until, o.lease_until)"),
-            ", cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed), r.generation, r.operation_id, \
-             cast(r.attempts as signed), cast(o.parked is not null as signed), ",
-            $crate::store::mysql::operations::micros!("r.created_at"),
-            ", ",
-            $crate::store::mysql::operations::micros!("r.outcome_at"),
-            ", ",
-            $crate::store::mysql::operations::micros!("r.expires_at"),
-            ", cast(r.answer_status as signed), r.schema_version, r.body, ",
-            $crate::store::mysql::operations::micros!("r.body_expires_at"),
-            ", r.resource_kind, r.resource_id, r.resource_location"
-        )
-    };
-}
-pub(super) use look_columns;
-
-const FIND: &str = concat!(
-    "select ",
-    look_columns!(),
-    ", r.body_headers, r.body_bytes, cast(r.body_format as signed), r.body_kid from (select utc_timestamp(6) as at) n \
-     left join oncebox_idempotency_purge p on p.operation = ? \
-     left join oncebox_idempotency_request r on r.key_digest = ? \
-     left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
-);
-
-/// A lease that is over, also one that was written before the clock went back (R22).
-macro_rules! lease_is_over {
-    () => {
-        "(lease_until <= utc_timestamp(6) or lease_until > utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond)"
-    };
-}
-
-/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the
-/// time at which it began, and a lease granted meanwhile would seem to end later than it can (R22);
-/// and it does not see what was committed meanwhile.
-pub(super) const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
-
-/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
-/// then something did happen. A word of an operator overrules those before it.
-macro_rules! none_late {
-    ($verdicts:literal) => {
-        concat!(
-            "not exists (select 1 from oncebox_operation_evidence e where e.operation_id = oncebox_idempotency_request.operation_id \
-           and e.kind = 'run' and e.verdict in (", $verdicts, ") \
-           and not exists (select 1 from oncebox_operation_evidence w \
-                where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator'))"
-        )
-    };
-}
-pub(super) use none_late;
+static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::MySql));
 
 /// Inserts a claim; its state is a parameter.
 macro_rules! insert {
@@ -132,8 +65,6 @@ const RENEW: &str = "update oncebox_idempotency_request \
         resource_location = null, error_code = null \
   where key_digest = ? and epoch = ? and ";
 
-const FORGET_RUNS: &str = "delete from oncebox_operation_evidence where operation_id = ? and kind = 'run'";
-
 const FINISH: &str = "update oncebox_idempotency_request \
     set state = ?, owner = null, lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6), \
         outcome_at = if(? is null, null, utc_timestamp(6)), \
@@ -142,12 +73,6 @@ const FINISH: &str = "update oncebox_idempotency_request \
         error_code = ?, body_headers = ?, body_bytes = ?, body_format = ?, body_kid = ?, kept_bytes = ? \
   where key_digest = ? and epoch = ? and owner <=> ? \
     and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
-
-/// What has its outcome stands in the index of open records too, behind a null: by state and
-/// tenant.
-const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as signed) \
-    from oncebox_idempotency_request force index (idempotency_request_open) \
-    where open_since is null and state in ('COMPLETED', 'FAILED_REPLAYABLE') and tenant = ? and body_expires_at > utc_timestamp(6)";
 
 #[async_trait]
 impl Keys for MySqlStore {
@@ -169,26 +94,12 @@ impl Keys for MySqlStore {
 
     async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
         let mut connection = self.pool.acquire().await?;
-        sqlx::query(LOCK).bind(identity.digest().to_vec()).optional(&mut connection).await?;
+        records::lock(&mut connection, identity).await?;
         find(&mut connection, identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
-        let row = sqlx::query(
-            "select body_headers, body_bytes, cast(body_format as signed), body_kid from oncebox_idempotency_request \
-             where key_digest = ? and epoch = ? and body_expires_at > utc_timestamp(6) and body_format is not null \
-             union all \
-             select b.headers, b.bytes, cast(b.format as signed), b.kid from oncebox_idempotency_request r \
-             join oncebox_idempotency_body b on b.key_digest = r.key_digest and b.epoch = r.epoch \
-             where r.key_digest = ? and r.epoch = ? and r.body_expires_at > utc_timestamp(6)",
-        )
-        .bind(record.identity.digest().to_vec())
-        .bind(record.epoch)
-        .bind(record.identity.digest().to_vec())
-        .bind(record.epoch)
-        .optional(&self.pool)
-        .await?;
-        row.as_ref().map(body_of).transpose()
+        records::body(self, record).await
     }
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
@@ -222,37 +133,15 @@ impl Keys for MySqlStore {
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        sqlx::query(LOCK).bind(owned.identity.digest().to_vec()).optional(&mut transaction).await?;
-        let release = sqlx::query(concat!(
-            "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS' and ",
-            none_late!("'success', 'failure'")
-        ));
-        let released = fence(release, owned).run(&mut transaction).await?;
-        transaction.commit().await?;
-        Ok(Fenced::rows(released.rows_affected()))
+        records::release(self, owned).await
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        sqlx::query(LOCK).bind(seen.identity.digest().to_vec()).optional(&mut transaction).await?;
-        let done = sqlx::query(concat!(
-            "update oncebox_idempotency_request set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, \
-             lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6) \
-             where key_digest = ? and epoch = ? and state = 'IN_PROGRESS' and (mode = 'same_tx' or (mode = 'edge' and ",
-            lease_is_over!(),
-            "))"
-        ))
-        .bind(seen.identity.digest().to_vec())
-        .bind(seen.epoch)
-        .run(&mut transaction)
-        .await?;
-        transaction.commit().await?;
-        Ok(Fenced::rows(done.rows_affected()))
+        records::mark_unknown(self, seen).await
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        expiry::expire_bodies(self, limit).await
+        Ok(sql::expiry::expire_bodies(self, limit).await? + sql::expiry::expire_small(self, limit).await?)
     }
 
     async fn purge_keys(
@@ -262,22 +151,15 @@ impl Keys for MySqlStore {
         id_skew: Duration,
         limit: u32,
     ) -> Result<u64, StoreError> {
-        expiry::purge(self, operation, retention, id_skew, limit).await
+        sql::expiry::purge(self, operation, retention, id_skew, limit).await
     }
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let open: i64 = sqlx::query_scalar(
-            "select count(*) from oncebox_idempotency_request where open_since is not null and tenant = ?",
-        )
-        .bind(tenant.as_bytes())
-        .one(&self.pool)
-        .await?;
-        Ok(open.unsigned_abs())
+        records::open_of_tenant(self, tenant).await
     }
 
     async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let kept: i64 = sqlx::query_scalar(KEPT_OF_TENANT).bind(tenant.as_bytes()).one(&self.pool).await?;
-        Ok(kept.unsigned_abs())
+        records::stored_of_tenant(self, tenant).await
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -291,24 +173,11 @@ impl Keys for MySqlStore {
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        live::announce(self, process, versions).await
+        sql::live::announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
-        let row = sqlx::query(
-            "select cast(coalesce(sum(state = 'IN_PROGRESS'), 0) as signed), \
-                    timestampdiff(microsecond, min(if(state = 'IN_PROGRESS', open_since, null)), utc_timestamp(6)), \
-                    cast(coalesce(sum(state = 'UNKNOWN_REQUIRES_RECOVERY'), 0) as signed) \
-             from oncebox_idempotency_request where open_since is not null",
-        )
-        .one(&self.pool)
-        .await?;
-        let age: Option<i64> = row.try_get(1)?;
-        Ok(OperationStats {
-            in_progress: row.try_get::<i64, _>(0)?.unsigned_abs(),
-            oldest_in_progress: age.map(|micros| Duration::from_micros(micros.max(0).unsigned_abs())),
-            unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
-        })
+        records::operation_stats(self).await
     }
 }
 
@@ -317,13 +186,12 @@ impl MySqlStore {
     /// record agreed with nothing stays where the key is used anew: there is no conflict.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
-        sqlx::query(LOCK).bind(claim.identity.digest().to_vec()).optional(&mut transaction).await?;
+        records::lock(&mut transaction, &claim.identity).await?;
         if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
             if let Basis::Anew(seen) = basis
                 && seen.state == State::Completed
             {
-                let forget = sqlx::query(FORGET_RUNS).bind(seen.operation_id.as_bytes().to_vec());
-                forget.run(&mut transaction).await?;
+                records::forget_runs(&mut transaction, seen.operation_id).await?;
             }
             transaction.commit().await?;
             return Ok(Claimed::Owned(owned));
@@ -407,12 +275,12 @@ fn owner(owned: &Owned) -> Option<Vec<u8>> {
 }
 
 async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Result<Look, StoreError> {
-    let row = sqlx::query(FIND)
+    let row = sqlx::query(*FIND)
         .bind(identity.operation().as_str().as_bytes().to_vec())
         .bind(identity.digest().to_vec())
         .one(connection)
         .await?;
-    look_of(&row)
+    records::look_and_body_of(&row)
 }
 
 /// Inserts by this statement, or renews; false where something else stands there.
@@ -423,32 +291,12 @@ async fn stake(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<bool, sqlx::Error> {
-    let (seen, holds) = match basis {
-        Basis::New => {
-            let state = State::InProgress;
-            return match insert(statement, claim, state, owned).run(connection).await {
-                Ok(_) => Ok(true),
-                Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
-                Err(error) => Err(error),
-            };
-        }
-        Basis::TakeOver(seen) => (
-            seen,
-            concat!(
-                "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and ",
-                lease_is_over!(),
-                ") or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
-            ),
-        ),
-        Basis::Reclaim(seen) => (
-            seen,
-            concat!(
-                "state = 'FAILED_RETRYABLE' and expires_at >= utc_timestamp(6) and ",
-                none_late!("'success', 'failure'")
-            ),
-        ),
-        Basis::Late(seen) => (seen, "state = 'FAILED_RETRYABLE' and expires_at >= utc_timestamp(6)"),
-        Basis::Anew(seen) => (seen, "expires_at < utc_timestamp(6)"),
+    let Some(holds) = records::renewal(basis, Dialect::MySql) else {
+        return match insert(statement, claim, State::InProgress, owned).run(connection).await {
+            Ok(_) => Ok(true),
+            Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
+            Err(error) => Err(error),
+        };
     };
     let renew = sqlx::query(AssertSqlSafe(format!("{RENEW}{holds}")))
         .bind(claim.principal.to_string())
@@ -461,7 +309,7 @@ async fn stake(
         .bind(owned.operation_id.as_bytes().to_vec())
         .bind(owned.attempts)
         .bind(claim.identity.digest().to_vec())
-        .bind(seen.epoch);
+        .bind(owned.epoch - 1);
     Ok(renew.run(connection).await?.rows_affected() == 1)
 }
 

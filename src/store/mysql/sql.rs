@@ -7,8 +7,11 @@ use sqlx::{MySql, query};
 use uuid::Uuid;
 
 use super::{MySqlStore, START};
+use super::operations::finish;
 use crate::error::StoreError;
-use crate::store::Dialect;
+use crate::policy::operation::retention::Retention;
+use crate::store::operations::RecordFence;
+use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 
@@ -98,9 +101,26 @@ impl Transaction for Bounded<MySql> {
     fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(async move { Self::commit(&mut self).await })
     }
+
+    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
+    }
+
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
+        Box::pin(async move { finish(self, fence, outcome, retention).await })
+    }
 }
 
 impl SqlStore for MySqlStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::MySql
+    }
+
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
         Box::pin(async move { Ok(Box::new(self.pool.acquire().await?) as Box<dyn Session>) })
     }

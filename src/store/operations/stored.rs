@@ -6,22 +6,15 @@
 
 use std::time::Duration;
 
-use sqlx::{ColumnIndex, Decode, Row, Type};
-use uuid::Uuid;
-
-use super::{Answer, AnswerBody, KeptBody, Look, Outcome};
+use super::{Answer, AnswerBody, KeptBody, Outcome};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
-use crate::policy::lease::Lease;
-use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::policy::operation::record::Resource;
 use crate::policy::operation::retention::Retention;
-use crate::policy::operation::{Identity, Record, State};
+use crate::policy::operation::State;
 
 /// How many bytes of headers and body may stand in the row of a claim, where the adapter keeps
 /// small bodies there: a page has room for some, and no row is moved elsewhere because of it.
 const SMALL_BODY_MAX: usize = 2_048;
-/// Where the columns of such a body begin.
-const BODY: usize = 26;
 
 /// What a stored value is not.
 pub(in crate::store) fn corrupt(error: impl std::fmt::Display) -> StoreError {
@@ -31,101 +24,6 @@ pub(in crate::store) fn corrupt(error: impl std::fmt::Display) -> StoreError {
 /// A number, which is read in 64 bits.
 pub(in crate::store) fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
     T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
-}
-
-/// A row of: now, purged_below, tenant, operation, key, principal, fingerprint, mode, state, epoch,
-/// lease end, lease length, generation, operation_id, attempts, parked, created, outcome, expires,
-/// status, schema version, body, body's end, resource kind, id, location. From the third on null
-/// where there is no record. Where small bodies stand in the row, then: as [`body_of`].
-pub(in crate::store) fn look_of<R>(row: &R) -> Result<Look, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
-    let time = |index: usize| -> Result<Option<DbTime>, StoreError> {
-        Ok(row.try_get::<Option<i64>, _>(index)?.map(DbTime::from_micros))
-    };
-    let text = |index: usize| -> Result<Option<String>, StoreError> { Ok(row.try_get(index)?) };
-    let now = DbTime::from_micros(row.try_get(0)?);
-    let purged_below = time(1)?;
-    let Some(tenant) = row.try_get::<Option<Vec<u8>>, _>(2)? else {
-        return Ok(Look { now, purged_below, record: None, body: None });
-    };
-    let identity = Identity::from_stored(&tenant, &row.try_get::<Vec<u8>, _>(3)?, &row.try_get::<Vec<u8>, _>(4)?)
-        .map_err(corrupt)?;
-    let lease = match (time(10)?, row.try_get::<Option<i64>, _>(11)?) {
-        (Some(until), Some(micros)) => Some(Lease { until, length: Duration::from_micros(micros.unsigned_abs()) }),
-        _ => None,
-    };
-    let answer = match row.try_get::<Option<i64>, _>(19)? {
-        None => None,
-        Some(status) => Some(StoredAnswer {
-            status: number("status", status)?,
-            schema_version: number("schema version", row.try_get(20)?)?,
-            body: match (row.try_get::<String, _>(21)?.as_str(), time(22)?) {
-                ("kept", Some(until)) if until > now => StoredBody::Kept,
-                ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
-                ("reference", _) => StoredBody::Reference(Resource {
-                    kind: row.try_get(23)?,
-                    id: row.try_get(24)?,
-                    location: text(25)?,
-                }),
-                (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
-            },
-        }),
-    };
-    let record = Record {
-        identity,
-        principal: row.try_get::<String, _>(5)?.parse().map_err(corrupt)?,
-        fingerprint: row.try_get::<String, _>(6)?.parse().map_err(corrupt)?,
-        mode: row.try_get::<String, _>(7)?.parse().map_err(corrupt)?,
-        state: row.try_get::<String, _>(8)?.parse().map_err(corrupt)?,
-        epoch: row.try_get(9)?,
-        lease,
-        generation: row.try_get(12)?,
-        operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(13)?).map_err(corrupt)?,
-        attempts: number("number of attempts", row.try_get(14)?)?,
-        parked: row.try_get::<i64, _>(15)? != 0,
-        created_at: DbTime::from_micros(row.try_get(16)?),
-        outcome_at: time(17)?,
-        expires_at: time(18)?,
-        answer,
-    };
-    let kept = record.answer.as_ref().is_some_and(|answer| answer.body == StoredBody::Kept) && row.len() > BODY;
-    let there = kept && row.try_get::<Option<i64>, _>(BODY + 2)?.is_some();
-    let body = there.then(|| body_at(row, BODY)).transpose()?;
-    Ok(Look { now, purged_below, record: Some(record), body })
-}
-
-/// A row of: headers, bytes, format, key id.
-pub(in crate::store) fn body_of<R>(row: &R) -> Result<KeptBody, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
-    body_at(row, 0)
-}
-
-fn body_at<R>(row: &R, first: usize) -> Result<KeptBody, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
-    Ok(KeptBody {
-        headers: unpack(&row.try_get::<Vec<u8>, _>(first)?)?,
-        bytes: row.try_get(first + 1)?,
-        format: number("format of a body", row.try_get(first + 2)?)?,
-        kid: row.try_get(first + 3)?,
-    })
 }
 
 impl KeptBody {

@@ -1,17 +1,13 @@
-//! How operations, intents and evidence stand in tables, the same in every adapter.
+//! How operations, intents and evidence stand in tables, the same in every database.
 //!
-//! A row is read by position, as [`operations::stored`](crate::store::operations::stored) reads
-//! records: times in microseconds, numbers as 64 bits, ids as 16 bytes, so there is one reader.
-
-use sqlx::{ColumnIndex, Decode, Row, Type};
-use uuid::Uuid;
+//! A row is read by position, with times in microseconds.
 
 use super::{NewEvidence, NewIntent, Sealed, StoredEvidence, StoredIntent, StoredOperation};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
 use crate::policy::operation::Identity;
 use crate::policy::operation::flow::Stage;
 use crate::store::operations::stored::{corrupt, number};
+use crate::store::sql::Row;
 
 fn stage(name: &str) -> Result<Stage, StoreError> {
     let known = Stage::ALL.into_iter().find(|stage| stage.as_str() == name);
@@ -41,45 +37,35 @@ const EVIDENCE: &str = "operation_id effect epoch send kind verdict status bytes
 ///
 /// # Errors
 /// [`StoreError::Corrupt`], with the column; the same below.
-pub(in crate::store) fn operation_of<R>(
-    row: &R,
+pub(in crate::store) fn operation_of(
+    row: &dyn Row,
     intents: Vec<StoredIntent>,
     evidence: Vec<StoredEvidence>,
-) -> Result<StoredOperation, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
+) -> Result<StoredOperation, StoreError> {
     let read = || -> Result<StoredOperation, StoreError> {
-        let time = |index: usize| -> Result<Option<DbTime>, StoreError> {
-            Ok(row.try_get::<Option<i64>, _>(index)?.map(DbTime::from_micros))
-        };
-        let identity = match row.try_get::<Option<Vec<u8>>, _>(2)? {
+        let identity = match row.get_opt::<Vec<u8>>(2)? {
             None => None,
             Some(tenant) => {
-                let (operation, key): (Vec<u8>, Vec<u8>) = (row.try_get(3)?, row.try_get(4)?);
+                let (operation, key): (Vec<u8>, Vec<u8>) = (row.get(3)?, row.get(4)?);
                 Some(Identity::from_stored(&tenant, &operation, &key).map_err(corrupt)?)
             }
         };
         Ok(StoredOperation {
-            now: DbTime::from_micros(row.try_get(0)?),
-            operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(1)?).map_err(corrupt)?,
+            now: row.get(0)?,
+            operation_id: row.get(1)?,
             identity,
-            flow: row.try_get(5)?,
-            flow_version: number("flow_version", row.try_get(6)?)?,
-            point: row.try_get(7)?,
-            stage: stage(&row.try_get::<String, _>(8)?)?,
-            command: Sealed { bytes: row.try_get(9)?, kid: row.try_get(10)? },
-            epoch: row.try_get(11)?,
-            lease_until: time(12)?,
-            attempts: number("attempts", row.try_get(13)?)?,
-            due_at: time(14)?,
-            parked: row.try_get(15)?,
-            created_at: DbTime::from_micros(row.try_get(16)?),
-            outcome_at: time(17)?,
+            flow: row.get(5)?,
+            flow_version: number("flow_version", row.get(6)?)?,
+            point: row.get(7)?,
+            stage: stage(&row.get::<String>(8)?)?,
+            command: Sealed { bytes: row.get(9)?, kid: row.get_opt(10)? },
+            epoch: row.get(11)?,
+            lease_until: row.get_opt(12)?,
+            attempts: number("attempts", row.get(13)?)?,
+            due_at: row.get_opt(14)?,
+            parked: row.get_opt(15)?,
+            created_at: row.get(16)?,
+            outcome_at: row.get_opt(17)?,
             intents,
             evidence,
         })
@@ -88,57 +74,43 @@ where
 }
 
 /// A row of [`INTENT`].
-pub(in crate::store) fn intent_of<R>(row: &R) -> Result<StoredIntent, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
+pub(in crate::store) fn intent_of(row: &dyn Row) -> Result<StoredIntent, StoreError> {
     let read = || -> Result<StoredIntent, StoreError> {
         let intent = NewIntent {
-            effect: row.try_get(0)?,
-            strategy: row.try_get(1)?,
-            provider_key: row.try_get(2)?,
-            request: Sealed { bytes: row.try_get(3)?, kid: row.try_get(4)? },
-            adapter: row.try_get(5)?,
-            adapter_version: number("adapter_version", row.try_get(6)?)?,
-            undoes: row.try_get(11)?,
+            effect: row.get(0)?,
+            strategy: row.get(1)?,
+            provider_key: row.get(2)?,
+            request: Sealed { bytes: row.get(3)?, kid: row.get_opt(4)? },
+            adapter: row.get(5)?,
+            adapter_version: number("adapter_version", row.get(6)?)?,
+            undoes: row.get_opt(11)?,
         };
         Ok(StoredIntent {
             intent,
-            first_sent_at: DbTime::from_micros(row.try_get(7)?),
-            last_sent_at: DbTime::from_micros(row.try_get(8)?),
-            sends: number("sends", row.try_get(9)?)?,
-            outcome: row.try_get(10)?,
+            first_sent_at: row.get(7)?,
+            last_sent_at: row.get(8)?,
+            sends: number("sends", row.get(9)?)?,
+            outcome: row.get_opt(10)?,
         })
     };
     named(INTENT, read())
 }
 
 /// A row of [`EVIDENCE`].
-pub(in crate::store) fn evidence_of<R>(row: &R) -> Result<StoredEvidence, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
+pub(in crate::store) fn evidence_of(row: &dyn Row) -> Result<StoredEvidence, StoreError> {
     let read = || -> Result<StoredEvidence, StoreError> {
-        let status: Option<i64> = row.try_get(6)?;
+        let status: Option<i64> = row.get_opt(6)?;
         let evidence = NewEvidence {
-            operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(0)?).map_err(corrupt)?,
-            effect: row.try_get(1)?,
-            epoch: row.try_get(2)?,
-            send: number("send", row.try_get(3)?)?,
-            kind: row.try_get(4)?,
-            verdict: row.try_get(5)?,
+            operation_id: row.get(0)?,
+            effect: row.get(1)?,
+            epoch: row.get(2)?,
+            send: number("send", row.get(3)?)?,
+            kind: row.get(4)?,
+            verdict: row.get(5)?,
             status: status.map(|status| number("status", status)).transpose()?,
-            bytes: Sealed { bytes: row.try_get(7)?, kid: row.try_get(8)? },
+            bytes: Sealed { bytes: row.get(7)?, kid: row.get_opt(8)? },
         };
-        Ok(StoredEvidence { evidence, at: DbTime::from_micros(row.try_get(9)?) })
+        Ok(StoredEvidence { evidence, at: row.get(9)? })
     };
     named(EVIDENCE, read())
 }

@@ -7,8 +7,11 @@ use sqlx::{Postgres, query};
 use uuid::Uuid;
 
 use super::PostgresStore;
+use super::operations::finish;
 use crate::error::StoreError;
-use crate::store::Dialect;
+use crate::policy::operation::retention::Retention;
+use crate::store::operations::RecordFence;
+use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 
@@ -40,10 +43,15 @@ impl Row for PgRow {
     }
 }
 
+/// A text that begins so is planned for each run: a plan that was made for tables that were still
+/// empty would read all there is, until they are analyzed.
+const PLANNED_ANEW: &str = "/* planned anew */";
+
 /// The statement of sqlx.
 fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, PgArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::Postgres)?;
-    Ok(values.into_iter().fold(query(text), |query, value| match value {
+    let empty = query(text).persistent(!text.starts_with(PLANNED_ANEW));
+    Ok(values.into_iter().fold(empty, |query, value| match value {
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
@@ -91,9 +99,26 @@ impl Transaction for Bounded<Postgres> {
     fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(async move { Self::commit(&mut self).await })
     }
+
+    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
+    }
+
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
+        Box::pin(async move { finish(self, fence, outcome, retention, None).await })
+    }
 }
 
 impl SqlStore for PostgresStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::Postgres
+    }
+
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
         Box::pin(async move { Ok(Box::new(self.pool.acquire().await?) as Box<dyn Session>) })
     }

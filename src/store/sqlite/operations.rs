@@ -5,22 +5,19 @@
 //! outcome (O18). A handler cannot commit by itself, and the savepoint set after the claim must
 //! still be there when the outcome is written (O1, R23).
 
-mod expiry;
-mod live;
 mod tx;
 
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, query};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, query};
 use uuid::Uuid;
 
-pub(super) use self::live::live;
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
-use super::phases::evidence;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
@@ -28,54 +25,15 @@ use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::RecordFence;
-use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::operations::stored::{Columns, pack};
+use crate::store::sql::phases::evidence;
+use crate::store::sql::{self, records, words};
 use crate::store::{
-    Base, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
+    Base, Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
     OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
-/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
-macro_rules! look_columns {
-    () => {
-        "n.at * 1000, p.purged_below * 1000, r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, \
-         coalesce(r.lease_until, o.lease_until) * 1000, coalesce(r.lease_ms, o.lease_ms) * 1000, r.generation, r.operation_id, \
-         r.attempts, o.parked is not null, r.created_at * 1000, r.outcome_at * 1000, r.expires_at * 1000, r.answer_status, \
-         r.schema_version, r.body, r.body_expires_at * 1000, r.resource_kind, r.resource_id, r.resource_location"
-    };
-}
-pub(super) use look_columns;
-
-const FIND: &str = concat!(
-    "select ",
-    look_columns!(),
-    " from (select ",
-    now_ms!(),
-    " as at) as n \
-     left join oncebox_idempotency_purge as p on p.operation = ?2 \
-     left join oncebox_idempotency_request as r on r.key_digest = ?1 \
-     left join oncebox_operation as o on r.mode = 'phased' and o.operation_id = r.operation_id"
-);
-
-/// A lease that is over, also one that was written before the clock went back (R22).
-macro_rules! lease_is_over {
-    () => {
-        concat!("(lease_until <= ", now_ms!(), " or lease_until > lease_ms + ", now_ms!(), ")")
-    };
-}
-
-/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
-/// then something did happen. A word of an operator overrules those before it.
-macro_rules! none_late {
-    ($verdicts:literal) => {
-        concat!(
-            "not exists (select 1 from oncebox_operation_evidence e where e.operation_id = oncebox_idempotency_request.operation_id \
-           and e.kind = 'run' and e.verdict in (", $verdicts, ") \
-           and not exists (select 1 from oncebox_operation_evidence w \
-                where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator'))"
-        )
-    };
-}
-pub(super) use none_late;
+static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Sqlite));
 
 /// Inserts a claim in the given state.
 macro_rules! insert {
@@ -108,8 +66,6 @@ const RENEW: &str = concat!(
      where key_digest = ?1 and epoch = ?5 - 1 and "
 );
 
-const FORGET_RUNS: &str = "delete from oncebox_operation_evidence where operation_id = ? and kind = 'run'";
-
 const FINISH: &str = concat!(
     "update oncebox_idempotency_request \
      set state = ?4, owner = null, lease_until = null, lease_ms = null, updated_at = n.at, \
@@ -120,13 +76,6 @@ const FINISH: &str = concat!(
     now_ms!(),
     " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 \
        and (state = 'IN_PROGRESS' or (?14 and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
-);
-
-/// What is kept for a tenant.
-pub(super) const KEPT_OF_TENANT: &str = concat!(
-    "select coalesce(sum(kept_bytes), 0) from oncebox_idempotency_request \
-     where tenant = ? and kept_bytes is not null and body_expires_at > ",
-    now_ms!()
 );
 
 #[async_trait]
@@ -144,14 +93,7 @@ impl Keys for SqliteStore {
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
-        let body = query(concat!(
-            "select b.headers, b.bytes, b.format, b.kid from oncebox_idempotency_request as r \
-             join oncebox_idempotency_body as b on b.key_digest = r.key_digest and b.epoch = r.epoch \
-             where r.key_digest = ? and r.epoch = ? and r.body_expires_at > ",
-            now_ms!()
-        ));
-        let body = body.bind(record.identity.digest().to_vec()).bind(record.epoch);
-        body.fetch_optional(self.pool()).await?.as_ref().map(body_of).transpose()
+        records::body(self, record).await
     }
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
@@ -163,8 +105,7 @@ impl Keys for SqliteStore {
             if let Basis::Anew(seen) = basis
                 && seen.state == State::Completed
             {
-                let forget = query(FORGET_RUNS).bind(seen.operation_id.as_bytes().to_vec());
-                forget.execute(write.connection()).await?;
+                records::forget_runs(write.connection(), seen.operation_id).await?;
             }
             write.commit().await?;
             return Ok(Claimed::Owned(owned));
@@ -193,27 +134,15 @@ impl Keys for SqliteStore {
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        let release = query(concat!(
-            "delete from oncebox_idempotency_request where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS' and ",
-            none_late!("'success', 'failure'")
-        ));
-        self.fenced(fence(release, owned)).await
+        records::release(self, owned).await
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
-        let mark = query(concat!(
-            "update oncebox_idempotency_request set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, \
-             lease_until = null, lease_ms = null, updated_at = ",
-            now_ms!(),
-            " where key_digest = ? and epoch = ? and state = 'IN_PROGRESS' and (mode = 'same_tx' or (mode = 'edge' and ",
-            lease_is_over!(),
-            "))"
-        ));
-        self.fenced(mark.bind(seen.identity.digest().to_vec()).bind(seen.epoch)).await
+        records::mark_unknown(self, seen).await
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        expiry::expire_bodies(self, limit).await
+        sql::expiry::expire_bodies(self, limit).await
     }
 
     async fn purge_keys(
@@ -223,22 +152,15 @@ impl Keys for SqliteStore {
         id_skew: Duration,
         limit: u32,
     ) -> Result<u64, StoreError> {
-        expiry::purge(self, operation, retention, id_skew, limit).await
+        sql::expiry::purge(self, operation, retention, id_skew, limit).await
     }
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let open: i64 = sqlx::query_scalar(
-            "select count(*) from oncebox_idempotency_request where outcome_at is null and tenant = ?",
-        )
-        .bind(tenant.as_bytes())
-        .fetch_one(self.pool())
-        .await?;
-        Ok(open.unsigned_abs())
+        records::open_of_tenant(self, tenant).await
     }
 
     async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let kept: i64 = sqlx::query_scalar(KEPT_OF_TENANT).bind(tenant.as_bytes()).fetch_one(self.pool()).await?;
-        Ok(kept.unsigned_abs())
+        records::stored_of_tenant(self, tenant).await
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -252,23 +174,11 @@ impl Keys for SqliteStore {
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        live::announce(self, process, versions).await
+        sql::live::announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
-        let stats = query(concat!(
-            "select count(*) filter (where state = 'IN_PROGRESS'), ",
-            now_ms!(),
-            " - min(created_at) filter (where state = 'IN_PROGRESS'), count(*) filter (where state = 'UNKNOWN_REQUIRES_RECOVERY') \
-             from oncebox_idempotency_request where outcome_at is null"
-        ));
-        let row = stats.fetch_one(self.pool()).await?;
-        let age: Option<i64> = row.try_get(1)?;
-        Ok(OperationStats {
-            in_progress: row.try_get::<i64, _>(0)?.unsigned_abs(),
-            oldest_in_progress: age.map(|age| Duration::from_millis(age.max(0).unsigned_abs())),
-            unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
-        })
+        records::operation_stats(self).await
     }
 }
 
@@ -347,8 +257,8 @@ fn owner(owned: &Owned) -> Option<Vec<u8>> {
 }
 
 async fn find(connection: &mut SqliteConnection, identity: &Identity) -> Result<Look, StoreError> {
-    let find = query(FIND).bind(identity.digest().to_vec()).bind(identity.operation().as_str().as_bytes().to_vec());
-    look_of(&find.fetch_one(connection).await?)
+    let find = query(*FIND).bind(identity.operation().as_str().as_bytes().to_vec()).bind(identity.digest().to_vec());
+    records::look_of(&find.fetch_one(connection).await?)
 }
 
 /// Inserts or renews the claim; false where something else stands there.
@@ -358,25 +268,8 @@ async fn stake(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<bool, StoreError> {
-    let holds = match basis {
-        Basis::New => {
-            return Ok(insert(insert!("IN_PROGRESS"), claim, owned).execute(connection).await?.rows_affected() == 1);
-        }
-        Basis::TakeOver(_) => concat!(
-            "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and ",
-            lease_is_over!(),
-            ") or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
-        ),
-        Basis::Reclaim(_) => {
-            concat!(
-                "state = 'FAILED_RETRYABLE' and expires_at >= ",
-                now_ms!(),
-                " and ",
-                none_late!("'success', 'failure'")
-            )
-        }
-        Basis::Late(_) => concat!("state = 'FAILED_RETRYABLE' and expires_at >= ", now_ms!()),
-        Basis::Anew(_) => concat!("expires_at < ", now_ms!()),
+    let Some(holds) = records::renewal(basis, Dialect::Sqlite) else {
+        return Ok(insert(insert!("IN_PROGRESS"), claim, owned).execute(connection).await?.rows_affected() == 1);
     };
     let renew = query(AssertSqlSafe(format!("{RENEW}{holds}")))
         .bind(claim.identity.digest().to_vec())

@@ -13,9 +13,12 @@ use super::connect::SqliteStore;
 use super::message::sixteen;
 use super::millis;
 use super::write::Write;
+use super::operations::finish;
 use crate::error::StoreError;
+use crate::policy::operation::retention::Retention;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
-use crate::store::{Base, Dialect};
+use crate::store::operations::RecordFence;
+use crate::store::{Base, Dialect, Fenced, Outcome};
 
 impl Row for SqliteRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
@@ -70,6 +73,9 @@ async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Resul
 }
 
 async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {
+    if statement.in_words_of(Dialect::Sqlite)?.0.is_empty() {
+        return Ok(0);
+    }
     Ok(bound(statement)?.execute(connection).await?.rows_affected())
 }
 
@@ -112,9 +118,26 @@ impl Transaction for Write {
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(Self::commit(*self))
     }
+
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(Self::rollback(*self))
+    }
+
+    fn finish_record<'a>(
+        &'a mut self,
+        fence: &'a RecordFence,
+        outcome: &'a Outcome,
+        retention: &'a Retention,
+    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
+        Box::pin(async move { finish(self.connection(), fence, outcome, retention).await })
+    }
 }
 
 impl SqlStore for SqliteStore {
+    fn dialect(&self) -> Dialect {
+        Dialect::Sqlite
+    }
+
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
         Box::pin(async move { Ok(Box::new(self.pool().acquire().await?) as Box<dyn Session>) })
     }

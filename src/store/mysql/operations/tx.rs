@@ -75,7 +75,8 @@ pub(super) async fn begin_operation(
     let owned = claim.owned(basis);
     Ok(match staked_at_once(store, claim, basis, &owned).await? {
         Begun::Claimed(transaction) => {
-            let held = Held::behind(&format!("{USUAL_WAIT}; "), transaction).await?;
+            let mut held = Held::new(transaction);
+            held.hold(USUAL_WAIT).await?;
             Begun::Claimed(MySqlOperationTx { held, owned })
         }
         Begun::Existing(record) => Begun::Existing(record),
@@ -139,19 +140,18 @@ async fn try_claim(
 }
 
 impl Held {
-    /// Sets the savepoint, and counts from there; one packet.
-    pub(in crate::store::mysql) async fn new(transaction: Bounded<MySql>) -> Result<Self, StoreError> {
-        Self::behind("", transaction).await
+    /// A transaction in which only our own statements ran, until [`Self::hold`].
+    pub(in crate::store::mysql) fn new(transaction: Bounded<MySql>) -> Self {
+        Self { transaction, savepoint: savepoint_name() }
     }
 
-    /// The same behind another statement, in the same packet.
-    pub(in crate::store::mysql) async fn behind(
-        first: &str,
-        mut transaction: Bounded<MySql>,
-    ) -> Result<Self, StoreError> {
-        let savepoint = savepoint_name();
-        raw_sql(AssertSqlSafe(format!("{first}{COUNT}; savepoint {savepoint}"))).run(&mut transaction).await?;
-        Ok(Self { transaction, savepoint })
+    /// Sets the savepoint behind another statement, where there is one, and counts from there; one
+    /// packet.
+    pub(in crate::store::mysql) async fn hold(&mut self, first: &str) -> Result<(), StoreError> {
+        let first = if first.is_empty() { String::new() } else { format!("{first}; ") };
+        let hold = AssertSqlSafe(format!("{first}{COUNT}; savepoint {}", self.savepoint));
+        raw_sql(hold).run(&mut self.transaction).await?;
+        Ok(())
     }
 
     /// Whether it is proven that nothing was committed since; see

@@ -9,13 +9,14 @@ use uuid::Uuid;
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
 use super::super::door::checked;
-use super::{CLAIM, LOCK, RENEW, Within, find, finish, insert, renew, renewal};
+use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::policy::operation::Mode;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
+use crate::store::sql::{Session, records, sql};
+use crate::store::{Basis, Begun, Dialect, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -23,7 +24,7 @@ pub(in crate::store) struct PostgresOperationTx {
     held: Held,
     owned: Owned,
     claim: KeyClaim,
-    /// What the claim rested on; see [`renewal`].
+    /// What the claim rested on; see [`records::renewal`].
     holds: Option<&'static str>,
 }
 
@@ -38,20 +39,17 @@ pub(in crate::store::postgres) struct Held {
 }
 
 impl Held {
-    /// Sets a new savepoint in the transaction and holds both.
-    pub(in crate::store::postgres) async fn new(tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
-        Self::behind("", tx, token).await
+    /// A transaction in which only our own statements ran, until [`Self::hold`].
+    pub(in crate::store::postgres) fn new(tx: Bounded<Postgres>) -> Self {
+        Self { tx, token: String::new(), savepoint: savepoint_name() }
     }
 
-    /// The same behind another statement, in the same message.
-    pub(in crate::store::postgres) async fn behind(
-        first: &str,
-        mut tx: Bounded<Postgres>,
-        token: String,
-    ) -> Result<Self, StoreError> {
-        let savepoint = savepoint_name();
-        raw_sql(AssertSqlSafe(format!("{first}savepoint {savepoint}"))).run(&mut tx).await?;
-        Ok(Self { tx, token, savepoint })
+    /// Sets the savepoint behind another statement, and asks for the id of the transaction, in the
+    /// same message.
+    pub(in crate::store::postgres) async fn hold(&mut self, first: &str) -> Result<(), StoreError> {
+        let hold = format!("{first}savepoint {}; select pg_current_xact_id()::text", self.savepoint);
+        self.token = raw_sql(AssertSqlSafe(hold)).one(&mut self.tx).await?.try_get(0)?;
+        Ok(())
     }
 }
 
@@ -73,7 +71,7 @@ pub(super) async fn begin(
     Ok(match staked_in(tx, claim, basis, &owned).await? {
         Begun::Claimed((tx, token)) => {
             let held = Held { tx, token, savepoint };
-            Begun::Claimed(PostgresOperationTx { held, owned, claim: claim.clone(), holds: renewal(basis) })
+            Begun::Claimed(PostgresOperationTx { held, owned, claim: claim.clone(), holds: records::renewal(basis, Dialect::Postgres) })
         }
         Begun::Existing(record) => Begun::Existing(record),
         Begun::Locked => Begun::Locked,
@@ -105,6 +103,8 @@ pub(in crate::store::postgres) async fn staked(
     staked_in(store.transaction().await?, claim, basis, owned).await
 }
 
+const LOCK_FREE: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock free}";
+
 async fn staked_in(
     mut tx: Bounded<Postgres>,
     claim: &KeyClaim,
@@ -116,10 +116,9 @@ async fn staked_in(
     {
         // Runs of that mode leave evidence, which is read under the lock of the row; nobody is
         // waited for.
-        let lock = AssertSqlSafe(format!("{LOCK} skip locked"));
-        sqlx::query(lock).bind(claim.identity.digest().as_slice()).optional(&mut tx).await?;
+        tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?;
     }
-    if let Some(token) = stake(&mut tx, claim, renewal(basis), owned).await? {
+    if let Some(token) = stake(&mut tx, claim, records::renewal(basis, Dialect::Postgres), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
     // A statement of its own: it sees what was committed meanwhile.

@@ -38,7 +38,8 @@ pub(super) async fn begin(
     let owned = claim.owned(basis);
     Ok(match staked(store, claim, basis, &owned, patience).await? {
         Begun::Claimed(mut write) => {
-            let savepoint = Savepoint::set(&mut write).await?;
+            let savepoint = Savepoint::new();
+            savepoint.set(&mut write).await?;
             Begun::Claimed(SqliteOperationTx { write, owned, savepoint })
         }
         Begun::Existing(record) => Begun::Existing(record),
@@ -67,11 +68,15 @@ pub(in crate::store::sqlite) async fn staked(
 }
 
 impl Savepoint {
-    /// Sets a savepoint in the transaction, named by a new UUID v7.
-    pub(in crate::store::sqlite) async fn set(write: &mut Write) -> Result<Self, StoreError> {
-        let name = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
-        raw_sql(AssertSqlSafe(format!("savepoint {name}"))).execute(write.connection()).await?;
-        Ok(Self(name))
+    /// A name that no other has.
+    pub(in crate::store::sqlite) fn new() -> Self {
+        Self(format!("oncebox_{}", uuid::Uuid::now_v7().simple()))
+    }
+
+    /// Sets it in the transaction.
+    pub(in crate::store::sqlite) async fn set(&self, write: &mut Write) -> Result<(), StoreError> {
+        raw_sql(AssertSqlSafe(format!("savepoint {}", self.0))).execute(write.connection()).await?;
+        Ok(())
     }
 
     /// Runs `rollback to` or `release`: whether it is still there.

@@ -1,0 +1,177 @@
+//! What is forgotten of records and answers, in bounded batches (M99 to M101): bodies by their own
+//! end, records by their outcome (O23).
+//!
+//! Guarantees: a batch locks exact rows, waits for nobody, and deletes those rows and no range
+//! (R8, R11); only records with an outcome go, and the bound of the purge is recorded in the
+//! transaction that takes them. What is known of an operation with a conflict that nobody has
+//! judged stays behind, and so does evidence that comes while its record goes (O8).
+//!
+//! Not here: the partitions of PostgreSQL, by which it frees large bodies.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use chrono::DateTime;
+use uuid::Uuid;
+
+use super::{Session, SqlStore, Statement, sql};
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::operation::OperationName;
+use crate::policy::operation::retention::Retention;
+use crate::store::Dialect;
+
+const OLD_BODIES: &str =
+    "select key_digest from oncebox.idempotency_body where expires_at < {now} order by expires_at limit :limit";
+
+const EXPIRE_BODIES: &str = "delete {my: b }from {each idempotency_body b bytes key_digest :digests primary} \
+    and b.expires_at < {now}";
+
+/// Small bodies, which stand in the rows of their claims.
+const OLD_SMALL: &str = "select key_digest from oncebox.idempotency_request \
+    where {pg: body_format is not null and body_expires_at}{my: body_end} < {now} \
+    order by {pg: body_expires_at}{my: body_end} limit :limit {lock free}";
+
+const EXPIRE_SMALL: &str = "update {pg: oncebox.idempotency_request }\
+    {my: json_table(:digests, '$[*]' columns (v varchar(64) path '$')) v straight_join \
+      oncebox.idempotency_request r force index (primary) on r.key_digest = unhex(v.v) }\
+    set body_headers = null, body_bytes = null, body_format = null, body_kid = null, kept_bytes = null \
+    {pg: where key_digest {in bytes :digests}}";
+
+const OLD: &str = "select r.key_digest, r.operation_id, r.mode = 'phased' from oncebox.idempotency_request r \
+    where r.operation = :operation and r.outcome_at < {now} - {span :kept} and r.expires_at < {now} \
+    order by r.outcome_at limit :limit {lock free}";
+
+const EVIDENCE: &str = "select e.evidence_id, e.operation_id \
+    from {each operation_evidence e ids operation_id :operations operation_evidence_operation_id}";
+
+const OUTLIVING: &str = "select r.operation_id from {each idempotency_request r bytes key_digest :digests primary} \
+    and {piece outlives}";
+
+const DELETE_RECORDS: &str = "delete {my: r }from {each idempotency_request r bytes key_digest :digests primary}";
+const DELETE_BODIES: &str = "delete {my: b }from {each idempotency_body b bytes key_digest :digests primary}";
+const DELETE_EVIDENCE: &str = "delete {my: e }from {each operation_evidence e ints evidence_id :rows primary}";
+const DELETE_OPERATIONS: &str = "delete {my: o }from {each operation o ids operation_id :operations primary}";
+const DELETE_INTENTS: &str = "delete {my: i }from {each operation_intent i ids operation_id :operations primary}";
+const DELETE_PHASES: &str = "delete {my: p }from {each operation_phase p ids operation_id :operations primary}";
+
+/// The bound of a purge, which is never lowered.
+const BOUND: &str = "insert into oncebox.idempotency_purge (operation, purged_below) \
+    values (:operation, {if kept: {now} - {span :kept} + {span :skew}}{if at: :at}) \
+    {or update operation} \
+      purged_below = {greatest}(oncebox.idempotency_purge.purged_below, {new purged_below})";
+
+/// Deletes one batch of bodies whose life is over; gives how many went.
+pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
+    let old = store.reader().await?.rows(sql(OLD_BODIES).bind("limit", i64::from(limit))).await?;
+    let digests = old.iter().map(|row| row.get(0)).collect::<Result<Vec<Vec<u8>>, _>>()?;
+    if digests.is_empty() {
+        return Ok(0);
+    }
+    store.run_alone(sql(EXPIRE_BODIES).bind("digests", digests)).await
+}
+
+/// The same of bodies that stand in the rows of their claims, where a database has such.
+pub(in crate::store) async fn expire_small(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    let old = session.rows(sql(OLD_SMALL).bind("limit", i64::from(limit))).await?;
+    let digests = old.iter().map(|row| row.get(0)).collect::<Result<Vec<Vec<u8>>, _>>()?;
+    if digests.is_empty() {
+        transaction.rollback().await?;
+        return Ok(0);
+    }
+    let gone = session.run(sql(EXPIRE_SMALL).bind("digests", digests)).await?;
+    transaction.commit().await?;
+    Ok(gone)
+}
+
+/// Records that keys of an operation below this time may have been purged.
+pub(super) async fn raise_bound(
+    session: &mut dyn Session,
+    operation: &OperationName,
+    below: DbTime,
+) -> Result<(), StoreError> {
+    let below = DateTime::from_timestamp_micros(below.micros());
+    let below = below.ok_or_else(|| StoreError::Refused("the key carries no time of ours".to_owned()))?;
+    let bound = sql(BOUND).bind("operation", operation.as_str().as_bytes()).bind("at", below);
+    session.run(bound).await.map(drop)
+}
+
+/// What a purge takes.
+#[derive(Default)]
+struct Batch {
+    digests: Vec<Vec<u8>>,
+    operations: Vec<Uuid>,
+    /// Those of the operations that ran in phases.
+    phased: Vec<Uuid>,
+}
+
+/// One batch of one operation.
+pub(in crate::store) async fn purge(
+    store: &dyn SqlStore,
+    operation: &OperationName,
+    retention: &Retention,
+    id_skew: Duration,
+    limit: u32,
+) -> Result<u64, StoreError> {
+    let name = operation.as_str().as_bytes();
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    let old = sql(OLD).bind("operation", name).bind("kept", retention.metadata).bind("limit", i64::from(limit));
+    let mut batch = Batch::default();
+    for row in session.rows(old).await? {
+        let id: Uuid = row.get(1)?;
+        batch.digests.push(row.get(0)?);
+        batch.operations.push(id);
+        batch.phased.extend(row.get::<bool>(2)?.then_some(id));
+    }
+    if batch.digests.is_empty() {
+        transaction.rollback().await?;
+        return Ok(0);
+    }
+    let gone = forget(session, store.dialect(), &batch).await?;
+    let bound = sql(BOUND).bind("operation", name).bind("kept", retention.metadata).bind("skew", id_skew);
+    session.run(bound).await?;
+    transaction.commit().await?;
+    Ok(gone)
+}
+
+/// Deletes records that are locked, and what belongs to them.
+async fn forget(session: &mut dyn Session, dialect: Dialect, batch: &Batch) -> Result<u64, StoreError> {
+    let of_operations = |text, ids: &[Uuid]| sql(text).bind("operations", ids.to_vec());
+    let of_keys = |text| sql(text).bind("digests", batch.digests.clone());
+    // First what evidence there is, then whether it outlives its record: of what comes later no row
+    // is deleted, and what comes between the two is judged.
+    let mut evidence: Vec<(i64, Uuid)> = Vec::new();
+    for row in session.rows(of_operations(EVIDENCE, &batch.operations)).await? {
+        evidence.push((row.get(0)?, row.get(1)?));
+    }
+    let outliving = session.rows(of_keys(OUTLIVING)).await?;
+    let outliving = outliving.iter().map(|row| row.get(0)).collect::<Result<HashSet<Uuid>, _>>()?;
+    let settled: Vec<Uuid> = batch.phased.iter().copied().filter(|id| !outliving.contains(id)).collect();
+    let rows: Vec<i64> = evidence.iter().filter(|(_, id)| !outliving.contains(id)).map(|(row, _)| *row).collect();
+
+    let gone = session.run(of_keys(DELETE_RECORDS)).await?;
+    let mut more: Vec<Statement> = Vec::new();
+    // Whatever is left of the life of a body: the next run of its key begins at the same epoch
+    // again. PostgreSQL finds a body by its end too, and frees it with its partition.
+    if dialect != Dialect::Postgres {
+        more.push(of_keys(DELETE_BODIES));
+    }
+    if !batch.phased.is_empty() {
+        more.push(of_operations(DELETE_OPERATIONS, &settled));
+        more.push(of_operations(DELETE_INTENTS, &settled));
+        // On SQLite no phase is marked: there is one writer.
+        if dialect != Dialect::Sqlite {
+            more.push(of_operations(DELETE_PHASES, &batch.phased));
+        }
+    }
+    if !rows.is_empty() {
+        more.push(sql(DELETE_EVIDENCE).bind("rows", rows));
+    }
+    for statement in more {
+        session.run(statement).await?;
+    }
+    Ok(gone)
+}

@@ -1,0 +1,254 @@
+//! What an operator sees and does of keys and operations, on every database.
+//!
+//! Guarantees: a change, the operator's words and the audit row are one transaction; what is
+//! changed is locked by a statement of its own first, so that the change sees what was committed
+//! until then, and the time that it is.
+
+use uuid::Uuid;
+
+use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
+use super::{Session, SqlStore, Transaction, live, records, sql};
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::hex::hex;
+use crate::policy::operation::versions::Announced;
+use crate::policy::operation::{Record, State};
+use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overruled};
+use crate::store::operations::RecordFence;
+use crate::store::phases::no_record;
+use crate::store::{
+    ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
+    Phases, StoredOperation,
+};
+
+const KEYS: &str = "select {piece look} from (select {clock} as at) as n \
+    cross join {if open: {piece requests}}{if any: oncebox.idempotency_request as r} \
+    left join oncebox.idempotency_purge as p on p.operation = r.operation \
+    left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
+    where r.key_digest between :least and :greatest {if open: and {piece open}} \
+      {if tenant: and r.tenant = :tenant} {if operation: and r.operation = :operation} {if state: and r.state = :state} \
+      {if expired: and r.expires_at < n.at} {if older: and r.created_at < n.at - {span :older}} \
+      {if forgettable: and r.outcome_at is not null \
+        and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id) \
+        and (r.state = 'COMPLETED' or not exists (select 1 from oncebox.operation_evidence e \
+             where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success'))} \
+    order by r.created_at, r.key_digest limit :limit";
+
+const OPERATIONS: &str = "select o.operation_id from oncebox.operation as o \
+    {if tenant: join oncebox.idempotency_request as r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
+      and r.tenant = :tenant} \
+    where 1 = 1 {if only: and o.operation_id = :only} \
+      {if flow: and o.flow = {pg lite: :flow}{my: cast(:flow as binary)}} \
+      {if stage: and o.state = :stage} {if parked: and o.parked is not null} \
+      {if older: and o.created_at < {now} - {span :older}} {if conflicts: and {piece conflict}} \
+    order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit :limit";
+
+/// Evidence of something that happened, of which neither operation nor record is left that says so.
+const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evidence e \
+    where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
+      and not exists (select 1 from oncebox.operation o where o.operation_id = e.operation_id) \
+      and not exists (select 1 from oncebox.idempotency_request r where r.operation_id = e.operation_id \
+            and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
+      {if only: and e.operation_id = :only} order by e.operation_id limit :limit";
+
+const FORGET_RECORD: &str = "delete from oncebox.idempotency_request \
+    where key_digest = :digest and epoch = :epoch and outcome_at is not null \
+      and not exists (select 1 from oncebox.operation_intent i \
+           where i.operation_id = oncebox.idempotency_request.operation_id) \
+      {if asks_runs: and {piece no late success}}";
+
+const FORGET_BODIES: &str = "delete from oncebox.idempotency_body where key_digest = :digest";
+
+const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, {if stage: state = :stage,} owner = null, \
+      lease_until = null, {lease} = null, parked = null, attempts = 0, \
+      {if ends: due_at = null, outcome_at = {now}, expires_at = {now},}{if goes_on: due_at = {now},} updated_at = {now} \
+    where operation_id = :operation and epoch = :epoch and outcome_at is null \
+      {if respects_lease: and (owner is null or {piece lease is over})} \
+      and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
+
+const AUDIT: &str = "insert into oncebox.audit (at, actor, reason, act, {pg: topic}{my lite: place}, number, message_id, detail) \
+    values ({now}, :actor, :reason, :act, :place, :number, {pg my: :operation}{lite: :operation_text}, \
+      {pg: jsonb_build_object('was', :detail::text)}{my lite: :detail})";
+
+impl<S: SqlStore + Phases> KeyOperator for S {
+    async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
+        let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
+        let is_open = filter.is_of_open_state();
+        let keys = sql(KEYS)
+            .bind("open", is_open)
+            .bind("any", !is_open)
+            .bind("least", least)
+            .bind("greatest", greatest)
+            .bind("tenant", filter.tenant.as_ref().map(|tenant| tenant.as_bytes()))
+            .bind("operation", filter.operation.as_ref().map(|operation| operation.as_str().as_bytes()))
+            .bind("state", state)
+            .bind("expired", expired)
+            .bind("older", filter.older_than)
+            .bind("forgettable", filter.forgettable)
+            .bind("limit", i64::from(filter.limit));
+        let rows = self.reader().await?.rows(keys).await?;
+        rows.iter().map(|row| records::look_of(&**row)).collect()
+    }
+
+    async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError> {
+        let operations = sql(OPERATIONS)
+            .bind("tenant", filter.tenant.as_ref().map(|tenant| tenant.as_bytes()))
+            .bind("only", filter.operation_id)
+            .bind("flow", filter.flow.as_ref())
+            .bind("stage", filter.stage.map(|stage| stage.as_str()))
+            .bind("parked", filter.parked)
+            .bind("older", filter.older_than)
+            .bind("conflicts", filter.conflicts)
+            .bind("limit", i64::from(filter.limit));
+        let mut found = FoundOperations::default();
+        let mut reader = self.reader().await?;
+        let rows = reader.rows(operations).await?;
+        if filter.is_of_all_conflicts() {
+            found.orphans = orphans(&mut *reader, None, filter.limit).await?;
+        }
+        // A pool may have one connection only.
+        drop(reader);
+        for row in rows {
+            let id = row.get(0)?;
+            found.add(id, self.operation(id).await)?;
+        }
+        Ok(found)
+    }
+
+    async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        let seen = read(session, operation_id).await?;
+        if seen.is_none() && orphans(session, Some(operation_id), 1).await?.is_empty() {
+            return Err(nothing_known(operation_id));
+        }
+        let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
+        match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
+            Some(word) => append(session, &word).await?,
+            // Its record is gone, and no purge comes for it any more.
+            None => forget(session, operation_id, false).await?,
+        }
+        end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
+    }
+
+    async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
+        live::live(self).await
+    }
+
+    async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let fenced = match change {
+            KeyChange::Release { against_evidence } => forget_key(transaction.session(), seen, *against_evidence).await?,
+            KeyChange::Purge { against_evidence } => {
+                let fenced = forget_key(transaction.session(), seen, *against_evidence).await?;
+                if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
+                    // Above the time that the key carries.
+                    let above = DbTime::from_millis(at.millis() + 1);
+                    super::expiry::raise_bound(transaction.session(), seen.identity.operation(), above).await?;
+                }
+                fenced
+            }
+            KeyChange::Resolve { outcome, retention, against_evidence } => {
+                if *against_evidence {
+                    append(transaction.session(), &overruled(seen, outcome, context)).await?;
+                }
+                let digest = seen.identity.digest().to_vec();
+                let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
+                transaction.finish_record(&fence, outcome, retention).await?
+            }
+        };
+        end(transaction, fenced, change.audit(seen), context).await
+    }
+
+    async fn change_operation(
+        &self,
+        seen: &StoredOperation,
+        change: &OperationChange,
+        context: &ActContext,
+    ) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let fenced = change_operation(&mut *transaction, seen, change).await?;
+        end(transaction, fenced, change.audit(seen), context).await
+    }
+}
+
+async fn orphans(session: &mut dyn Session, only: Option<Uuid>, limit: u32) -> Result<Vec<Uuid>, StoreError> {
+    let rows = session.rows(sql(ORPHANS).bind("only", only).bind("limit", i64::from(limit))).await?;
+    rows.iter().map(|row| row.get(0)).collect()
+}
+
+async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
+    records::lock(session, &seen.identity).await?;
+    let asks_runs = seen.state != State::Completed && !against_evidence;
+    let digest = seen.identity.digest();
+    let delete = sql(FORGET_RECORD).bind("digest", &digest[..]).bind("epoch", seen.epoch).bind("asks_runs", asks_runs);
+    let fenced = Fenced::rows(session.run(delete).await?);
+    if fenced == Fenced::Done {
+        session.run(sql(FORGET_BODIES).bind("digest", &digest[..])).await?;
+        forget(session, seen.operation_id, asks_runs).await?;
+    }
+    Ok(fenced)
+}
+
+async fn change_operation(
+    transaction: &mut dyn Transaction,
+    seen: &StoredOperation,
+    change: &OperationChange,
+) -> Result<Fenced, StoreError> {
+    let (stage, ends) = (change.stage()?, change.ends());
+    let (id, session) = (seen.operation_id, transaction.session());
+    lock(session, id).await?;
+    let update = sql(CHANGE_OPERATION)
+        .bind("operation", id)
+        .bind("epoch", seen.epoch)
+        .bind("stage", stage.map(|stage| stage.as_str()))
+        .bind("ends", ends)
+        .bind("goes_on", !ends)
+        .bind("respects_lease", !change.takes_over())
+        .bind("evidence", i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX));
+    if session.run(update).await? == 0 {
+        return Ok(Fenced::LostOwnership);
+    }
+    match change {
+        OperationChange::GoOn { evidence, .. } => {
+            if let Some(stage) = stage {
+                follow(session, id, stage).await?;
+            }
+            for row in evidence {
+                append(session, row).await?;
+            }
+        }
+        OperationChange::End { outcome, retention, evidence, .. } => {
+            let record = fence_of(transaction.session(), id).await?.ok_or_else(|| no_record(id))?;
+            let finished = transaction.finish_record(&record, outcome, retention).await?;
+            same_times(transaction.session(), id, finished).await?;
+            append(transaction.session(), evidence).await?;
+        }
+    }
+    Ok(Fenced::Done)
+}
+
+/// Writes the audit row of what was done, and commits, or takes a dry run back.
+async fn end(
+    mut transaction: Box<dyn Transaction>,
+    fenced: Fenced,
+    audit: Audit<'_>,
+    context: &ActContext,
+) -> Result<Fenced, StoreError> {
+    let insert = sql(AUDIT)
+        .bind("actor", &context.actor)
+        .bind("reason", &context.reason)
+        .bind("act", audit.act)
+        .bind("place", audit.place)
+        .bind("number", audit.digest.map_or_else(String::new, |digest| hex(&digest)))
+        .bind("operation", audit.operation_id)
+        .bind("operation_text", audit.operation_id.to_string())
+        .bind("detail", audit.detail);
+    transaction.session().run(insert).await?;
+    if context.dry_run || fenced != Fenced::Done {
+        transaction.rollback().await?;
+    } else {
+        transaction.commit().await?;
+    }
+    Ok(fenced)
+}

@@ -1,0 +1,456 @@
+//! Operations in phases, on every database.
+//!
+//! Guarantees: of many that take an operation up one raises its epoch, under the lock of its row; a
+//! phase moves its operation on only in the transaction that it began in, and from the point and
+//! epoch that it knew (O1, O9); record and operation change together.
+//!
+//! What is each database's own: the claim of the record and its outcome, which are on the hot path;
+//! the mark of a run; and how it is proven that a transaction is still the one that began
+//! ([`PhaseStore`], [`HeldPhase`]).
+
+mod tx;
+
+use std::any::Any;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use self::tx::SqlPhaseTx;
+pub(in crate::store) use self::tx::{fence_of, forget, same_times};
+use super::{Session, SqlStore, Statement, sql};
+use crate::error::StoreError;
+use crate::policy::operation::Mode;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+use crate::store::operations::RecordFence;
+use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
+use crate::store::phases::{follows, no_record, unreadable};
+use crate::store::{
+    Basis, Begun, Driven, Fenced, KeyClaim, Leave, NewEvidence, NewOperation, Operations, Outcome, Owned, PhaseTx,
+    Phases, Proof, Run, StoredEvidence, StoredOperation, Taken,
+};
+
+/// What is a database's own of operations in phases.
+#[async_trait]
+pub(in crate::store) trait PhaseStore: SqlStore {
+    /// Claims the record of a first phase, as for a transactional operation.
+    async fn stake(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        owned: &Owned,
+        patience: Duration,
+    ) -> Result<Begun<Box<dyn HeldPhase>>, StoreError>;
+
+    /// A transaction for a later phase in which no code but ours runs.
+    async fn begin_held(&self) -> Result<Box<dyn HeldPhase>, StoreError>;
+
+    /// A transaction for a later phase whose code is a handler's: it holds the mark of the run,
+    /// where the database has marks.
+    async fn begin_marked(&self, driven: &Driven) -> Result<Run<Box<dyn HeldPhase>>, StoreError>;
+}
+
+/// The transaction of a phase, as its database holds it. Dropped without commit, it rolls back.
+#[async_trait]
+pub(in crate::store) trait HeldPhase: Debug + Send {
+    /// The connection, for statements of ours.
+    fn session(&mut self) -> &mut dyn Session;
+
+    /// The sqlx connection, for statements of a handler.
+    fn lend(&mut self) -> &mut (dyn Any + Send);
+
+    /// The handler begins here: sets the savepoint that effects are taken back to, and lets
+    /// statements wait for locks as long as handlers were promised.
+    async fn hold(&mut self) -> Result<(), StoreError>;
+
+    /// As [`PhaseTx::undo_effects`].
+    async fn undo(&mut self) -> Result<Proof, StoreError>;
+
+    /// Whether it is still the transaction that began, before it moves on. A database that compares
+    /// [`Self::token`] in the statement that moves it asks nothing here.
+    async fn prove(&mut self) -> Result<Proof, StoreError>;
+
+    /// The id of the transaction, which the statement that moves the operation compares as `:token`
+    /// where the database has one.
+    fn token(&self) -> Option<&str>;
+
+    /// What it proves that this statement has changed nothing, or has failed with an error.
+    ///
+    /// # Errors
+    /// That one, where the transaction is ours.
+    async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError>;
+
+    /// Writes the outcome to the record, and its times to the operation ([`same_times`]).
+    async fn end_record(
+        &mut self,
+        operation_id: Uuid,
+        record: &RecordFence,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<(), StoreError>;
+
+    /// As [`PhaseTx::commit`].
+    async fn commit(self: Box<Self>) -> Result<(), StoreError>;
+
+    /// As [`PhaseTx::rollback`].
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
+}
+
+/// As [`operation_of`] reads it.
+pub(in crate::store) const OPERATION: &str = "\
+    select {micros n.at}, o.operation_id, r.tenant, r.operation, r.{key}, o.flow, o.flow_version, o.point, o.state, \
+       o.command, o.command_kid, o.epoch, \
+       case when o.lease_until > n.at and o.lease_until <= n.at + {lease of o} then {micros o.lease_until} end, \
+       o.attempts, {micros o.due_at}, o.parked, {micros o.created_at}, {micros o.outcome_at} \
+      from (select {clock} as at) n join oncebox.operation o on o.operation_id = :id \
+      left join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id";
+
+/// As [`intent_of`] reads it.
+pub(in crate::store) const INTENTS: &str = "\
+    select effect, strategy, provider_key, request, request_kid, adapter, adapter_version, {micros first_sent_at}, \
+       {micros last_sent_at}, sends, outcome, undoes \
+      from oncebox.operation_intent where operation_id = :id order by first_sent_at, effect";
+
+/// As [`evidence_of`] reads it.
+pub(in crate::store) const EVIDENCE: &str = "\
+    select operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, {micros observed_at} \
+      from oncebox.operation_evidence where operation_id = :id order by evidence_id";
+
+/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over
+/// (R22).
+macro_rules! is_free {
+    () => {
+        "o.parked is null and o.outcome_at is null and (o.owner is null or o.lease_until <= {clock} \
+         or o.lease_until > {clock} + {lease of o})"
+    };
+}
+
+/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has
+/// no owner.
+macro_rules! is_ours {
+    () => {
+        "o.operation_id = :id and o.epoch = :epoch and o.owner = :owner"
+    };
+}
+use is_ours;
+
+/// The row is locked by a statement of its own. On MySQL a statement that waits for a lock goes on
+/// with the time at which it began, and a lease granted meanwhile would seem to end later than it
+/// can (R22). On PostgreSQL the next statement sees what the lock was waited for.
+const LOCK: &str = "select o.epoch from oncebox.operation o where o.operation_id = :id {lock}";
+
+/// The longest due first. Rows that somebody else is about to take are passed over; what they say
+/// is asked again when they are taken.
+const DUE: &str = concat!(
+    "select o.operation_id, o.epoch from oncebox.operation o {my: force index (operation_due)} \
+      where o.flow = :flow and o.due_at <= {now} and o.flow_version {in ints :versions} and ",
+    is_free!(),
+    " {if tenants: and not (coalesce((select r.tenant from oncebox.idempotency_request r \
+        where r.key_digest = o.key_digest), {pg my: ''}{lite: x''}) {in bytes :tenants})} \
+      order by o.due_at limit :limit {lock free}"
+);
+
+/// `attempts` first: MySQL sets from left to right.
+pub(in crate::store) const TAKE: &str = concat!(
+    "update oncebox.operation as o set attempts = o.attempts + case when o.owner is not null then 1 else 0 end, \
+       epoch = o.epoch + 1, owner = :owner, lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, \
+       updated_at = {clock} where o.operation_id = :id and ",
+    is_free!()
+);
+
+const DRIVE_ON: &str = concat!(
+    "update oncebox.operation as o set lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, \
+       updated_at = {clock} where ",
+    is_ours!()
+);
+
+const LEAVE: &str = concat!(
+    "update oncebox.operation as o set state = coalesce(:state, o.state), owner = null, lease_until = null, \
+       {lease} = null, attempts = o.attempts + :attempts, parked = :parked, updated_at = {clock}, \
+       due_at = case when :parked is null then coalesce({clock} + {span :after}, o.due_at) end where ",
+    is_ours!()
+);
+
+const BEGIN_SEND: &str = concat!(
+    "update oncebox.operation_intent as i set sends = i.sends + 1, \
+       last_sent_at = {pg my: greatest}{lite: max}(i.last_sent_at, {clock}) \
+     where i.operation_id = :id and i.effect = :effect and i.outcome is null \
+       and exists (select 1 from oncebox.operation o where ",
+    is_ours!(),
+    " and o.lease_until > {clock} and o.lease_until <= {clock} + {lease of o})"
+);
+
+const SENDS: &str = "select sends from oncebox.operation_intent where operation_id = :id and effect = :effect";
+
+const TAKE_BACK_SEND: &str = concat!(
+    "update oncebox.operation_intent as i set sends = i.sends - 1 \
+     where i.operation_id = :id and i.effect = :effect and i.outcome is null and i.sends = :send and i.sends > 1 \
+       and exists (select 1 from oncebox.operation o where ",
+    is_ours!(),
+    ")"
+);
+
+const APPEND: &str = "insert into oncebox.operation_evidence \
+      (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, observed_at) \
+    values (:id, :effect, :epoch, :send, :kind, :verdict, :status, :bytes, :kid, {clock})";
+
+/// What asks to wait is said by the last answer alone: a provider that asks for it all day leaves
+/// one row. None of them proves anything.
+const FORGET_WAITS: &str = "delete from oncebox.operation_evidence \
+    where operation_id = :id and effect = :effect and verdict = 'wait' and evidence_id < \
+     (select last from (select max(evidence_id) as last from oncebox.operation_evidence \
+                         where operation_id = :id and effect = :effect and verdict = 'wait') w)";
+
+const UNPARK: &str = "update oncebox.operation set parked = null, due_at = {clock}, updated_at = {clock} \
+    where operation_id = :id and parked is not null";
+
+const UNMARK: &str = "{pg my: delete from oncebox.operation_phase where operation_id = :id}";
+
+const FOLLOW: &str = "update oncebox.idempotency_request as r set state = :state, updated_at = {clock} \
+    where r.key_digest = (select o.key_digest from oncebox.operation o where o.operation_id = :id) \
+      and r.operation_id = :id and r.mode = 'phased' and r.outcome_at is null";
+
+#[async_trait]
+impl<S: PhaseStore + Operations> Phases for S {
+    async fn begin_first(
+        &self,
+        new: &NewOperation,
+        basis: Basis<'_>,
+        patience: Duration,
+    ) -> Result<Begun<Box<dyn PhaseTx>>, StoreError> {
+        new.claim.requires(&[Mode::Phased])?;
+        tx::begin_first(self, new, basis, patience).await
+    }
+
+    async fn begin_phase(&self, driven: &Driven) -> Result<Box<dyn PhaseTx>, StoreError> {
+        Ok(Box::new(SqlPhaseTx::later(self.begin_held().await?, driven).await?))
+    }
+
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError> {
+        match self.begin_marked(driven).await? {
+            Run::Begun(held) => SqlPhaseTx::run(held, driven, point).await,
+            Run::Marked => Ok(Run::Marked),
+            Run::Unended => Ok(Run::Unended),
+            Run::Overtaken => Ok(Run::Overtaken),
+        }
+    }
+
+    async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        let driven = match lock(session, operation_id).await? {
+            Some(epoch) => take(session, operation_id, epoch, lease).await?,
+            None => None,
+        };
+        let found = read(session, operation_id).await?;
+        transaction.commit().await?;
+        Ok(Taken::of(driven, found))
+    }
+
+    async fn take_due_but(
+        &self,
+        flow: &str,
+        versions: &[u32],
+        limit: u32,
+        lease: Duration,
+        tenants: &[Vec<u8>],
+    ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
+        // Most questions find nothing: they need no transaction.
+        if self.reader().await?.rows(due(flow, versions, 1, tenants)).await?.is_empty() {
+            return Ok(Vec::new());
+        }
+        take_due(self, due(flow, versions, limit, tenants), lease).await
+    }
+
+    async fn drive_on(&self, driven: &Driven, lease: Duration) -> Result<Fenced, StoreError> {
+        Ok(Fenced::rows(self.run_alone(ours(DRIVE_ON, driven).bind("lease", lease)).await?))
+    }
+
+    async fn begin_send(&self, driven: &Driven, effect: &str) -> Result<Option<u32>, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        lock(session, driven.operation_id).await?;
+        let mut send = None;
+        if session.run(ours(BEGIN_SEND, driven).bind("effect", effect)).await? == 1 {
+            let sends: i64 = session.one(sql(SENDS).bind("id", driven.operation_id).bind("effect", effect)).await?;
+            send = Some(u32::try_from(sends).unwrap_or(u32::MAX));
+        }
+        transaction.commit().await?;
+        Ok(send)
+    }
+
+    async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        lock(session, driven.operation_id).await?;
+        let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", i64::from(send));
+        let fenced = Fenced::rows(session.run(back).await?);
+        transaction.commit().await?;
+        Ok(fenced)
+    }
+
+    async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        if !evidence.asks_to_wait() {
+            return self.run_alone(appended(evidence)).await.map(drop);
+        }
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        append(session, evidence).await?;
+        let forget = sql(FORGET_WAITS).bind("id", evidence.operation_id).bind("effect", &evidence.effect);
+        session.run(forget).await?;
+        transaction.commit().await
+    }
+
+    async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let fenced = leave_in(transaction.session(), driven, leave).await?;
+        transaction.commit().await?;
+        Ok(fenced)
+    }
+
+    async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
+        read(&mut *self.reader().await?, operation_id).await
+    }
+
+    async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        lock(session, operation_id).await?;
+        let fenced = Fenced::rows(session.run(sql(UNPARK).bind("id", operation_id)).await?);
+        transaction.commit().await?;
+        Ok(fenced)
+    }
+
+    async fn deployment(&self) -> Result<Uuid, StoreError> {
+        self.reader().await?.one(sql("select deployment_id from oncebox.deployment")).await
+    }
+}
+
+/// Which operations of a flow are due, for at most `limit`; none of these tenants.
+pub(in crate::store) fn due(flow: &str, versions: &[u32], limit: u32, tenants: &[Vec<u8>]) -> Statement {
+    let versions: Vec<i64> = versions.iter().copied().map(i64::from).collect();
+    sql(DUE)
+        .bind("flow", flow)
+        .bind("versions", versions)
+        .bind("limit", i64::from(limit))
+        .bind("tenants", tenants.to_vec())
+}
+
+async fn take_due(
+    store: &dyn SqlStore,
+    due: Statement,
+    lease: Duration,
+) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    let mut taken = Vec::new();
+    for row in session.rows(due).await? {
+        let Some(driven) = take(session, row.get(0)?, row.get(1)?, lease).await? else { continue };
+        match read(session, driven.operation_id).await {
+            Ok(found) => taken.extend(found.map(|found| (driven, found))),
+            Err(error @ StoreError::Corrupt(_)) => {
+                let reason = unreadable(driven.operation_id, &error);
+                leave_in(session, &driven, Leave::Park(&reason)).await?;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    transaction.commit().await?;
+    Ok(taken)
+}
+
+/// A statement of a driver, with what [`is_ours`] compares.
+fn ours(text: &'static str, driven: &Driven) -> Statement {
+    sql(text).bind("id", driven.operation_id).bind("epoch", driven.epoch).bind("owner", driven.owner)
+}
+
+fn appended(evidence: &NewEvidence) -> Statement {
+    sql(APPEND)
+        .bind("id", evidence.operation_id)
+        .bind("effect", &evidence.effect)
+        .bind("epoch", evidence.epoch)
+        .bind("send", i64::from(evidence.send).min(i64::from(i32::MAX)))
+        .bind("kind", &evidence.kind)
+        .bind("verdict", &evidence.verdict)
+        .bind("status", evidence.status.map(i64::from))
+        .bind("bytes", &evidence.bytes.bytes[..])
+        .bind("kid", evidence.bytes.kid.as_deref())
+}
+
+/// Appends one row of evidence; the server sets its time.
+pub(in crate::store) async fn append(session: &mut dyn Session, evidence: &NewEvidence) -> Result<(), StoreError> {
+    session.run(appended(evidence)).await.map(drop)
+}
+
+/// Locks the row of an operation, if there is one, and gives its epoch.
+pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
+    let rows = session.rows(sql(LOCK).bind("id", operation_id)).await?;
+    rows.first().map(|row| row.get(0)).transpose()
+}
+
+/// Takes an operation whose row is locked at this epoch, if it is free.
+async fn take(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+    epoch: i64,
+    lease: Duration,
+) -> Result<Option<Driven>, StoreError> {
+    let driven = Driven { operation_id, owner: Uuid::now_v7(), epoch: epoch + 1 };
+    let take = sql(TAKE).bind("id", operation_id).bind("owner", driven.owner).bind("lease", lease);
+    Ok((session.run(take).await? == 1).then_some(driven))
+}
+
+/// Gives an operation out of our hands; also where its record is gone.
+async fn leave_in(session: &mut dyn Session, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+    let (stage, due, parked) = leave.columns();
+    let left = ours(LEAVE, driven)
+        .bind("state", stage.map(Stage::as_str))
+        .bind("attempts", i64::from(due.is_some_and(|due| due.attempt)))
+        .bind("after", due.and_then(|due| due.after))
+        .bind("parked", parked);
+    let fenced = Fenced::rows(session.run(left).await?);
+    if let (Fenced::Done, Some(stage)) = (fenced, stage) {
+        follows(follow(session, driven.operation_id, stage).await)?;
+    }
+    if fenced == Fenced::Done && leave.takes_the_mark() {
+        session.run(sql(UNMARK).bind("id", driven.operation_id)).await?;
+    }
+    Ok(fenced)
+}
+
+/// Brings the record after its operation.
+pub(in crate::store) async fn follow(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+    stage: Stage,
+) -> Result<(), StoreError> {
+    let follow = sql(FOLLOW).bind("id", operation_id).bind("state", stage.record().as_str());
+    if session.run(follow).await? == 0 {
+        return Err(no_record(operation_id));
+    }
+    Ok(())
+}
+
+/// An operation with its intents and evidence.
+pub(in crate::store) async fn read(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+) -> Result<Option<StoredOperation>, StoreError> {
+    let rows = session.rows(sql(OPERATION).bind("id", operation_id)).await?;
+    let Some(row) = rows.first() else { return Ok(None) };
+    let intents = session.rows(sql(INTENTS).bind("id", operation_id)).await?;
+    let intents = intents.iter().map(|row| intent_of(&**row)).collect::<Result<_, _>>()?;
+    let evidence = evidence(session, operation_id).await?;
+    operation_of(&**row, intents, evidence).map(Some)
+}
+
+/// What was observed of an operation, oldest first.
+pub(in crate::store) async fn evidence(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+) -> Result<Vec<StoredEvidence>, StoreError> {
+    let rows = session.rows(sql(EVIDENCE).bind("id", operation_id)).await?;
+    rows.iter().map(|row| evidence_of(&**row)).collect()
+}

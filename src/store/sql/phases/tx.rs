@@ -1,0 +1,342 @@
+//! The transaction of a phase, on every database (O1, O5, O9).
+
+use std::any::Any;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use super::{HeldPhase, PhaseStore, evidence, follow, is_ours, leave_in, ours};
+use crate::error::StoreError;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+use crate::store::operations::RecordFence;
+use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
+use crate::store::sql::{Session, Statement, sql};
+use crate::store::{
+    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
+    StoredEvidence,
+};
+
+/// A transaction in which one phase runs.
+#[derive(Debug)]
+pub(super) struct SqlPhaseTx {
+    held: Box<dyn HeldPhase>,
+    driven: Driven,
+    record: RecordFence,
+    settled: Settled,
+}
+
+const BEGIN: &str = "insert into oncebox.operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, \
+      state, command, command_kid, attempts, lease_until, {lease}, due_at, created_at, updated_at) \
+    select :id, :epoch, :owner, :digest, :flow, :version, :point, 'RECEIVED', :command, :kid, 0, \
+       n.at + {span :lease}, {lease :lease}, n.at, n.at, n.at from (select {clock} as at) n";
+
+/// What fences the record, and where its operation stands.
+const STANDING: &str = "\
+    select r.key_digest, r.epoch, o.epoch, o.point, o.parked is null and o.outcome_at is null \
+      from oncebox.operation o \
+      join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
+     where o.operation_id = :id and r.mode = 'phased'";
+
+/// From where its driver saw it, and only in the transaction that the phase began in.
+macro_rules! from_here {
+    () => {
+        concat!(is_ours!(), " and o.point = :from {pg: and :token = pg_current_xact_id_if_assigned()::text}")
+    };
+}
+
+const ADVANCE: &str =
+    concat!("update oncebox.operation as o set point = :to, state = :state, updated_at = {clock} where ", from_here!());
+
+const END: &str = concat!(
+    "update oncebox.operation as o set state = :state, owner = null, lease_until = null, {lease} = null, due_at = null, \
+       updated_at = {clock}, outcome_at = {clock}, expires_at = {clock} + {span :ttl} where ",
+    from_here!()
+);
+
+/// It moves on: a mark that is left says that it did not.
+const UNMARK: &str = "{pg my: delete from oncebox.operation_phase where operation_id = :id and epoch = :epoch}";
+
+const SETTLE: &str = "update oncebox.operation_intent set outcome = :outcome, settled_at = {clock} \
+    where operation_id = :id and effect = :effect";
+
+const INTEND: &str = "insert into oncebox.operation_intent (operation_id, effect, strategy, provider_key, request, \
+      request_kid, adapter, adapter_version, undoes, first_sent_at, last_sent_at, sends) \
+    select :id, :effect, :strategy, :provider_key, :request, :kid, :adapter, :version, :undoes, n.at, n.at, 1 \
+      from (select {clock} as at) n";
+
+const SAME_TIMES: &str = "update oncebox.operation as o set \
+      outcome_at = (select r.outcome_at from oncebox.idempotency_request r \
+                     where r.key_digest = o.key_digest and r.operation_id = o.operation_id), \
+      expires_at = (select r.expires_at from oncebox.idempotency_request r \
+                     where r.key_digest = o.key_digest and r.operation_id = o.operation_id) \
+    where o.operation_id = :id";
+
+/// Asks whether a person must look at an operation first.
+const HAS_CONFLICT: &str = "select 1 from oncebox.operation o where o.operation_id = :id and {piece conflict}";
+
+/// A version as the tables have room for it.
+fn storable(version: u32) -> Result<i64, StoreError> {
+    match i32::try_from(version) {
+        Ok(version) => Ok(version.into()),
+        Err(_) => Err(StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX))),
+    }
+}
+
+/// Claims, and inserts the operation.
+pub(super) async fn begin_first(
+    store: &dyn PhaseStore,
+    new: &NewOperation,
+    basis: Basis<'_>,
+    patience: Duration,
+) -> Result<Begun<Box<dyn PhaseTx>>, StoreError> {
+    let version = storable(new.flow_version)?;
+    let owned = new.claim.owned(basis);
+    let mut held = match store.stake(&new.claim, basis, &owned, patience).await? {
+        Begun::Claimed(held) => held,
+        Begun::Existing(record) => return Ok(Begun::Existing(record)),
+        Begun::Locked => return Ok(Begun::Locked),
+    };
+    let session = held.session();
+    if let Basis::Anew(seen) = basis
+        && session.rows(sql(HAS_CONFLICT).bind("id", seen.operation_id)).await?.is_empty()
+    {
+        forget(session, seen.operation_id, false).await?;
+    }
+    let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
+    let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
+    let begin = ours(BEGIN, &driven)
+        .bind("digest", &record.digest[..])
+        .bind("flow", &new.flow)
+        .bind("version", version)
+        .bind("point", FIRST_POINT)
+        .bind("command", &new.command.bytes[..])
+        .bind("kid", new.command.kid.as_deref())
+        .bind("lease", new.claim.lease);
+    session.run(begin).await?;
+    held.hold().await?;
+    Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Settled::default() })))
+}
+
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`:
+/// not that a run succeeded.
+pub(in crate::store) async fn forget(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+    but_late_runs: bool,
+) -> Result<(), StoreError> {
+    let evidence = if but_late_runs {
+        "delete from oncebox.operation_evidence where operation_id = :id and not (kind = 'run' and verdict = 'success')"
+    } else {
+        "delete from oncebox.operation_evidence where operation_id = :id"
+    };
+    for text in [
+        "delete from oncebox.operation where operation_id = :id",
+        "delete from oncebox.operation_intent where operation_id = :id",
+        evidence,
+        super::UNMARK,
+    ] {
+        session.run(sql(text).bind("id", operation_id)).await?;
+    }
+    Ok(())
+}
+
+/// Where an operation stands.
+struct Standing {
+    record: RecordFence,
+    epoch: i64,
+    point: String,
+    /// Neither parked, nor with its outcome.
+    is_open: bool,
+}
+
+async fn standing(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<Standing>, StoreError> {
+    let rows = session.rows(sql(STANDING).bind("id", operation_id)).await?;
+    let Some(row) = rows.first() else { return Ok(None) };
+    let record = RecordFence { digest: row.get(0)?, epoch: row.get(1)?, owner: None, unknown: true };
+    Ok(Some(Standing { record, epoch: row.get(2)?, point: row.get(3)?, is_open: row.get(4)? }))
+}
+
+/// What fences the record of an operation.
+pub(in crate::store) async fn fence_of(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+) -> Result<Option<RecordFence>, StoreError> {
+    Ok(standing(session, operation_id).await?.map(|standing| standing.record))
+}
+
+/// Behind the outcome of a record: its operation has the same times, though each statement has read
+/// the clock (O3).
+///
+/// # Errors
+/// [`StoreError::Corrupt`] where no record got its outcome.
+pub(in crate::store) async fn same_times(
+    session: &mut dyn Session,
+    operation_id: Uuid,
+    finished: Fenced,
+) -> Result<(), StoreError> {
+    if finished != Fenced::Done {
+        return Err(no_record(operation_id));
+    }
+    session.run(sql(SAME_TIMES).bind("id", operation_id)).await.map(drop)
+}
+
+impl SqlPhaseTx {
+    /// A later phase in a transaction that has begun.
+    pub(super) async fn later(mut held: Box<dyn HeldPhase>, driven: &Driven) -> Result<Self, StoreError> {
+        let Some(record) = fence_of(held.session(), driven.operation_id).await? else {
+            return Err(missing(held, driven).await?);
+        };
+        Self::held(held, driven, record).await
+    }
+
+    /// A run of a handler in a transaction that has its mark. Whether the operation is where its
+    /// driver saw it, and nobody else has driven it since, is asked under the mark, by a statement
+    /// that sees what was committed while the mark was waited for: whoever takes it up from now on
+    /// finds our mark, or waits for it, before it runs.
+    pub(super) async fn run(
+        mut held: Box<dyn HeldPhase>,
+        driven: &Driven,
+        point: &str,
+    ) -> Result<Run<Box<dyn PhaseTx>>, StoreError> {
+        let Some(standing) = standing(held.session(), driven.operation_id).await? else {
+            return Err(missing(held, driven).await?);
+        };
+        if !standing.is_open || standing.epoch != driven.epoch || standing.point != point {
+            held.rollback().await?;
+            return Ok(Run::Overtaken);
+        }
+        Ok(Run::Begun(Box::new(Self::held(held, driven, standing.record).await?)))
+    }
+
+    async fn held(mut held: Box<dyn HeldPhase>, driven: &Driven, record: RecordFence) -> Result<Self, StoreError> {
+        held.hold().await?;
+        Ok(Self { held, driven: driven.clone(), record, settled: Settled::default() })
+    }
+
+    /// Moves the operation, where this is the transaction that the phase began in: says whether it
+    /// is, and whether it moved.
+    async fn moved(&mut self, statement: Statement) -> Result<(Proof, Fenced), StoreError> {
+        let proof = self.held.prove().await?;
+        if proof != Proof::Same {
+            return Ok((proof, Fenced::LostOwnership));
+        }
+        let statement = statement.bind("token", self.held.token());
+        let failed = match self.held.session().run(statement).await {
+            Ok(0) => None,
+            Ok(_) => return Ok((proof, Fenced::Done)),
+            Err(error) => Some(error),
+        };
+        Ok((self.held.judge(failed).await?, Fenced::LostOwnership))
+    }
+
+    /// Takes its mark away, and writes what was proven of its effects.
+    async fn settle_effects(&mut self) -> Result<(), StoreError> {
+        let id = self.driven.operation_id;
+        let session = self.held.session();
+        session.run(sql(UNMARK).bind("id", id).bind("epoch", self.driven.epoch)).await?;
+        for (effect, outcome) in self.settled.iter() {
+            let settle = sql(SETTLE).bind("id", id).bind("effect", effect).bind("outcome", outcome);
+            if session.run(settle).await? == 0 {
+                return Err(no_effect(effect));
+            }
+        }
+        Ok(())
+    }
+
+    async fn insert_intent(&mut self, intent: &NewIntent) -> Result<(), StoreError> {
+        let insert = sql(INTEND)
+            .bind("id", self.driven.operation_id)
+            .bind("effect", &intent.effect)
+            .bind("strategy", &intent.strategy)
+            .bind("provider_key", &intent.provider_key)
+            .bind("request", &intent.request.bytes[..])
+            .bind("kid", intent.request.kid.as_deref())
+            .bind("adapter", &intent.adapter)
+            .bind("version", storable(intent.adapter_version)?)
+            .bind("undoes", intent.undoes.as_deref());
+        match self.held.session().run(insert).await {
+            Err(StoreError::Other(sqlx::Error::Database(error))) if error.is_unique_violation() => Err(twice(intent)),
+            inserted => inserted.map(drop),
+        }
+    }
+}
+
+async fn missing(held: Box<dyn HeldPhase>, driven: &Driven) -> Result<StoreError, StoreError> {
+    held.rollback().await?;
+    Ok(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
+}
+
+#[async_trait]
+impl PhaseTx for SqlPhaseTx {
+    fn driven(&self) -> &Driven {
+        &self.driven
+    }
+
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
+        self.held.lend()
+    }
+
+    async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
+        self.held.undo().await
+    }
+
+    async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError> {
+        evidence(self.held.session(), self.driven.operation_id).await
+    }
+
+    async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
+        self.settled.add(effect, outcome)
+    }
+
+    async fn advance(
+        &mut self,
+        from: &str,
+        to: &str,
+        stage: Stage,
+        intents: &[NewIntent],
+    ) -> Result<(Proof, Fenced), StoreError> {
+        may_advance(stage, intents)?;
+        let advance = ours(ADVANCE, &self.driven).bind("from", from).bind("to", to).bind("state", stage.as_str());
+        let moved = self.moved(advance).await?;
+        if moved != (Proof::Same, Fenced::Done) {
+            return Ok(moved);
+        }
+        follow(self.held.session(), self.driven.operation_id, stage).await?;
+        self.settle_effects().await?;
+        for intent in intents {
+            self.insert_intent(intent).await?;
+        }
+        Ok(moved)
+    }
+
+    async fn finish(
+        &mut self,
+        from: &str,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<(Proof, Fenced), StoreError> {
+        let stage = end_stage(outcome)?;
+        let end = ours(END, &self.driven).bind("from", from).bind("state", stage.as_str()).bind("ttl", retention.ttl);
+        let moved = self.moved(end).await?;
+        if moved != (Proof::Same, Fenced::Done) {
+            return Ok(moved);
+        }
+        self.held.end_record(self.driven.operation_id, &self.record, outcome, retention).await?;
+        self.settle_effects().await?;
+        Ok(moved)
+    }
+
+    async fn park(&mut self, reason: &str) -> Result<Fenced, StoreError> {
+        leave_in(self.held.session(), &self.driven, Leave::Park(reason)).await
+    }
+
+    async fn commit(self: Box<Self>) -> Result<(), StoreError> {
+        self.held.commit().await
+    }
+
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
+        self.held.rollback().await
+    }
+}

@@ -1,0 +1,139 @@
+//! Longer words of texts: pieces that several statements share, and the rows that a list names.
+//!
+//! A piece is a text of its own, written as `{piece NAME}`.
+
+use super::Writing;
+use crate::store::Dialect;
+
+/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
+/// then something did happen. A word of an operator overrules those before it.
+macro_rules! none_late {
+    ($verdicts:literal) => {
+        concat!(
+            "not exists (select 1 from oncebox.operation_evidence e \
+              where e.operation_id = oncebox.idempotency_request.operation_id \
+                and e.kind = 'run' and e.verdict in (",
+            $verdicts,
+            ") and not exists (select 1 from oncebox.operation_evidence w \
+                     where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator'))"
+        )
+    };
+}
+
+/// What `{piece NAME}` becomes.
+const PIECES: [(&str, &str); 8] = [
+    ("look", LOOK),
+    ("requests", REQUESTS),
+    ("open", OPEN),
+    ("conflict", CONFLICT),
+    ("outlives", OUTLIVES),
+    ("no late end", none_late!("'success', 'failure'")),
+    ("no late success", none_late!("'success'")),
+    ("lease is over", LEASE_IS_OVER),
+];
+
+/// The columns that [`look_of`](super::records::look_of) reads. The lease of a phased record is
+/// that of its operation.
+const LOOK: &str = "{micros n.at}, {micros p.purged_below}, r.tenant, r.operation, r.{key}, r.principal, r.fingerprint, \
+    r.mode, r.state, r.epoch, {micros coalesce(r.lease_until, o.lease_until)}, \
+    {pg: (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint}\
+    {my: cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed)}\
+    {lite: coalesce(r.lease_ms, o.lease_ms) * 1000}, \
+    r.generation, r.operation_id, r.attempts, o.parked is not null, {micros r.created_at}, {micros r.outcome_at}, \
+    {micros r.expires_at}, r.answer_status, r.schema_version, r.body, {micros r.body_expires_at}, r.resource_kind, \
+    r.resource_id, r.resource_location";
+
+/// The records without an outcome, `r`; [`OPEN`] says that they are meant. On PostgreSQL they stand
+/// behind those that have one in the index by operation and time of the outcome, which is entered
+/// once for each operation: an index of their own would cost every claim an entry that is of no use
+/// milliseconds later.
+///
+/// From the last operation to the first, so that each is entered where they stand: at its front
+/// stand the entries of what was purged, until a vacuum.
+const REQUESTS: &str = "{my lite: oncebox.idempotency_request as r}{pg: (with recursive operations (operation) as ( \
+      (select r.operation from oncebox.idempotency_request r order by r.operation desc limit 1) \
+      union all \
+      select (select r.operation from oncebox.idempotency_request r where r.operation < o.operation \
+              order by r.operation desc limit 1) \
+        from operations o where o.operation is not null) \
+    select r.* from operations o \
+      join oncebox.idempotency_request r on r.operation = o.operation and r.outcome_at is null) r}";
+/// On MySQL by the column that its index begins with.
+const OPEN: &str = "{pg lite: r.outcome_at is null}{my: r.open_since is not null}";
+
+/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says
+/// another thing than what was decided, or the operation failed with an effect that stands. Such an
+/// operation is listed, and is kept until it is judged. A mismatch went to an operator by itself,
+/// whose word about it is that judgement. That a duplicate was declined which an operator accepted
+/// says nothing of the send that it repeats. For evidence alone it is
+/// [`Evidence::contradicts`](crate::policy::operation::provider::Evidence::contradicts).
+const CONFLICT: &str = "(o.outcome_at is not null and (exists (select 1 from oncebox.operation_evidence e \
+      join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
+      where e.operation_id = o.operation_id and e.kind <> 'operator' and (e.verdict = 'mismatch' or e.verdict = \
+        case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
+             then 'failure' else 'success' end) \
+        and not exists (select 1 from oncebox.operation_evidence w \
+             where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+               and w.effect in (e.effect, '') \
+               and (w.verdict = 'indefinite' or (e.verdict = 'mismatch' and w.verdict <> 'waived'))) \
+        and not (e.verdict = 'failure' and e.send > 0 and exists (select 1 from oncebox.operation_evidence v \
+             where v.operation_id = e.operation_id and v.effect = e.effect and v.kind = 'operator' \
+               and v.verdict = 'waived' and v.send > 0 \
+               and not exists (select 1 from oncebox.operation_evidence n where n.operation_id = v.operation_id \
+                    and n.effect = v.effect and n.send = v.send and n.verdict = 'not-sent')))) \
+    or (o.state = 'FAILED' and exists (select 1 from oncebox.operation_intent i \
+      where i.operation_id = o.operation_id and i.outcome = 'succeeded' and i.undoes is null and i.strategy <> 'repeatable' \
+        and not exists (select 1 from oncebox.operation_intent u \
+             where u.operation_id = i.operation_id and u.undoes = i.effect and u.outcome = 'succeeded') \
+        and not exists (select 1 from oncebox.operation_evidence w \
+             where w.operation_id = i.operation_id and w.kind = 'operator' and w.verdict = 'indefinite' \
+               and w.effect in (i.effect, ''))))))";
+
+/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or
+/// a run that succeeded after its lease while the record says that it failed.
+const OUTLIVES: &str = "(exists (select 1 from oncebox.operation o where o.operation_id = r.operation_id and {piece conflict}) \
+    or (r.state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE') and exists (select 1 from oncebox.operation_evidence e \
+        where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))";
+
+/// A lease that is over, also one that was written before the clock went back.
+const LEASE_IS_OVER: &str = "(lease_until <= {clock} or lease_until > {clock} + \
+    {pg: lease_seconds * interval '1 second'}{my: interval round(lease_seconds * 1000000) microsecond}{lite: lease_ms})";
+
+impl Writing<'_> {
+    /// What a word becomes that is a piece, or names the rows of a list; none where it is neither.
+    pub(super) fn longer_word(&mut self, word: &'static str) -> Option<()> {
+        if let Some(name) = word.strip_prefix("piece ") {
+            let (_, piece) = PIECES.iter().find(|(known, _)| *known == name)?;
+            self.write(piece);
+            return Some(());
+        }
+        let words: Vec<&'static str> = word.strip_prefix("each ")?.split(' ').collect();
+        let &[table, alias, of, column, list, index] = words.as_slice() else { return None };
+        self.rows_of((table, alias), (of, column), list, index);
+        Some(())
+    }
+
+    /// The rows of a table whose column is in a list, behind `from`; more conditions may follow. On
+    /// MySQL the list is joined: a condition on it would lock every row that it reads.
+    fn rows_of(
+        &mut self,
+        (table, alias): (&'static str, &'static str),
+        (of, column): (&'static str, &'static str),
+        list: &'static str,
+        index: &'static str,
+    ) {
+        if self.dialect == Dialect::MySql {
+            let (kind, value) = if of == "ints" { ("bigint", "v.v") } else { ("varchar(1024)", "unhex(v.v)") };
+            self.text.push_str("json_table(");
+            self.write(list);
+            self.text.push_str(&format!(
+                ", '$[*]' columns (v {kind} path '$')) v straight_join oncebox_{table} as {alias} force index ({index}) \
+                 on {alias}.{column} = {value} where true"
+            ));
+            return;
+        }
+        let prefix = if self.dialect == Dialect::Postgres { "oncebox." } else { "oncebox_" };
+        self.text.push_str(&format!("{prefix}{table} as {alias} where {alias}.{column} "));
+        self.one_of(of, list);
+    }
+}

@@ -1,0 +1,207 @@
+//! Idempotency records beside the hot path: how a look reads them, how much is open and kept, and
+//! what frees a record, on every database.
+//!
+//! Guarantees: a record that is changed is locked by a statement of its own first, so that the
+//! change sees what was committed until then, and the time that it is; every change compares the
+//! epoch that was seen (O4).
+//!
+//! Not here: claim and outcome, which are each database's own.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::{Row, Session, SqlStore, sql, words};
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::lease::Lease;
+use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::policy::operation::{Identity, Record};
+use crate::store::operations::stored::{corrupt, unpack};
+use crate::store::{Basis, Dialect, Fenced, KeptBody, Look, OperationStats, Owned};
+
+/// What stands under a key, as [`look_of`] reads it, or [`look_and_body_of`] where small bodies
+/// stand in the row.
+pub(in crate::store) const FIND: &str = "select {piece look}\
+    {pg my: , r.body_headers, r.body_bytes, r.body_format, r.body_kid} from (select {clock} as at) as n \
+    left join oncebox.idempotency_purge as p on p.operation = :operation \
+    left join oncebox.idempotency_request as r on r.key_digest = :digest \
+    left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id";
+
+const BODY: &str = "{pg my: select body_headers, body_bytes, body_format, body_kid from oncebox.idempotency_request \
+      where key_digest = :digest and epoch = :epoch and body_expires_at > {now} and body_format is not null \
+    union all }\
+    select b.headers, b.bytes, b.format, b.kid from oncebox.idempotency_request as r \
+      join oncebox.idempotency_body as b on b.key_digest = r.key_digest and b.epoch = r.epoch \
+        {pg: and b.expires_at = r.body_expires_at} \
+     where r.key_digest = :digest and r.epoch = :epoch and r.body_expires_at > {now}";
+
+/// The row is locked by a statement of its own: the next one sees what was committed until then,
+/// and the time that it is, which a statement that waited would not.
+pub(in crate::store) const LOCK: &str =
+    "select epoch from oncebox.idempotency_request where key_digest = :digest {lock}";
+
+const RELEASE: &str = "delete from oncebox.idempotency_request \
+    where key_digest = :digest and epoch = :epoch and owner = :owner and state = 'IN_PROGRESS' and {piece no late end}";
+
+const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
+    set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, lease_until = null, \
+      {lease} = null, updated_at = {clock} \
+    where key_digest = :digest and epoch = :epoch and state = 'IN_PROGRESS' \
+      and (mode = 'same_tx' or (mode = 'edge' and {piece lease is over}))";
+
+const OPEN_OF_TENANT: &str =
+    "{pg: /* planned anew */ }select count(*) from {piece requests} where {piece open} and r.tenant = :tenant";
+
+/// On MySQL what has its outcome stands in the index of open records too, behind a null: by state
+/// and tenant.
+pub(in crate::store) const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as {my: signed}{pg lite: bigint}) \
+    from oncebox.idempotency_request {my: force index (idempotency_request_open)} \
+    where {my: open_since is null and state in ('COMPLETED', 'FAILED_REPLAYABLE') and }tenant = :tenant \
+      and {pg lite: kept_bytes is not null and }body_expires_at > {now}";
+
+const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = 'IN_PROGRESS' then 1 end), \
+    {micros min(case when r.state = 'IN_PROGRESS' then r.{my: open_since}{pg lite: created_at} end)}, {micros {now}}, \
+    count(case when r.state = 'UNKNOWN_REQUIRES_RECOVERY' then 1 end) from {piece requests} where {piece open}";
+
+/// What must still hold of a record that was seen, for a claim on it; none for one that inserts.
+pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'static str> {
+    let holds = match basis {
+        Basis::New => return None,
+        Basis::TakeOver(_) => {
+            "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and {piece lease is over}) \
+              or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
+        }
+        Basis::Reclaim(_) => "state = 'FAILED_RETRYABLE' and expires_at >= {clock} and {piece no late end}",
+        Basis::Late(_) => "state = 'FAILED_RETRYABLE' and expires_at >= {clock}",
+        Basis::Anew(_) => "expires_at < {clock}",
+    };
+    Some(words(holds, dialect))
+}
+
+/// A row of the piece `look`: from the third column on null where there is no record.
+pub(in crate::store) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
+    let now: DbTime = row.get(0)?;
+    let purged_below = row.get_opt(1)?;
+    let Some(tenant) = row.get_opt::<Vec<u8>>(2)? else {
+        return Ok(Look { now, purged_below, record: None, body: None });
+    };
+    let (operation, key): (Vec<u8>, Vec<u8>) = (row.get(3)?, row.get(4)?);
+    let lease = match (row.get_opt(10)?, row.get_opt::<u64>(11)?) {
+        (Some(until), Some(micros)) => Some(Lease { until, length: Duration::from_micros(micros) }),
+        _ => None,
+    };
+    let record = Record {
+        identity: Identity::from_stored(&tenant, &operation, &key).map_err(corrupt)?,
+        principal: row.get::<String>(5)?.parse().map_err(corrupt)?,
+        fingerprint: row.get::<String>(6)?.parse().map_err(corrupt)?,
+        mode: row.get::<String>(7)?.parse().map_err(corrupt)?,
+        state: row.get::<String>(8)?.parse().map_err(corrupt)?,
+        epoch: row.get(9)?,
+        lease,
+        generation: row.get(12)?,
+        operation_id: row.get(13)?,
+        attempts: row.get(14)?,
+        parked: row.get(15)?,
+        created_at: row.get(16)?,
+        outcome_at: row.get_opt(17)?,
+        expires_at: row.get_opt(18)?,
+        answer: row.get_opt(19)?.map(|status| answer_of(row, status, now)).transpose()?,
+    };
+    Ok(Look { now, purged_below, record: Some(record), body: None })
+}
+
+fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, StoreError> {
+    let body = match (row.get::<String>(21)?.as_str(), row.get_opt::<DbTime>(22)?) {
+        ("kept", Some(until)) if until > now => StoredBody::Kept,
+        ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
+        ("reference", _) => {
+            StoredBody::Reference(Resource { kind: row.get(23)?, id: row.get(24)?, location: row.get_opt(25)? })
+        }
+        (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
+    };
+    Ok(StoredAnswer { status, schema_version: row.get(20)?, body })
+}
+
+/// The same where a small body stands behind it.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreError> {
+    const BODY: usize = 26;
+    let mut look = look_of(row)?;
+    let answer = look.record.as_ref().and_then(|record| record.answer.as_ref());
+    if answer.is_some_and(|answer| answer.body == StoredBody::Kept) && row.get_int(BODY + 2)?.is_some() {
+        look.body = Some(body_at(row, BODY)?);
+    }
+    Ok(look)
+}
+
+/// From a column on: headers, bytes, format, key id.
+fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
+    Ok(KeptBody {
+        headers: unpack(&row.get::<Vec<u8>>(first)?)?,
+        bytes: row.get(first + 1)?,
+        format: row.get(first + 2)?,
+        kid: row.get_opt(first + 3)?,
+    })
+}
+
+/// The body of a record's answer; none where its life is over.
+pub(in crate::store) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+    let digest = record.identity.digest();
+    let rows = store.reader().await?.rows(sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch)).await?;
+    rows.first().map(|row| body_at(&**row, 0)).transpose()
+}
+
+/// Locks the record of a key, where there is one.
+pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identity) -> Result<(), StoreError> {
+    session.rows(sql(LOCK).bind("digest", &identity.digest()[..])).await.map(drop)
+}
+
+/// Takes a claim away, unless a run of the same operation id has said that it ended.
+pub(in crate::store) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    lock(transaction.session(), &owned.identity).await?;
+    let release = sql(RELEASE).bind("digest", &owned.identity.digest()[..]).bind("epoch", owned.epoch);
+    let changed = transaction.session().run(release.bind("owner", owned.owner)).await?;
+    transaction.commit().await?;
+    Ok(Fenced::rows(changed))
+}
+
+/// Makes a record UNKNOWN that nobody completes any more.
+pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    lock(transaction.session(), &seen.identity).await?;
+    let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
+    let changed = transaction.session().run(mark).await?;
+    transaction.commit().await?;
+    Ok(Fenced::rows(changed))
+}
+
+/// How many records of a tenant have no outcome.
+pub(in crate::store) async fn open_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
+    store.reader().await?.one(sql(OPEN_OF_TENANT).bind("tenant", tenant.as_bytes())).await
+}
+
+/// How many bytes of answers are kept for a tenant.
+pub(in crate::store) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
+    store.reader().await?.one(sql(KEPT_OF_TENANT).bind("tenant", tenant.as_bytes())).await
+}
+
+/// How much is open.
+pub(in crate::store) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
+    let rows = store.reader().await?.rows(sql(STATS)).await?;
+    let row = rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?;
+    let (oldest, now): (Option<DbTime>, DbTime) = (row.get_opt(1)?, row.get(2)?);
+    Ok(OperationStats {
+        in_progress: row.get(0)?,
+        oldest_in_progress: oldest.map(|oldest| oldest.until(now)),
+        unknown: row.get(3)?,
+    })
+}
+
+/// What runs that lost their lease have said of a run that the record agreed with: nothing of it
+/// stays where the key is used anew, for there is no conflict.
+pub(in crate::store) async fn forget_runs(session: &mut dyn Session, operation_id: Uuid) -> Result<(), StoreError> {
+    const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
+    session.run(sql(FORGET).bind("operation", operation_id)).await.map(drop)
+}
