@@ -20,6 +20,7 @@ mod door;
 mod inbox;
 mod key_operator;
 mod mailbox;
+mod message;
 mod operations;
 mod operator;
 mod phases;
@@ -27,7 +28,6 @@ mod relay;
 mod schema;
 mod sql;
 mod statements;
-mod waiting;
 
 use std::fmt;
 use std::time::Duration;
