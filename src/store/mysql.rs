@@ -19,6 +19,7 @@ mod connect;
 mod door;
 mod inbox;
 mod mailbox;
+mod message;
 mod operations;
 mod operator;
 mod phases;
@@ -26,7 +27,6 @@ mod relay;
 mod schema;
 mod sql;
 mod statements;
-mod waiting;
 
 use std::fmt;
 use std::time::Duration;

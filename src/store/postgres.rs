@@ -32,7 +32,6 @@ mod sql;
 mod statements;
 mod status;
 mod text;
-mod waiting;
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};

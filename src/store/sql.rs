@@ -20,6 +20,7 @@
 //! | `{or update COLUMNS}`, `{new COLUMN}` | an INSERT that changes the row there; what it inserts |
 //! | `{greatest}` | the function of that name |
 //! | `{piece NAME}` | what several texts share, from [`pieces`] |
+//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it: the newest 50 |
 //! | `{if name: ..}` | only where the value is true, or there |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
@@ -38,12 +39,15 @@
 //! doors, claim and outcome of an operation), which are each database's own.
 
 pub(in crate::store) mod expiry;
+pub(in crate::store) mod inbox;
 mod key_operator;
 pub(in crate::store) mod live;
 pub(in crate::store) mod mailbox;
+pub(in crate::store) mod message;
 pub(in crate::store) mod phases;
 mod pieces;
 pub(in crate::store) mod records;
+pub(in crate::store) mod waiting;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -55,7 +59,7 @@ use futures::future::BoxFuture;
 use uuid::Uuid;
 
 use super::operations::RecordFence;
-use super::{Dialect, Fenced, Outcome};
+use super::{ConsumerId, Dialect, Fenced, Outcome};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
@@ -72,6 +76,12 @@ pub(in crate::store) enum Value {
     Bytes(Option<Vec<u8>>),
     /// A point in time, as tables store times.
     Time(Option<DateTime<Utc>>),
+    /// The time that a message carries: exact, also where tables store times less exactly.
+    SentAt(Option<DateTime<Utc>>),
+    /// Text that came from elsewhere: any characters, and bytes on MySQL.
+    Foreign(Option<String>),
+    /// Headers as they arrived, of any bytes: a JSON list of pairs.
+    Headers(Vec<(String, Vec<u8>)>),
     /// A length of time, only inside `{span :name}`.
     Span(Option<Duration>),
     /// Lists, for `{in .. :name}`.
@@ -79,6 +89,13 @@ pub(in crate::store) enum Value {
     Ids(Vec<Uuid>),
     ManyBytes(Vec<Vec<u8>>),
     Texts(Vec<String>),
+    /// Of [`Value::Foreign`]: in hexadecimal where that is bytes.
+    Foreigns(Vec<String>),
+}
+
+/// Text that came from elsewhere.
+pub(in crate::store) fn foreign(text: &str) -> Value {
+    Value::Foreign(Some(text.to_owned()))
 }
 
 impl Value {
@@ -87,15 +104,16 @@ impl Value {
         match self {
             Self::Bool(value) => *value,
             Self::Int(value) => value.is_some(),
-            Self::Text(value) => value.is_some(),
+            Self::Text(value) | Self::Foreign(value) => value.is_some(),
             Self::Id(value) => value.is_some(),
             Self::Bytes(value) => value.is_some(),
-            Self::Time(value) => value.is_some(),
+            Self::Time(value) | Self::SentAt(value) => value.is_some(),
             Self::Span(value) => value.is_some(),
             Self::Ints(list) => !list.is_empty(),
             Self::Ids(list) => !list.is_empty(),
             Self::ManyBytes(list) => !list.is_empty(),
-            Self::Texts(list) => !list.is_empty(),
+            Self::Texts(list) | Self::Foreigns(list) => !list.is_empty(),
+            Self::Headers(list) => !list.is_empty(),
         }
     }
 
@@ -147,6 +165,12 @@ values_from! {
 impl From<bool> for Value {
     fn from(value: bool) -> Self {
         Self::Bool(value)
+    }
+}
+
+impl From<ConsumerId> for Value {
+    fn from(consumer: ConsumerId) -> Self {
+        Self::Int(Some(i64::from(consumer.0)))
     }
 }
 
@@ -332,6 +356,8 @@ impl Writing<'_> {
                 Postgres | Sqlite => self.around("excluded.", column, ""),
                 MySql => self.around("values(", column, ")"),
             }
+        } else if let Some((history, attempt)) = word.strip_prefix("history ").and_then(|word| word.rsplit_once(' ')) {
+            self.history(history, attempt);
         } else if self.longer_word(word).is_none() {
             self.write(match (word, self.dialect) {
                 // Of the statement: compared with the clock itself, no index is read by a time.
@@ -359,6 +385,36 @@ impl Writing<'_> {
         self.text.push_str(before);
         self.write(inside);
         self.text.push_str(after);
+    }
+
+    /// A history, oldest first, with an error behind it.
+    fn history(&mut self, history: &'static str, attempt: &'static str) {
+        let [full, shorter, whole, before, end] = match self.dialect {
+            Dialect::Postgres => [
+                "case when jsonb_array_length(",
+                ") >= 50 then ",
+                " - 0 else ",
+                " end || jsonb_build_object('at', clock_timestamp(), 'attempt', (",
+                ")::integer, 'error', :error::text)",
+            ],
+            Dialect::MySql => [
+                "json_array_append(case when json_length(",
+                ") >= 50 then json_remove(",
+                ", '$[0]') else ",
+                " end, '$', json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ",
+                ", 'error', :error))",
+            ],
+            Dialect::Sqlite => [
+                "json_insert(case when json_array_length(",
+                ") >= 50 then json_remove(",
+                ", '$[0]') else ",
+                " end, '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', ",
+                ", 'error', :error))",
+            ],
+        };
+        for part in [full, history, shorter, history, whole, history, before, attempt, end] {
+            self.write(part);
+        }
     }
 
     /// That what stands before is in a list.
@@ -441,6 +497,15 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
 
     /// A column that holds a time as tables store times.
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
+
+    /// A column that holds a [`Value::SentAt`].
+    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
+
+    /// A column that holds a [`Value::Foreign`].
+    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError>;
+
+    /// A column that holds [`Value::Headers`]; on PostgreSQL two: names and values.
+    fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError>;
 }
 
 /// A type that a column is read as.
@@ -504,7 +569,7 @@ macro_rules! narrow_columns {
     };
 }
 
-narrow_columns! { u16 u32 u64 usize }
+narrow_columns! { i32 u16 u32 u64 usize }
 
 impl Column for DbTime {
     /// Of `{micros ..}`.

@@ -31,7 +31,6 @@ mod relay;
 mod schema;
 mod sql;
 mod statements;
-mod waiting;
 mod write;
 
 pub use connect::SqliteStore;

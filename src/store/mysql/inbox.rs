@@ -10,13 +10,8 @@
 //!   roll back. A savepoint of a random name, set after the insert, must release without error: it
 //!   lives exactly as long as the transaction (R23).
 //!
-//! Not here: waiting messages ([`super::waiting`]), but for what happens to them inside the
-//! handler's transaction.
-
-mod assignment;
-mod attempts;
-mod purge;
-mod register;
+//! Not here: what does not run for every batch ([`crate::store::sql::inbox`]), and waiting messages
+//! ([`crate::store::sql::waiting`]).
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -28,17 +23,18 @@ use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
 
 use super::schema::number;
-use super::{MySqlStore, hex, hex_list, sixteen, token, waiting};
+use super::{MySqlStore, hex, hex_list, sixteen, token};
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
-use crate::policy::position::Position;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::inbox::{LOOKS, ROLLBACK_MAX};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::message::park;
+use crate::store::sql::waiting;
 use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, Parked,
-    Proof, Purged, Standing, Undone,
+    Admission, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
 };
 
 /// `autocommit = 0` until the connection is back in the pool, which sets it up anew.
@@ -102,19 +98,10 @@ select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sen
   from information_schema.processlist where id = ?";
 
 #[async_trait]
-impl Inbox for MySqlStore {
-    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
-        register::register(&self.pool, spec).await
-    }
+impl OwnInbox for MySqlStore {
+    const PURGES_BY_KEY: bool = false;
 
-    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
-        // Always another time, for only rows that change count.
-        let seen = "update oncebox_consumer set seen_at = greatest(utc_timestamp(6), seen_at + interval 1 microsecond) \
-                     where consumer_id = ? and id_rule = ?";
-        Ok(sqlx::query(seen).bind(consumer.0).bind(id_rule).run(&self.pool).await?.rows_affected() == 1)
-    }
-
-    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
+    async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let (wait, most) = (self.lock_wait.as_secs().max(1), self.statement_max.as_secs());
         // MariaDB alone can end a statement that writes: of a process that was killed it would hold
         // its locks until it is done.
@@ -137,7 +124,7 @@ impl Inbox for MySqlStore {
         }))
     }
 
-    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
+    async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
         if ids.is_empty() {
             return Ok(HashSet::new());
         }
@@ -152,7 +139,7 @@ impl Inbox for MySqlStore {
         Ok(found.into_iter().map(MessageId::from_uuid).collect())
     }
 
-    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
+    async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
         let locked = sqlx::query(
             "select 1 from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
              straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) for update nowait",
@@ -168,84 +155,8 @@ impl Inbox for MySqlStore {
         }
     }
 
-    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+    async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
         Ok(standing(&mut self.pool.acquire().await?, consumer, &[]).await?.bounds)
-    }
-
-    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
-        attempts::forget(&self.pool, consumer, rows_max).await
-    }
-
-    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
-        let last = "select 1 from oncebox_waiting where state = 'dead' and consumer_id = ? limit 1 offset ?";
-        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
-        let found: Option<i64> = sqlx::query_scalar(last).bind(consumer.0).bind(skipped).optional(&self.pool).await?;
-        Ok(found.is_some())
-    }
-
-    async fn purge(
-        &self,
-        consumer: ConsumerId,
-        below: DbTime,
-        after: Option<MessageId>,
-        rows_max: usize,
-    ) -> Result<Purged, StoreError> {
-        purge::step(&self.pool, consumer, below, after, rows_max).await
-    }
-
-    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
-        attempts::count(&self.pool, consumer, id, true, None).await
-    }
-
-    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
-        // Sorted: two processes with the same ids wait for each other instead of deadlocking.
-        let mut ids = ids.to_vec();
-        ids.sort_unstable();
-        sqlx::query(
-            "insert into oncebox_attempt (consumer_id, message_id, attempts, history, updated_at) \
-             select ?, unhex(j.id), 1, '[]', utc_timestamp(6) from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             on duplicate key update attempts = greatest(oncebox_attempt.attempts, 1)",
-        )
-        .bind(consumer.0)
-        .bind(id_list(&ids))
-        .run(&self.pool)
-        .await?;
-        Ok(())
-    }
-
-    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
-        attempts::take_back(&self.pool, consumer, id).await
-    }
-
-    async fn failed_attempt(
-        &self,
-        consumer: ConsumerId,
-        id: MessageId,
-        error: &str,
-        counted: bool,
-    ) -> Result<u32, StoreError> {
-        attempts::count(&self.pool, consumer, id, counted, Some(error)).await
-    }
-
-    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
-        attempts::counted(&self.pool, consumer, ids).await
-    }
-
-    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
-        assignment::open(&self.pool, consumer, holding).await
-    }
-
-    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
-        assignment::keep_positions(&self.pool, consumer, positions).await
-    }
-
-    async fn close_assignment(
-        &self,
-        consumer: ConsumerId,
-        holding: &Holding,
-        position: Option<&Position>,
-    ) -> Result<(), StoreError> {
-        assignment::close(&self.pool, consumer, holding, position).await
     }
 }
 
@@ -309,7 +220,7 @@ impl InboxTx for MySqlInboxTx {
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
-        waiting::park(&mut self.transaction, self.consumer, parked).await
+        park(&mut self.transaction, self.consumer, parked).await
     }
 
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
@@ -336,11 +247,7 @@ impl InboxTx for MySqlInboxTx {
     }
 
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
-        if ids.is_empty() {
-            return Ok(());
-        }
-        sqlx::query(attempts::DELETE).bind(id_list(ids)).bind(self.consumer.0).run(&mut self.transaction).await?;
-        Ok(())
+        clear_attempts(&mut self.transaction, self.consumer, ids).await
     }
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {

@@ -6,14 +6,15 @@ use sqlx::mysql::{MySqlArguments, MySqlConnection, MySqlRow};
 use sqlx::{MySql, query};
 use uuid::Uuid;
 
-use super::{MySqlStore, START};
+use super::message::{arrived_from_json, arrived_to_json};
 use super::operations::finish;
+use super::{MySqlStore, START};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
-use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::{Dialect, Fenced, Outcome};
 
 impl Row for MySqlRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
@@ -49,6 +50,18 @@ impl Row for MySqlRow {
         let time: Option<NaiveDateTime> = sqlx::Row::try_get(self, at)?;
         Ok(time.map(|time| time.and_utc()))
     }
+
+    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        self.get_time(at)
+    }
+
+    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
+        self.get_text(at)
+    }
+
+    fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+        arrived_from_json(sqlx::Row::try_get(self, at)?)
+    }
 }
 
 /// The statement of sqlx.
@@ -60,7 +73,13 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
         Value::Text(value) => query.bind(value.clone()),
         Value::Id(value) => query.bind(*value),
         Value::Bytes(value) => query.bind(value.clone()),
-        Value::Time(value) => query.bind(value.map(|time| time.naive_utc())),
+        Value::Time(value) | Value::SentAt(value) => query.bind(value.map(|time| time.naive_utc())),
+        Value::Foreign(value) => query.bind(value.clone().map(String::into_bytes)),
+        Value::Headers(headers) => query.bind(arrived_to_json(headers)),
+        Value::Foreigns(list) => {
+            let list = list.iter().cloned().map(String::into_bytes).collect();
+            query.bind(Value::ManyBytes(list).as_json_list())
+        }
         Value::Span(value) => query.bind(value.map(super::micros)),
         list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
             query.bind(list.as_json_list())

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use super::{Answer, AnswerBody, KeptBody, Outcome};
 use crate::error::StoreError;
+use crate::policy::operation::State;
 use crate::policy::operation::record::Resource;
 use crate::policy::operation::retention::Retention;
-use crate::policy::operation::State;
 
 /// How many bytes of headers and body may stand in the row of a claim, where the adapter keeps
 /// small bodies there: a page has room for some, and no row is moved elsewhere because of it.

@@ -4,9 +4,7 @@
 //! COMMIT proves that it is still the transaction that inserted our rows (R23). Timed ids go to a
 //! range-partitioned table, others to one of their own (R31).
 
-mod assignment;
 mod fate;
-mod purge;
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -19,18 +17,17 @@ use uuid::Uuid;
 use self::fate::Written;
 use super::PostgresStore;
 use super::connect::synchronous;
-use super::text::error_text;
-use super::waiting;
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
-use crate::policy::position::Position;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::inbox::{ROLLBACK_MAX, lock_wait};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::message::park;
+use crate::store::sql::waiting;
 use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, Parked,
-    Proof, Purged, Standing, Undone,
+    Admission, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
 };
 
 /// When the server began: another one has other processes.
@@ -49,7 +46,6 @@ macro_rules! witness {
         concat!($xact_id, " || ' ' || pg_backend_pid() || ' ' || ", crate::store::postgres::inbox::server_start!())
     };
 }
-pub(super) use witness;
 
 /// An insert of new ids. Its sub-select runs once, behind the insert of the first row, so a
 /// transaction id is assigned then: the witness of R23.
@@ -71,6 +67,9 @@ macro_rules! admit {
         )
     };
 }
+/// Behind a statement that wrote.
+const WITNESS: &str = concat!("select ", witness!("pg_current_xact_id()"));
+
 const ADMIT_TIMED: &str = admit!("inbox_timed", "2", "3");
 const ADMIT_UNTIMED: &str = admit!("inbox_untimed", "2", "3");
 const ADMIT_BOTH: &str = concat!(
@@ -106,37 +105,10 @@ select array(select l.lane_id from unnest($2::uuid[]) l (lane_id)
   from oncebox.consumer c where c.consumer_id = $1";
 
 #[async_trait]
-impl Inbox for PostgresStore {
-    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
-        const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = $1";
-        let mut row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
-        if row.is_none() {
-            sqlx::query("insert into oncebox.consumer (name, id_rule) values ($1, $2) on conflict (name) do nothing")
-                .bind(&spec.name)
-                .bind(&spec.id_rule)
-                .run(&self.pool)
-                .await?;
-            row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
-        }
-        let row = row.ok_or_else(|| StoreError::Corrupt(format!("consumer `{}` vanished", spec.name)))?;
-        let (id, rule): (i32, String) = (row.try_get(0)?, row.try_get(1)?);
-        if spec.changes(&rule)? {
-            sqlx::query("update oncebox.consumer set id_rule = $2 where consumer_id = $1")
-                .bind(id)
-                .bind(&spec.id_rule)
-                .run(&self.pool)
-                .await?;
-        }
-        self.make_inbox_ranges().await?;
-        Ok(ConsumerId(id))
-    }
+impl OwnInbox for PostgresStore {
+    const PURGES_BY_KEY: bool = true;
 
-    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
-        let seen = "update oncebox.consumer set seen_at = clock_timestamp() where consumer_id = $1 and id_rule = $2";
-        Ok(sqlx::query(seen).bind(consumer.0).bind(id_rule).run(&self.pool).await?.rows_affected() == 1)
-    }
-
-    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
+    async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let wait = lock_wait(self.handler_timeout).as_millis();
         let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}"))).await?;
         let pool = self.pool.clone();
@@ -144,12 +116,12 @@ impl Inbox for PostgresStore {
         Ok(Box::new(PostgresTx { tx, pool, consumer, witness: None, ours, finished: None, works }))
     }
 
-    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
+    async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
         let mut connection = self.pool.acquire().await?;
         Ok(hashes(&mut connection, consumer, &Ids::of(ids.iter().copied())).await?.into_keys().collect())
     }
 
-    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
+    async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
         // What is not committed is seen by nobody; an insert waits for it. Not for long: of a batch
         // that a frozen process holds, each message is found out by itself.
         let mut tx = self.pool.begin("begin; set local lock_timeout = '2ms'").await?;
@@ -169,141 +141,12 @@ impl Inbox for PostgresStore {
         Ok(waits)
     }
 
-    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+    async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
         Ok(standing(&mut self.pool.acquire().await?, consumer, &[]).await?.bounds)
     }
 
-    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
-        let forgotten = sqlx::query(
-            "with known as (
-               select a.message_id from oncebox.attempt a join oncebox.inbox i using (consumer_id, message_id)
-                where a.consumer_id = $1 limit $2)
-             delete from oncebox.attempt a using known where a.consumer_id = $1 and a.message_id = known.message_id",
-        )
-        .bind(consumer.0)
-        .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
-        .run(&self.pool)
-        .await?;
-        Ok(forgotten.rows_affected())
-    }
-
-    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
-        let last = "select 1 from oncebox.waiting where consumer_id = $1 and state = 'dead' offset $2 limit 1";
-        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
-        Ok(sqlx::query(last).bind(consumer.0).bind(skipped).optional(&self.pool).await?.is_some())
-    }
-
-    async fn purge(
-        &self,
-        consumer: ConsumerId,
-        below: DbTime,
-        after: Option<MessageId>,
-        rows_max: usize,
-    ) -> Result<Purged, StoreError> {
-        purge::step(self, consumer, below, after, rows_max).await
-    }
-
-    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
-        let row = sqlx::query(
-            "insert into oncebox.attempt (consumer_id, message_id, attempts) values ($1, $2, 1)
-             on conflict (consumer_id, message_id)
-               do update set attempts = attempt.attempts + 1, updated_at = clock_timestamp()
-             returning attempts",
-        )
-        .bind(consumer.0)
-        .bind(id.uuid())
-        .one(&self.pool)
-        .await?;
-        Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
-    }
-
-    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
-        let mut ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
-        ids.sort_unstable();
-        // One statement cannot change a row twice.
-        ids.dedup();
-        sqlx::query(
-            "insert into oncebox.attempt (consumer_id, message_id, attempts)
-             select $1, id, 1 from unnest($2::uuid[]) as n (id)
-             on conflict (consumer_id, message_id) do update set attempts = greatest(attempt.attempts, 1)",
-        )
-        .bind(consumer.0)
-        .bind(ids)
-        .run(&self.pool)
-        .await?;
-        Ok(())
-    }
-
-    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
-        // A row that says nothing any more goes: only the success of a counted try would delete it.
-        sqlx::query(
-            "with empty as (
-               delete from oncebox.attempt where consumer_id = $1 and message_id = $2 and attempts <= 1 and history = '[]')
-             update oncebox.attempt set attempts = attempts - 1, updated_at = clock_timestamp()
-              where consumer_id = $1 and message_id = $2 and attempts > 0 and not (attempts <= 1 and history = '[]')",
-        )
-        .bind(consumer.0)
-        .bind(id.uuid())
-        .run(&self.pool)
-        .await?;
-        Ok(())
-    }
-
-    async fn failed_attempt(
-        &self,
-        consumer: ConsumerId,
-        id: MessageId,
-        error: &str,
-        counted: bool,
-    ) -> Result<u32, StoreError> {
-        let row = sqlx::query(
-            "insert into oncebox.attempt (consumer_id, message_id, attempts, history)
-             values ($1, $2, $4, jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'attempt', $4, 'error', $3::text)))
-             on conflict (consumer_id, message_id) do update set
-               attempts = attempt.attempts + $4,
-               updated_at = clock_timestamp(),
-               history = case when jsonb_array_length(attempt.history) >= 50 then attempt.history - 0 else attempt.history end
-                 || jsonb_build_object('at', clock_timestamp(), 'attempt', attempt.attempts + $4, 'error', $3::text)
-             returning attempts",
-        )
-        .bind(consumer.0)
-        .bind(id.uuid())
-        .bind(error_text(error))
-        .bind(i32::from(counted))
-        .one(&self.pool)
-        .await?;
-        Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
-    }
-
-    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
-        let ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
-        let rows = sqlx::query(
-            "select message_id, attempts from oncebox.attempt where consumer_id = $1 and message_id = any($2) and attempts > 0",
-        )
-        .bind(consumer.0)
-        .bind(ids)
-        .all(&self.pool)
-        .await?;
-        rows.iter()
-            .map(|row| Ok((MessageId::from_uuid(row.try_get(0)?), row.try_get::<i32, _>(1)?.unsigned_abs())))
-            .collect()
-    }
-
-    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
-        assignment::open(self, consumer, holding).await
-    }
-
-    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
-        assignment::keep_positions(self, consumer, positions).await
-    }
-
-    async fn close_assignment(
-        &self,
-        consumer: ConsumerId,
-        holding: &Holding,
-        position: Option<&Position>,
-    ) -> Result<(), StoreError> {
-        assignment::close(self, consumer, holding, position).await
+    async fn make_room(&self) -> Result<(), StoreError> {
+        self.make_inbox_ranges().await
     }
 }
 
@@ -397,10 +240,7 @@ impl InboxTx for PostgresTx {
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
-        for one in parked {
-            waiting::park(&mut self.tx, self.consumer, one).await?;
-        }
-        Ok(())
+        park(&mut self.tx, self.consumer, parked).await
     }
 
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
@@ -422,22 +262,16 @@ impl InboxTx for PostgresTx {
     }
 
     async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
-        let witness = waiting::finish(&mut self.tx, claimed).await?;
-        if witness.is_some() {
-            self.witness = witness;
-            self.finished = claimed.first().map(|first| first.sequence);
+        if !waiting::finish(&mut self.tx, self.consumer, claimed).await? {
+            return Ok(false);
         }
-        Ok(self.finished.is_some())
+        self.witness = sqlx::query_scalar(WITNESS).one(&mut self.tx).await?;
+        self.finished = claimed.first().map(|first| first.sequence);
+        Ok(true)
     }
 
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
-        let ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
-        sqlx::query("delete from oncebox.attempt where consumer_id = $1 and message_id = any($2)")
-            .bind(self.consumer.0)
-            .bind(ids)
-            .run(&mut self.tx)
-            .await?;
-        Ok(())
+        clear_attempts(&mut self.tx, self.consumer, ids).await
     }
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {

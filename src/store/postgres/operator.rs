@@ -16,14 +16,15 @@ use uuid::Uuid;
 use super::PostgresStore;
 use super::door::{headers_json, parse_headers};
 use super::text::{restored, stored};
-use super::waiting::next_is_due;
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operator::{BURIED, Redriven, firsts, redriven};
+use crate::store::sql::message::whole;
+use crate::store::sql::waiting::wake;
 use crate::store::{
-    ActContext, AuditEntry, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry, LockWait, Operator,
-    OperatorAct, OperatorOutcome, Status,
+    ActContext, AuditEntry, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
+    LockWait, Operator, OperatorAct, OperatorOutcome, Status,
 };
 
 /// The header of a message that was redriven under a new id: the id it had.
@@ -483,10 +484,13 @@ async fn carry_out(
 }
 
 async fn discard(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<(), StoreError> {
-    // What stands behind goes on first: the row is still there to tell its key.
-    next_is_due(connection, sequence).await?;
-    sqlx::query("delete from oncebox.waiting where sequence = $1").bind(sequence).run(connection).await?;
-    Ok(())
+    let gone: Option<(i32, Option<Uuid>)> =
+        sqlx::query_as("delete from oncebox.waiting where sequence = $1 returning consumer_id, lane_id")
+            .bind(sequence)
+            .optional(&mut *connection)
+            .await?;
+    let Some((consumer, lane)) = gone else { return Ok(()) };
+    wake(connection, ConsumerId(consumer), lane.map(Uuid::into_bytes).as_slice()).await
 }
 
 /// Waiting again, tries counted from nothing; due now unless an older row of its key stands before
@@ -545,8 +549,7 @@ async fn rename(
     id: Uuid,
     payload: Option<&[u8]>,
 ) -> Result<Uuid, StoreError> {
-    let row = sqlx::query(super::waiting::ROW).bind(sequence).one(&mut *connection).await?;
-    let mut whole = super::waiting::message_of(&row)?;
+    let mut whole = whole(connection, sequence).await?;
     whole.headers.retain(|(name, _)| name != CAUSATION);
     whole.headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
     if let Some(payload) = payload {

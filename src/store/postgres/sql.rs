@@ -8,12 +8,14 @@ use uuid::Uuid;
 
 use super::PostgresStore;
 use super::operations::finish;
+use super::text::{restored, stored};
 use crate::error::StoreError;
+use crate::policy::hex::hex;
 use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
-use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::{Dialect, Fenced, Outcome};
 
 impl Row for PgRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
@@ -41,6 +43,20 @@ impl Row for PgRow {
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
         Ok(sqlx::Row::try_get(self, at)?)
     }
+
+    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        self.get_time(at)
+    }
+
+    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
+        Ok(self.get_text(at)?.map(restored))
+    }
+
+    fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+        let (names, values): (Vec<String>, Vec<Vec<u8>>) =
+            (sqlx::Row::try_get(self, at)?, sqlx::Row::try_get(self, at + 1)?);
+        Ok(names.into_iter().map(restored).zip(values).collect())
+    }
 }
 
 /// A text that begins so is planned for each run: a plan that was made for tables that were still
@@ -57,13 +73,26 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
         Value::Text(value) => query.bind(value.clone()),
         Value::Id(value) => query.bind(*value),
         Value::Bytes(value) => query.bind(value.clone()),
-        Value::Time(value) => query.bind(*value),
+        Value::Time(value) | Value::SentAt(value) => query.bind(*value),
+        Value::Foreign(value) => query.bind(value.as_deref().map(escaped)),
+        Value::Headers(headers) => query.bind(json_of(headers)),
         Value::Span(value) => query.bind(value.map(|span| i64::try_from(span.as_micros()).unwrap_or(i64::MAX))),
         Value::Ints(list) => query.bind(list.clone()),
         Value::Ids(list) => query.bind(list.clone()),
         Value::ManyBytes(list) => query.bind(list.clone()),
         Value::Texts(list) => query.bind(list.clone()),
+        Value::Foreigns(list) => query.bind(list.iter().map(|text| escaped(text)).collect::<Vec<_>>()),
     }))
+}
+
+fn escaped(text: &str) -> String {
+    stored(text).into_owned()
+}
+
+/// Names and values, these in hexadecimal.
+fn json_of(headers: &[(String, Vec<u8>)]) -> String {
+    let pairs: Vec<[String; 2]> = headers.iter().map(|(name, value)| [escaped(name), hex(value)]).collect();
+    serde_json::json!(pairs).to_string()
 }
 
 /// A connection of the application.

@@ -10,14 +10,15 @@ use sqlx::{Sqlite, query};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::message::sixteen;
+use super::message::{arrived_from_json, arrived_to_json, sixteen};
 use super::millis;
-use super::write::Write;
 use super::operations::finish;
+use super::write::Write;
 use crate::error::StoreError;
+use crate::message::wire;
 use crate::policy::operation::retention::Retention;
-use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::operations::RecordFence;
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::{Base, Dialect, Fenced, Outcome};
 
 impl Row for SqliteRow {
@@ -48,23 +49,40 @@ impl Row for SqliteRow {
         };
         self.get_int(at)?.map(time).transpose()
     }
+
+    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        Ok(self.get_text(at)?.as_deref().and_then(wire::parse_time))
+    }
+
+    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
+        self.get_text(at)
+    }
+
+    fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+        arrived_from_json(sqlx::Row::try_get(self, at)?)
+    }
 }
 
 /// The statement of sqlx.
 fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::Sqlite)?;
-    Ok(values.into_iter().fold(query(text), |query, value| match value {
-        Value::Bool(value) => query.bind(*value),
-        Value::Int(value) => query.bind(*value),
-        Value::Text(value) => query.bind(value.clone()),
-        Value::Id(value) => query.bind(value.map(|id| id.as_bytes().to_vec())),
-        Value::Bytes(value) => query.bind(value.clone()),
-        Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
-        Value::Span(value) => query.bind(value.map(millis)),
-        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
-            query.bind(list.as_json_list())
-        }
-    }))
+    values.into_iter().try_fold(query(text), |query, value| {
+        Ok(match value {
+            Value::Bool(value) => query.bind(*value),
+            Value::Int(value) => query.bind(*value),
+            Value::Text(value) | Value::Foreign(value) => query.bind(value.clone()),
+            Value::SentAt(value) => query.bind(value.map(wire::format_time)),
+            Value::Headers(headers) => query.bind(arrived_to_json(headers)?),
+            Value::Foreigns(list) => query.bind(Value::Texts(list.clone()).as_json_list()),
+            Value::Id(value) => query.bind(value.map(|id| id.as_bytes().to_vec())),
+            Value::Bytes(value) => query.bind(value.clone()),
+            Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
+            Value::Span(value) => query.bind(value.map(millis)),
+            list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
+                query.bind(list.as_json_list())
+            }
+        })
+    })
 }
 
 async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Result<Rows, StoreError> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::trial::{eventually, in_a_day, new_entry};
 use super::{Connection, Fixture, Trial};
-use oncebox::store::{Claim, Enqueue, EmailOutcome, EmailToSend, Inbox, Mailbox, NewEmail};
+use oncebox::store::{Claim, EmailOutcome, EmailToSend, Enqueue, Inbox, Mailbox, NewEmail};
 
 const CLAIM: Duration = Duration::from_secs(600);
 

@@ -9,9 +9,9 @@ use super::{Fixture, Trial};
 use oncebox::error::StoreError;
 use oncebox::message::{Message, MessageId};
 use oncebox::store::{
-    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, Enqueue, EmailOutcome,
-    Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest,
-    ParkAs, RequestedAct, Waiting,
+    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
+    Enqueue, Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome,
+    OperatorRequest, ParkAs, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {

@@ -49,9 +49,9 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
         read_nothing(&mut session).await;
     }
     let found = record(trial, &claim).await;
-<    assert_eq!((found.state, found.mode, found.lease, found.epoch), (State::Completed, Mode::Transactional, None, 1));
+    assert_eq!((found.state, found.mode, found.lease, found.epoch), (State::Completed, Mode::Transactional, None, 1));
     let oncebox::store::AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
->    assert_eq!(trial.store.body(&found).await.unwrap(), Some(body));
+    assert_eq!(trial.store.body(&found).await.unwrap(), Some(body));
     assert_eq!(trial.effects("payment").await, 1);
     assert_eq!(payloads(&read_rows(&mut session, 1).await.0), ["payment.created"]);
     match trial.store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {

@@ -5,13 +5,15 @@ use std::time::Duration;
 use sqlx::MySql;
 
 use super::super::door::headers_to_json;
+use super::super::message::arrived_to_json;
 use super::super::schema::number;
-use super::super::{token, waiting};
+use super::super::token;
 use super::find::{Found, FoundRow};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId, bucket};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operator::{BURIED, Redriven, redriven};
+use crate::store::sql::waiting::wake;
 use crate::store::{ActContext, ConsumerId, DeadMessage, DeadPlace, OperatorAct};
 
 /// The header that names the id an edited message had before.
@@ -209,7 +211,7 @@ async fn redrive(
         .bind(renewed.id.uuid())
         .bind(&renewed.id_text)
         .bind(hash_without_causation(renewed).as_slice())
-        .bind(waiting::headers_to_json(&renewed.headers))
+        .bind(arrived_to_json(&renewed.headers))
         .bind(&renewed.payload)
         .bind(renewed.tombstone)
         .bind(sequence)
@@ -266,7 +268,7 @@ async fn discard(
         return Ok(false);
     }
     if holds {
-        waiting::next_of_lane(connection, consumer, message.lane_id()).await?;
+        wake(connection, consumer, message.lane_id().as_slice()).await?;
     }
     Ok(true)
 }

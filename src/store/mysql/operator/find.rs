@@ -7,7 +7,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, QueryBuilder, Row};
 
 use super::super::door::headers_from_json;
-use super::super::{text, waiting};
+use super::super::{message, text};
 use super::count_of;
 use crate::error::StoreError;
 use crate::message::Message;
@@ -251,7 +251,7 @@ fn found_in_outbox(row: &MySqlRow, state: DeadState) -> Result<Found, StoreError
 
 fn found_of_consumer(row: &MySqlRow, state: DeadState) -> Result<Found, StoreError> {
     let sequence: i64 = row.try_get("sequence")?;
-    let message = waiting::message(row)?;
+    let message = message::message(row)?;
     let lossy = |(name, value): &(String, Vec<u8>)| (name.clone(), String::from_utf8_lossy(value).into_owned());
     let next_try: Option<DateTime<Utc>> = row.try_get("due_at")?;
     let reason: Option<Vec<u8>> = row.try_get("reason")?;

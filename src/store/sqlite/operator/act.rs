@@ -10,9 +10,10 @@ use super::dead::{self, Number};
 use crate::error::StoreError;
 use crate::message::content_hash;
 use crate::store::operator::{BURIED, Redriven, redriven};
+use crate::store::sql::waiting::wake;
 use crate::store::sqlite::message::{arrived_from_json, arrived_to_json, headers_from_json, headers_to_json};
-use crate::store::sqlite::{millis, now_ms, waiting};
-use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome};
+use crate::store::sqlite::{millis, now_ms};
+use crate::store::{ActContext, ConsumerId, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome};
 
 /// The header that names the message which another one was made from.
 const CAUSATION_ID: &str = "oncebox-causation-id";
@@ -126,7 +127,7 @@ async fn on_consumer(
     act: &OperatorAct,
 ) -> Result<Redriven, StoreError> {
     let place = query_as("select consumer_id, lane_id from oncebox_waiting where sequence = ?").bind(sequence);
-    let (consumer, lane): (i32, Option<Vec<u8>>) = place.fetch_one(&mut *connection).await?;
+    let (consumer, lane): (i32, Option<Uuid>) = place.fetch_one(&mut *connection).await?;
     if let OperatorAct::RedriveAs { id, payload } = act {
         change_identity(connection, sequence, message, *id, payload.as_deref()).await?;
     }
@@ -142,7 +143,8 @@ async fn on_consumer(
     } else {
         make_due(connection, sequence).await?;
     }
-    waiting::wake_next(connection, consumer, lane).await?;
+    let lane = lane.map(Uuid::into_bytes);
+    wake(connection, ConsumerId(consumer), lane.as_slice()).await?;
     Ok(done)
 }
 

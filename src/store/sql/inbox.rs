@@ -1,0 +1,171 @@
+//! What of the inbox does not run for every batch, on every database: consumers, what is dead, and
+//! by files of their own tries, assignments and the purge.
+//!
+//! Guarantees: a consumer keeps its number and its id rule (R31). What runs for every batch is each
+//! database's own: see [`OwnInbox`].
+
+mod assignment;
+mod attempts;
+pub(in crate::store) mod purge;
+
+use std::collections::HashSet;
+use std::fmt::Debug;
+
+use async_trait::async_trait;
+
+pub(in crate::store) use self::attempts::clear as clear_attempts;
+use super::{Rows, Session, SqlStore, sql};
+use crate::error::StoreError;
+use crate::message::MessageId;
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::Bounds;
+use crate::policy::position::Position;
+use crate::store::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
+
+/// What of the inbox is each database's own, under the promises of [`Inbox`].
+#[async_trait]
+pub(in crate::store) trait OwnInbox: SqlStore + Debug {
+    /// Whether the purge finds ids that carry a time by the key; else all by when they came.
+    const PURGES_BY_KEY: bool;
+
+    /// As [`Inbox::begin`] is.
+    async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
+
+    /// As [`Inbox::known`] is.
+    async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
+
+    /// As [`Inbox::is_contested`] is.
+    async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
+
+    /// As [`Inbox::bounds`] is.
+    async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
+
+    /// Makes the partitions that inbox rows will need, where a database has such.
+    async fn make_room(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = :name {lock}";
+
+const REGISTER: &str = "insert into oncebox.consumer (name, id_rule, registered_at, seen_at) \
+    values (:name, :rule, {clock}, {clock}) {pg lite: on conflict (name) do nothing}{my: on duplicate key update name = name}";
+
+const ACCEPT: &str = "update oncebox.consumer set id_rule = :rule where consumer_id = :consumer";
+
+const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
+
+/// The last of so many dead messages.
+const DEAD: &str =
+    "select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' limit 1 offset :skipped";
+
+#[async_trait]
+impl<S: OwnInbox> Inbox for S {
+    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let consumer = register(transaction.session(), spec).await?;
+        transaction.commit().await?;
+        self.make_room().await?;
+        Ok(consumer)
+    }
+
+    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
+        Ok(self.run_alone(sql(SEEN).bind("consumer", consumer).bind("rule", id_rule)).await? == 1)
+    }
+
+    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
+        self.begin_batch(consumer).await
+    }
+
+    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
+        self.known_ids(consumer, ids).await
+    }
+
+    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
+        self.are_contested(consumer, ids).await
+    }
+
+    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+        self.bounds_now(consumer).await
+    }
+
+    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
+        attempts::forget(self, consumer, rows_max).await
+    }
+
+    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
+        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
+        let last = sql(DEAD).bind("consumer", consumer).bind("skipped", skipped);
+        Ok(!self.reader().await?.rows(last).await?.is_empty())
+    }
+
+    async fn purge(
+        &self,
+        consumer: ConsumerId,
+        below: DbTime,
+        after: Option<MessageId>,
+        rows_max: usize,
+    ) -> Result<Purged, StoreError> {
+        purge::step(self, consumer, below, after, rows_max).await
+    }
+
+    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
+        attempts::count(self, consumer, id, true, None).await
+    }
+
+    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
+        attempts::count_first(self, consumer, ids).await
+    }
+
+    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
+        attempts::take_back(self, consumer, id).await
+    }
+
+    async fn failed_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+        error: &str,
+        counted: bool,
+    ) -> Result<u32, StoreError> {
+        attempts::count(self, consumer, id, counted, Some(error)).await
+    }
+
+    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
+        attempts::counted(self, consumer, ids).await
+    }
+
+    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
+        assignment::open(self, consumer, holding).await
+    }
+
+    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
+        assignment::keep_positions(self, consumer, positions).await
+    }
+
+    async fn close_assignment(
+        &self,
+        consumer: ConsumerId,
+        holding: &Holding,
+        position: Option<&Position>,
+    ) -> Result<(), StoreError> {
+        assignment::close(self, consumer, holding, position).await
+    }
+}
+
+async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
+    let find = || sql(FIND).bind("name", &spec.name);
+    let mut found: Rows = session.rows(find()).await?;
+    if found.is_empty() {
+        // Whoever is second waits for the first one, and finds what that has written.
+        session.run(sql(REGISTER).bind("name", &spec.name).bind("rule", &spec.id_rule)).await?;
+        found = session.rows(find()).await?;
+    }
+    let vanished = || StoreError::Corrupt(format!("consumer `{}` vanished", spec.name));
+    let row = found.first().ok_or_else(vanished)?;
+    let (consumer, rule) = (ConsumerId(row.get(0)?), row.get::<String>(1)?);
+    if spec.changes(&rule)? {
+        session.run(sql(ACCEPT).bind("consumer", consumer).bind("rule", &spec.id_rule)).await?;
+    }
+    Ok(consumer)
+}

@@ -1,0 +1,141 @@
+//! Tries of messages, counted in transactions of their own (R26), and forgotten once their message
+//! has its inbox row.
+
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::message::MessageId;
+use crate::store::ConsumerId;
+use crate::store::sql::message::error_text;
+use crate::store::sql::{Session, SqlStore, Statement, sql};
+
+/// Behind FROM: the rows `a` of the messages `:ids`; further conditions follow.
+macro_rules! of_ids {
+    () => {
+        "{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
+           on a.consumer_id = :consumer and a.message_id = unhex(j.id) where true}\
+         {pg lite: oncebox.attempt as a where a.consumer_id = :consumer and a.message_id {in ids :ids}}"
+    };
+}
+
+const COUNT: &str = "insert into oncebox.attempt (consumer_id, message_id, attempts, history, updated_at) \
+    values (:consumer, :id, :counts, '[]', {clock}) \
+    {pg lite: on conflict (consumer_id, message_id) do update set}{my: on duplicate key update} \
+    attempts = oncebox.attempt.attempts + :counts, updated_at = {clock}";
+
+const NOTE: &str = "update oncebox.attempt set history = {history history attempts} \
+    where consumer_id = :consumer and message_id = :id";
+
+const COUNTED: &str = "select attempts from oncebox.attempt where consumer_id = :consumer and message_id = :id";
+
+const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id, attempts, history, updated_at) \
+    select :consumer, {pg: l.id}{my: unhex(l.id)}{lite: unhex(l.value)}, 1, '[]'{pg: ::jsonb}, {clock} \
+      from {pg: unnest(:ids) l (id)}{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) l}{lite: json_each(:ids) l} \
+     where true \
+    {pg lite: on conflict (consumer_id, message_id) do update set}{my: on duplicate key update} \
+    attempts = {pg my: greatest}{lite: max}(oncebox.attempt.attempts, 1)";
+
+const TAKE_BACK: &str = "update oncebox.attempt set attempts = attempts - 1, updated_at = {clock} \
+    where consumer_id = :consumer and message_id = :id and attempts > 0";
+
+/// A row that says nothing any more: only the success of a counted try would delete it.
+const FORGET_EMPTY: &str = "delete from oncebox.attempt where consumer_id = :consumer and message_id = :id \
+    and attempts = 0 and {pg lite: history = '[]'}{my: json_length(history) = 0}";
+
+const COUNTED_OF: &str = concat!("select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
+
+const HANDLED: &str = "select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
+      {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \
+    where a.consumer_id = :consumer limit :most";
+
+/// By exact rows: a range would wait for whoever counts a try.
+const DELETE: &str = concat!("delete {my: a} from ", of_ids!());
+
+fn of_one(text: &'static str, consumer: ConsumerId, id: MessageId) -> Statement {
+    sql(text).bind("consumer", consumer).bind("id", id.uuid())
+}
+
+fn of_many(text: &'static str, consumer: ConsumerId, ids: &[MessageId]) -> Statement {
+    let mut ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
+    // Sorted: two processes with the same ids wait for each other instead of deadlocking; and one
+    // statement cannot change a row twice.
+    ids.sort_unstable();
+    ids.dedup();
+    sql(text).bind("consumer", consumer).bind("ids", ids)
+}
+
+/// Counts a try, or notes its error, or both; gives how many were counted.
+pub(super) async fn count(
+    store: &dyn SqlStore,
+    consumer: ConsumerId,
+    id: MessageId,
+    counts: bool,
+    error: Option<&str>,
+) -> Result<u32, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    session.run(of_one(COUNT, consumer, id).bind("counts", i64::from(counts))).await?;
+    if let Some(error) = error {
+        session.run(of_one(NOTE, consumer, id).bind("error", error_text(error))).await?;
+    }
+    let attempts = session.one(of_one(COUNTED, consumer, id)).await?;
+    transaction.commit().await?;
+    Ok(attempts)
+}
+
+/// Counts the first try of each, unless one is counted.
+pub(super) async fn count_first(
+    store: &dyn SqlStore,
+    consumer: ConsumerId,
+    ids: &[MessageId],
+) -> Result<(), StoreError> {
+    if !ids.is_empty() {
+        store.run_alone(of_many(COUNT_FIRST, consumer, ids)).await?;
+    }
+    Ok(())
+}
+
+/// Takes back a try that was not made.
+pub(super) async fn take_back(store: &dyn SqlStore, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    for text in [TAKE_BACK, FORGET_EMPTY] {
+        transaction.session().run(of_one(text, consumer, id)).await?;
+    }
+    transaction.commit().await
+}
+
+/// Of these messages those with counted tries.
+pub(super) async fn counted(
+    store: &dyn SqlStore,
+    consumer: ConsumerId,
+    ids: &[MessageId],
+) -> Result<Vec<(MessageId, u32)>, StoreError> {
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let rows = store.reader().await?.rows(of_many(COUNTED_OF, consumer, ids)).await?;
+    rows.iter().map(|row| Ok((MessageId::from_uuid(row.get(0)?), row.get(1)?))).collect()
+}
+
+/// Forgets up to `rows_max` of those whose message has its inbox row; gives how many.
+pub(super) async fn forget(store: &dyn SqlStore, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
+    let most = i64::try_from(rows_max).unwrap_or(i64::MAX);
+    let handled = store.reader().await?.rows(sql(HANDLED).bind("consumer", consumer).bind("most", most)).await?;
+    if handled.is_empty() {
+        return Ok(0);
+    }
+    let ids = handled.iter().map(|row| row.get(0).map(MessageId::from_uuid)).collect::<Result<Vec<_>, _>>()?;
+    store.run_alone(of_many(DELETE, consumer, &ids)).await
+}
+
+/// Forgets the tries of messages that are done with.
+pub(in crate::store) async fn clear(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    ids: &[MessageId],
+) -> Result<(), StoreError> {
+    if !ids.is_empty() {
+        session.run(of_many(DELETE, consumer, ids)).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,162 @@
+//! Messages of a consumer as they stand in the waiting table, on every database: whole, so that a
+//! later try or an operator needs nothing else.
+//!
+//! Guarantees: what was parked comes back as it was, any bytes and any characters; a dead delivery
+//! is stored once.
+
+use std::collections::HashMap;
+
+use uuid::Uuid;
+
+use super::{Row, Session, Statement, Value, foreign, sql};
+use crate::error::StoreError;
+use crate::message::{Coordinates, Message, MessageId, TraceContext};
+use crate::store::operator::kept_error;
+use crate::store::{ConsumerId, ParkAs, Parked};
+
+/// The columns of a message of the row `w`, as [`message_of`] reads them.
+macro_rules! message_columns {
+    () => {
+        "w.attempts, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.payload, w.tombstone, w.content_type, w.source, \
+         w.message_time, w.traceparent, w.tracestate, w.place, w.partition_no, w.offset_no, \
+         {pg: w.header_names, w.header_values}{my lite: w.headers}"
+    };
+}
+pub(super) use message_columns;
+
+/// The message that stands in a row from this column on; its `attempt` is the number of tries
+/// counted.
+pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Message, StoreError> {
+    let told = |at: usize| row.get_foreign(first + at);
+    let needed = |at: usize| told(at)?.ok_or_else(|| StoreError::Corrupt(format!("part {at} of a message is null")));
+    let state = told(12)?;
+    Ok(Message {
+        attempt: row.get(first)?,
+        id: MessageId::from_uuid(row.get(first + 1)?),
+        id_text: needed(2)?,
+        topic: needed(3)?,
+        key: row.get_opt(first + 4)?,
+        kind: needed(5)?,
+        payload: row.get(first + 6)?,
+        tombstone: row.get(first + 7)?,
+        content_type: told(8)?,
+        source: needed(9)?,
+        time: row.get_sent_at(first + 10)?,
+        trace: row.get_opt(first + 11)?.map(|traceparent| TraceContext { traceparent, tracestate: state }),
+        coordinates: Coordinates { place: needed(13)?, partition: row.get(first + 14)?, offset: row.get(first + 15)? },
+        headers: row.get_headers(first + 16)?,
+    })
+}
+
+#[cfg(feature = "postgres")]
+const WHOLE: &str = concat!("select ", message_columns!(), " from oncebox.waiting w where w.sequence = :sequence");
+
+/// The message of a row.
+#[cfg(feature = "postgres")]
+pub(in crate::store) async fn whole(session: &mut dyn Session, sequence: i64) -> Result<Message, StoreError> {
+    let rows = session.rows(sql(WHOLE).bind("sequence", sequence)).await?;
+    message_of(&**rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?, 0)
+}
+
+const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
+    {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
+      on a.consumer_id = :consumer and a.message_id = unhex(j.id)}\
+    {pg lite: oncebox.attempt a where a.consumer_id = :consumer and a.message_id {in ids :ids}}";
+
+/// On MySQL a row that orders nothing has no lane.
+const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, content_hash, lane_id, state, due_at, attempts, reason, \
+      history, stored_at, dead_at, id_text, topic, {key}, kind, payload, tombstone, content_type, source, message_time, \
+      traceparent, tracestate, place, partition_no, offset_no, \
+      {pg: header_names, header_values, holds, error}{my: headers, dead_hash, error}{lite: headers, blocks}) \
+    values (:consumer, :id, :hash, {pg lite: :lane}{my: case when :orders then :lane end}, :state, {clock} + {span :after}, \
+      :attempts, :reason, {if adds: {history :history{pg: ::jsonb} :attempts}}{if keeps: :history{pg: ::jsonb}}, {clock}, \
+      case when :is_dead then {clock} end, :id_text, :topic, :key, :kind, :payload, :tombstone, :content_type, :source, :time, \
+      :traceparent, :tracestate, :place, :partition, :offset, \
+      {pg: coalesce((select array_agg(h.pair ->> 0 order by h.n) from jsonb_array_elements(:headers::jsonb) with ordinality h (pair, n)), '{}'), \
+        coalesce((select array_agg(decode(h.pair ->> 1, 'hex') order by h.n) \
+          from jsonb_array_elements(:headers::jsonb) with ordinality h (pair, n)), '{}'), :is_dead and :orders, :error}\
+      {my: :headers, case when :is_dead then :hash end, :error}{lite: :headers, :orders}) \
+    {pg lite: on conflict (consumer_id, message_id, content_hash) where state = 'dead' do nothing}\
+    {my: on duplicate key update sequence = sequence}";
+
+/// Stores messages as waiting or dead, in order. A dead delivery that is there already stays as it
+/// is.
+pub(in crate::store) async fn park(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    parked: &[Parked],
+) -> Result<(), StoreError> {
+    if parked.is_empty() {
+        return Ok(());
+    }
+    let ids: Vec<Uuid> = parked.iter().map(|parked| parked.message.id.uuid()).collect();
+    let mut histories = HashMap::new();
+    for row in session.rows(sql(HISTORIES).bind("consumer", consumer).bind("ids", ids)).await? {
+        histories.insert(row.get::<Uuid>(0)?, row.get::<String>(1)?);
+    }
+    for parked in parked {
+        let history = histories.get(&parked.message.id.uuid()).map_or("[]", String::as_str);
+        session.run(stored(consumer, parked, history)).await?;
+    }
+    Ok(())
+}
+
+/// The history is that of the tries counted; what the last one said is added where it does not
+/// stand there.
+fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
+    let message = &parked.message;
+    let lane = message.lane_id().map(Uuid::from_bytes);
+    let (reason, holds) = match &parked.park_as {
+        ParkAs::Due(_) | ParkAs::Behind => (None, true),
+        ParkAs::Dead { reason, holds } => (Some(reason), *holds),
+    };
+    let after = match &parked.park_as {
+        ParkAs::Due(after) => Some(*after),
+        // Without a key there is nothing to stand behind.
+        ParkAs::Behind if lane.is_none() => Some(std::time::Duration::ZERO),
+        ParkAs::Behind | ParkAs::Dead { .. } => None,
+    };
+    let error = parked.error.as_deref().map(error_text);
+    let adds = error.as_deref().is_some_and(|error| last_error(history).as_deref() != Some(error));
+    let trace = message.trace.as_ref();
+    sql(PARK)
+        .bind("consumer", consumer)
+        .bind("id", message.id.uuid())
+        .bind("hash", Uuid::from_bytes(message.content_hash()))
+        .bind("lane", lane)
+        .bind("orders", lane.is_some() && holds)
+        .bind("state", if reason.is_some() { "dead" } else { "waiting" })
+        .bind("is_dead", reason.is_some())
+        .bind("after", after)
+        .bind("attempts", i64::from(parked.attempts))
+        .bind("reason", reason)
+        .bind("history", history)
+        .bind("adds", adds)
+        .bind("keeps", !adds)
+        .bind("error", error)
+        .bind("id_text", foreign(&message.id_text))
+        .bind("topic", foreign(&message.topic))
+        .bind("key", message.key.clone())
+        .bind("kind", foreign(&message.kind))
+        .bind("payload", message.payload.clone())
+        .bind("tombstone", message.tombstone)
+        .bind("content_type", Value::Foreign(message.content_type.clone()))
+        .bind("source", foreign(&message.source))
+        .bind("time", Value::SentAt(message.time))
+        .bind("traceparent", trace.map(|trace| &trace.traceparent))
+        .bind("tracestate", Value::Foreign(trace.and_then(|trace| trace.tracestate.clone())))
+        .bind("place", foreign(&message.coordinates.place))
+        .bind("partition", i64::from(message.coordinates.partition))
+        .bind("offset", message.coordinates.offset)
+        .bind("headers", Value::Headers(message.headers.clone()))
+}
+
+/// An error as it is kept: bounded, and without NUL, which PostgreSQL has in no text.
+pub(super) fn error_text(error: &str) -> String {
+    kept_error(error).replace('\0', "\u{fffd}")
+}
+
+fn last_error(history: &str) -> Option<String> {
+    let history: Vec<serde_json::Value> = serde_json::from_str(history).ok()?;
+    Some(history.last()?.get("error")?.as_str()?.to_owned())
+}

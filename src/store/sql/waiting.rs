@@ -1,0 +1,407 @@
+//! Messages of a consumer that wait for a retry, or behind one, on every database (R25).
+//!
+//! Guarantees:
+//!
+//! * Within a key only the oldest row that orders it is claimed. A claim is one statement by exact
+//!   row that changes it only while it stands as it was read, so a head has one claim at a time.
+//! * What stands behind has no due time, so that it costs a poll nothing; whoever removes a head
+//!   makes the next one due in the same transaction, and a sweep finds what a race left without.
+//! * Rows change by their number: an update that searches would wait for every open writer (R11).
+//!
+//! Not here: which retry comes when (`policy::retry`), acts of operators.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use super::inbox::OwnInbox;
+use super::message::{error_text, message_columns, message_of};
+use super::{Row, Session, Statement, Value, sql};
+use crate::error::StoreError;
+use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, Scope, Waiting};
+
+/// Rows that one sweep changes at most.
+const SWEEP_MAX: i64 = 1_000;
+/// How often a head that somebody else was faster at is followed by another one.
+const CLAIM_TRIES: usize = 32;
+
+/// Of a row of a key: it orders the key. On MySQL a row that does not has no lane.
+macro_rules! and_orders {
+    ($row:literal) => {
+        concat!(" {pg: and (", $row, ".state = 'waiting' or ", $row, ".holds)}{lite: and ", $row, ".blocks = 1}")
+    };
+}
+
+/// Of a row `w`: it is within the scope. On MySQL names are bytes, compared as digits.
+macro_rules! in_scope {
+    () => {
+        "({pg lite: w.topic {in texts :topics} or w.place {in texts :places}}\
+         {my: json_contains(:topics, json_quote(lower(hex(w.topic)))) or json_contains(:places, json_quote(lower(hex(w.place))))})"
+    };
+}
+
+/// Of a row `w`: its kind is within the scope.
+macro_rules! of_kinds {
+    () => {
+        "{pg lite: w.kind {in texts :kinds}}{my: json_contains(:kinds, json_quote(lower(hex(w.kind))))}"
+    };
+}
+
+/// The rows `w` with a due time of a consumer, and which of them are heads within the scope.
+macro_rules! heads {
+    ($due:literal) => {
+        concat!(
+            " from oncebox.waiting w {my: force index (waiting_due)} where w.consumer_id = :consumer \
+             {pg my: and w.state = 'waiting'} and ",
+            $due,
+            " and ",
+            in_scope!(),
+            " {if of_kinds: and ",
+            of_kinds!(),
+            "} and {my lite: (w.lane_id is null or }not exists (select 1 from oncebox.waiting o \
+               where o.consumer_id = w.consumer_id and o.lane_id = w.lane_id and o.sequence < w.sequence",
+            and_orders!("o"),
+            "){my lite: )} order by w.due_at{my lite: , w.sequence} limit 1"
+        )
+    };
+}
+
+/// Changes the rows `:rows`, by their numbers.
+macro_rules! update_rows {
+    ($set:literal, $only:literal) => {
+        concat!(
+            "update {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
+               straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}\
+             {pg lite: oncebox.waiting as w} set ",
+            $set,
+            " where {pg lite: w.sequence {in ints :rows} and }",
+            $only
+        )
+    };
+}
+
+/// The head that is due first.
+pub(in crate::store) const DUE_HEAD: &str =
+    concat!("select w.sequence, w.claim, ", message_columns!(), heads!("w.due_at <= {now}"));
+
+/// In how many microseconds the first head is due.
+pub(in crate::store) const NEXT_DUE: &str =
+    concat!("select {micros w.due_at} - {micros {now}}", heads!("w.due_at is not null"));
+
+/// Only while it stands as it was read.
+pub(in crate::store) const CLAIM: &str = update_rows!(
+    "claim = :claim, due_at = {now} + {span :length}",
+    "w.state = 'waiting' and w.due_at <= {now} and w.attempts = :tries \
+     and {if was: w.claim = :was}{if is_free: w.claim is null}"
+);
+
+/// What stands behind a head, and whether it was never tried and is in the scope.
+pub(in crate::store) const BEHIND: &str = concat!(
+    "select w.sequence, w.state = 'waiting' and w.attempts = 0 and w.claim is null and w.due_at is null {if of_kinds: and ",
+    of_kinds!(),
+    "}, ",
+    message_columns!(),
+    " from oncebox.waiting w {my: force index (waiting_lane)} \
+      where w.consumer_id = :consumer and w.lane_id = :lane and w.sequence > :head",
+    and_orders!("w"),
+    " order by w.sequence limit :most"
+);
+
+const CLAIM_BEHIND: &str = update_rows!(
+    "claim = :claim, due_at = {now} + {span :length}",
+    "w.state = 'waiting' and w.attempts = 0 and w.claim is null and w.due_at is null"
+);
+
+const COUNT: &str = "update oncebox.waiting set attempts = :attempts where sequence = :sequence and claim = :claim";
+
+const POSTPONE: &str = "update oncebox.waiting set claim = null, due_at = {now} + {span :after}, attempts = :attempts, \
+    {pg my: error = :error,} history = {history history :attempts} where sequence = :sequence and claim = :claim";
+
+/// What stands behind a head has no due time; the head gets it back.
+const GIVE_BACK: &str = update_rows!(
+    "claim = null, due_at = case when lane_id is null then {now} end {if counts: , attempts = :tries}",
+    "w.claim = :claim"
+);
+
+const CLAIMED: &str = "select w.sequence, w.lane_id from oncebox.waiting w {my: force index (waiting_due)} \
+    where w.consumer_id = :consumer and w.due_at is not null and w.claim = :claim";
+
+/// Whose row it is, and whether the same delivery is dead already.
+const OURS: &str = "select w.consumer_id, exists (select 1 from oncebox.waiting d \
+        where d.consumer_id = w.consumer_id and d.message_id = w.message_id \
+          and {pg lite: d.state = 'dead' and d.content_hash = w.content_hash}{my: d.dead_hash = w.content_hash}) \
+    from oncebox.waiting w where w.sequence = :sequence and w.claim = :claim {lock}";
+
+const BURY: &str = "update oncebox.waiting set state = 'dead', claim = null, due_at = null, reason = :reason, dead_at = {clock}, \
+      {pg: holds = :holds and lane_id is not null,}{lite: blocks = (:holds and lane_id is not null),}\
+      {my: dead_hash = content_hash, lane_id = case when :holds then lane_id end,} {pg my: error = :error,} \
+      attempts = :attempts, history = {history history :attempts} \
+    where sequence = :sequence";
+
+const REMOVE: &str = "delete {my: w} from {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
+      straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}{pg lite: oncebox.waiting as w} \
+    where {pg lite: w.sequence {in ints :rows} and }w.claim = :claim and w.consumer_id = :consumer";
+
+/// The first row of each of some keys, where it waits without a due time.
+pub(in crate::store) const TO_WAKE: &str = concat!(
+    "select w.sequence from (select (select o.sequence from oncebox.waiting o {my: force index (waiting_lane)} \
+        where o.consumer_id = :consumer and o.lane_id = {pg: l.lane_id}{my: unhex(l.lane_id)}{lite: unhex(l.value)}",
+    and_orders!("o"),
+    " order by o.sequence limit 1) as sequence \
+       from {pg: unnest(:lanes) l (lane_id)}{my: json_table(:lanes, '$[*]' columns (lane_id varchar(32) path '$')) l}\
+            {lite: json_each(:lanes) l}) h \
+     {my: straight_join}{pg lite: join} oncebox.waiting w {my: force index (primary)} on w.sequence = h.sequence \
+     where w.state = 'waiting' and w.due_at is null"
+);
+
+pub(in crate::store) const MAKE_DUE: &str = update_rows!("due_at = {now}", "w.state = 'waiting' and w.due_at is null");
+
+/// Claims that end later than any claim can: the clock went back (R22).
+pub(in crate::store) const CLAIMED_TOO_LONG: &str = "select sequence from oncebox.waiting {my: force index (waiting_due)} \
+    where consumer_id = :consumer and due_at > {now} + {span :claim_max} and claim is not null limit :most";
+
+const END_CLAIMS: &str = update_rows!("due_at = {now}", "w.claim is not null and w.due_at > {now} + {span :claim_max}");
+
+/// Heads without a due time, found by a loose scan of the index over the keys: as many steps as
+/// there are keys, not rows.
+pub(in crate::store) const LOST_HEADS: &str = concat!(
+    "{pg lite: with recursive lanes(lane_id) as (\
+       select (select w.lane_id from oncebox.waiting w where w.consumer_id = :consumer and w.lane_id is not null",
+    and_orders!("w"),
+    "   order by w.lane_id limit 1) \
+       union all \
+       select (select w.lane_id from oncebox.waiting w where w.consumer_id = :consumer and w.lane_id > lanes.lane_id",
+    and_orders!("w"),
+    "   order by w.lane_id limit 1) from lanes where lanes.lane_id is not null), \
+     heads(sequence) as (\
+       select (select w.sequence from oncebox.waiting w where w.consumer_id = :consumer and w.lane_id = lanes.lane_id",
+    and_orders!("w"),
+    "   order by w.sequence limit 1) from lanes where lanes.lane_id is not null) \
+     select w.sequence from heads h join oncebox.waiting w on w.sequence = h.sequence}\
+     {my: select w.sequence from (select min(sequence) as sequence from oncebox.waiting force index (waiting_lane) \
+          where consumer_id = :consumer group by consumer_id, lane_id) h \
+        straight_join oncebox.waiting w force index (primary) on w.sequence = h.sequence} \
+     where w.lane_id is not null and w.state = 'waiting' and w.due_at is null limit :most"
+);
+
+#[async_trait]
+impl<S: OwnInbox> Waiting for S {
+    async fn claim_due(
+        &self,
+        consumer: ConsumerId,
+        scope: &Scope,
+        claim: &Claim,
+    ) -> Result<Option<ClaimedMessage>, StoreError> {
+        for _ in 0..CLAIM_TRIES {
+            let rows = self.reader().await?.rows(in_scope(DUE_HEAD, consumer, scope)).await?;
+            let Some(row) = rows.first() else { break };
+            let was: Option<Uuid> = row.get_opt(1)?;
+            let head = claimed_of(&**row, claim, was.is_some())?;
+            let claimed = sql(CLAIM)
+                .bind("rows", vec![head.sequence])
+                .bind("claim", claim.token)
+                .bind("length", claim.length)
+                .bind("tries", i64::from(head.tries))
+                .bind("is_free", was.is_none())
+                .bind("was", was);
+            if self.run_alone(claimed).await? == 1 {
+                return Ok(Some(head));
+            }
+        }
+        Ok(None)
+    }
+
+    async fn claim_behind(
+        &self,
+        consumer: ConsumerId,
+        head: &ClaimedMessage,
+        scope: &Scope,
+        limit: usize,
+        claim: &Claim,
+    ) -> Result<Vec<ClaimedMessage>, StoreError> {
+        let Some(lane) = head.message.lane_id().filter(|_| limit > 0) else { return Ok(Vec::new()) };
+        let behind = in_scope(BEHIND, consumer, scope)
+            .bind("lane", Uuid::from_bytes(lane))
+            .bind("head", head.sequence)
+            .bind("most", i64::try_from(limit).unwrap_or(i64::MAX));
+        let mut run = Vec::new();
+        for row in self.reader().await?.rows(behind).await? {
+            if !row.get::<bool>(1)? {
+                break;
+            }
+            run.push(claimed_of(&*row, claim, false)?);
+        }
+        if run.is_empty() {
+            return Ok(run);
+        }
+        let claimed = sql(CLAIM_BEHIND).bind("rows", numbers(&run)).bind("claim", claim.token);
+        if self.run_alone(claimed.bind("length", claim.length)).await? != run.len() as u64 {
+            // Somebody came between: with a hole it would be no run.
+            self.give_back(consumer, &run).await?;
+            run.clear();
+        }
+        Ok(run)
+    }
+
+    async fn count_try(&self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
+        Ok(self.run_alone(tried(COUNT, claimed)).await? == 1)
+    }
+
+    async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError> {
+        let rows = self.reader().await?.rows(in_scope(NEXT_DUE, consumer, scope)).await?;
+        let left = rows.first().map(|row| row.get::<i64>(0)).transpose()?;
+        Ok(left.map(|left| Duration::from_micros(u64::try_from(left).unwrap_or(0))))
+    }
+
+    async fn postpone(&self, claimed: &ClaimedMessage, after: Duration, error: &str) -> Result<bool, StoreError> {
+        let postponed = tried(POSTPONE, claimed).bind("after", after).bind("error", error_text(error));
+        Ok(self.run_alone(postponed).await? == 1)
+    }
+
+    async fn give_back(&self, consumer: ConsumerId, claimed: &[ClaimedMessage]) -> Result<u64, StoreError> {
+        let Some(first) = claimed.first() else { return Ok(0) };
+        let mut transaction = self.begin_sql().await?;
+        let mut given_back = 0;
+        // What was claimed together has the same number of tries, but for a head that was tried.
+        for group in claimed.chunk_by(|one, next| one.tries == next.tries) {
+            let tries = group.first().map_or(0, |one| i64::from(one.tries));
+            let back = sql(GIVE_BACK).bind("rows", numbers(group)).bind("claim", first.claim);
+            given_back += transaction.session().run(back.bind("counts", true).bind("tries", tries)).await?;
+        }
+        wake(transaction.session(), consumer, first.message.lane_id().as_slice()).await?;
+        transaction.commit().await?;
+        Ok(given_back)
+    }
+
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
+        let claimed = sql(CLAIMED).bind("consumer", consumer).bind("claim", claim.token);
+        let (mut rows, mut lanes) = (Vec::new(), Vec::new());
+        for row in self.reader().await?.rows(claimed).await? {
+            rows.push(row.get::<i64>(0)?);
+            lanes.extend(row.get_opt::<Uuid>(1)?.map(Uuid::into_bytes));
+        }
+        if rows.is_empty() {
+            return Ok(0);
+        }
+        lanes.dedup();
+        let mut transaction = self.begin_sql().await?;
+        let back = sql(GIVE_BACK).bind("rows", rows).bind("claim", claim.token).bind("counts", false);
+        let given_back = transaction.session().run(back).await?;
+        wake(transaction.session(), consumer, &lanes).await?;
+        transaction.commit().await?;
+        Ok(given_back)
+    }
+
+    async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        let ours = session.rows(tried(OURS, claimed)).await?;
+        let Some(row) = ours.first() else { return Ok(false) };
+        let consumer = ConsumerId(row.get(0)?);
+        if row.get(1)? {
+            // The same delivery is dead already: one row is enough.
+            session.run(removal(consumer, std::slice::from_ref(claimed), claimed.claim)).await?;
+        } else {
+            let buried = tried(BURY, claimed).bind("reason", reason).bind("error", error_text(error));
+            session.run(buried.bind("holds", holds)).await?;
+        }
+        wake(session, consumer, claimed.message.lane_id().as_slice()).await?;
+        transaction.commit().await?;
+        Ok(true)
+    }
+
+    async fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
+        let heads = first_column(self.reader().await?.rows(to_wake(consumer, lanes)).await?)?;
+        if !heads.is_empty() {
+            self.run_alone(sql(MAKE_DUE).bind("rows", heads)).await?;
+        }
+        Ok(())
+    }
+
+    async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
+        self.make_room().await?;
+        let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("claim_max", CLAIM_MAX);
+        let mut changed = 0;
+        for (found, change) in [(CLAIMED_TOO_LONG, END_CLAIMS), (LOST_HEADS, MAKE_DUE)] {
+            let rows = first_column(self.reader().await?.rows(of(found)).await?)?;
+            if !rows.is_empty() {
+                changed += self.run_alone(of(change).bind("rows", rows)).await?;
+            }
+        }
+        Ok(changed)
+    }
+}
+
+fn in_scope(text: &'static str, consumer: ConsumerId, scope: &Scope) -> Statement {
+    sql(text)
+        .bind("consumer", consumer)
+        .bind("topics", Value::Foreigns(scope.topics.clone()))
+        .bind("places", Value::Foreigns(scope.places.clone()))
+        .bind("of_kinds", scope.kinds.is_some())
+        .bind("kinds", Value::Foreigns(scope.kinds.clone().unwrap_or_default()))
+}
+
+/// A statement about one claimed row, and this try of it.
+fn tried(text: &'static str, claimed: &ClaimedMessage) -> Statement {
+    let attempts = i64::from(claimed.message.attempt);
+    sql(text).bind("sequence", claimed.sequence).bind("claim", claimed.claim).bind("attempts", attempts)
+}
+
+/// Takes rows away whose claim stands; how many is the answer.
+fn removal(consumer: ConsumerId, claimed: &[ClaimedMessage], claim: Uuid) -> Statement {
+    sql(REMOVE).bind("rows", numbers(claimed)).bind("claim", claim).bind("consumer", consumer)
+}
+
+fn to_wake(consumer: ConsumerId, lanes: &[[u8; 16]]) -> Statement {
+    let lanes: Vec<Uuid> = lanes.iter().copied().map(Uuid::from_bytes).collect();
+    sql(TO_WAKE).bind("consumer", consumer).bind("lanes", lanes)
+}
+
+/// Makes the first row of these keys due, where it waits without a due time, in a transaction that
+/// may have taken away what stood before it.
+pub(in crate::store) async fn wake(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    lanes: &[[u8; 16]],
+) -> Result<(), StoreError> {
+    if lanes.is_empty() {
+        return Ok(());
+    }
+    let heads = first_column(session.rows(to_wake(consumer, lanes)).await?)?;
+    if !heads.is_empty() {
+        session.run(sql(MAKE_DUE).bind("rows", heads)).await?;
+    }
+    Ok(())
+}
+
+/// Removes claimed rows of one key in the handler's transaction, and makes the next of it due.
+/// False where the claim is not ours any more: then roll back.
+pub(in crate::store) async fn finish(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    claimed: &[ClaimedMessage],
+) -> Result<bool, StoreError> {
+    let Some(first) = claimed.first() else { return Ok(false) };
+    if session.run(removal(consumer, claimed, first.claim)).await? != claimed.len() as u64 {
+        return Ok(false);
+    }
+    wake(session, consumer, first.message.lane_id().as_slice()).await?;
+    Ok(true)
+}
+
+fn numbers(claimed: &[ClaimedMessage]) -> Vec<i64> {
+    claimed.iter().map(|one| one.sequence).collect()
+}
+
+fn first_column(rows: super::Rows) -> Result<Vec<i64>, StoreError> {
+    rows.iter().map(|row| row.get(0)).collect()
+}
+
+/// Its number, something else, and the message.
+fn claimed_of(row: &dyn Row, claim: &Claim, suspect: bool) -> Result<ClaimedMessage, StoreError> {
+    let mut message = message_of(row, 2)?;
+    let tries = message.attempt;
+    message.attempt += 1;
+    Ok(ClaimedMessage { sequence: row.get(0)?, claim: claim.token, tries, suspect, message })
+}
