@@ -24,7 +24,7 @@
 //! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and
 //! encryption of bodies.
 
-pub(super) mod stored;
+pub(crate) mod stored;
 
 use std::any::Any;
 use std::fmt::Debug;
