@@ -1,6 +1,9 @@
 //! What a person types: demo, migrate, status, doctor, dead, config, bench. Parse, wire, run: data
 //! goes to stdout, the rest to stderr.
 
+// What the commands do with a store has no user where none is built.
+#![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
+
 #[macro_use]
 mod common;
 mod act;

@@ -1,9 +1,9 @@
 //! The store suite: what every adapter must do, as tests that run on any of them.
 //!
 //! An adapter implements [`Fixture`] for its tests and writes
-//! `oncebox_testkit::store_conformance!(MyFixture);`: one test for each case, named by the sentence that it
-//! proves, each on a database of its own. Cases whose name begins with `r` and a number carry a
-//! rule of the design; `g` and a number, a promise.
+//! `oncebox_testkit::store_conformance!(MyFixture);`: one test for each case, named by the sentence
+//! that it proves, each on a database of its own. Cases whose name begins with `r` and a number
+//! carry a rule of the design; `g` and a number, a promise.
 //!
 //! The limits of messages are data ([`limit_cases`]), so that every SQL door of an adapter runs the
 //! same table (R34).
@@ -175,7 +175,8 @@ macro_rules! keys_conformance {
     };
 }
 
-/// One test for each case of the suite, on a fixture: `oncebox_testkit::store_conformance!(MyFixture);`.
+/// One test for each case of the suite, on a fixture:
+/// `oncebox_testkit::store_conformance!(MyFixture);`.
 #[macro_export]
 macro_rules! store_conformance {
     ($fixture:ty) => {
