@@ -31,8 +31,8 @@ use crate::store::operations::stored::{Columns, pack};
 use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
 use crate::store::{
-    Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
-    Operations, Outcome, Owned, Phases, StoredEvidence,
+    Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
+    OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
 /// A record of the key was there already.
@@ -141,7 +141,7 @@ impl Keys for MySqlStore {
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        Ok(sql::expiry::expire_bodies(self, limit).await? + sql::expiry::expire_small(self, limit).await?)
+        sql::expiry::expire_bodies(self, limit).await
     }
 
     async fn purge_keys(

@@ -6,14 +6,14 @@ use sqlx::mysql::{MySqlArguments, MySqlConnection, MySqlRow};
 use sqlx::{MySql, query};
 use uuid::Uuid;
 
-use super::{MySqlStore, START};
 use super::operations::finish;
+use super::{MySqlStore, START};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
-use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::{Dialect, Fenced, Outcome};
 
 impl Row for MySqlRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {

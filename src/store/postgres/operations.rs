@@ -30,8 +30,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
 use crate::store::{
-    Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
-    Operations, Outcome, Owned, Phases, StoredEvidence,
+    Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
+    OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Postgres));
@@ -200,7 +200,8 @@ impl PostgresStore {
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut tx = self.transaction().await?;
         records::lock(&mut tx, &claim.identity).await?;
-        let renew = renew(&format!("{RENEW}{}", records::renewal(basis, Dialect::Postgres).unwrap_or("false")), claim, &owned);
+        let renew =
+            renew(&format!("{RENEW}{}", records::renewal(basis, Dialect::Postgres).unwrap_or("false")), claim, &owned);
         if renew.run(&mut tx).await?.rows_affected() == 1 {
             if let Basis::Anew(seen) = basis
                 && seen.state == State::Completed

@@ -10,10 +10,10 @@ use super::PostgresStore;
 use super::operations::finish;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
-use crate::store::{Dialect, Fenced, Outcome};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::{Dialect, Fenced, Outcome};
 
 impl Row for PgRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {

@@ -138,7 +138,9 @@ impl<S: SqlStore + Phases> KeyOperator for S {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let fenced = match change {
-            KeyChange::Release { against_evidence } => forget_key(transaction.session(), seen, *against_evidence).await?,
+            KeyChange::Release { against_evidence } => {
+                forget_key(transaction.session(), seen, *against_evidence).await?
+            }
             KeyChange::Purge { against_evidence } => {
                 let fenced = forget_key(transaction.session(), seen, *against_evidence).await?;
                 if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {

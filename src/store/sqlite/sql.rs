@@ -12,12 +12,12 @@ use uuid::Uuid;
 use super::connect::SqliteStore;
 use super::message::sixteen;
 use super::millis;
-use super::write::Write;
 use super::operations::finish;
+use super::write::Write;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
-use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::operations::RecordFence;
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::{Base, Dialect, Fenced, Outcome};
 
 impl Row for SqliteRow {

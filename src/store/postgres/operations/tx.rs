@@ -71,7 +71,12 @@ pub(super) async fn begin(
     Ok(match staked_in(tx, claim, basis, &owned).await? {
         Begun::Claimed((tx, token)) => {
             let held = Held { tx, token, savepoint };
-            Begun::Claimed(PostgresOperationTx { held, owned, claim: claim.clone(), holds: records::renewal(basis, Dialect::Postgres) })
+            Begun::Claimed(PostgresOperationTx {
+                held,
+                owned,
+                claim: claim.clone(),
+                holds: records::renewal(basis, Dialect::Postgres),
+            })
         }
         Begun::Existing(record) => Begun::Existing(record),
         Begun::Locked => Begun::Locked,
