@@ -1,8 +1,8 @@
 //! Where state lives: the traits that a database adapter fulfils, one per duty.
 //!
 //! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`,
-//! `relay`, `inbox`, `waiting`, `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The
-//! suite in `oncebox-testkit` is the executable definition and runs on any adapter.
+//! `relay`, `inbox`, `operations`. The suite in `oncebox-testkit` is the executable definition and
+//! runs on any adapter.
 //!
 //! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no
 //! statement decides from a SELECT what a unique key must decide.

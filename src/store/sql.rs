@@ -16,8 +16,8 @@
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
-//! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | behind FROM: the rows of a table that a list names |
-//! | `{or update COLUMNS}`, `{new COLUMN}` | an INSERT that changes the row there; what it inserts |
+//! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | behind FROM: rows that a list names |
+//! | `{or update COLUMNS}`, `{new COLUMN}` | changes the row there; what is inserted |
 //! | `{greatest}` | the function of that name |
 //! | `{piece NAME}` | what several texts share, from [`pieces`] |
 //! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it: the newest 50 |
@@ -47,10 +47,10 @@ pub(in crate::store) mod message;
 pub(in crate::store) mod phases;
 mod pieces;
 pub(in crate::store) mod records;
+mod row;
 pub(in crate::store) mod waiting;
 
 use std::collections::HashMap;
-use std::fmt::Debug;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -58,10 +58,10 @@ use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
+pub(in crate::store) use self::row::{Column, Row};
 use super::operations::RecordFence;
 use super::{ConsumerId, Dialect, Fenced, Outcome};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
 use crate::policy::operation::retention::Retention;
 
@@ -476,106 +476,6 @@ fn closing(inside: &str) -> usize {
         }
     }
     inside.len()
-}
-
-/// A row, read by position.
-pub(in crate::store) trait Row: Debug + Send + Sync {
-    /// A column that holds a whole number.
-    fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError>;
-
-    /// A column that holds text.
-    fn get_text(&self, at: usize) -> Result<Option<String>, StoreError>;
-
-    /// A column that holds bytes.
-    fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError>;
-
-    /// A column that holds a truth value.
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError>;
-
-    /// A column that holds a [`Value::Id`].
-    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError>;
-
-    /// A column that holds a time as tables store times.
-    fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
-
-    /// A column that holds a [`Value::SentAt`].
-    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
-
-    /// A column that holds a [`Value::Foreign`].
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError>;
-
-    /// A column that holds [`Value::Headers`]; on PostgreSQL two: names and values.
-    fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError>;
-}
-
-/// A type that a column is read as.
-pub(in crate::store) trait Column: Sized {
-    /// The value, where it is not null.
-    fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError>;
-}
-
-impl dyn Row + '_ {
-    /// A column that is never null.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] with the column where it is null or something else.
-    pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
-        self.get_opt(at)?.ok_or_else(|| StoreError::Corrupt(format!("column {at} of a row is null")))
-    }
-
-    /// A column that may be null.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] with the column where it is something else.
-    pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
-        T::read(self, at)
-    }
-}
-
-macro_rules! columns {
-    ($($of:ty => $get:ident;)*) => {
-        $(
-            impl Column for $of {
-                fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
-                    row.$get(at)
-                }
-            }
-        )*
-    };
-}
-
-columns! {
-    i64 => get_int;
-    String => get_text;
-    Vec<u8> => get_bytes;
-    bool => get_bool;
-    Uuid => get_id;
-    DateTime<Utc> => get_time;
-}
-
-macro_rules! narrow_columns {
-    ($($of:ty)*) => {
-        $(
-            impl Column for $of {
-                fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
-                    let number = |value| {
-                        let wrong = |_| StoreError::Corrupt(format!("column {at} of a row: {value} is out of range"));
-                        Self::try_from(value).map_err(wrong)
-                    };
-                    row.get_int(at)?.map(number).transpose()
-                }
-            }
-        )*
-    };
-}
-
-narrow_columns! { i32 u16 u32 u64 usize }
-
-impl Column for DbTime {
-    /// Of `{micros ..}`.
-    fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
-        Ok(row.get_int(at)?.map(Self::from_micros))
-    }
 }
 
 /// The rows of an answer.

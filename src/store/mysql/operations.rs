@@ -141,7 +141,7 @@ impl Keys for MySqlStore {
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        Ok(sql::expiry::expire_bodies(self, limit).await? + sql::expiry::expire_small(self, limit).await?)
+        sql::expiry::expire_bodies(self, limit).await
     }
 
     async fn purge_keys(

@@ -1,8 +1,4 @@
-//! How records and answers stand in tables, the same in every adapter: what a row gives, and what
-//! an outcome writes.
-//!
-//! A row is read by position: every adapter selects the columns in the order of [`look_of`], with
-//! times in microseconds and numbers as 64 bits, so there is one reader.
+//! What an outcome writes, the same in every adapter, and how headers stand beside a body.
 
 use std::time::Duration;
 
@@ -133,6 +129,7 @@ pub(crate) fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreE
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::policy::operation::record::Tombstone;
 
     #[test]
     fn headers_come_back_as_they_were_and_nothing_is_guessed() {

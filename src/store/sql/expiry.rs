@@ -61,8 +61,17 @@ const BOUND: &str = "insert into oncebox.idempotency_purge (operation, purged_be
     {or update operation} \
       purged_below = {greatest}(oncebox.idempotency_purge.purged_below, {new purged_below})";
 
-/// Deletes one batch of bodies whose life is over; gives how many went.
+/// Deletes one batch of bodies whose life is over; gives how many went. Those that have a table of
+/// their own PostgreSQL frees by its partitions; on SQLite all of them have.
 pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
+    Ok(match store.dialect() {
+        Dialect::Postgres => expire_small(store, limit).await?,
+        Dialect::MySql => expire_large(store, limit).await? + expire_small(store, limit).await?,
+        Dialect::Sqlite => expire_large(store, limit).await?,
+    })
+}
+
+async fn expire_large(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
     let old = store.reader().await?.rows(sql(OLD_BODIES).bind("limit", i64::from(limit))).await?;
     let digests = old.iter().map(|row| row.get(0)).collect::<Result<Vec<Vec<u8>>, _>>()?;
     if digests.is_empty() {
@@ -71,8 +80,7 @@ pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) ->
     store.run_alone(sql(EXPIRE_BODIES).bind("digests", digests)).await
 }
 
-/// The same of bodies that stand in the rows of their claims, where a database has such.
-pub(in crate::store) async fn expire_small(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
+async fn expire_small(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
     let old = session.rows(sql(OLD_SMALL).bind("limit", i64::from(limit))).await?;

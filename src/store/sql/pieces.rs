@@ -137,3 +137,48 @@ impl Writing<'_> {
         self.one_of(of, list);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{sql, words};
+    use super::*;
+
+    #[test]
+    fn every_piece_is_written_for_every_database() {
+        for (name, piece) in PIECES {
+            for dialect in [Dialect::Postgres, Dialect::MySql, Dialect::Sqlite] {
+                let text = words(piece, dialect);
+                assert!(!text.contains(['{', '}']), "{name}: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_rows_of_a_list_are_found_by_an_index() {
+        let text = |dialect| {
+            let delete = sql("delete {my: o }from {each operation o ids operation_id :of primary} and o.epoch > 1");
+            delete.bind("of", vec![uuid::Uuid::nil()]).in_words_of(dialect).expect("all is bound").0
+        };
+        assert_eq!(
+            text(Dialect::Postgres),
+            "delete from oncebox.operation as o where o.operation_id = any($1) and o.epoch > 1"
+        );
+        assert_eq!(
+            text(Dialect::MySql),
+            "delete o from json_table(?, '$[*]' columns (v varchar(1024) path '$')) v straight_join oncebox_operation as o \
+             force index (primary) on o.operation_id = unhex(v.v) where true and o.epoch > 1"
+        );
+        assert_eq!(
+            text(Dialect::Sqlite),
+            "delete from oncebox_operation as o where o.operation_id in (select unhex(value) from json_each(?1)) and o.epoch > 1"
+        );
+    }
+
+    #[test]
+    fn a_row_that_is_there_is_changed_in_the_words_of_each_database() {
+        let text = |dialect| words("{or update a, b} c = {greatest}(t.c, {new c})", dialect);
+        assert_eq!(text(Dialect::Postgres), "on conflict (a, b) do update set c = greatest(t.c, excluded.c)");
+        assert_eq!(text(Dialect::MySql), "on duplicate key update c = greatest(t.c, values(c))");
+        assert_eq!(text(Dialect::Sqlite), "on conflict (a, b) do update set c = max(t.c, excluded.c)");
+    }
+}

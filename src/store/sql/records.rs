@@ -38,8 +38,7 @@ const BODY: &str = "{pg my: select body_headers, body_bytes, body_format, body_k
 
 /// The row is locked by a statement of its own: the next one sees what was committed until then,
 /// and the time that it is, which a statement that waited would not.
-pub(in crate::store) const LOCK: &str =
-    "select epoch from oncebox.idempotency_request where key_digest = :digest {lock}";
+const LOCK: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock}";
 
 const RELEASE: &str = "delete from oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and owner = :owner and state = 'IN_PROGRESS' and {piece no late end}";

@@ -1,9 +1,7 @@
-//! What is forgotten: large bodies by whole partitions, small ones and records in bounded batches
-//! (M99 to M101).
+//! What is forgotten of large bodies: whole partitions (M99). What is forgotten in batches is
+//! [`crate::store::sql::expiry`].
 //!
-//! Guarantees: no lock is waited for longer than the partitions' own wait (R8); only records with
-//! an outcome go, and the bound of the purge is recorded in the statement that takes them (O23).
-//! What is known of an operation with a conflict that nobody has judged stays behind (O8).
+//! Guarantee: no lock is waited for longer than the partitions' own wait (R8).
 
 use sqlx::Row;
 
@@ -11,7 +9,7 @@ use super::super::PostgresStore;
 use super::super::partitions::attempt;
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
-use crate::store::sql::expiry::expire_small;
+use crate::store::sql::expiry;
 
 /// Ranges reach at least so many days ahead; a body that is kept longer stands in DEFAULT.
 const DAYS_AHEAD: i64 = 33;
@@ -67,7 +65,7 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
     .run(&mut connection)
     .await?;
     connection.close().await;
-    Ok(gone.rows_affected() + expire_small(store, limit).await?)
+    Ok(gone.rows_affected() + expiry::expire_bodies(store, limit).await?)
 }
 
 /// A range that was attached while our body was on its way to DEFAULT is a transient failure (R8,
