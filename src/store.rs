@@ -1,7 +1,7 @@
 //! Where state lives: the traits that a database adapter fulfils, one per duty.
 //!
 //! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`,
-//! `relay`, `inbox`, `waiting`, `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The
+//! `relay`, `inbox`, `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The
 //! suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
 //! adapter.
 //!

@@ -14,7 +14,7 @@
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
-//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it: the newest 50 |
+//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it |
 //! | `{if name: ..}` | only where the value is true, or there |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
@@ -30,6 +30,7 @@
 //! Not here: statements of the hot path (the relay's read and claim, admission to the inbox, the
 //! doors, claim and outcome of an operation), which are each database's own.
 
+mod history;
 pub(in crate::store) mod inbox;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
@@ -344,36 +345,6 @@ impl Writing<'_> {
         self.text.push_str(after);
     }
 
-    /// A history, oldest first, with an error behind it.
-    fn history(&mut self, history: &'static str, attempt: &'static str) {
-        let [full, shorter, whole, before, end] = match self.dialect {
-            Dialect::Postgres => [
-                "case when jsonb_array_length(",
-                ") >= 50 then ",
-                " - 0 else ",
-                " end || jsonb_build_object('at', clock_timestamp(), 'attempt', (",
-                ")::integer, 'error', :error::text)",
-            ],
-            Dialect::MySql => [
-                "json_array_append(case when json_length(",
-                ") >= 50 then json_remove(",
-                ", '$[0]') else ",
-                " end, '$', json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ",
-                ", 'error', :error))",
-            ],
-            Dialect::Sqlite => [
-                "json_insert(case when json_array_length(",
-                ") >= 50 then json_remove(",
-                ", '$[0]') else ",
-                " end, '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', ",
-                ", 'error', :error))",
-            ],
-        };
-        for part in [full, history, shorter, history, whole, history, before, attempt, end] {
-            self.write(part);
-        }
-    }
-
     /// That what stands before is in a list.
     fn one_of(&mut self, of: &str, list: &'static str) {
         let is_hex = matches!(of, "ids" | "bytes");
@@ -529,7 +500,7 @@ macro_rules! narrow_columns {
 narrow_columns! { i32 u16 u32 u64 usize }
 
 impl Column for DbTime {
-    /// Of `{micros ..}`.
+    /// Reads what `{micros ..}` gives.
     fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
         Ok(row.get_int(at)?.map(Self::from_micros))
     }
