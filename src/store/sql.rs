@@ -20,7 +20,7 @@
 //! | `{or update COLUMNS}`, `{new COLUMN}` | changes the row there; what is inserted |
 //! | `{greatest}` | the function of that name |
 //! | `{piece NAME}` | what several texts share, from [`pieces`] |
-//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it: the newest 50 |
+//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it |
 //! | `{if name: ..}` | only where the value is true, or there |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
@@ -39,6 +39,7 @@
 //! doors, claim and outcome of an operation), which are each database's own.
 
 pub(in crate::store) mod expiry;
+mod history;
 pub(in crate::store) mod inbox;
 mod key_operator;
 pub(in crate::store) mod live;
@@ -385,36 +386,6 @@ impl Writing<'_> {
         self.text.push_str(before);
         self.write(inside);
         self.text.push_str(after);
-    }
-
-    /// A history, oldest first, with an error behind it.
-    fn history(&mut self, history: &'static str, attempt: &'static str) {
-        let [full, shorter, whole, before, end] = match self.dialect {
-            Dialect::Postgres => [
-                "case when jsonb_array_length(",
-                ") >= 50 then ",
-                " - 0 else ",
-                " end || jsonb_build_object('at', clock_timestamp(), 'attempt', (",
-                ")::integer, 'error', :error::text)",
-            ],
-            Dialect::MySql => [
-                "json_array_append(case when json_length(",
-                ") >= 50 then json_remove(",
-                ", '$[0]') else ",
-                " end, '$', json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ",
-                ", 'error', :error))",
-            ],
-            Dialect::Sqlite => [
-                "json_insert(case when json_array_length(",
-                ") >= 50 then json_remove(",
-                ", '$[0]') else ",
-                " end, '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', ",
-                ", 'error', :error))",
-            ],
-        };
-        for part in [full, history, shorter, history, whole, history, before, attempt, end] {
-            self.write(part);
-        }
     }
 
     /// That what stands before is in a list.

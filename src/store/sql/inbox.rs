@@ -28,16 +28,16 @@ pub(in crate::store) trait OwnInbox: SqlStore + Debug {
     /// Whether the purge finds ids that carry a time by the key; else all by when they came.
     const PURGES_BY_KEY: bool;
 
-    /// As [`Inbox::begin`] is.
+    /// Keeps the promises of [`Inbox::begin`].
     async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
 
-    /// As [`Inbox::known`] is.
+    /// Keeps the promises of [`Inbox::known`].
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
 
-    /// As [`Inbox::is_contested`] is.
+    /// Keeps the promises of [`Inbox::is_contested`].
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
 
-    /// As [`Inbox::bounds`] is.
+    /// Keeps the promises of [`Inbox::bounds`].
     async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
     /// Makes the partitions that inbox rows will need, where a database has such.

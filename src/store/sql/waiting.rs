@@ -227,7 +227,7 @@ impl<S: OwnInbox> Waiting for S {
             .bind("most", i64::try_from(limit).unwrap_or(i64::MAX));
         let mut run = Vec::new();
         for row in self.reader().await?.rows(behind).await? {
-            if !row.get::<bool>(1)? {
+            if row.get_bool(1)? != Some(true) {
                 break;
             }
             run.push(claimed_of(&*row, claim, false)?);

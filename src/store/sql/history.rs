@@ -1,0 +1,65 @@
+//! The word `{history ..}`: a history of errors with one more behind it.
+
+use super::Writing;
+use crate::store::Dialect;
+
+impl Writing<'_> {
+    /// A history, oldest first, with an error behind it.
+    pub(super) fn history(&mut self, history: &'static str, attempt: &'static str) {
+        let [full, shorter, whole, before, end] = match self.dialect {
+            Dialect::Postgres => [
+                "case when jsonb_array_length(",
+                ") >= 50 then ",
+                " - 0 else ",
+                " end || jsonb_build_object('at', clock_timestamp(), 'attempt', (",
+                ")::integer, 'error', :error::text)",
+            ],
+            Dialect::MySql => [
+                "json_array_append(case when json_length(",
+                ") >= 50 then json_remove(",
+                ", '$[0]') else ",
+                " end, '$', json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ",
+                ", 'error', :error))",
+            ],
+            Dialect::Sqlite => [
+                "json_insert(case when json_array_length(",
+                ") >= 50 then json_remove(",
+                ", '$[0]') else ",
+                " end, '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', ",
+                ", 'error', :error))",
+            ],
+        };
+        for part in [full, history, shorter, history, whole, history, before, attempt, end] {
+            self.write(part);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::store::Dialect;
+    use crate::store::sql::sql;
+
+    #[test]
+    fn a_history_may_be_a_column_or_a_value() {
+        let text = |dialect| {
+            let text = sql("update t set history = {history :history{pg: ::jsonb} attempts}");
+            text.bind("history", "[]").bind("error", "no").in_words_of(dialect).expect("bound").0
+        };
+        assert_eq!(
+            text(Dialect::Postgres),
+            "update t set history = case when jsonb_array_length($1::jsonb) >= 50 then $1::jsonb - 0 else $1::jsonb end \
+             || jsonb_build_object('at', clock_timestamp(), 'attempt', (attempts)::integer, 'error', $2::text)"
+        );
+        assert_eq!(
+            text(Dialect::MySql),
+            "update t set history = json_array_append(case when json_length(?) >= 50 then json_remove(?, '$[0]') else ? end, '$', \
+             json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', attempts, 'error', ?))"
+        );
+        assert_eq!(
+            text(Dialect::Sqlite),
+            "update t set history = json_insert(case when json_array_length(?1) >= 50 then json_remove(?1, '$[0]') else ?1 end, \
+             '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', attempts, 'error', ?2))"
+        );
+    }
+}
