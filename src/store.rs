@@ -14,6 +14,8 @@
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod bounded;
 mod door;
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
+mod headers;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod hosts;
 mod inbox;

@@ -31,7 +31,6 @@ mod relay;
 mod schema;
 mod sql;
 mod statements;
-mod status;
 mod text;
 mod waiting;
 

@@ -10,6 +10,7 @@
 //! | `{now}` | the database's clock when the statement began, as tables store times |
 //! | `{clock}` | the clock at this moment, where a database has one; else as `{now}` |
 //! | `{micros EXPRESSION}` | a time as microseconds since 1970 |
+//! | `{age EXPRESSION}` | the microseconds since a time, by the clock at this moment |
 //! | `{span :name}` | a bound [`Value::Span`], to be added to a time |
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
@@ -30,6 +31,7 @@
 //! doors, claim and outcome of an operation), which are each database's own.
 
 pub(in crate::store) mod mailbox;
+pub(in crate::store) mod operator;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -291,6 +293,12 @@ impl Writing<'_> {
                 MySql => self.around("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", time, ")"),
                 Sqlite => self.around("(", time, ") * 1000"),
             }
+        } else if let Some(time) = word.strip_prefix("age ") {
+            match self.dialect {
+                Postgres => self.around("(extract(epoch from clock_timestamp() - ", time, ") * 1000000)::bigint"),
+                MySql => self.around("timestampdiff(microsecond, ", time, ", utc_timestamp(6))"),
+                Sqlite => self.around("(cast(round(unixepoch('subsec') * 1000) as integer) - ", time, ") * 1000"),
+            }
         } else if let Some((of, list)) = word.strip_prefix("in ").and_then(|word| word.split_once(' ')) {
             self.one_of(of, list);
         } else {
@@ -461,10 +469,10 @@ macro_rules! narrow_columns {
     };
 }
 
-narrow_columns! { u16 u32 u64 usize }
+narrow_columns! { u8 u16 u32 u64 usize i32 }
 
 impl Column for DbTime {
-    /// Of `{micros ..}`.
+    /// A column of `{micros ..}`.
     fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
         Ok(row.get_int(at)?.map(Self::from_micros))
     }
@@ -500,6 +508,9 @@ pub(in crate::store) trait Transaction: Send {
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the answer was lost.
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+
+    /// Rolls back, and keeps the connection: a drop may cost it.
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
 }
 
 /// A database that these texts run on.

@@ -98,6 +98,10 @@ impl Transaction for Bounded<MySql> {
     fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(async move { Self::commit(&mut self).await })
     }
+
+    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
+    }
 }
 
 impl SqlStore for MySqlStore {

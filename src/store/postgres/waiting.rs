@@ -77,9 +77,6 @@ const NEXT_DUE: &str = concat!(
     " order by w.due_at limit 1"
 );
 
-/// One row, as [`message_of`] reads it.
-pub(super) const ROW: &str = concat!("select ", message_columns!(), " from oncebox.waiting w where w.sequence = $1");
-
 /// What follows the end of rows of one key: the next of it, unless that one is dead and holds,
 /// becomes due.
 macro_rules! next_is_due {

@@ -112,6 +112,10 @@ impl Transaction for Write {
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(Self::commit(*self))
     }
+
+    fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(Self::rollback(*self))
+    }
 }
 
 impl SqlStore for SqliteStore {
