@@ -13,6 +13,8 @@
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod bounded;
 mod door;
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
+mod headers;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod hosts;
 pub(crate) mod inbox;

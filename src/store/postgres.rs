@@ -30,7 +30,6 @@ mod relay;
 mod schema;
 mod sql;
 mod statements;
-mod status;
 mod text;
 
 use std::sync::atomic::AtomicBool;

@@ -10,6 +10,7 @@
 //! | `{now}` | the database's clock when the statement began, as tables store times |
 //! | `{clock}` | the clock at this moment, where a database has one; else as `{now}` |
 //! | `{micros EXPRESSION}` | a time as microseconds since 1970 |
+//! | `{age EXPRESSION}` | the microseconds since a time, by the clock at this moment |
 //! | `{span :name}` | a bound [`Value::Span`], to be added to a time |
 //! | `{lease}`, `{lease :name}` | the column with the length of a lease, and what it is set to |
 //! | `{lease of ALIAS}` | the length of a lease that is stored, to be added to a time |
@@ -45,6 +46,7 @@ mod key_operator;
 pub(in crate::store) mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
+pub(in crate::store) mod operator;
 pub(in crate::store) mod phases;
 mod pieces;
 pub(in crate::store) mod records;
@@ -344,6 +346,12 @@ impl Writing<'_> {
                 Postgres => self.around("(extract(epoch from ", time, ") * 1000000)::bigint"),
                 MySql => self.around("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", time, ")"),
                 Sqlite => self.around("(", time, ") * 1000"),
+            }
+        } else if let Some(time) = word.strip_prefix("age ") {
+            match self.dialect {
+                Postgres => self.around("(extract(epoch from clock_timestamp() - ", time, ") * 1000000)::bigint"),
+                MySql => self.around("timestampdiff(microsecond, ", time, ", utc_timestamp(6))"),
+                Sqlite => self.around("(cast(round(unixepoch('subsec') * 1000) as integer) - ", time, ") * 1000"),
             }
         } else if let Some((of, list)) = word.strip_prefix("in ").and_then(|word| word.split_once(' ')) {
             self.one_of(of, list);

@@ -17,8 +17,9 @@ use sqlx::mysql::MySqlConnection;
 use uuid::Uuid;
 
 use crate::error::{LimitError, StoreError};
-use crate::message::{Headers, Limits, MessageId, NewMessage, TraceContext, bucket};
+use crate::message::{Limits, MessageId, NewMessage, TraceContext, bucket};
 use crate::policy::hex::hex;
+use crate::store::headers::headers_json;
 use crate::store::{Enqueue, NewEmail};
 
 /// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that
@@ -258,7 +259,7 @@ fn list(messages: &[NewMessage], ids: &[Uuid]) -> String {
         if let Some(key) = &message.key {
             member("k", key);
         }
-        if let Some(headers) = headers_to_json(&message.headers) {
+        if let Some(headers) = headers_json(&message.headers) {
             member("h", &headers);
         }
         if let Some(trace) = &message.trace {
@@ -289,44 +290,6 @@ fn push_base64(text: &mut String, bytes: &[u8]) {
     }
 }
 
-/// Headers as a JSON object, in the order given; none where there are none.
-pub(super) fn headers_to_json(headers: &Headers) -> Option<String> {
-    if headers.is_empty() {
-        return None;
-    }
-    let members: Vec<String> = headers
-        .iter()
-        .map(|(name, value)| {
-            format!("{}:{}", serde_json::Value::from(name.as_str()), serde_json::Value::from(value.as_str()))
-        })
-        .collect();
-    Some(format!("{{{}}}", members.join(",")))
-}
-
-/// Headers from a JSON object of strings, in the order in which they stand.
-pub(super) fn headers_from_json(json: Option<&str>) -> Result<Headers, StoreError> {
-    struct Members;
-    impl<'de> serde::de::Visitor<'de> for Members {
-        type Value = Headers;
-
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("an object of strings")
-        }
-
-        fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Headers, A::Error> {
-            let mut headers = Headers::new();
-            while let Some(header) = map.next_entry()? {
-                headers.push(header);
-            }
-            Ok(headers)
-        }
-    }
-    let Some(json) = json else { return Ok(Headers::new()) };
-    let mut reader = serde_json::Deserializer::from_str(json);
-    serde::Deserializer::deserialize_map(&mut reader, Members)
-        .map_err(|error| StoreError::Corrupt(format!("the headers of a row are no object of strings: {error}")))
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -343,14 +306,5 @@ mod tests {
             assert_eq!(encoded(bytes.as_bytes()), expected);
         }
         assert_eq!(encoded(&[0xff, 0xfe, 0x00]), "//4A");
-    }
-
-    #[test]
-    fn headers_keep_their_order_and_characters() {
-        let headers: Headers = [("z", "1"), ("a", "tab\t\"ä\\"), ("m", "")].map(|(n, v)| (n.into(), v.into())).into();
-        let json = headers_to_json(&headers).unwrap();
-        assert_eq!(headers_from_json(Some(&json)).unwrap(), headers);
-        assert_eq!(headers_to_json(&Headers::new()), None);
-        assert!(headers_from_json(Some(r#"{"a":1}"#)).is_err());
     }
 }

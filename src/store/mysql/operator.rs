@@ -1,103 +1,61 @@
-//! What an operator sees and does.
-//!
-//! Guarantees: an act and its audit row commit together; a dead outbox row gets a request that only
-//! the owner of the outbox carries out (R17); a dead delivery changes at once. Counts of large
-//! tables are estimates of the server.
-
-mod act;
-mod find;
-mod forget;
-mod status;
+//! Of what an operator sees and does, what only MySQL and MariaDB know; the rest stands in
+//! [`crate::store::sql::operator`].
 
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use sqlx::Row;
-use uuid::Uuid;
 
-use super::{MySqlStore, START, text};
+use super::MySqlStore;
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
-use crate::store::{
-    ActContext, AuditEntry, DeadFilter, DeadMessage, Forgotten, LockWait, Mailbox, Operator, OperatorAct,
-    OperatorOutcome, Status,
-};
+use crate::store::sql::operator::{OperatorSql, Texts};
+use crate::store::{ActContext, Dialect, LockWait};
 
-impl Operator for MySqlStore {
-    async fn status(&self) -> Result<Status, StoreError> {
-        let mut status = status::read(&mut self.pool.acquire().await?).await?;
-        status.emails_pending = self.emails_pending().await?;
-        Ok(status)
-    }
+/// Waits for a table, which every account sees of its own connections.
+const TABLE_WAITS: &str = "\
+select cast(id as char) as connection, coalesce(left(info, 100), '') as statement, cast(time as double) as seconds, \
+       cast(state as char) as holder \
+  from information_schema.processlist \
+ where db = database() and state like 'Waiting for%lock%' and time >= ? order by time desc limit 20";
 
-    async fn lock_waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
-        status::lock_waits(&mut self.pool.acquire().await?, longer_than).await
-    }
+/// Waits for a row, which takes the right PROCESS to see.
+const ROW_WAITS: &str = "\
+select cast(t.trx_mysql_thread_id as char) as connection, coalesce(left(t.trx_query, 100), '') as statement, \
+       cast(timestampdiff(second, t.trx_wait_started, now()) as double) as seconds, 'waits for a row' as holder \
+  from information_schema.innodb_trx t join information_schema.processlist p on p.id = t.trx_mysql_thread_id \
+ where t.trx_state = 'LOCK WAIT' and p.db = database() and timestampdiff(second, t.trx_wait_started, now()) >= ? \
+ order by t.trx_wait_started limit 20";
 
-    async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
-        super::check::positions::mend(&self.pool, context).await
-    }
+impl OperatorSql for MySqlStore {
+    const TEXTS: Texts = Texts::any(Dialect::MySql);
 
-    async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
-        let rows = sqlx::query(
-            "select at, actor, act, reason, place, number, message_id, detail from oncebox_audit \
-              where ? is null or message_id = ? order by audit_id desc limit ?",
-        );
-        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-        let rows = rows.bind(id).bind(id).bind(limit).all(&self.pool).await?;
-        rows.iter()
-            .map(|row| {
-                Ok(AuditEntry {
-                    at: row.try_get("at")?,
-                    actor: row.try_get("actor")?,
-                    act: row.try_get("act")?,
-                    reason: row.try_get("reason")?,
-                    place: text("place", row.try_get("place")?)?,
-                    number: row.try_get("number")?,
-                    message_id: row.try_get("message_id")?,
-                    detail: row.try_get("detail")?,
-                })
-            })
-            .collect()
-    }
-
-    async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
-        forget::forget(&self.pool, name, context).await
-    }
-
-    async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
-        let found = find::find(&mut self.pool.acquire().await?, filter).await?;
-        Ok(found.into_iter().map(|found| found.dead).collect())
-    }
-
-    async fn act(
-        &self,
-        filter: &DeadFilter,
-        act: &OperatorAct,
-        context: &ActContext,
-    ) -> Result<OperatorOutcome, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        let found = find::find(&mut transaction, filter).await?;
-        if let (OperatorAct::RedriveAs { .. }, count @ 2..) = (act, found.len()) {
-            return Err(StoreError::Refused(format!(
-                "a new id is for one message, and {count} are meant; name one by its number"
-            )));
-        }
-        let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
-        for found in &found {
-            act::refuse_too_old(found, act, context)?;
-            if let Some(done) = act::act_on(&mut transaction, found, act, context).await? {
-                outcome.add(&found.dead, done);
+    /// Connections that wait for a lock; the server says for what, not always behind whom.
+    fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
+        Box::pin(async move {
+            let mut connection = self.pool.acquire().await?;
+            let mut waits = Vec::new();
+            for sql in [TABLE_WAITS, ROW_WAITS] {
+                let rows = match sqlx::query(sql).bind(longer_than.as_secs()).all(&mut connection).await {
+                    Ok(rows) => rows,
+                    // Most accounts have not that right.
+                    Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
+                    Err(error) => return Err(error.into()),
+                };
+                for row in &rows {
+                    waits.push(LockWait {
+                        connection: row.try_get("connection")?,
+                        statement: row.try_get("statement")?,
+                        seconds: row.try_get("seconds")?,
+                        holders: vec![row.try_get("holder")?],
+                    });
+                }
             }
-        }
-        if context.dry_run {
-            transaction.rollback().await?;
-        } else {
-            transaction.commit().await?;
-        }
-        Ok(outcome)
+            Ok(waits)
+        })
     }
-}
 
-fn count_of(count: i64) -> u64 {
-    u64::try_from(count).unwrap_or(0)
+    fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
+        Box::pin(super::check::positions::mend(&self.pool, context))
+    }
 }

@@ -24,7 +24,6 @@ use async_trait::async_trait;
 use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
-use super::door::headers_from_json;
 use super::schema::number;
 use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, text};
 use crate::error::StoreError;
@@ -33,6 +32,7 @@ use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
 use crate::policy::lease::{Fence, Lease};
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::headers::parse_headers;
 use crate::store::operator::kept_error;
 use crate::store::relay::first_within;
 use crate::store::{
@@ -485,7 +485,7 @@ fn outbox_row(row: &MySqlRow) -> Result<OutboxRow, StoreError> {
             topic: text("topic", row.try_get("topic")?)?,
             key: key.map(|key| text("key", key)).transpose()?,
             kind: text("kind", row.try_get("kind")?)?,
-            headers: headers_from_json(headers.as_deref())?,
+            headers: headers.as_deref().map(parse_headers).transpose()?.unwrap_or_default(),
             payload: row.try_get("payload")?,
             content_type: row.try_get("content_type")?,
             trace: traceparent.map(|traceparent| TraceContext { traceparent, tracestate }),

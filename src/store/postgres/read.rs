@@ -21,12 +21,12 @@ use chrono::{DateTime, Utc};
 use sqlx::postgres::PgRow;
 use sqlx::{AssertSqlSafe, Either, Postgres, Row};
 
-use super::door::parse_headers;
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::policy::gaps::{GapSet, ReadPlan};
 use crate::store::OutboxRow;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::headers::parse_headers;
 
 /// Content columns, in the order that [`message_of`] reads.
 pub(super) const CONTENT: [&str; 10] = [

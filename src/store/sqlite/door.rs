@@ -40,7 +40,7 @@ struct Row {
 impl Row {
     fn new(mut message: NewMessage) -> Result<Self, StoreError> {
         message.settle_trace()?;
-        let headers = headers_to_json(&message.headers, message.trace.as_ref())?;
+        let headers = headers_to_json(&message.headers, message.trace.as_ref());
         Ok(Self { id: message.id.unwrap_or_else(Uuid::now_v7), message, headers })
     }
 }

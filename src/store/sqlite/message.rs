@@ -4,38 +4,30 @@
 //! writes the same; reading lifts the trace context out. Headers that arrived from a broker may be
 //! any bytes: those are pairs of name and hexadecimal digits.
 
-use std::fmt;
 use std::fmt::Write as _;
 
 use chrono::{DateTime, Utc};
-use serde::de::{Deserializer, MapAccess, Visitor};
-use serde::ser::{SerializeMap, Serializer};
-use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::StoreError;
 use crate::message::{Headers, TraceContext, wire};
+use crate::store::headers::{headers_json, parse_headers};
 
 /// Headers as one JSON object. A name given twice is written twice, so that the trigger sees it.
-pub(super) fn headers_to_json(headers: &Headers, trace: Option<&TraceContext>) -> Result<String, StoreError> {
-    if headers.is_empty() && trace.is_none() {
-        return Ok("{}".to_owned());
-    }
-    let mut all: Vec<(&str, &str)> = headers.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+pub(super) fn headers_to_json(headers: &Headers, trace: Option<&TraceContext>) -> String {
+    let mut all = headers.clone();
     if let Some(trace) = trace {
-        all.push((wire::TRACEPARENT, &trace.traceparent));
-        all.extend(trace.tracestate.as_deref().map(|state| (wire::TRACESTATE, state)));
+        all.push((wire::TRACEPARENT.to_owned(), trace.traceparent.clone()));
+        all.extend(trace.tracestate.clone().map(|state| (wire::TRACESTATE.to_owned(), state)));
     }
-    serde_json::to_string(&Pairs(all)).map_err(|error| StoreError::Corrupt(format!("headers: {error}")))
+    headers_json(&all).unwrap_or_else(|| "{}".to_owned())
 }
 
 /// Headers from JSON, in the order in which they stand, the trace context apart.
 pub(super) fn headers_from_json(json: &[u8]) -> Result<(Headers, Option<TraceContext>), StoreError> {
     // The door refuses half surrogates and NUL; what else is not UTF-8 becomes the replacement
     // character rather than a row that nobody can ever read.
-    let text = String::from_utf8_lossy(json);
-    let Pairs(mut headers): Pairs<String> = serde_json::from_str(&text)
-        .map_err(|error| StoreError::Corrupt(format!("headers of an outbox row are no JSON object: {error}")))?;
+    let mut headers = parse_headers(&String::from_utf8_lossy(json))?;
     let mut take = |wanted: &str| {
         let at = headers.iter().position(|(name, _)| name.eq_ignore_ascii_case(wanted))?;
         Some(headers.remove(at).1)
@@ -87,41 +79,6 @@ pub(super) fn sixteen(bytes: &[u8]) -> Result<[u8; 16], StoreError> {
     bytes.try_into().map_err(|_| StoreError::Corrupt(format!("{} bytes stand where 16 belong", bytes.len())))
 }
 
-/// A JSON object as pairs: order and doubled names survive.
-struct Pairs<T>(Vec<(T, T)>);
-
-impl Serialize for Pairs<&str> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        self.0.iter().try_for_each(|(name, value)| map.serialize_entry(name, value))?;
-        map.end()
-    }
-}
-
-impl<'de> Deserialize<'de> for Pairs<String> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct InOrder;
-
-        impl<'de> Visitor<'de> for InOrder {
-            type Value = Pairs<String>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of strings")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut pairs = Vec::new();
-                while let Some(pair) = map.next_entry()? {
-                    pairs.push(pair);
-                }
-                Ok(Pairs(pairs))
-            }
-        }
-
-        deserializer.deserialize_map(InOrder)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -132,7 +89,7 @@ mod tests {
     fn headers_come_back_in_their_order_with_the_trace_apart() {
         let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
         let headers: Headers = vec![("z".into(), "1\"\\\u{1}".into()), ("a".into(), "ä😀".into())];
-        let json = headers_to_json(&headers, trace.as_ref()).unwrap();
+        let json = headers_to_json(&headers, trace.as_ref());
         assert_eq!(headers_from_json(json.as_bytes()).unwrap(), (headers, trace));
         assert_eq!(headers_from_json(b"{}").unwrap(), (Headers::new(), None));
     }

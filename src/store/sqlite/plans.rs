@@ -5,9 +5,9 @@
 use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
-use super::operator::dead;
 use super::{inbox, relay};
 use crate::store::sql::inbox::purge;
+use crate::store::sql::operator::{OperatorSql, list};
 use crate::store::sql::{mailbox, phases, records, sql, waiting};
 use crate::store::{Base, DeadFilter, DeadState, Dialect, Schema, StoreOptions};
 
@@ -148,8 +148,8 @@ async fn a_list_costs_no_more_the_more_is_held() {
     });
     for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
         let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
-        let listed = dead::list(&mut connection, &filter).await.unwrap();
-        assert_eq!((listed.len(), listed.iter().map(|one| one.behind).max()), (found, Some(behind)));
+        let listed = list::find(&mut *connection, SqliteStore::TEXTS, &filter).await.unwrap();
+        assert_eq!((listed.len(), listed.iter().map(|one| one.message.behind).max()), (found, Some(behind)));
     }
     let steps = steps.load(std::sync::atomic::Ordering::Relaxed);
     assert!(steps < 500, "{steps} thousand steps");

@@ -1,0 +1,319 @@
+//! Redrive, redrive under a new id, try now, bury, discard.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::audit::{self, Act};
+use super::list::{self, Found, FoundRow};
+use super::{Texts, headers};
+use crate::error::StoreError;
+use crate::message::{Headers, MessageId, content_hash, lane_id};
+use crate::store::headers::headers_json;
+use crate::store::operator::{BURIED, Redriven, redriven};
+use crate::store::sql::{Session, Value, sql};
+use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, Dialect, OperatorAct, OperatorOutcome};
+
+/// The header that names the id which a message had before.
+const CAUSATION: &str = "oncebox-causation-id";
+
+/// Another copy of it that is dead: there is one dead row for a message id and its content.
+const DEAD_COPY: &str = "\
+select d.sequence from oncebox.waiting w join oncebox.waiting d on d.consumer_id = w.consumer_id \
+   and d.message_id = w.message_id and d.content_hash = w.content_hash and d.state = 'dead' \
+ where w.sequence = :sequence";
+
+const BURY: &str = "\
+update oncebox.waiting set state = 'dead', dead_at = {now}, reason = :reason, due_at = null, \
+       {pg: holds = lane_id is not null, }{my: dead_hash = content_hash, }claim = null \
+ where sequence = :sequence and state = 'waiting' and (claim is null or due_at <= {now})";
+
+/// What was asked first is done.
+const REQUEST: &str = "\
+update oncebox.outbox_dead set requested = :requested, requested_at = {now}\
+       {pg my: , requested_by = :actor}{pg: {if new_id: , edited = true}}\
+       {if new_id: , message_id = :new_id, payload = coalesce(:payload, payload), headers = :headers{pg: ::json}} \
+ where position = :position and (state = 'dead' or :requested = 'discard') and requested is null";
+
+const DEAD: &str = "\
+select consumer_id, content_hash from oncebox.waiting where sequence = :sequence and state = 'dead' {lock}";
+
+const RENAME: &str = "\
+update oncebox.waiting set message_id = :new_id, id_text = :id_text, content_hash = :hash, \
+       {if payload: payload = :payload, tombstone = {pg: false, }{my lite: 0, }}\
+       {pg: header_names = array(select h.pair ->> 0 from json_array_elements(:headers::json) with ordinality as h (pair, at) \
+              order by h.at), \
+            header_values = array(select decode(h.pair ->> 1, 'hex') \
+              from json_array_elements(:headers::json) with ordinality as h (pair, at) order by h.at)}\
+       {my lite: headers = :headers} \
+ where sequence = :sequence";
+
+/// The inbox row without which a second copy would be new. (On MySQL nothing else of it can be
+/// ignored: its values are of fixed length.)
+const INBOX_ROW: &str = "\
+insert {my: ignore }into oncebox.{pg: {if is_timed: inbox_timed}{if is_untimed: inbox_untimed}}{my lite: inbox} \
+       (consumer_id, message_id, content_hash{my: , batch_token}{my lite: , received_at}) \
+values (:consumer, :message_id, :hash{my: , :token}{my lite: , {now}}) {pg lite: on conflict do nothing}";
+
+const IS_SAME: &str = "\
+select content_hash = :hash from oncebox.inbox where consumer_id = :consumer and message_id = :message_id";
+
+const MAKE_DUE: &str = "\
+update oncebox.waiting set state = 'waiting', reason = null, dead_at = null, claim = null, attempts = 0, \
+       {pg: holds = false, }{my: dead_hash = null, lane_id = :lane, }{lite: blocks = lane_id is not null, }\
+       due_at = {if is_head: {now}}{if is_behind: null} \
+ where sequence = :sequence";
+
+/// The first row that keeps the order of a key, perhaps before or after another one.
+const OF_LANE: &str = "\
+select sequence from oncebox.waiting {my: force index (waiting_lane)} \
+ where consumer_id = :consumer and lane_id = :lane {pg: and (state = 'waiting' or holds)}{lite: and blocks = 1} \
+   {if before: and sequence < :before }{if after: and sequence > :after }\
+ order by sequence limit 1";
+
+const NOT_DUE: &str = "\
+update oncebox.waiting set due_at = null where sequence = :sequence and state = 'waiting' and claim is null";
+
+const DUE: &str = "\
+update oncebox.waiting set due_at = {now} where sequence = :sequence and state = 'waiting' and due_at is null";
+
+const DELETE: &str = "delete from oncebox.waiting where sequence = :sequence";
+
+/// Acts on what the filter finds. The caller commits, or not where it is a dry run.
+pub(super) async fn act(
+    session: &mut dyn Session,
+    texts: Texts,
+    filter: &DeadFilter,
+    act: &OperatorAct,
+    context: &ActContext,
+) -> Result<OperatorOutcome, StoreError> {
+    let all = list::find(session, texts, filter).await?;
+    if let (OperatorAct::RedriveAs { .. }, count @ 2..) = (act, all.len()) {
+        return Err(StoreError::Refused(format!(
+            "a new id is for one message, and {count} are meant; name one by its number"
+        )));
+    }
+    let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
+    for found in &all {
+        refuse_too_old(found, act, context)?;
+        if act.buries(&found.message)? && !bury(session, texts, found).await? {
+            return Err(OperatorAct::runs_now(&found.message));
+        }
+        let done = match &found.row {
+            FoundRow::Outbox { position, headers, .. } => {
+                let message = &found.message;
+                request(session, texts, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
+            }
+            FoundRow::Consumer { .. } if *act == OperatorAct::Bury => Some(Redriven::Waits),
+            FoundRow::Consumer { sequence, key, headers } => {
+                let row = ConsumerRow { texts, sequence: *sequence, key: key.as_deref(), headers };
+                row.carry_out(session, &found.message, act).await?
+            }
+        };
+        // It changed since it was found, or something was asked for it already.
+        let Some(done) = done else { continue };
+        outcome.add(&found.message, done);
+        audit(session, texts, &found.message, act, done, context).await?;
+    }
+    Ok(outcome)
+}
+
+/// A message with its own id that is older than what inboxes remember may run twice (R31).
+fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActContext) -> Result<(), StoreError> {
+    match (&found.row, act, context.redrive_age_max) {
+        (FoundRow::Outbox { age, .. }, OperatorAct::Redrive, Some(max)) if *age > max => {
+            Err(StoreError::Refused(format!(
+                "{} is {} old, and an inbox may have forgotten it: redrive it with `--new-id`, or raise `redrive_age_max` ({})",
+                found.message.number,
+                humantime::format_duration(Duration::from_secs(age.as_secs())),
+                humantime::format_duration(max)
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// No more tries for a consumer's message. False where a process has its claim, or the same
+/// delivery is dead already.
+async fn bury(session: &mut dyn Session, texts: Texts, found: &Found) -> Result<bool, StoreError> {
+    let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
+    if !session.rows(sql(DEAD_COPY).bind("sequence", *sequence)).await?.is_empty() {
+        return Ok(false);
+    }
+    Ok(session.run(sql(BURY).bind("reason", texts.name(BURIED)).bind("sequence", *sequence)).await? == 1)
+}
+
+/// Asks the owner of the outbox; false where the row is not dead any more or something was asked
+/// for it already.
+async fn request(
+    session: &mut dyn Session,
+    texts: Texts,
+    position: i64,
+    message: &DeadMessage,
+    headers: &Headers,
+    act: &OperatorAct,
+    context: &ActContext,
+) -> Result<bool, StoreError> {
+    let (requested, new_id, payload) = match act {
+        OperatorAct::Redrive => ("redrive", None, None),
+        OperatorAct::RedriveAs { id, payload } => ("redrive", Some(*id), payload.as_deref()),
+        OperatorAct::Bury | OperatorAct::Discard => ("discard", None, None),
+    };
+    let mut headers = headers.clone();
+    headers.retain(|(name, _)| name != CAUSATION);
+    headers.push((CAUSATION.to_owned(), message.message_id.to_string()));
+    let request = sql(REQUEST)
+        .bind("requested", requested)
+        .bind("actor", &context.actor)
+        .bind("new_id", new_id.map_or(Value::Id(None), |id| texts.id(id)))
+        .bind("payload", payload)
+        .bind("headers", headers_json(&headers))
+        .bind("position", position);
+    Ok(session.run(request).await? == 1)
+}
+
+/// A row of a consumer.
+struct ConsumerRow<'a> {
+    texts: Texts,
+    sequence: i64,
+    key: Option<&'a [u8]>,
+    headers: &'a [(String, Vec<u8>)],
+}
+
+impl ConsumerRow<'_> {
+    /// Changes it at once; none where it is not dead any more.
+    async fn carry_out(
+        &self,
+        session: &mut dyn Session,
+        message: &DeadMessage,
+        act: &OperatorAct,
+    ) -> Result<Option<Redriven>, StoreError> {
+        let dead = session.rows(sql(DEAD).bind("sequence", self.sequence)).await?;
+        let Some(row) = dead.first() else { return Ok(None) };
+        let (consumer, own): (i64, Uuid) = (row.get(0)?, row.get(1)?);
+        let lane = self.key.map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
+        let (id, hash) = match act {
+            OperatorAct::Bury | OperatorAct::Discard => {
+                self.discard(session, consumer, lane).await?;
+                return Ok(Some(Redriven::Waits));
+            }
+            OperatorAct::Redrive => (message.message_id, own),
+            OperatorAct::RedriveAs { id, payload } => {
+                (*id, self.rename(session, message, *id, payload.as_deref()).await?)
+            }
+        };
+        let redriven = redriven(message, act, inbox_row(session, consumer, id, hash).await?)?;
+        match redriven {
+            Redriven::Waits => self.make_due(session, consumer, lane).await?,
+            Redriven::AlreadyHandled => self.discard(session, consumer, lane).await?,
+        }
+        Ok(Some(redriven))
+    }
+
+    /// Deletes it. What stood behind goes on.
+    async fn discard(&self, session: &mut dyn Session, consumer: i64, lane: Option<Uuid>) -> Result<(), StoreError> {
+        session.run(sql(DELETE).bind("sequence", self.sequence)).await?;
+        if let Some(next) = of_lane(session, consumer, lane, None, None).await? {
+            session.run(sql(DUE).bind("sequence", next)).await?;
+        }
+        Ok(())
+    }
+
+    /// Waiting again, tries counted from nothing. Only the first row of a key has a due time (R25):
+    /// this one where none stands before it, and then none that stands behind it.
+    async fn make_due(&self, session: &mut dyn Session, consumer: i64, lane: Option<Uuid>) -> Result<(), StoreError> {
+        let is_behind = of_lane(session, consumer, lane, Some(self.sequence), None).await?.is_some();
+        let due = sql(MAKE_DUE).bind("is_head", !is_behind).bind("is_behind", is_behind);
+        session.run(due.bind("lane", lane).bind("sequence", self.sequence)).await?;
+        if !is_behind && let Some(next) = of_lane(session, consumer, lane, None, Some(self.sequence)).await? {
+            session.run(sql(NOT_DUE).bind("sequence", next)).await?;
+        }
+        Ok(())
+    }
+
+    /// Gives it a new id and perhaps a new payload; the answer is its new content hash.
+    async fn rename(
+        &self,
+        session: &mut dyn Session,
+        message: &DeadMessage,
+        id: Uuid,
+        payload: Option<&[u8]>,
+    ) -> Result<Uuid, StoreError> {
+        let mut headers = self.headers.to_vec();
+        headers.retain(|(name, _)| name != CAUSATION);
+        headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
+        let hash = Uuid::from_bytes(content_hash(
+            &message.topic,
+            self.key,
+            &message.kind,
+            message.content_type.as_deref(),
+            payload.unwrap_or(&message.payload),
+            headers.iter().map(|(name, value)| (name.as_str(), value.as_slice())),
+        ));
+        let rename = sql(RENAME)
+            .bind("new_id", id)
+            .bind("id_text", id.to_string())
+            .bind("hash", hash)
+            .bind("payload", payload)
+            .bind("headers", headers::write(self.texts, &headers))
+            .bind("sequence", self.sequence);
+        session.run(rename).await?;
+        Ok(hash)
+    }
+}
+
+/// The first row that keeps the order of a key.
+async fn of_lane(
+    session: &mut dyn Session,
+    consumer: i64,
+    lane: Option<Uuid>,
+    before: Option<i64>,
+    after: Option<i64>,
+) -> Result<Option<i64>, StoreError> {
+    let Some(lane) = lane else { return Ok(None) };
+    let asked = sql(OF_LANE).bind("consumer", consumer).bind("lane", lane).bind("before", before).bind("after", after);
+    session.rows(asked).await?.first().map(|row| row.get(0)).transpose()
+}
+
+/// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a
+/// verdict left none, a new id has none: R31). None where it was inserted, else whether the row
+/// that stood there has this content.
+async fn inbox_row(session: &mut dyn Session, consumer: i64, id: Uuid, hash: Uuid) -> Result<Option<bool>, StoreError> {
+    let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
+    let of = |text| sql(text).bind("consumer", consumer).bind("message_id", id).bind("hash", hash);
+    let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("is_untimed", !is_timed).bind("token", Uuid::now_v7());
+    if session.run(insert).await? == 1 {
+        return Ok(None);
+    }
+    Ok(Some(session.one(of(IS_SAME)).await?))
+}
+
+async fn audit(
+    session: &mut dyn Session,
+    texts: Texts,
+    message: &DeadMessage,
+    act: &OperatorAct,
+    done: Redriven,
+    context: &ActContext,
+) -> Result<(), StoreError> {
+    let (new_id, is_edited) = match act {
+        OperatorAct::RedriveAs { id, payload } => (Some(*id), payload.is_some()),
+        _ => (None, false),
+    };
+    let place = match (&message.place, texts.dialect) {
+        (_, Dialect::Postgres) => message.topic.as_str(),
+        (DeadPlace::Outbox, _) => "outbox",
+        (DeadPlace::Consumer(name), _) => name,
+    };
+    let detail = done.detail(&message.reason);
+    let mut document = serde_json::json!({ "deadReason": detail });
+    if let Some(id) = new_id {
+        document["newId"] = id.to_string().into();
+    }
+    if is_edited {
+        document["editedPayload"] = true.into();
+    }
+    let place = texts.arrived(place);
+    let (name, number, message_id) = (act.name(), message.number.as_str(), message.message_id);
+    audit::write(session, texts, Act { name, place, number, message_id, new_id, detail, document }, context).await
+}

@@ -1,0 +1,78 @@
+//! What operators did: a row for each act, in the transaction of the act.
+
+use uuid::Uuid;
+
+use super::{Texts, optional, rows_max};
+use crate::error::StoreError;
+use crate::store::sql::{Session, Value, sql};
+use crate::store::{ActContext, AuditEntry, Dialect};
+
+const READ: &str = "\
+select at, actor, act, reason, {pg: topic}{my lite: place}, number, \
+       {pg my: message_id}{lite: unhex(replace(message_id, '-', ''))}, {pg: detail::text}{my lite: detail} \
+  from oncebox.audit {if id: where message_id = :id }order by audit_id desc limit :limit";
+
+const WRITE: &str = "\
+insert into oncebox.audit (actor, act, reason, number, message_id, \
+       {pg: topic, detail}{my lite: place, at, new_id, detail}) \
+values (:actor, :act, :reason, :number, :message_id, :place, \
+       {pg: :detail::jsonb}{my lite: {now}, :new_id, :detail})";
+
+/// What was done, newest first.
+pub(super) async fn read(
+    session: &mut dyn Session,
+    texts: Texts,
+    id: Option<Uuid>,
+    limit: usize,
+) -> Result<Vec<AuditEntry>, StoreError> {
+    let read = sql(READ).bind("id", optional(id.map(|id| texts.id(id)))).bind("limit", rows_max(limit));
+    let rows = session.rows(read).await?;
+    let entry = |row: &dyn crate::store::sql::Row| {
+        Ok(AuditEntry {
+            at: row.get(0)?,
+            actor: row.get(1)?,
+            act: row.get(2)?,
+            reason: row.get(3)?,
+            place: (texts.restored)(row.get(4)?),
+            number: row.get(5)?,
+            message_id: row.get(6)?,
+            detail: row.get(7)?,
+        })
+    };
+    rows.iter().map(|row| entry(&**row)).collect()
+}
+
+/// An act, as its audit row says it.
+pub(super) struct Act<'a> {
+    pub(super) name: &'static str,
+    /// The outbox or a consumer; on PostgreSQL the topic of a message.
+    pub(super) place: Value,
+    pub(super) number: &'a str,
+    pub(super) message_id: Uuid,
+    pub(super) new_id: Option<Uuid>,
+    /// What else is known, in words.
+    pub(super) detail: String,
+    /// The same for PostgreSQL, which keeps a document.
+    pub(super) document: serde_json::Value,
+}
+
+/// Writes the row of an act.
+pub(super) async fn write(
+    session: &mut dyn Session,
+    texts: Texts,
+    act: Act<'_>,
+    context: &ActContext,
+) -> Result<(), StoreError> {
+    let detail = if texts.dialect == Dialect::Postgres { act.document.to_string() } else { act.detail };
+    let write = sql(WRITE)
+        .bind("actor", &context.actor)
+        .bind("act", act.name)
+        .bind("reason", &context.reason)
+        .bind("place", act.place)
+        .bind("number", act.number)
+        .bind("message_id", texts.id(act.message_id))
+        .bind("new_id", act.new_id.map_or(Value::Id(None), |id| texts.id(id)))
+        .bind("detail", detail);
+    session.run(write).await?;
+    Ok(())
+}

@@ -1,0 +1,82 @@
+//! A consumer that is gone is forgotten.
+
+use uuid::Uuid;
+
+use super::Texts;
+use super::audit::{self, Act};
+use crate::error::StoreError;
+use crate::store::sql::{SqlStore, sql};
+use crate::store::{ActContext, Forgotten};
+
+const CONSUMER: &str = "select consumer_id, {age seen_at} from oncebox.consumer where name = :name {lock}";
+
+const COUNTS: &str = "\
+select (select count(*) from oncebox.waiting where consumer_id = :consumer), \
+       (select count(*) from oncebox.inbox where consumer_id = :consumer)";
+
+/// Everything of it but its inbox.
+const DELETES: [&str; 3] = [
+    "delete from oncebox.waiting where consumer_id = :consumer",
+    "delete from oncebox.attempt where consumer_id = :consumer",
+    "delete from oncebox.assignment where consumer_id = :consumer",
+];
+
+const RENAME: &str = "update oncebox.consumer set name = :name where consumer_id = :consumer";
+
+/// A page of its inbox, which is two tables on PostgreSQL.
+const PAGE: &str = "\
+{pg: delete from oncebox.{if is_timed: inbox_timed}{if is_untimed: inbox_untimed} where consumer_id = :consumer \
+  and message_id in (select message_id from oncebox.{if is_timed: inbox_timed}{if is_untimed: inbox_untimed} \
+                      where consumer_id = :consumer limit 10000)}\
+{my: delete from oncebox.inbox where consumer_id = :consumer limit 10000}\
+{lite: delete from oncebox.inbox where consumer_id = :consumer \
+  and message_id in (select message_id from oncebox.inbox where consumer_id = :consumer limit 10000)}";
+
+const LAST: &str = "delete from oncebox.consumer where consumer_id = :consumer";
+
+/// Forgets it, or counts what that would be.
+pub(super) async fn forget(
+    store: &dyn SqlStore,
+    texts: Texts,
+    name: &str,
+    context: &ActContext,
+) -> Result<Forgotten, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    let rows = session.rows(sql(CONSUMER).bind("name", texts.name(name))).await?;
+    let row = rows.first().ok_or_else(|| Forgotten::unknown(name))?;
+    let (consumer, seen): (i32, i64) = (row.get(0)?, row.get(1)?);
+    Forgotten::check(name, super::status::seconds(seen))?;
+    let of = |text| sql(text).bind("consumer", i64::from(consumer));
+    let counts = session.rows(of(COUNTS)).await?;
+    let counts = counts.first().ok_or(sqlx::Error::RowNotFound)?;
+    let forgotten = Forgotten { messages: counts.get(0)?, inbox_rows: counts.get(1)? };
+    if context.dry_run {
+        transaction.rollback().await?;
+        return Ok(forgotten);
+    }
+    for delete in DELETES {
+        session.run(of(delete)).await?;
+    }
+    session.run(of(RENAME).bind("name", texts.name(&Forgotten::name(consumer)))).await?;
+    let act = Act {
+        name: "forget",
+        place: texts.name(name),
+        number: "",
+        message_id: Uuid::nil(),
+        new_id: None,
+        detail: format!("{} messages, {} inbox rows", forgotten.messages, forgotten.inbox_rows),
+        document: serde_json::json!({ "messages": forgotten.messages, "inboxRows": forgotten.inbox_rows }),
+    };
+    audit::write(session, texts, act, context).await?;
+    transaction.commit().await?;
+    // Its inbox goes in pages: nobody else could write to SQLite meanwhile, and on PostgreSQL a
+    // transaction over all of it would hold vacuum back. Whoever is stopped here finds the name
+    // that it has now in the list, and forgets that.
+    for is_timed in [true, false] {
+        let page = || of(PAGE).bind("is_timed", is_timed).bind("is_untimed", !is_timed);
+        while store.run_alone(page()).await? > 0 {}
+    }
+    store.run_alone(of(LAST)).await?;
+    Ok(forgotten)
+}

@@ -1,0 +1,348 @@
+//! Dead, held and waiting messages on both sides, as a list.
+//!
+//! Guarantee: what a list costs is bounded by its length, whatever stands behind what it shows.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use uuid::Uuid;
+
+use super::{Texts, headers, optional, rows_max};
+use crate::error::StoreError;
+use crate::message::{Headers, lane_id, wire};
+use crate::store::headers::parse_headers;
+use crate::store::operator::{COUNTED_MAX, firsts};
+use crate::store::sql::{Row, Session, Statement, Value, sql};
+use crate::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
+
+/// What a list shows unless told otherwise.
+const LIMIT: usize = 100;
+
+/// Rows of the outbox in one state. Headers are bytes: plain SQL on SQLite may have written any.
+const OUTBOX: &str = "\
+select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', ''))}, t.topic, t.{key}, t.kind, t.reason, \
+       {pg my: t.attempts}{lite: 0}, t.diverted_at, t.requested, {pg: t.history::text}{my: t.history}{lite: '[]'}, \
+       {pg: convert_to(t.headers::text, 'UTF8')}{my: cast(t.headers as binary)}{lite: cast(t.headers as blob)}, \
+       t.payload, t.content_type, {age t.created_at}, t.holds, \
+       {pg my: t.cause = 'destination', t.traceparent, t.tracestate}{lite: t.state = 'held-destination', null, null} \
+  from oncebox.outbox_dead t \
+ where {if is_dead: t.state = 'dead'}{if is_held: {pg my: t.state = 'held'}{lite: t.state <> 'dead'}} \
+   {if number: and t.position = :number }{if id: and t.message_id = :id }{if topic: and t.topic = :topic } \
+   {if key: and t.{key} = :key }{if reason: and t.reason = :reason }\
+ order by t.position limit :limit";
+
+/// How many of a key stand held behind a row of the outbox.
+const HELD_OF_KEY: &str = "\
+select count(*) from (select 1 from oncebox.outbox_dead \
+  where {pg: topic = :topic and left(key, 512) = left(:key, 512) and key = :key and state = 'held'}\
+        {my: lane_id = :lane and state = 'held'}{lite: topic = :topic and key = :key and state <> 'dead'} \
+    and position > :position limit :max) b";
+
+/// How many of a topic are held from a position on.
+const HELD_OF_TOPIC: &str = "\
+select count(*) from (select 1 from oncebox.outbox_dead \
+  where topic = :topic and position > :position and {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) b";
+
+/// Rows of consumers in one state; the lane of those that others stand behind.
+const CONSUMERS: &str = "\
+select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.reason, \
+       {pg my: w.error}{lite: null}, w.attempts, coalesce(w.dead_at, w.stored_at), w.due_at, \
+       {pg: w.history::text}{my lite: w.history}, \
+       {pg: (select json_agg(json_build_array(h.name, encode(h.value, 'hex')) order by h.at)::text \
+               from unnest(w.header_names, w.header_values) with ordinality as h (name, value, at))}{my lite: w.headers}, \
+       w.payload, w.content_type, \
+       case when (w.state = 'dead' or w.due_at is not null){pg: and (w.state = 'waiting' or w.holds)}{lite: and w.blocks = 1} \
+            then w.lane_id end \
+  from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
+ where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
+   {if stands: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
+                   and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1})} \
+   {if heads: and w.sequence {in ints :heads} }{if number: and w.sequence = :number }{if id: and w.message_id = :id }\
+   {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
+   {if consumer: and c.name = :consumer }\
+ order by w.sequence limit :limit";
+
+const CONSUMER_IDS: &str = "select consumer_id from oncebox.consumer {if consumer: where name = :consumer}";
+
+/// Those of a consumer that are tried next.
+const HEADS: &str = "\
+select w.sequence, w.due_at, w.lane_id \
+  from oncebox.waiting w {my: force index (waiting_due)}{lite: indexed by oncebox_waiting_due} \
+ where w.consumer_id = :of and w.due_at is not null {if topic: and w.topic = :topic }{if key: and w.{key} = :key }\
+ order by w.due_at, w.sequence limit :limit";
+
+const BEHIND_A_HEAD: &str = "\
+select sequence from oncebox.waiting {my: force index (waiting_lane)} \
+ where consumer_id = :of and lane_id = :lane and sequence > :head and state = 'waiting' {lite: and blocks = 1} \
+ order by sequence limit :left";
+
+/// How many stand behind a row of a consumer.
+const BEHIND: &str = "\
+select count(*) from (select 1 from oncebox.waiting {my: force index (waiting_lane)} \
+  where consumer_id = :of and lane_id = :lane and sequence > :sequence and state = 'waiting' {lite: and blocks = 1} \
+  limit :max) b";
+
+/// A number of `dead list`, taken apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Number {
+    Outbox(i64),
+    Consumer(i64),
+}
+
+impl Number {
+    fn parse(text: &str) -> Result<Self, StoreError> {
+        let number = |digits: &str| digits.parse().ok().filter(|number| *number > 0);
+        let parsed = match text.split_at_checked(1) {
+            Some(("o", digits)) => number(digits).map(Self::Outbox),
+            Some(("c", digits)) => number(digits).map(Self::Consumer),
+            _ => None,
+        };
+        parsed.ok_or_else(|| {
+            StoreError::Refused(format!(
+                "`{text}` is no number of a dead message: use `o17` or `c9`, as `oncebox dead list` shows them"
+            ))
+        })
+    }
+}
+
+/// A message, and what an act needs of the row that it stands in.
+#[derive(Debug)]
+pub(in crate::store) struct Found {
+    pub(in crate::store) message: DeadMessage,
+    pub(super) row: FoundRow,
+}
+
+#[derive(Debug)]
+pub(super) enum FoundRow {
+    Outbox { position: i64, age: Duration, headers: Headers },
+    Consumer { sequence: i64, key: Option<Vec<u8>>, headers: Vec<(String, Vec<u8>)> },
+}
+
+/// What is looked for.
+struct Look<'a> {
+    texts: Texts,
+    filter: &'a DeadFilter,
+    number: Option<Number>,
+    limit: usize,
+}
+
+/// Messages of both sides, oldest first.
+pub(in crate::store) async fn find(
+    session: &mut dyn Session,
+    texts: Texts,
+    filter: &DeadFilter,
+) -> Result<Vec<Found>, StoreError> {
+    let number = filter.number.as_deref().map(Number::parse).transpose()?;
+    let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
+    let look = Look { texts, filter, number, limit };
+    let place = filter.consumer.as_deref();
+    let wants_outbox = !matches!(number, Some(Number::Consumer(_))) && place.is_none_or(|name| name == "outbox");
+    let wants_consumers = !matches!(number, Some(Number::Outbox(_))) && place != Some("outbox");
+    let mut found = Vec::new();
+    for state in filter.states() {
+        if wants_outbox && *state != DeadState::Waiting {
+            found.extend(look.in_outbox(session, *state).await?);
+        }
+        if wants_consumers {
+            found.extend(look.of_consumers(session, *state).await?);
+        }
+    }
+    found.sort_by_key(|found| found.message.dead_at);
+    found.truncate(limit);
+    Ok(found)
+}
+
+impl Look<'_> {
+    async fn in_outbox(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<Found>, StoreError> {
+        let (texts, filter) = (self.texts, self.filter);
+        let asked = sql(OUTBOX)
+            .bind("is_dead", state == DeadState::Dead)
+            .bind("is_held", state == DeadState::Held)
+            .bind("number", self.number.map(Number::of_row))
+            .bind("id", optional(filter.message_id.map(|id| texts.id(id))))
+            .bind("topic", optional(filter.topic.as_deref().map(|topic| texts.name(topic))))
+            .bind("key", optional(filter.key.as_deref().map(|key| texts.name(key))))
+            .bind("reason", filter.reason.as_deref())
+            .bind("limit", rows_max(self.limit));
+        let rows = session.rows(asked).await?;
+        let mut found = rows.iter().map(|row| in_outbox(&**row, state)).collect::<Result<Vec<_>, _>>()?;
+        let for_destination = rows.iter().map(|row| row.get(15)).collect::<Result<Vec<bool>, _>>()?;
+        let topics = found.iter().zip(&for_destination);
+        let firsts = firsts(topics.map(|(found, is_held)| is_held.then_some(found.message.topic.as_str())));
+        for (at, (found, row)) in found.iter_mut().zip(&rows).enumerate() {
+            let message = &mut found.message;
+            let behind = match (firsts.contains(&at), &message.key) {
+                (true, _) => sql(HELD_OF_TOPIC),
+                (false, Some(key)) if row.get(14)? => {
+                    let lane = Uuid::from_bytes(lane_id(&message.topic, key.as_bytes()));
+                    sql(HELD_OF_KEY).bind("lane", lane).bind("key", key)
+                }
+                (false, _) => continue,
+            };
+            let behind = behind.bind("topic", texts.name(&message.topic)).bind("position", row.get::<i64>(0)?);
+            message.behind = session.one(behind.bind("max", COUNTED_MAX)).await?;
+        }
+        Ok(found)
+    }
+
+    async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<Found>, StoreError> {
+        // To ask each row that stands whether a dead one is before it costs the more, the more are
+        // held: what waits is found by what is tried next.
+        let of_heads = state == DeadState::Waiting && self.number.is_none() && self.filter.message_id.is_none();
+        let heads = if of_heads { self.waiting_of_heads(session).await? } else { Vec::new() };
+        if of_heads && heads.is_empty() {
+            return Ok(Vec::new());
+        }
+        let filter = self.filter;
+        let asked = self
+            .of_message(sql(CONSUMERS))
+            .bind("is_dead", state == DeadState::Dead)
+            .bind("is_held", state == DeadState::Held)
+            .bind("is_waiting", state == DeadState::Waiting)
+            .bind("stands", state != DeadState::Dead)
+            .bind("heads", heads)
+            .bind("number", self.number.map(Number::of_row))
+            .bind("id", filter.message_id)
+            .bind("reason", optional(filter.reason.as_deref().map(|reason| self.texts.name(reason))))
+            .bind("consumer", self.consumer());
+        let mut found = Vec::new();
+        for row in session.rows(asked).await? {
+            let mut one = of_consumer(&*row, self.texts, state)?;
+            if let Some(lane) = row.get_opt::<Uuid>(17)? {
+                let behind = sql(BEHIND).bind("of", row.get::<i64>(1)?).bind("lane", lane);
+                let behind = behind.bind("sequence", row.get::<i64>(0)?).bind("max", COUNTED_MAX);
+                one.message.behind = session.one(behind).await?;
+            }
+            found.push(one);
+        }
+        Ok(found)
+    }
+
+    /// Those that are tried next, and what stands behind them.
+    async fn waiting_of_heads(&self, session: &mut dyn Session) -> Result<Vec<i64>, StoreError> {
+        let mut heads: Vec<(DateTime<Utc>, i64, i64, Option<Uuid>)> = Vec::new();
+        for consumer in session.rows(sql(CONSUMER_IDS).bind("consumer", self.consumer())).await? {
+            let consumer: i64 = consumer.get(0)?;
+            for row in session.rows(self.of_message(sql(HEADS)).bind("of", consumer)).await? {
+                heads.push((row.get(1)?, row.get(0)?, consumer, row.get_opt(2)?));
+            }
+        }
+        heads.sort_unstable();
+        heads.truncate(self.limit);
+        let mut found: Vec<i64> = heads.iter().map(|(_, head, ..)| *head).collect();
+        for (_, head, consumer, lane) in heads {
+            let left = self.limit.saturating_sub(found.len());
+            let Some(lane) = lane.filter(|_| left > 0) else { continue };
+            let behind = sql(BEHIND_A_HEAD).bind("of", consumer).bind("lane", lane).bind("head", head);
+            for row in session.rows(behind.bind("left", rows_max(left))).await? {
+                found.push(row.get(0)?);
+            }
+        }
+        Ok(found)
+    }
+
+    fn of_message(&self, asked: Statement) -> Statement {
+        let filter = self.filter;
+        asked
+            .bind("topic", optional(filter.topic.as_deref().map(|topic| self.texts.arrived(topic))))
+            .bind("key", filter.key.as_deref().map(str::as_bytes))
+            .bind("limit", rows_max(self.limit))
+    }
+
+    fn consumer(&self) -> Value {
+        optional(self.filter.consumer.as_deref().map(|name| self.texts.name(name)))
+    }
+}
+
+impl Number {
+    fn of_row(self) -> i64 {
+        let (Self::Outbox(number) | Self::Consumer(number)) = self;
+        number
+    }
+}
+
+fn in_outbox(row: &dyn Row, state: DeadState) -> Result<Found, StoreError> {
+    let position: i64 = row.get(0)?;
+    let (age, reason): (i64, Option<String>) = (row.get(13)?, row.get_opt(5)?);
+    // What else is not UTF-8 becomes the replacement character rather than a row that nobody can
+    // ever see.
+    let headers = row.get_opt::<Vec<u8>>(10)?.map(|json| parse_headers(&String::from_utf8_lossy(&json)));
+    let headers = headers.transpose()?.unwrap_or_default();
+    let trace = |name: &str, value: Option<String>| value.map(|value| (name.to_owned(), value));
+    let trace = trace(wire::TRACEPARENT, row.get_opt(16)?).into_iter().chain(trace(wire::TRACESTATE, row.get_opt(17)?));
+    let message = DeadMessage {
+        number: format!("o{position}"),
+        state,
+        place: DeadPlace::Outbox,
+        message_id: row.get(1)?,
+        sent_id: None,
+        topic: row.get(2)?,
+        key: row.get_opt(3)?,
+        kind: row.get(4)?,
+        error: reason.clone(),
+        reason: reason.unwrap_or_else(|| "stands behind another one of its key".to_owned()),
+        attempts: row.get(6)?,
+        dead_at: row.get(7)?,
+        next_try: None,
+        behind: 0,
+        requested: row.get_opt(8)?,
+        history: history(&row.get::<String>(9)?)?,
+        headers: headers.iter().cloned().chain(trace).collect(),
+        payload: row.get(11)?,
+        content_type: row.get_opt(12)?,
+    };
+    let age = Duration::from_micros(u64::try_from(age).unwrap_or(0));
+    Ok(Found { message, row: FoundRow::Outbox { position, age, headers } })
+}
+
+fn of_consumer(row: &dyn Row, texts: Texts, state: DeadState) -> Result<Found, StoreError> {
+    let sequence: i64 = row.get(0)?;
+    let (message_id, key): (Uuid, Option<Vec<u8>>) = (row.get(3)?, row.get_opt(6)?);
+    let (reason, next_try): (Option<String>, Option<_>) = (row.get_opt(8)?, row.get_opt(12)?);
+    let history = history(&row.get::<String>(13)?)?;
+    let headers = headers::read(texts, row.get_opt::<String>(14)?.as_deref())?;
+    let shown = |(name, value): &(String, Vec<u8>)| (name.clone(), String::from_utf8_lossy(value).into_owned());
+    let message = DeadMessage {
+        number: format!("c{sequence}"),
+        state,
+        place: DeadPlace::Consumer(row.get(2)?),
+        message_id,
+        sent_id: DeadMessage::sent_id(message_id, (texts.restored)(row.get(4)?)),
+        topic: (texts.restored)(row.get(5)?),
+        key: key.clone().and_then(|key| String::from_utf8(key).ok()),
+        kind: (texts.restored)(row.get(7)?),
+        reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
+        error: row.get_opt(9)?.or_else(|| history.last().map(|entry| entry.error.clone())),
+        attempts: row.get(10)?,
+        dead_at: row.get(11)?,
+        next_try,
+        behind: 0,
+        requested: None,
+        history,
+        headers: headers.iter().map(shown).collect(),
+        payload: row.get(15)?,
+        content_type: row.get_opt(16)?.map(texts.restored),
+    };
+    Ok(Found { message, row: FoundRow::Consumer { sequence, key, headers } })
+}
+
+fn history(json: &str) -> Result<Vec<HistoryEntry>, StoreError> {
+    serde_json::from_str(json)
+        .map_err(|error| StoreError::Corrupt(format!("the history of a row is not readable: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_number_names_its_side() {
+        assert_eq!(Number::parse("o17").unwrap(), Number::Outbox(17));
+        assert_eq!(Number::parse("c9").unwrap(), Number::Consumer(9));
+        for bad in ["", "17", "o", "o-1", "o0", "x1", "ö1", "o1x"] {
+            assert!(matches!(Number::parse(bad), Err(StoreError::Refused(_))), "{bad}");
+        }
+    }
+}
