@@ -1,41 +1,7 @@
 //! How messages of consumers stand in the tables: headers as JSON, names as bytes.
 
-use chrono::{DateTime, Utc};
-use sqlx::Row;
-use sqlx::mysql::MySqlRow;
-
-use super::text;
 use crate::error::StoreError;
-use crate::message::{Coordinates, Message, MessageId, TraceContext};
 use crate::policy::hex::{hex, unhex};
-
-/// The message of a row, whole.
-pub(super) fn message(row: &MySqlRow) -> Result<Message, StoreError> {
-    let content_type: Option<Vec<u8>> = row.try_get("content_type")?;
-    let traceparent: Option<String> = row.try_get("traceparent")?;
-    let tracestate: Option<String> = row.try_get("tracestate")?;
-    let time: Option<DateTime<Utc>> = row.try_get("message_time")?;
-    Ok(Message {
-        id: MessageId::from_uuid(row.try_get("message_id")?),
-        id_text: row.try_get("id_text")?,
-        topic: text("topic", row.try_get("topic")?)?,
-        key: row.try_get("key")?,
-        kind: text("kind", row.try_get("kind")?)?,
-        headers: arrived_from_json(row.try_get("headers")?)?,
-        payload: row.try_get("payload")?,
-        tombstone: row.try_get("tombstone")?,
-        content_type: content_type.map(|found| text("content_type", found)).transpose()?,
-        source: text("source", row.try_get("source")?)?,
-        time,
-        trace: traceparent.map(|traceparent| TraceContext { traceparent, tracestate }),
-        coordinates: Coordinates {
-            place: text("place", row.try_get("place")?)?,
-            partition: row.try_get("partition_no")?,
-            offset: row.try_get("offset_no")?,
-        },
-        attempt: row.try_get("attempts")?,
-    })
-}
 
 /// Headers that arrived may have any bytes, and a name twice: pairs, with a third member where the
 /// value is not text.

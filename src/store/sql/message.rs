@@ -48,16 +48,6 @@ pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Messag
     })
 }
 
-#[cfg(feature = "postgres")]
-const WHOLE: &str = concat!("select ", message_columns!(), " from oncebox.waiting w where w.sequence = :sequence");
-
-/// The message of a row.
-#[cfg(feature = "postgres")]
-pub(in crate::store) async fn whole(session: &mut dyn Session, sequence: i64) -> Result<Message, StoreError> {
-    let rows = session.rows(sql(WHOLE).bind("sequence", sequence)).await?;
-    message_of(&**rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?, 0)
-}
-
 const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
     {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}\
