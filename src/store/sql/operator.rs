@@ -81,7 +81,7 @@ pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
     /// How this database keeps text and ids.
     const TEXTS: Texts;
 
-    /// What [`Operator::lock_waits`] gives.
+    /// What [`Operator::lock_waits`] gives here.
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>>;
 
     /// What [`Operator::mend`] does and gives.
