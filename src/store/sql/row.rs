@@ -57,11 +57,11 @@ impl dyn Row + '_ {
 }
 
 macro_rules! columns {
-    ($($of:ty => $get:ident;)*) => {
+    ($($of:ty => $get:path;)*) => {
         $(
             impl Column for $of {
                 fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
-                    row.$get(at)
+                    $get(row, at)
                 }
             }
         )*
@@ -69,12 +69,12 @@ macro_rules! columns {
 }
 
 columns! {
-    i64 => get_int;
-    String => get_text;
-    Vec<u8> => get_bytes;
-    bool => get_bool;
-    Uuid => get_id;
-    DateTime<Utc> => get_time;
+    i64 => Row::get_int;
+    String => Row::get_text;
+    Vec<u8> => Row::get_bytes;
+    bool => Row::get_bool;
+    Uuid => Row::get_id;
+    DateTime<Utc> => Row::get_time;
 }
 
 macro_rules! narrow_columns {
@@ -96,7 +96,7 @@ macro_rules! narrow_columns {
 narrow_columns! { u16 u32 u64 usize }
 
 impl Column for DbTime {
-    /// Of `{micros ..}`.
+    /// Of a time that `{micros ..}` gave.
     fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
         Ok(row.get_int(at)?.map(Self::from_micros))
     }
