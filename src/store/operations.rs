@@ -24,7 +24,6 @@
 //! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and
 //! encryption of bodies.
 
-pub(super) mod announced;
 pub(super) mod stored;
 
 use std::any::Any;

@@ -33,6 +33,7 @@
 //! Not here: statements of the hot path (the relay's read and claim, admission to the inbox, the
 //! doors, claim and outcome of an operation), which are each database's own.
 
+pub(in crate::store) mod announced;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod phases;
 

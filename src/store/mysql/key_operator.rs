@@ -5,7 +5,7 @@
 use sqlx::{MySql, query, query_scalar};
 use uuid::Uuid;
 
-use super::operations::{LOCK, finish, live, look_columns, none_late};
+use super::operations::{LOCK, finish, look_columns, none_late};
 use super::phases::end_record;
 use super::{MySqlStore, START, sixteen};
 use crate::error::StoreError;
@@ -17,6 +17,7 @@ use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overru
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
+use crate::store::sql::announced::live;
 use crate::store::sql::phases::{append, fence_of, follow, forget, lock, read};
 use crate::store::{
     ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,

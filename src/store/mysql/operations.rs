@@ -6,7 +6,6 @@
 //! (O1, R23).
 
 mod expiry;
-mod live;
 mod tx;
 
 use std::time::Duration;
@@ -16,7 +15,6 @@ use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection, Row};
 use uuid::Uuid;
 
-pub(super) use self::live::live;
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::inbox::NO_SAVEPOINT;
@@ -30,6 +28,7 @@ use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::sql::announced::announce;
 use crate::store::sql::phases::evidence;
 use crate::store::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
@@ -291,7 +290,7 @@ impl Keys for MySqlStore {
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        live::announce(self, process, versions).await
+        announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
@@ -392,7 +391,7 @@ impl Operations for MySqlStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
+type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
 
 fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
     bind(statement, &owned.into())

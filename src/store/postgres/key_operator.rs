@@ -6,7 +6,7 @@ use sqlx::{Postgres, Row, query, query_scalar};
 use uuid::Uuid;
 
 use super::PostgresStore;
-use super::operations::{LOCK, finish, live, look_columns, none_late, open_requests};
+use super::operations::{LOCK, finish, look_columns, none_late, open_requests};
 use super::phases::end_record;
 use crate::error::StoreError;
 use crate::policy::operation::versions::Announced;
@@ -16,6 +16,7 @@ use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overru
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
+use crate::store::sql::announced::live;
 use crate::store::sql::phases::{append, follow, forget, read};
 use crate::store::{
     ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,

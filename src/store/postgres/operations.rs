@@ -7,7 +7,6 @@
 
 mod expiry;
 mod finish;
-mod live;
 mod tx;
 
 use std::time::Duration;
@@ -18,7 +17,6 @@ use sqlx::{AssertSqlSafe, PgConnection, Row};
 use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
-pub(super) use self::live::live;
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
@@ -29,6 +27,7 @@ use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::stored::{body_of, look_of};
+use crate::store::sql::announced::announce;
 use crate::store::sql::phases::evidence;
 use crate::store::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
@@ -322,7 +321,7 @@ impl Keys for PostgresStore {
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        live::announce(self, process, versions).await
+        announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
@@ -428,7 +427,7 @@ impl Operations for PostgresStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
+type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
 
 async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(FIND)

@@ -68,7 +68,7 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
     /// statements wait for locks as long as handlers were promised.
     async fn hold(&mut self) -> Result<(), StoreError>;
 
-    /// As [`PhaseTx::undo_effects`].
+    /// Takes effects back, as [`PhaseTx::undo_effects`] says.
     async fn undo(&mut self) -> Result<Proof, StoreError>;
 
     /// Whether it is still the transaction that began, before it moves on. A database that compares
@@ -94,10 +94,10 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         retention: &Retention,
     ) -> Result<(), StoreError>;
 
-    /// As [`PhaseTx::commit`].
+    /// Commits, as [`PhaseTx::commit`] says.
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
-    /// As [`PhaseTx::rollback`].
+    /// Rolls back, as [`PhaseTx::rollback`] says.
     async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
 }
 
@@ -150,7 +150,7 @@ const DUE: &str = concat!(
     "select o.operation_id, o.epoch from oncebox.operation o {my: force index (operation_due)} \
       where o.flow = :flow and o.due_at <= {now} and o.flow_version {in ints :versions} and ",
     is_free!(),
-    "{if tenants:  and not (coalesce((select r.tenant from oncebox.idempotency_request r \
+    " {if tenants: and not (coalesce((select r.tenant from oncebox.idempotency_request r \
         where r.key_digest = o.key_digest), {pg my: ''}{lite: x''}) {in bytes :tenants})} \
       order by o.due_at limit :limit {lock free}"
 );

@@ -7,7 +7,7 @@ use sqlx::{query, query_scalar};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::operations::{finish, live, look_columns, none_late};
+use super::operations::{finish, look_columns, none_late};
 use super::phases::end_record;
 use super::write::Write;
 use super::{millis, now_ms};
@@ -18,6 +18,7 @@ use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overru
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
+use crate::store::sql::announced::live;
 use crate::store::sql::phases::{append, fence_of, follow, forget, read};
 use crate::store::{
     ActContext, Base, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange,

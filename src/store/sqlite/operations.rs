@@ -6,7 +6,6 @@
 //! still be there when the outcome is written (O1, R23).
 
 mod expiry;
-mod live;
 mod tx;
 
 use std::time::Duration;
@@ -16,7 +15,6 @@ use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, query};
 use uuid::Uuid;
 
-pub(super) use self::live::live;
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
@@ -28,6 +26,7 @@ use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::sql::announced::announce;
 use crate::store::sql::phases::evidence;
 use crate::store::{
     Base, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
@@ -252,7 +251,7 @@ impl Keys for SqliteStore {
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        live::announce(self, process, versions).await
+        announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
@@ -322,11 +321,11 @@ impl Operations for SqliteStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
+type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
 
 impl SqliteStore {
     /// Runs a fenced statement in a transaction of its own.
-    pub(super) async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
+    async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let changed = statement.execute(write.connection()).await?.rows_affected();
         write.commit().await?;

@@ -42,7 +42,7 @@ const STANDING: &str = "\
 /// From where its driver saw it, and only in the transaction that the phase began in.
 macro_rules! from_here {
     () => {
-        concat!(is_ours!(), " and o.point = :from{pg:  and :token = pg_current_xact_id_if_assigned()::text}")
+        concat!(is_ours!(), " and o.point = :from {pg: and :token = pg_current_xact_id_if_assigned()::text}")
     };
 }
 
