@@ -1,5 +1,6 @@
 //! What is MySQL's own of operations in phases: a phase is moved on only while the savepoint stands
-//! that was set when it began (O1), and what InnoDB ended by itself is told from what was committed.
+//! that was set when it began (O1), and what InnoDB ended by itself is told from what was
+//! committed.
 
 use std::any::Any;
 use std::time::Duration;

@@ -65,7 +65,7 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
     /// statements wait for locks as long as handlers were promised.
     async fn hold(&mut self) -> Result<(), StoreError>;
 
-    /// As [`PhaseTx::undo_effects`].
+    /// Takes effects back, as [`PhaseTx::undo_effects`] says.
     async fn undo(&mut self) -> Result<Proof, StoreError>;
 
     /// Whether it is still the transaction that began, before it moves on. A database that compares
@@ -91,10 +91,10 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         retention: &Retention,
     ) -> Result<(), StoreError>;
 
-    /// As [`PhaseTx::commit`].
+    /// Commits, as [`PhaseTx::commit`] says.
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
-    /// As [`PhaseTx::rollback`].
+    /// Rolls back, as [`PhaseTx::rollback`] says.
     async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
 }
 

@@ -67,11 +67,11 @@ impl dyn Row + '_ {
 }
 
 macro_rules! columns {
-    ($($of:ty => $get:ident;)*) => {
+    ($($of:ty => $get:path;)*) => {
         $(
             impl Column for $of {
                 fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
-                    row.$get(at)
+                    $get(row, at)
                 }
             }
         )*
@@ -79,12 +79,12 @@ macro_rules! columns {
 }
 
 columns! {
-    i64 => get_int;
-    String => get_text;
-    Vec<u8> => get_bytes;
-    bool => get_bool;
-    Uuid => get_id;
-    DateTime<Utc> => get_time;
+    i64 => Row::get_int;
+    String => Row::get_text;
+    Vec<u8> => Row::get_bytes;
+    bool => Row::get_bool;
+    Uuid => Row::get_id;
+    DateTime<Utc> => Row::get_time;
 }
 
 macro_rules! narrow_columns {

@@ -1,5 +1,5 @@
-//! What is SQLite's own of operations in phases: a phase is moved on only while the savepoint stands
-//! that was set when it began (O1). It holds the turn and the write lock of the file, and no
+//! What is SQLite's own of operations in phases: a phase is moved on only while the savepoint
+//! stands that was set when it began (O1). It holds the turn and the write lock of the file, and no
 //! transaction of a phase is committed but by us: there is no mark.
 
 use std::any::Any;
