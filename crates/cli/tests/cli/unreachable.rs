@@ -14,7 +14,7 @@ use crate::support::{service, unique};
 /// bound, so that the port is nobody else's meanwhile.
 struct Door(SocketAddr, #[allow(dead_code)] TcpSocket);
 
-impl PhasedEngine {
+impl Door {
     fn closed() -> Self {
         // Of loopback, but not where other tests get their ports.
         let reserved = TcpSocket::new_v4().unwrap();
