@@ -259,8 +259,8 @@ impl Fenced {
 /// How much is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperationStats {
-    /// Committed records IN_PROGRESS. Those of transactional operations are not among them: nobody sees them before their
-    /// commit (pitfall 6).
+    /// Committed records IN_PROGRESS. Those of transactional operations are not among them: nobody
+    /// sees them before their commit (pitfall 6).
     pub in_progress: u64,
     /// The age of the oldest of them, by database time.
     pub oldest_in_progress: Option<Duration>,
@@ -465,9 +465,9 @@ pub trait Operations: Keys {
     /// where there is one: look again.
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError>;
 
-    /// Begins a transactional operation, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to
-    /// 4). It never waits for another claim of the key; `patience` bounds the wait for a turn where
-    /// there is one writer at a time (O18).
+    /// Begins a transactional operation, mode `same_tx`: the try-lock, then the claim, insert first
+    /// (O15 steps 2 to 4). It never waits for another claim of the key; `patience` bounds the wait
+    /// for a turn where there is one writer at a time (O18).
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another mode. [`StoreError::Busy`]: the same again (R27).
@@ -553,12 +553,13 @@ pub trait Operations: Keys {
     }
 }
 
-/// The transaction of a transactional operation: claim, effects, outcome. Dropped without commit, it rolls back.
+/// The transaction of a transactional operation: claim, effects, outcome. Dropped without commit,
+/// it rolls back.
 ///
 /// The proof (O1, R23): what is written as an outcome is written only in the transaction that holds
 /// the claim. A handler that ended it by raw SQL, or swallowed an error that rolled it back, is
-/// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::find_after_lost_commit`] and
-/// [`Doubt`](doubt::Doubt) say what follows.
+/// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::find_after_lost_commit`]
+/// and [`Doubt`](doubt::Doubt) say what follows.
 #[async_trait]
 pub trait OperationTx: Debug + Send {
     /// What is owned, if this commits.
@@ -598,7 +599,8 @@ pub trait OperationTx: Debug + Send {
     /// Commits.
     ///
     /// # Errors
-    /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::find_after_lost_commit`].
+    /// [`StoreError::CommitUnknown`] where the connection was lost:
+    /// [`Operations::find_after_lost_commit`].
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
     /// Rolls back, explicitly; an error of it closes the connection.

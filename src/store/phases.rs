@@ -8,12 +8,12 @@
 //!
 //! Evidence is the exception: it is appended by anybody at any time, because it is a fact (O8).
 //!
-//! A committed RECEIVED is an alarm, as a committed claim of a transactional operation is (O1): a handler ended the
-//! transaction of its first phase, and what it did before may be done. Whoever takes such an
-//! operation up parks it, and runs no phase. The same after a [`Proof`] other than [`Proof::Same`]
-//! in a later phase: what the handler committed is there, and its point was not moved; unless the
-//! proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so: nothing was committed,
-//! and the phase has failed.
+//! A committed RECEIVED is an alarm, as a committed claim of a transactional operation is (O1): a
+//! handler ended the transaction of its first phase, and what it did before may be done. Whoever
+//! takes such an operation up parks it, and runs no phase. The same after a [`Proof`] other than
+//! [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not
+//! moved; unless the proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so:
+//! nothing was committed, and the phase has failed.
 //!
 //! Where nobody hears how a later phase ended (its connection was lost, its process died), its mark
 //! tells: a row that the phase's transaction inserts when it begins, and deletes when it moves on.
@@ -366,9 +366,9 @@ impl std::fmt::Debug for Sealed {
 #[async_trait]
 pub trait Phases: Operations {
     /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in
-    /// one transaction, as [`Operations::begin_operation`] does for a transactional one. It stands at
-    /// [`FIRST_POINT`]. What `basis` allows is as there; a record used anew gets a new operation,
-    /// and what was kept of the old one goes.
+    /// one transaction, as [`Operations::begin_operation`] does for a transactional one. It stands
+    /// at [`FIRST_POINT`]. What `basis` allows is as there; a record used anew gets a new
+    /// operation, and what was kept of the old one goes.
     ///
     /// # Errors
     /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: the same again
@@ -477,8 +477,9 @@ pub trait Phases: Operations {
 
 /// The transaction of a phase. Dropped without commit, it rolls back.
 ///
-/// As in a transactional operation, what moves the operation on is written only in the transaction that began the
-/// phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
+/// As in a transactional operation, what moves the operation on is written only in the transaction
+/// that began the phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]:
+/// roll back.
 #[async_trait]
 pub trait PhaseTx: Debug + Send {
     /// The operation that this phase belongs to, with the token and epoch of its driver.

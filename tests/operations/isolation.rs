@@ -1,6 +1,6 @@
-//! Serialization failures of PostgreSQL (40001; pitfall 5, R27): a transactional operation on connections that begin
-//! above READ COMMITTED, and a guard that commits a transaction which does. It is a transient
-//! failure: never a 500, no key burnt, one effect.
+//! Serialization failures of PostgreSQL (40001; pitfall 5, R27): a transactional operation on
+//! connections that begin above READ COMMITTED, and a guard that commits a transaction which does.
+//! It is a transient failure: never a 500, no key burnt, one effect.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};

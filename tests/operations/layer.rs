@@ -1,5 +1,5 @@
-//! Edge operations over HTTP: what is remembered of a handler's end, and what a second request gets (O2,
-//! O10, O11, M108).
+//! Edge operations over HTTP: what is remembered of a handler's end, and what a second request gets
+//! (O2, O10, O11, M108).
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Edge operations when the store fails: nothing is said that is not remembered, and nothing runs that
-//! cannot be claimed (O12, M60).
+//! Edge operations when the store fails: nothing is said that is not remembered, and nothing runs
+//! that cannot be claimed (O12, M60).
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

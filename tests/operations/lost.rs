@@ -230,8 +230,8 @@ async fn o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothin
     assert_eq!(direct.effects().await, 1);
 }
 
-// Shown by: writing the outcome on the plain connection, where nothing bounds an answer: a transactional operation and
-// the handler of an edge operation hang.
+// Shown by: writing the outcome on the plain connection, where nothing bounds an answer: a
+// transactional operation and the handler of an edge operation hang.
 async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
     let postgres = "update oncebox.idempotency_request r set state";
     let outcome = if S::NAME == "postgres" { postgres } else { "update oncebox_idempotency_request set state" };

@@ -1,5 +1,6 @@
 //! The provider of the examples, asked directly: what a client of it sees of one key, and of the
-//! faults that one request orders by its header. The sweep and the tests of a phased operation build on it.
+//! faults that one request orders by its header. The sweep and the tests of a phased operation
+//! build on it.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
-//! Transactional operations on real databases: one effect, one outcome, whatever the handler and the network do (O1,
-//! O2, O15 to O20, O29).
+//! Transactional operations on real databases: one effect, one outcome, whatever the handler and
+//! the network do (O1, O2, O15 to O20, O29).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -190,7 +190,8 @@ async fn is_unknown_for_ever<S: Sql>(
     assert_eq!((world.effects().await, calls.load(Ordering::SeqCst)), (effects, 1), "it ran once");
 }
 
-// Shown by: answering 503 where the proof fails; taking over a stale claim of a transactional operation: two effects.
+// Shown by: answering 503 where the proof fails; taking over a stale claim of a transactional
+// operation: two effects.
 async fn o1_a_handler_that_commits_leaves_unknown_and_never_runs_again<S: Sql>(world: World<S>) {
     let statements = &["insert into effect (text) values ('in')", "commit", "insert into effect (text) values ('out')"];
     is_unknown_for_ever(world, statements, false, 1).await;

@@ -1,6 +1,6 @@
-//! Secrets of fingerprints at a phased operation: a process without them answers 503 and starts nothing, and
-//! recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43); what is not
-//! sealed, held in memory, or readable.
+//! Secrets of fingerprints at a phased operation: a process without them answers 503 and starts
+//! nothing, and recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43);
+//! what is not sealed, held in memory, or readable.
 
 use std::sync::Arc;
 use std::time::Duration;

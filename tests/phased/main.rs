@@ -1,5 +1,5 @@
-//! Phased operations: operations in phases, against real databases, and against the provider of the examples
-//! with all its faults.
+//! Phased operations: operations in phases, against real databases, and against the provider of the
+//! examples with all its faults.
 #![allow(clippy::unwrap_used)]
 
 /// The adapter of the example service: it is no part of what is tested.

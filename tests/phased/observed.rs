@@ -1,5 +1,5 @@
-//! What an operator sees of a phased operation: claims, take-ups, transactions that ended, commits that were
-//! lost (M103 to M105). Each test hears its own thread.
+//! What an operator sees of a phased operation: claims, take-ups, transactions that ended, commits
+//! that were lost (M103 to M105). Each test hears its own thread.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

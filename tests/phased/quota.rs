@@ -1,5 +1,5 @@
-//! The quota on stored bytes at a phased operation: no provider is called for what is refused, and what was
-//! begun goes on (M120).
+//! The quota on stored bytes at a phased operation: no provider is called for what is refused, and
+//! what was begun goes on (M120).
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! Idempotency records, and the transaction of a transactional operation.
 //!
 //! Guarantees: the primary key of fixed binary values decides who executes (O16, R24); every other
-//! write is one statement that compares the epoch it saw; a transactional operation never waits for another claim of
-//! its key (O17), and its outcome is written only while the savepoint set after the claim stands
-//! (O1, R23).
+//! write is one statement that compares the epoch it saw; a transactional operation never waits for
+//! another claim of its key (O17), and its outcome is written only while the savepoint set after
+//! the claim stands (O1, R23).
 
 mod tx;
 
@@ -52,7 +52,8 @@ macro_rules! insert {
 
 /// A claim in a transaction of its own.
 const INSERT: &str = insert!();
-/// Of a transactional operation: it waits for nobody on MariaDB, and one second on MySQL, where [`tx`] sets that (O17).
+/// Of a transactional operation: it waits for nobody on MariaDB, and one second on MySQL, where
+/// [`tx`] sets that (O17).
 const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
 
 /// A claim on a record that was seen; what must still hold follows.

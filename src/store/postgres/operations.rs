@@ -2,8 +2,8 @@
 //!
 //! Guarantees: the primary key decides who executes; every other write is one statement that
 //! compares the epoch it saw (O4); an outcome is written only in the transaction that holds the
-//! claim, compared by its id inside that statement (O1, R23); a transactional operation never waits for another claim
-//! of its key: an advisory lock is tried first (O15).
+//! claim, compared by its id inside that statement (O1, R23); a transactional operation never waits
+//! for another claim of its key: an advisory lock is tried first (O15).
 
 mod expiry;
 mod finish;

@@ -1,9 +1,9 @@
 //! Idempotency records, and the transaction of a transactional operation.
 //!
 //! Guarantees: the primary key decides who executes, and one writer at a time makes every fenced
-//! statement see what is. A transactional operation has no IN_PROGRESS: a duplicate waits its turn and finds the
-//! outcome (O18). A handler cannot commit by itself, and the savepoint set after the claim must
-//! still be there when the outcome is written (O1, R23).
+//! statement see what is. A transactional operation has no IN_PROGRESS: a duplicate waits its turn
+//! and finds the outcome (O18). A handler cannot commit by itself, and the savepoint set after the
+//! claim must still be there when the outcome is written (O1, R23).
 
 mod tx;
 

@@ -1,7 +1,7 @@
-//! A transactional operation and the layer through HTTP, beside the same handler without them: one process, loopback,
-//! connections that stay open. And beside the least that a key costs whoever writes it by hand: a
-//! row of two columns, inserted and answered, that is compared with nothing, checked by nothing and
-//! never purged.
+//! A transactional operation and the layer through HTTP, beside the same handler without them: one
+//! process, loopback, connections that stay open. And beside the least that a key costs whoever
+//! writes it by hand: a row of two columns, inserted and answered, that is compared with nothing,
+//! checked by nothing and never purged.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
-//! Cases of a transactional operation: claim, effects and outcome in one transaction (O1, O15, O17 to O19, O29, M50).
-//! Whatever a handler does to its transaction, no outcome stands without its effects, and no effect
-//! without a record that keeps it from being done again.
+//! Cases of a transactional operation: claim, effects and outcome in one transaction (O1, O15, O17
+//! to O19, O29, M50). Whatever a handler does to its transaction, no outcome stands without its
+//! effects, and no effect without a record that keeps it from being done again.
 
 use std::time::Duration;
 

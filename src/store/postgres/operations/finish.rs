@@ -1,8 +1,8 @@
 //! The outcome of a record, in one statement.
 //!
-//! Guarantees: fenced by epoch and owner, and in a transactional operation by the id of the transaction that holds the
-//! claim, compared in the UPDATE itself (O1). What has no value is not written: a claim, also one
-//! that is used anew, has none of it yet.
+//! Guarantees: fenced by epoch and owner, and in a transactional operation by the id of the
+//! transaction that holds the claim, compared in the UPDATE itself (O1). What has no value is not
+//! written: a claim, also one that is used anew, has none of it yet.
 
 use sqlx::postgres::PgArguments;
 use sqlx::{Arguments, Postgres, QueryBuilder};
