@@ -16,8 +16,9 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::HandlerError;
 use oncebox::app::{LogFormat, start_logging};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedOperation};
-use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route, Scope};
-use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Reply};
+use oncebox::operation::{
+    EffectTx, Endpoint, EndpointError, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route, Scope,
+};
 use oncebox::sqlx::{SqlitePool, query, raw_sql};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};

@@ -16,8 +16,8 @@
 //!     let mut tx = pool.begin().await?;
 //!     sqlx::query("insert into customer_order (order_id) values ($1)").bind(order).execute(&mut *tx).await?;
 //!     let message = NewMessage::json("orders", "order.placed", &order)?.with_key(order);
-//!     oncebox::store::enqueue(&mut *tx, message).await?;
-//!     oncebox::store::commit(tx).await?; // as `tx.commit()`; a lost answer is told apart
+//!     oncebox::enqueue(&mut *tx, message).await?;
+//!     oncebox::commit(tx).await?; // as `tx.commit()`; a lost answer is told apart
 //!     Ok(())
 //! }
 //! # }
@@ -53,11 +53,11 @@
 //!
 //! | you want to | see |
 //! |---|---|
-//! | enqueue in a transaction | [`store::enqueue`], [`store::enqueue_all`], [`NewMessage`] |
+//! | enqueue in a transaction | [`enqueue`], [`enqueue_all`], [`NewMessage`] |
 //! | handle messages | [`MessageHandler`], [`BatchMessageHandler`], [`Handlers`] |
 //! | run the relay or a consumer as your own `main` | `app::publisher`, `app::consumer` (feature `programs`) |
 //! | serve requests with an `Idempotency-Key` | `http::idempotency` (feature `http`), `grpc` (feature `grpc`) |
-//! | call a provider in phases that recover | [`runtime::operation`] |
+//! | call a provider in phases that recover | [`operation`] |
 //! | send requests again until their end is known | `client` (feature `client`) |
 //! | write an adapter of your own | the traits of [`store`] and [`broker`], and their suites in the package `oncebox-testkit` |
 //!
@@ -79,6 +79,7 @@
 //! | `crates/cli`, `crates/testkit` | publisher, consumer, oncebox: the commands parse, wire and run; suites for adapters, a broker and keys in memory |
 //! | `app` | processes: programs, settings, connections by URL, signals, listener |
 //! | `http`, `grpc`, `client` | operations served and sent |
+//! | `operation` | the names of operations, for users |
 //! | `runtime` | relay, consumer, retries, sql handler, operations, e-mail sender |
 //! | `store`, `broker` | where state lives, and how bytes leave and arrive; they never see each other |
 //! | `observe`, `flock`, `message`, `policy`, `error` | metric names and health; turns at a SQLite file; what travels, what to decide: pure, no I/O, no clock |
@@ -102,17 +103,24 @@ pub mod grpc;
 pub mod http;
 pub mod message;
 pub mod observe;
-pub mod policy;
-pub mod runtime;
+pub mod operation;
+mod policy;
+mod runtime;
 pub mod store;
 
 /// What adapters share. It is for `oncebox-testkit` and for authors of adapters, not for services,
 /// and may change with every version.
 #[doc(hidden)]
 pub mod adapter {
+    pub use crate::policy::{db_time, diversion, gaps, hex, horizon, isolate, lease, position};
     pub use crate::store::inbox::time_in_id;
     pub use crate::store::key_operator::nothing_stands;
     pub use crate::store::operations::stored::Columns;
+
+    /// The rules of operations that an adapter needs.
+    pub mod operation {
+        pub use crate::policy::operation::{doubt, machine, versions};
+    }
 
     /// The envelope of a message as headers of a log.
     pub mod envelope {
@@ -128,9 +136,19 @@ pub mod adapter {
 pub use async_trait::async_trait;
 pub use error::{BrokerError, HandlerError, LimitError, StoreError};
 pub use message::{Message, NewMessage};
-pub use runtime::{BatchMessageHandler, HandlerTx, Handlers, MessageHandler};
+pub use policy::breaker::BreakerOptions;
+pub use policy::horizon::{Horizon, TopicRetention};
+pub use policy::retry::RetryPolicy;
+pub use runtime::pace;
+pub use runtime::relay::RelayError;
+#[cfg(feature = "email")]
+pub use runtime::sender;
+pub use runtime::{
+    BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, HandlerTx, Handlers, MessageHandler,
+    Relay, RelayEnd, RelayOptions, SqlHandler, SqlSpec, SqlSpecError, Unhandled,
+};
 pub use sqlx;
-pub use store::Store;
+pub use store::{Store, commit, enqueue, enqueue_all};
 
 /// The code of the README, compiled with the documentation tests.
 #[cfg(all(doctest, feature = "postgres", feature = "programs", feature = "http", feature = "client"))]

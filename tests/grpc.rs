@@ -15,10 +15,11 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
+use oncebox::adapter::operation::resend::{Next, after_attempt};
 use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, refusal, reply, seen};
-use oncebox::policy::operation::resend::{Next, after_attempt};
-use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route, Scope};
-use oncebox::runtime::operation::{Endpoint, Engine, Registered};
+use oncebox::operation::{
+    Endpoint, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Registered, Route, Scope,
+};
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Schema, StoreOptions};

@@ -12,10 +12,11 @@ mod unused;
 
 /// Rooms from top to bottom; a room may name only rooms of lower floors, or itself. Of what is a
 /// package of its own, cargo sees to that.
-const FLOORS: [&[&str]; 6] = [
+const FLOORS: [&[&str]; 7] = [
     &["crates/cli", "crates/testkit"],
     &["app"],
     &["http", "grpc", "client"],
+    &["operation"],
     &["runtime"],
     &["store", "broker"],
     &["observe", "flock", "message", "policy", "error"],

@@ -9,7 +9,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use oncebox::runtime::pace::{Pace, sleep_unless};
+use oncebox::pace::{Pace, sleep_unless};
 use oncebox::store::Base;
 use oncebox::{StoreError, sqlx};
 use reqwest::{Client, StatusCode, Url, redirect};

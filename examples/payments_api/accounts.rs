@@ -4,8 +4,7 @@ use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use oncebox::http::idempotency::{IdempotencyScope, problem_response};
-use oncebox::policy::operation::Code;
-use oncebox::runtime::operation::Problem;
+use oncebox::operation::{Code, Problem};
 use serde::Deserialize;
 use serde_json::json;
 

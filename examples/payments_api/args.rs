@@ -3,10 +3,7 @@
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::AfterExpiry;
-use oncebox::policy::operation::{Mode, Route};
+use oncebox::operation::{AfterExpiry, KeyFormat, Mode, Retention, Route};
 
 /// A payments API in which every POST may be sent twice.
 #[derive(Debug, Clone, Parser)]

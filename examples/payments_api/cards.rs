@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer};
-use oncebox::runtime::operation::phased::http::{HttpCaller, Outcome};
-use oncebox::runtime::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::phased::http::{HttpCaller, Outcome};
+use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};
 use reqwest::{Method, Url};
 use serde::{Deserialize, Serialize};

@@ -9,14 +9,12 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand, TypedOperation, respond};
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::{Strategy, Window};
-use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand};
-use oncebox::runtime::operation::phased::{
+use oncebox::operation::phased::{
     Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlement,
     Settlements,
 };
-use oncebox::runtime::operation::{Reply, SealError};
+use oncebox::operation::provider::{Strategy, Window};
+use oncebox::operation::{FingerprintWriter, IdempotentCommand, Reply, SealError, Stage};
 use oncebox::store::StoredOperation;
 use oncebox::{HandlerError, StoreError, async_trait};
 use serde::{Deserialize, Serialize};

@@ -7,8 +7,7 @@ use axum::http::header::{CONTENT_TYPE, LOCATION};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use oncebox::http::idempotency::{IdempotencyScope, Idempotent, OutcomeTag, problem_response, read_json};
-use oncebox::policy::operation::{Code, Outcome};
-use oncebox::runtime::operation::Problem;
+use oncebox::operation::{Code, Outcome, Problem};
 use oncebox::sqlx;
 use serde::{Deserialize, Serialize};
 

@@ -4,7 +4,7 @@
 //! A test drives the service with it.
 
 use oncebox::http::idempotency::describe;
-use oncebox::runtime::operation::Engine;
+use oncebox::operation::Engine;
 use oncebox::store::Keys;
 use serde_json::{Value, json};
 use utoipa::openapi::path::Operation;

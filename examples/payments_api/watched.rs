@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::runtime::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
 use oncebox::{HandlerError, async_trait};
 
 use crate::cards::{CardCharge, Cards};

@@ -43,3 +43,10 @@ pub mod retry;
 pub mod split;
 pub mod suspicion;
 pub mod watermark;
+
+#[cfg(test)]
+#[path = "../../tests/policy/gap_model/main.rs"]
+mod gap_model;
+#[cfg(test)]
+#[path = "../../tests/policy/properties/main.rs"]
+mod properties;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::kit::*;
+use oncebox::TopicRetention;
 use oncebox::broker::{Broker, Subscription};
-use oncebox::policy::horizon::TopicRetention;
 
 #[tokio::test]
 async fn the_doctor_names_what_is_missing_and_what_weakens_a_promise() {

@@ -1,8 +1,8 @@
 //! Where a partition begins: topics made anew, records that the broker deleted, a broker that is
 //! away.
 
+use oncebox::adapter::position::{Break, Position};
 use oncebox::broker::{Begun, Broker, Event, Subscriber};
-use oncebox::policy::position::{Break, Position};
 use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::mocking::MockCluster;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};

@@ -4,9 +4,9 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
+use oncebox::RelayOptions;
 use oncebox::broker::Broker;
 use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
-use oncebox::runtime::RelayOptions;
 use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
 use rdkafka::mocking::MockCluster;
 use rdkafka::producer::DefaultProducerContext;

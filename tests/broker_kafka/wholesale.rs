@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::runtime::RelayOptions;
+use oncebox::RelayOptions;
 
 use super::kit::{Kafka, unique};
 use super::outbox::{Outbox, options};

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use lapin::types::AMQPValue;
+use oncebox::RelayOptions;
 use oncebox::broker::Broker;
-use oncebox::runtime::RelayOptions;
 
 use super::fixture::{Corner, SOON, in_order};
 use super::outbox::{Outbox, options};

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
+use oncebox::BreakerOptions;
 use oncebox::client::{Cause, Client, ClientError, ClientOptions};
-use oncebox::policy::breaker::BreakerOptions;
 use tokio::net::TcpSocket;
 
 use super::server::{Server, Step, client, quick, say};

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use oncebox::ConsumerOptions;
 use oncebox::message::MessageId;
-use oncebox::runtime::ConsumerOptions;
 use oncebox::store::{ConsumerSpec, Holding, InboxEntry, Proof};
 use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;

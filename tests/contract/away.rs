@@ -7,10 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncebox::StoreError;
-use oncebox::runtime::ConsumerOptions;
-use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
+use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::{Enqueue as _, NewEmail, StoreOptions};
+use oncebox::{ConsumerOptions, StoreError};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{

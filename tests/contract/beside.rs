@@ -5,9 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::Message;
-use oncebox::runtime::ConsumerOptions;
 use oncebox::store::{DeadFilter, DeadMessage, DeadState};
+use oncebox::{ConsumerOptions, Message};
 
 use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;

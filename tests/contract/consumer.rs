@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::HandlerError;
-use oncebox::runtime::{ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
 use oncebox::store::OperatorAct;
+use oncebox::{ConsumerEnd, ConsumerOptions, DeadPolicy, HandlerError, Handlers, Unhandled};
 use uuid::Uuid;
 
 use super::kit::Sql;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::broker::{Broker as _, Subscription};
 use oncebox::message::IdRule;
-use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
+use oncebox::{ConsumerEnd, ConsumerOptions};
 
 use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;

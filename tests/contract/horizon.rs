@@ -3,9 +3,8 @@
 
 use std::time::Duration;
 
-use oncebox::policy::horizon::{Horizon, TopicRetention};
-use oncebox::runtime::{Consumer, ConsumerOptions, Handlers};
 use oncebox::store::OperatorAct;
+use oncebox::{Consumer, ConsumerOptions, Handlers, Horizon, TopicRetention};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 

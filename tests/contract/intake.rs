@@ -5,9 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use oncebox::HandlerError;
-use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
 use oncebox::store::OperatorAct;
+use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError};
 
 use super::kit::{Act, Does, SOON, consumer_options, fails, sqlite};
 use super::support::eventually;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::runtime::{ConsumerOptions, Handlers};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base as _, ConsumerSpec, Holding, StoreOptions};
+use oncebox::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
 use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};

@@ -7,16 +7,16 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncebox::broker::Broker;
 use oncebox::observe::Health;
-use oncebox::policy::retry::RetryPolicy;
-use oncebox::runtime::relay::RelayError;
-use oncebox::runtime::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Relay, RelayEnd, RelayOptions};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Enqueue, OperatorAct, Schema, Status, StoreOptions,
 };
-use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
+use oncebox::{
+    BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message,
+    MessageHandler, NewMessage, Relay, RelayEnd, RelayError, RelayOptions, RetryPolicy, Store,
+};
 use oncebox_testkit::memory::MemoryBroker;
 use sqlx::{AssertSqlSafe, Database, raw_sql};
 use tokio::task::JoinHandle;

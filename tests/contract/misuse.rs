@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use oncebox::runtime::ConsumerOptions;
+use oncebox::ConsumerOptions;
 
 use oncebox::HandlerError;
 use oncebox::store::{ActContext, Operator as _};
@@ -16,7 +16,7 @@ use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_mariad
 async fn once<S: Sql>(
     world: &World<S>,
     act: impl Fn() -> Act + Send + Sync + 'static,
-) -> super::kit::Running<Option<oncebox::runtime::ConsumerEnd>> {
+) -> super::kit::Running<Option<oncebox::ConsumerEnd>> {
     let tries = AtomicU32::new(0);
     world.broker.faults().hold_deliveries(true);
     world.deliver_all(&["a1", "b1", "a2"]);

@@ -6,12 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncebox::Message;
 use oncebox::message::MessageId;
 use oncebox::observe::Health;
-use oncebox::runtime::ConsumerOptions;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, StoreOptions};
+use oncebox::{ConsumerOptions, Message};
 use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 

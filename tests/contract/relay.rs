@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::StoreError;
 use oncebox::broker::Broker;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-use oncebox::runtime::{RelayEnd, RelayOptions};
 use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox};
+use oncebox::{RelayEnd, RelayOptions, StoreError};
 use oncebox_testkit::memory::{Fault, matching};
 
 use sqlx::Connection;

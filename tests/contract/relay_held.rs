@@ -1,8 +1,8 @@
 //! Dead and held rows of the outbox, and their way back (R16 to R19).
 
 use oncebox::broker::Broker;
-use oncebox::runtime::{DeadPolicy, RelayOptions};
 use oncebox::store::OperatorAct;
+use oncebox::{DeadPolicy, RelayOptions};
 use oncebox_testkit::memory::{Fault, matching};
 
 use super::kit::{SOON, World, relay_options, sqlite};

@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use oncebox::BrokerError;
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use oncebox::message::Arrived;
-use oncebox::runtime::RelayOptions;
+use oncebox::{BrokerError, RelayOptions};
 use oncebox_testkit::memory::{Fault, MemoryBroker, matching};
 
 use super::kit::{SOON, World, first_occurrences, on_postgres, relay_options, sqlite};

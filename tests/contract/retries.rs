@@ -6,10 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::HandlerError;
-use oncebox::runtime::{ConsumerEnd, ConsumerOptions, Handlers};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base as _, ConsumerSpec, InboxEntry, ParkAs, Parked, StoreOptions};
+use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError, Handlers};
 
 use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;

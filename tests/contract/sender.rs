@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
+use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Claim, EmailOutcome, Enqueue, Mailbox, NewEmail};
 use tokio_util::sync::CancellationToken;

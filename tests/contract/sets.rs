@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use oncebox::runtime::{ConsumerOptions, Handlers};
+use oncebox::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
 use super::kit::{

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use oncebox::runtime::{SqlHandler, SqlSpec, SqlSpecError};
 use oncebox::store::Statements;
+use oncebox::{SqlHandler, SqlSpec, SqlSpecError};
 use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 

@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::HandlerError;
-use oncebox::policy::retry::RetryPolicy;
-use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
 use oncebox::store::StoreOptions;
+use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError, RetryPolicy};
 use oncebox_testkit::memory::MemoryBroker;
 
 use super::kit::{

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncebox::policy::operation::Code;
+use oncebox::operation::Code;
 
 use super::crowd::door;
 use super::kit::*;
@@ -147,7 +147,7 @@ mod crowded {
 async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon<S: Sql>(world: World<S>) {
     let world = world.with_pool_of(4).await;
     let (gate, open) = (Gate::closed(), Gate::open());
-    let door = |gate: &Gate| door(&world, oncebox::runtime::operation::Endpoint::typed::<Put>(same_tx()), gate);
+    let door = |gate: &Gate| door(&world, oncebox::operation::Endpoint::typed::<Put>(same_tx()), gate);
     let (slow, quick) = (serve(door(&gate)).await + "/put", serve(door(&open)).await + "/put");
     let ask = async |url: &str, key: &str| send(post(url, key, r#"{"text":"a"}"#)).await;
     assert_eq!(ask(&quick, K1).await.status, 201);

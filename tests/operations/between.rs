@@ -5,8 +5,7 @@
 //! when the claim's own lock on the table goes, and the second claim waits behind it.
 
 use oncebox::HandlerError;
-use oncebox::policy::operation::{Code, Outcome};
-use oncebox::runtime::operation::{Answered, EffectTx, Reply};
+use oncebox::operation::{Answered, Code, EffectTx, Outcome, Reply};
 use oncebox::sqlx::{AssertSqlSafe, PgConnection, raw_sql};
 use oncebox::store::postgres::PostgresStore;
 

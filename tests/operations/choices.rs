@@ -7,9 +7,7 @@ use axum::extract::State as Of;
 use axum::http::StatusCode;
 use axum::routing::{get, post as route_post};
 use oncebox::http::idempotency::{IdempotencyLayer, well_known};
-use oncebox::policy::operation::route::{MismatchStatus, WhileRunning};
-use oncebox::policy::operation::{Code, Mode, Route, State};
-use oncebox::runtime::operation::{Endpoint, Reconciled, Reply};
+use oncebox::operation::{Code, Endpoint, MismatchStatus, Mode, Reconciled, Reply, Route, State, WhileRunning};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;

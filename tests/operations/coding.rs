@@ -7,8 +7,7 @@ use axum::http::header;
 use axum::middleware::{Next, from_fn};
 use axum::response::Response;
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::policy::operation::Code;
-use oncebox::runtime::operation::Endpoint;
+use oncebox::operation::{Code, Endpoint};
 
 use super::kept::{Answers, BODY};
 use super::kit::*;

@@ -8,9 +8,10 @@ use axum::routing::post as route_post;
 use futures::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::TypedOperation;
-use oncebox::policy::operation::route::WhileRunning;
-use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Outcome, Route, State};
-use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Reply};
+use oncebox::operation::{
+    Answered, Code, EffectTx, Endpoint, FingerprintWriter, IdempotentCommand, Outcome, Reply, Route, State,
+    WhileRunning,
+};
 
 use super::kit::*;
 use crate::standstill::Standstill;

@@ -3,8 +3,7 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use oncebox::policy::operation::{Code, KeyFormat, Route};
-use oncebox::runtime::operation::{Endpoint, Engine};
+use oncebox::operation::{Code, Endpoint, Engine, KeyFormat, Route};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;

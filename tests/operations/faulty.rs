@@ -5,15 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::StoreError;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::Durability;
-use oncebox::policy::operation::{Identity, OperationName, Record};
-use oncebox::sqlx;
+use oncebox::operation::{Durability, Identity, OperationName, Record, Retention};
 use oncebox::store::{
     AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
     StoredEvidence,
 };
+use oncebox::{StoreError, sqlx};
 
 /// Which calls fail.
 #[derive(Debug, Default)]

@@ -13,7 +13,7 @@ mod wire;
 use std::collections::{BTreeMap, HashSet};
 use std::time::{Duration, Instant};
 
-use oncebox::policy::operation::Code;
+use oncebox::operation::Code;
 use serde_json::Value;
 
 use self::document::{Operation, Sampler};

@@ -7,8 +7,7 @@
 use axum::extract::Json;
 use axum::http::StatusCode;
 use axum::routing::post as route_post;
-use oncebox::policy::operation::{Code, State};
-use oncebox::runtime::operation::Endpoint;
+use oncebox::operation::{Code, Endpoint, State};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

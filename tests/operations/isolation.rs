@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncebox::StoreError;
-use oncebox::policy::operation::{Mode, Outcome, Route, State};
-use oncebox::runtime::operation::{Asking, EdgeAnswer, EffectTx, Ended, Endpoint, Guard, GuardError, Kept, Reply};
+use oncebox::operation::{
+    Asking, EdgeAnswer, EffectTx, Ended, Endpoint, Guard, GuardError, Kept, Mode, Outcome, Reply, Route, State,
+};
 use oncebox::sqlx::{AssertSqlSafe, raw_sql};
 use oncebox::store::Base;
 use oncebox::store::postgres::PostgresStore;
@@ -204,7 +205,7 @@ async fn r27_o2_a_guard_whose_transaction_cannot_be_serialized_commits_nothing_a
                 let (answer, error) = guarded(&database, &world, level, Beside::Nothing).await;
                 assert!(error.is_none(), "{level}, {beside:?}: {error:?}");
                 let EdgeAnswer::Answered(answered) = answer else { panic!("{level}, {beside:?}: {answer:?}") };
-                matches!(answered, oncebox::runtime::operation::Answered::Reply { .. })
+                matches!(answered, oncebox::operation::Answered::Reply { .. })
             })
             .await;
             let (again, _) = guarded(&database, &world, level, Beside::Nothing).await;

@@ -8,9 +8,7 @@ use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
-use oncebox::policy::operation::record::StoredBody;
-use oncebox::policy::operation::{Code, Outcome, Record};
-use oncebox::runtime::operation::{Endpoint, Reply};
+use oncebox::operation::{Code, Endpoint, Outcome, Record, Reply, StoredBody};
 use oncebox::store::KeptBody;
 
 use super::kit::*;

@@ -8,10 +8,10 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::Effects;
-use oncebox::policy::operation::{Code, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Route, State};
-use oncebox::runtime::operation::{EffectTx, Endpoint, Engine, Reply};
+use oncebox::operation::{
+    Code, EffectTx, Effects, Endpoint, Engine, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply, Retention,
+    Route, State,
+};
 use oncebox::store::{Basis, Claimed};
 
 use super::kit::*;
@@ -228,8 +228,7 @@ fn sealing<S: Sql>(world: &World<S>, write: &str, kids: &[&str]) -> World<S> {
     let engine = {
         let kid: Kid = "e1".parse().unwrap();
         let secret = [9_u8; 32];
-        engine
-            .sealer(oncebox::runtime::operation::Sealer::encrypting(&kid, [(kid.clone(), secret.as_slice())]).unwrap())
+        engine.sealer(oncebox::operation::Sealer::encrypting(&kid, [(kid.clone(), secret.as_slice())]).unwrap())
     };
     World { engine: engine.build(), ..world.clone() }
 }

@@ -8,10 +8,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::future::BoxFuture;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
-use oncebox::policy::operation::{
-    Code, FingerprintWriter, IdempotentCommand, Identity, Key, KeyFormat, Keyring, Mode, Outcome, Record, Route, Scope,
+use oncebox::operation::{
+    Answered, Code, EffectTx, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Identity, Key, KeyFormat,
+    KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope,
 };
-use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Engine, KeyGiven, Problem, Registered, Reply};
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;

@@ -7,8 +7,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
-use oncebox::policy::operation::{Code, Mode, Outcome, Record, Route, State as Remembered};
-use oncebox::runtime::operation::{Endpoint, Reconciled};
+use oncebox::operation::{Code, Endpoint, Mode, Outcome, Reconciled, Record, Route, State as Remembered};
 use oncebox::store::{ActContext, Basis, Claimed, Fenced, KeyChange, KeyClaim};
 
 use super::kit::*;

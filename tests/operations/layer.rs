@@ -11,9 +11,9 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post as route_post};
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, Idempotent, OutcomeTag};
-use oncebox::policy::operation::route::{Effects, Requirement};
-use oncebox::policy::operation::{Code, Fingerprinter, Mode, Outcome, Route, State as Remembered};
-use oncebox::runtime::operation::{Endpoint, Reconciled, Reply};
+use oncebox::operation::{
+    Code, Effects, Endpoint, Fingerprinter, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
+};
 use oncebox::store::{Basis, Bridged, Claimed, KeyClaim};
 use serde::Deserialize;
 
@@ -210,13 +210,13 @@ async fn o10_the_engines_timeout_answers_409_and_does_not_end_the_handler<S: Sql
 /// A claim of a process that died after it, whatever its handler did.
 pub(crate) async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
     let fingerprinter =
-        Fingerprinter::new("put".parse().unwrap(), 1..=1, None, oncebox::policy::operation::Keyring::plain()).unwrap();
+        Fingerprinter::new("put".parse().unwrap(), 1..=1, None, oncebox::operation::Keyring::plain()).unwrap();
     let path = vec![("@method".to_owned(), "POST".to_owned()), ("@path".to_owned(), "/put".to_owned())];
-    let command = oncebox::policy::operation::raw::RawCommand::new(path, vec![]);
+    let command = oncebox::operation::RawCommand::new(path, vec![]);
     let command = command.body("application/json", body.as_bytes()).unwrap();
     let claim = KeyClaim {
         identity: identity("t1", K1),
-        principal: scope("t1", "p1").mark(&oncebox::policy::operation::Keyring::plain()),
+        principal: scope("t1", "p1").mark(&oncebox::operation::Keyring::plain()),
         fingerprint: fingerprinter.write(&command),
         mode,
         operation_id: uuid::Uuid::now_v7(),

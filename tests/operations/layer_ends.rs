@@ -8,9 +8,7 @@ use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::policy::operation::route::Effects;
-use oncebox::policy::operation::{Code, Route, State};
-use oncebox::runtime::operation::{Asking, Ended, Endpoint, Engine, Kept, Reply};
+use oncebox::operation::{Asking, Code, Effects, Ended, Endpoint, Engine, Kept, Reply, Route, State};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Fenced, Keys};
 

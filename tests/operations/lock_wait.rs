@@ -1,8 +1,7 @@
 //! What a claim does to the lock wait of its connection, which statements of handlers were promised
 //! (O17). On MariaDB; what is sent to MySQL is the same.
 
-use oncebox::policy::operation::{Code, Outcome};
-use oncebox::runtime::operation::{EffectTx, Reply};
+use oncebox::operation::{Code, EffectTx, Outcome, Reply};
 use oncebox::sqlx::query_scalar;
 use oncebox::store::mysql::MySqlStore;
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::HandlerError;
-use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
-use oncebox::runtime::operation::{
-    Answered, Asking, EdgeAnswer, EffectTx, Ended, Endpoint, Engine, Kept, Registered, Reply,
+use oncebox::operation::{
+    Answered, Asking, Code, EdgeAnswer, EffectTx, Ended, Endpoint, Engine, Kept, Mode, Outcome, Registered, Reply,
+    Route, State,
 };
 use oncebox::store::{Basis, Claimed, Fenced, Keys, StoreOptions};
 use tokio::sync::Barrier;
@@ -132,7 +132,7 @@ async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(
 async fn guarded<S: Sql>(world: &World<S>, endpoint: &Registered, text: &'static str) -> EdgeAnswer<()> {
     let asking = Asking { scope: Some(scope("t1", "p1")), key: key(K1), command: Arc::new(put(text)) };
     let store = world.store.clone();
-    let run = move |guard: Option<oncebox::runtime::operation::Guard<S>>| async move {
+    let run = move |guard: Option<oncebox::operation::Guard<S>>| async move {
         let tx = store.tx(&format!("insert into effect (text) values ('{text}')")).await;
         let reply = guard.unwrap().commit(tx, Reply::new(201)).await.unwrap_or_else(|error| {
             // What the layer makes of it is its own; this is what the handler said.

@@ -4,10 +4,9 @@
 use std::time::Duration;
 
 use oncebox::HandlerError;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::WhileRunning;
-use oncebox::policy::operation::{Code, Key, KeyFormat, Mode, Outcome, Route};
-use oncebox::runtime::operation::{EffectTx, Endpoint, Engine, Reply};
+use oncebox::operation::{
+    Code, EffectTx, Endpoint, Engine, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
+};
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Basis, Claimed, Keys};

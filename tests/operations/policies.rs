@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use oncebox::HandlerError;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::{AfterExpiry, Replay, Requirement};
-use oncebox::policy::operation::versions::unreadable;
-use oncebox::policy::operation::{Code, KeyFormat, Mode, Outcome, Route, Scope, State};
-use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Keep, KeyGiven, Registered, Reply};
+use oncebox::adapter::operation::versions::unreadable;
+use oncebox::operation::{
+    AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
+    Replay, Reply, Requirement, Retention, Route, Scope, State,
+};
 
 use super::kit::*;
 
@@ -255,7 +255,7 @@ async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(worl
 // Shown by: comparing with what would be written today; writing the newest version where nobody
 // asked for it.
 async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(world: World<S>) {
-    use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand};
+    use oncebox::operation::{FingerprintWriter, IdempotentCommand};
     struct Newer(Put);
     impl IdempotentCommand for Newer {
         const OPERATION: &'static str = "put";

@@ -4,9 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{Code, Route, State};
-use oncebox::runtime::operation::{Endpoint, Engine};
+use oncebox::operation::{Code, Endpoint, Engine, Retention, Route, State};
 
 use super::faulty::{Faults, Faulty};
 use super::kit::*;

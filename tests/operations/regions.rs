@@ -1,7 +1,7 @@
 //! Another region: two services, each with a database of its own, and a home region for each scope
 //! (M106, M117).
 
-use oncebox::policy::operation::Code;
+use oncebox::operation::Code;
 
 use super::kit::*;
 use super::service::{Service, count, messages, payment};

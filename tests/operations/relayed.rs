@@ -15,13 +15,12 @@ use oncebox::broker::Broker;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::message::Arrived;
 use oncebox::observe::Health;
-use oncebox::policy::operation::Code;
-use oncebox::runtime::{Consumer, ConsumerOptions};
+use oncebox::operation::Code;
 use oncebox::store::StoreOptions;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::{HandlerError, HandlerTx, Handlers, Message, MessageHandler, NewMessage};
+use oncebox::{Consumer, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message, MessageHandler, NewMessage};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 

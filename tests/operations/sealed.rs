@@ -1,8 +1,7 @@
 //! Answers that are encrypted: unreadable in the database, opened for their own request only, and
 //! read beside a new key (M67, HTTP section 11).
 
-use oncebox::policy::operation::{Code, Kid};
-use oncebox::runtime::operation::{Engine, Sealer};
+use oncebox::operation::{Code, Engine, Kid, Sealer};
 
 use super::kept::{Answers, ask, holds, stored};
 use super::kit::*;

@@ -4,10 +4,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::record::Tombstone;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::sqlx::{self, Connection};
+use oncebox::operation::{Code, Retention, Tombstone};
+use oncebox::sqlx;
+use oncebox::sqlx::Connection;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{ActContext, Answer, AnswerBody, Base, KeyOperator, Outcome, Phases, Resolution, StoreOptions};
 use tokio::sync::Barrier;

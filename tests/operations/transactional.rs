@@ -6,9 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::message::TraceContext;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
-use oncebox::runtime::operation::{Answered, EffectTx, Reply};
+use oncebox::operation::{Answered, Code, EffectTx, Mode, Outcome, Reply, Retention, Route, State};
 use oncebox::store::{Basis, Begun, KeyClaim, OperationTx, Proof};
 use oncebox::{HandlerError, NewMessage};
 
@@ -515,7 +513,7 @@ async fn o29_unkept_outcomes_leave_no_row<S: Sql>(world: World<S>) {
 // Shown by: waiting on a connection; executing when the wait ends without reading again (pitfall
 // 13).
 async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
-    use oncebox::policy::operation::route::WhileRunning;
+    use oncebox::operation::WhileRunning;
     let route = Route { while_running: WhileRunning::Wait, wait_max: SOON, ..same_tx() };
     let (endpoint, other) = (world.protect(route.clone()), world.another_process());
     let there = other.protect(route);
@@ -534,7 +532,7 @@ async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
 
 // Shown by: counting what a wait asks in between as rounds (2 s, whatever the route says).
 async fn m43_a_wait_for_another_process_lasts_as_long_as_the_route_says<S: Sql>(world: World<S>) {
-    use oncebox::policy::operation::route::WhileRunning;
+    use oncebox::operation::WhileRunning;
     let wait_max = Duration::from_secs(4);
     let route = Route { while_running: WhileRunning::Wait, wait_max, ..same_tx() };
     let (endpoint, other) = (world.protect(route.clone()), world.another_process());
@@ -552,7 +550,7 @@ async fn m43_a_wait_for_another_process_lasts_as_long_as_the_route_says<S: Sql>(
 
 // Shown by: no bound: nobody is answered while it runs.
 async fn m43_m120_so_many_wait_for_one_key_and_the_others_are_told_at_once<S: Sql>(world: World<S>) {
-    use oncebox::policy::operation::route::WhileRunning;
+    use oncebox::operation::WhileRunning;
     let route = Route { while_running: WhileRunning::Wait, wait_max: SOON * 3, waiters_max: 2, ..same_tx() };
     let endpoint = world.protect(route);
     for key in [K1, K2] {

@@ -3,14 +3,11 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::provider::Answer;
-use oncebox::policy::operation::{Code, Key, Scope};
-use oncebox::runtime::operation::phased::{
+use oncebox::operation::phased::{
     Effect, First, FirstPhase, Flow, Phase, PhasedEngine, Settled, SettledPhase, Settlement, Settlements, Undo,
 };
-use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Reply};
+use oncebox::operation::provider::Answer;
+use oncebox::operation::{Answered, Code, Endpoint, Engine, Key, KeyFormat, KeyGiven, Reply, Scope, Stage};
 use oncebox::store::StoredOperation;
 use oncebox::{HandlerError, NewMessage, async_trait};
 

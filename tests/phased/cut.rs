@@ -4,8 +4,7 @@
 
 use std::sync::atomic::Ordering;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::flow::Stage;
+use oncebox::operation::{Code, Stage};
 use oncebox::store::StoreOptions;
 
 use crate::flow::{KEY, Plan, Service, code};

@@ -4,10 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::{Answer, Strategy};
-use oncebox::runtime::operation::Answered;
+use oncebox::operation::provider::{Answer, Strategy};
+use oncebox::operation::{Answered, Code, Stage};
 use oncebox::sqlx;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, NewEvidence, Phases, Sealed};

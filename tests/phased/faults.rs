@@ -4,9 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::flow::Stage;
-use oncebox::runtime::operation::Answered;
+use oncebox::operation::{Answered, Code, Stage};
 use oncebox::store::{ActContext, Resolution};
 
 use crate::cards::Cards;

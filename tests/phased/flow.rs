@@ -5,16 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::provider::{Strategy, Window};
-use oncebox::policy::operation::record::Mode;
-use oncebox::policy::operation::route::{AfterExpiry, WhileRunning};
-use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Key, Keyring, Route, Scope};
-use oncebox::runtime::operation::phased::{
+use oncebox::operation::phased::{
     DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare,
     Provider, Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
-use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply, Sealer};
+use oncebox::operation::provider::{Strategy, Window};
+use oncebox::operation::{
+    AfterExpiry, Answered, Code, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven,
+    Keyring, Mode, Registered, Reply, Route, Scope, Sealer, WhileRunning,
+};
 use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
 use serde::{Deserialize, Serialize};
@@ -60,19 +59,19 @@ impl IdempotentCommand for Charge {
 pub(crate) trait Adapter: Provider + Clone {
     fn intent(
         effect: &Effect<Self>,
-        phase: &oncebox::runtime::operation::phased::Context,
+        phase: &oncebox::operation::phased::Context,
         amount: i64,
         reference: &str,
-    ) -> Result<oncebox::runtime::operation::phased::Intent, HandlerError>;
+    ) -> Result<oncebox::operation::phased::Intent, HandlerError>;
 }
 
 impl Adapter for Scripted {
     fn intent(
         effect: &Effect<Self>,
-        context: &oncebox::runtime::operation::phased::Context,
+        context: &oncebox::operation::phased::Context,
         amount: i64,
         _: &str,
-    ) -> Result<oncebox::runtime::operation::phased::Intent, HandlerError>
+    ) -> Result<oncebox::operation::phased::Intent, HandlerError>
     where
         Self: Prepare<i64>,
     {
@@ -98,17 +97,11 @@ impl Provider for Shared {
         self.0.timeout()
     }
 
-    async fn send(
-        &self,
-        call: &oncebox::runtime::operation::phased::Call<'_>,
-    ) -> oncebox::runtime::operation::phased::Sent {
+    async fn send(&self, call: &oncebox::operation::phased::Call<'_>) -> oncebox::operation::phased::Sent {
         self.0.send(call).await
     }
 
-    async fn query(
-        &self,
-        call: &oncebox::runtime::operation::phased::Call<'_>,
-    ) -> oncebox::runtime::operation::phased::Asked {
+    async fn query(&self, call: &oncebox::operation::phased::Call<'_>) -> oncebox::operation::phased::Asked {
         self.0.query(call).await
     }
 }
@@ -117,7 +110,7 @@ impl Prepare<CardCharge> for Shared {
     fn prepare(
         &self,
         request: &CardCharge,
-        key: &oncebox::runtime::operation::phased::ProviderKey,
+        key: &oncebox::operation::phased::ProviderKey,
     ) -> Result<Vec<u8>, HandlerError> {
         self.0.prepare(request, key)
     }
@@ -126,10 +119,10 @@ impl Prepare<CardCharge> for Shared {
 impl Adapter for Shared {
     fn intent(
         effect: &Effect<Self>,
-        context: &oncebox::runtime::operation::phased::Context,
+        context: &oncebox::operation::phased::Context,
         amount: i64,
         reference: &str,
-    ) -> Result<oncebox::runtime::operation::phased::Intent, HandlerError> {
+    ) -> Result<oncebox::operation::phased::Intent, HandlerError> {
         let request = CardCharge { amount_minor: amount, currency: "EUR".to_owned(), reference: reference.to_owned() };
         effect.intend(context, &request)
     }

@@ -5,11 +5,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::Answer;
-use oncebox::policy::operation::route::WhileRunning;
-use oncebox::policy::operation::{Code, Key, KeyFormat, Keyring, Kid, Scope};
-use oncebox::runtime::operation::{Answered, KeyGiven, Problem, Sealer};
+use oncebox::operation::provider::Answer;
+use oncebox::operation::{
+    Answered, Code, Key, KeyFormat, KeyGiven, Keyring, Kid, Problem, Scope, Sealer, Stage, WhileRunning,
+};
 use tokio::sync::Notify;
 
 use crate::flow::{Charge, KEY, Plan, Service, code};

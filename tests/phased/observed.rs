@@ -4,10 +4,8 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::Answer;
-use oncebox::policy::operation::{Code, Key, KeyFormat};
-use oncebox::runtime::operation::Answered;
+use oncebox::operation::provider::Answer;
+use oncebox::operation::{Answered, Code, Key, KeyFormat, Stage};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
 

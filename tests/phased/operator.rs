@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::{Answer, Strategy};
+use oncebox::operation::provider::{Answer, Strategy};
+use oncebox::operation::{Code, Stage};
 use oncebox::store::ActContext;
 
 use crate::flow::{KEY, Plan, Service, code};

@@ -3,8 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::Code;
-use oncebox::runtime::operation::Answered;
+use oncebox::operation::{Answered, Code};
 
 use crate::flow::{KEY, Plan, Service};
 use crate::scripted::{Scripted, done};

@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::Answer;
-use oncebox::runtime::operation::Answered;
+use oncebox::operation::provider::Answer;
+use oncebox::operation::{Answered, Code, Stage};
 use oncebox::store::Taken;
 
 use crate::faults::adapter;

@@ -2,14 +2,12 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::provider::{Strategy, Window};
-use oncebox::policy::operation::record::Mode;
-use oncebox::policy::operation::{Route, provider::WindowError};
-use oncebox::runtime::operation::phased::{
+use oncebox::operation::phased::{
     Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, PhasedEngineError, Settled, SettledPhase,
     SettledPoint, Settlements,
 };
-use oncebox::runtime::operation::{Endpoint, Engine, Reply};
+use oncebox::operation::provider::{Strategy, Window, WindowError};
+use oncebox::operation::{Endpoint, Engine, Mode, Reply, Route};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::{HandlerError, async_trait};
 use uuid::Uuid;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
-use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer};
-use oncebox::runtime::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};
 
 /// What a call does.

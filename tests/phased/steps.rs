@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy, Window};
-use oncebox::policy::operation::{Code, Kid};
-use oncebox::runtime::operation::{Answered, Sealer};
+use oncebox::operation::provider::{Answer, Matches, QueryAnswer, Strategy, Window};
+use oncebox::operation::{Answered, Code, Kid, Sealer, Stage};
 use oncebox::store::{NewEvidence, Sealed};
 use tokio::sync::Notify;
 use uuid::Uuid;

@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::policy::operation::Code;
-use oncebox::policy::operation::flow::Stage;
-use oncebox::runtime::operation::Answered;
+use oncebox::operation::{Answered, Code, Stage};
 
 use crate::flow::{Clash, KEY, Plan, Service};
 use crate::scripted::{Scripted, done};

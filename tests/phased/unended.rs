@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::policy::operation::flow::Stage;
+use oncebox::operation::Stage;
 use oncebox::store::{StoreOptions, StoredOperation};
 
 use crate::cut::behind_a_network;

@@ -1,8 +1,8 @@
 //! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need,
 //! not all of them.
 
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::operation::State;
+use oncebox::adapter::db_time::DbTime;
+use oncebox::operation::State;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::{Base, DeadFilter, DeadState, Inbox, KeyFilter, KeyOperator, Keys, Operator, StoreOptions};
 use sqlx::AssertSqlSafe;

@@ -3,11 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::record::Tombstone;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope, State};
+use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage, State, Tombstone};
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim,
     KeyFilter, KeyOperator, Keys, NewOperation, Operator, Outcome, Phases, Sealed,

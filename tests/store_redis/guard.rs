@@ -4,11 +4,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use oncebox::StoreError;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::{Durability, Effects, RouteError};
-use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Route, Scope, State};
-use oncebox::runtime::operation::{Endpoint, EndpointError, Engine};
+use oncebox::operation::{
+    Durability, Effects, Endpoint, EndpointError, Engine, Identity, Key, KeyFormat, Keyring, Mode, Retention, Route,
+    RouteError, Scope, State,
+};
 use oncebox::store::redis::{RedisKeys, RedisOptions};
 use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
 use oncebox_testkit::store::KeysFixture;

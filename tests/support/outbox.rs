@@ -3,17 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::NewMessage;
 use oncebox::broker::Broker;
 use oncebox::observe::Health;
-use oncebox::runtime::relay::RelayError;
-use oncebox::runtime::{Relay, RelayEnd, RelayOptions};
-use oncebox::store::Outbox as _;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
-    ActContext, Base, DeadFilter, Diversion, Enqueue, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Schema,
-    Status, StoreOptions,
+    ActContext, Base, DeadFilter, Diversion, Enqueue, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct,
+    Outbox as _, Schema, Status, StoreOptions,
 };
+use oncebox::{NewMessage, Relay, RelayEnd, RelayError, RelayOptions};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 

@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::delivery::Delivery;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::{IdempotentCommand, Key, Scope};
-use oncebox::runtime::operation::phased::webhook::delivery;
-use oncebox::runtime::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
-use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered};
+use oncebox::operation::phased::webhook::delivery;
+use oncebox::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
+use oncebox::operation::{
+    Answered, Delivery, Endpoint, Engine, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered, Scope,
+};
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Phases, Schema, StoreOptions};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use oncebox::app::AppError;
-use oncebox::policy::operation::retention::Retention;
+use oncebox::operation::Retention;
 use oncebox::store::{Answer, AnswerBody, KeptBody};
 
 /// What is replayed to whoever repeats the request.

@@ -8,12 +8,12 @@ use clap::Args;
 
 use super::act::refused;
 use super::common::{CommonArgs, Output, table};
+use oncebox::adapter::operation::versions::{Announced, Versions, unreadable};
 use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};
 use oncebox::error::redact;
-use oncebox::policy::operation::OperationName;
-use oncebox::policy::operation::versions::{Announced, Versions, unreadable};
+use oncebox::operation::OperationName;
 use oncebox::store::{ActContext, Finding, SchemaState, Severity, Store};
 
 /// What counts as stuck, and what `doctor` does beside looking.

@@ -10,12 +10,11 @@ use serde_json::{Value, json};
 use super::act::{Act, refused, to_json};
 use super::answer::AnswerArgs;
 use super::common::{CommonArgs, Output, table};
+use oncebox::adapter::db_time::DbTime;
+use oncebox::adapter::hex::hex;
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema, say};
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::hex::hex;
-use oncebox::policy::operation::record::StoredBody;
-use oncebox::policy::operation::{Identity, OperationName, Record, State};
+use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
 use oncebox::store::{KeyChange, KeyFilter, Look, Outcome, Store};
 
 /// How many digits of a hash are shown.

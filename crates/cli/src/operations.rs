@@ -14,7 +14,7 @@ use super::common::{CommonArgs, Output, table};
 use super::keys::moment;
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema, say};
-use oncebox::policy::operation::flow::Stage;
+use oncebox::operation::Stage;
 use oncebox::store::{FoundOperations, OperationFilter, Outcome, Resolution, Sealed, Store, StoredOperation};
 
 /// What to do with operations in phases.

@@ -8,7 +8,7 @@ use super::common::CommonArgs;
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, listen, require_schema, stop_on_signals};
 use oncebox::observe::Health;
-use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
+use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::Store;
 
 /// Sends the e-mails that handlers have queued: to `.eml` files, or by SMTP where

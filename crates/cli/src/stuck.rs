@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
+use oncebox::SqlHandler;
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
-use oncebox::runtime::SqlHandler;
 use oncebox::store::{DeadFilter, DeadMessage, DeadState, Finding, Status, Store};
 
 /// How long the database may look at a statement of a handler. One on a table that is locked waits

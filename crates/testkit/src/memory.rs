@@ -35,10 +35,10 @@ pub use self::faults::{Fault, Faults};
 use self::publisher::MemoryPublisher;
 use self::state::{Record, Shared};
 use self::subscriber::MemorySubscriber;
+use oncebox::TopicRetention;
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
-use oncebox::policy::horizon::TopicRetention;
 
 /// A broker in memory. A clone is a handle to the same broker.
 #[derive(Debug, Clone)]

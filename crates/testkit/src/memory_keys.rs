@@ -14,13 +14,12 @@ use uuid::Uuid;
 
 use crate::store::KeysFixture;
 use oncebox::adapter::Columns;
+use oncebox::adapter::db_time::DbTime;
+use oncebox::adapter::lease::Lease;
 use oncebox::error::StoreError;
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::lease::Lease;
-use oncebox::policy::operation::record::{StoredAnswer, StoredBody, Tombstone};
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::Durability;
-use oncebox::policy::operation::{Identity, Mode, OperationName, Record, State};
+use oncebox::operation::{
+    Durability, Identity, Mode, OperationName, Record, Retention, State, StoredAnswer, StoredBody, Tombstone,
+};
 use oncebox::store::{
     Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome,
     Owned, StoredEvidence,

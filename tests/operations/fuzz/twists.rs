@@ -1,6 +1,6 @@
 //! What is done to a good request, and what must come of it.
 
-use oncebox::policy::operation::{Code, Key, KeyFormat};
+use oncebox::operation::{Code, Key, KeyFormat};
 use serde_json::{Value, json};
 
 use super::document::{Operation, Sampler};

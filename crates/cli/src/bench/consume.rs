@@ -24,7 +24,7 @@ use oncebox::broker::{Event, Subscription};
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::observe::Health;
-use oncebox::runtime::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler};
+use oncebox::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler};
 
 /// One transaction a message gets this share of the messages.
 const SLOW_SHARE: usize = 4;

@@ -22,8 +22,10 @@ use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
-use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Key, KeyFormat, Mode, Outcome, Route, Scope};
-use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply};
+use oncebox::operation::{
+    Answered, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven, Mode, Outcome,
+    Registered, Reply, Route, Scope,
+};
 
 /// How many clients send requests at the same time.
 pub(super) const CLIENTS: usize = 16;

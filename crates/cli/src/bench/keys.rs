@@ -15,8 +15,7 @@ use super::figure::Figure;
 use super::yard::Yard;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{Fingerprint, Identity, Key, KeyFormat, Mode, OperationName, PrincipalMark, Scope};
+use oncebox::operation::{Fingerprint, Identity, Key, KeyFormat, Mode, OperationName, PrincipalMark, Retention, Scope};
 use oncebox::store::{Basis, Claimed, KeyClaim};
 
 /// The operation whose keys are stored and purged.

@@ -19,10 +19,9 @@ use super::watched::Watched;
 use super::work::{KIND, Maker};
 use super::yard::{ACCOUNTS, Yard};
 use crate::progress::Rounds;
-use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::runtime::{Consumer, ConsumerOptions, Handlers, Relay, RelayOptions};
+use oncebox::{Consumer, ConsumerOptions, Handlers, Relay, RelayOptions, StoreError};
 
 /// Transactions that the writer commits per second.
 const RATE: u32 = 200;

@@ -18,7 +18,7 @@ use super::yard::Yard;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::runtime::{Relay, RelayOptions};
+use oncebox::{Relay, RelayOptions};
 
 /// The loop a first version has gets this share of the rows.
 const SLOW_SHARE: usize = 50;

@@ -27,8 +27,7 @@ use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedOperation};
-use oncebox::policy::operation::{Mode, Outcome, Route, Scope};
-use oncebox::runtime::operation::{Endpoint, Engine, Reply};
+use oncebox::operation::{Endpoint, Engine, Mode, Outcome, Reply, Route, Scope};
 
 impl JsonCommand for Pay {}
 

@@ -12,13 +12,13 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::usage::cpu_time;
+use oncebox::adapter::position::Position;
 use oncebox::app::AnyBroker;
 use oncebox::broker::{
     Begun, Broker, BrokerFinding, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState,
 };
 use oncebox::error::BrokerError;
 use oncebox::message::{Arrived, OutgoingMessage};
-use oncebox::policy::position::Position;
 
 /// A moment, by the clock on the wall and by the CPU time of this process.
 #[derive(Debug, Clone, Copy)]

@@ -15,8 +15,8 @@ use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_wi
 use oncebox::error::HandlerError;
 use oncebox::message::{Message, NewMessage};
 use oncebox::observe::Health;
-use oncebox::runtime::{HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec};
 use oncebox::store::{NewEmail, SqlValue, Store, split_named};
+use oncebox::{HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec};
 
 /// A process of the demo.
 #[derive(Debug, Clone, Subcommand)]

@@ -3,10 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope};
+use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claimed, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence,

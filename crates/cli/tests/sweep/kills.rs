@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use oncebox::policy::operation::Code;
+use oncebox::operation::Code;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
 use serde_json::{Value, json};

@@ -11,9 +11,9 @@ use uuid::Uuid;
 
 use super::Fixture;
 use super::harness::{Case, assert_exactly, assert_order, number, numbers, row, rows};
+use oncebox::adapter::position::{Break, Position};
 use oncebox::broker::{Broker, Delivery, Event, PartitionId, Subscription};
 use oncebox::message::OutgoingMessage;
-use oncebox::policy::position::{Break, Position};
 
 /// After so long without an event, a case takes it that nothing comes.
 const QUIET: Duration = Duration::from_millis(700);

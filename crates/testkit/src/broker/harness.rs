@@ -10,11 +10,11 @@ use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use super::{Capabilities, Fixture};
+use oncebox::adapter::position::Position;
 use oncebox::broker::{
     Begun, Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription, TopicState,
 };
 use oncebox::message::{Arrived, OutgoingMessage};
-use oncebox::policy::position::Position;
 
 /// A running case, with its broker.
 pub(super) struct Case<'f> {

@@ -8,9 +8,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::state::Shared;
+use oncebox::TopicRetention;
 use oncebox::error::BrokerError;
 use oncebox::message::OutgoingMessage;
-use oncebox::policy::horizon::TopicRetention;
 
 /// What happens to a row that the fault applies to.
 #[derive(Debug, Clone, PartialEq, Eq)]

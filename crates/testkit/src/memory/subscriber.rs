@@ -15,9 +15,9 @@ use tokio::time::Instant;
 
 use super::groups::Place;
 use super::state::{Shared, State};
+use oncebox::adapter::position::{Found, Position, start};
 use oncebox::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
 use oncebox::error::BrokerError;
-use oncebox::policy::position::{Found, Position, start};
 
 /// Most rows of one batch.
 const BATCH_ROWS: usize = 100;

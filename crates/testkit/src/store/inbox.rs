@@ -11,9 +11,9 @@ use super::trial::{
     read_rows, spec,
 };
 use super::{Connection, Fixture, Trial};
+use oncebox::adapter::position::Position;
 use oncebox::error::StoreError;
 use oncebox::message::{MessageId, identity};
-use oncebox::policy::position::Position;
 use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, ParkAs, Proof};
 
 /// Registered once; another id rule only by the operator's word (R31).

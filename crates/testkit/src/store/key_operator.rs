@@ -12,13 +12,11 @@ use super::phases::{
 use super::trial::eventually;
 use super::{Fixture, KeysFixture, Trial};
 use oncebox::StoreError;
+use oncebox::adapter::db_time::DbTime;
 use oncebox::adapter::nothing_stands;
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::provider::{Evidence, Proof as ProviderProof, Settled, Verdict};
-use oncebox::policy::operation::versions::{Announced, Versions};
-use oncebox::policy::operation::{Identity, Key, Kid, Mode, Record, Scope, State};
+use oncebox::adapter::operation::versions::{Announced, Versions};
+use oncebox::operation::provider::{Evidence, Proof as ProviderProof, Settled, Verdict};
+use oncebox::operation::{Identity, Key, KeyFormat, Kid, Mode, Record, Scope, Stage, State};
 use oncebox::store::{
     ActContext, Base, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
     NewIntent, OperationFilter, Outcome, Phases, Resolution, Taken,

@@ -11,11 +11,10 @@ pub use super::keys_machine::{
 };
 use super::trial::eventually;
 use oncebox::error::StoreError;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::record::{Resource, StoredBody, Tombstone};
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::Durability;
-use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Record, Scope, State};
+use oncebox::operation::{
+    Durability, Identity, Key, KeyFormat, Keyring, Mode, Record, Resource, Retention, Scope, State, StoredBody,
+    Tombstone,
+};
 use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
 
 /// A lease that no case outlives.

@@ -6,11 +6,9 @@ use std::time::Duration;
 use super::KeysFixture;
 use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, answer, claim, completed, over, record, take};
 use super::trial::eventually;
-use oncebox::policy::horizon::Bounds;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::machine::{Event, allowed};
-use oncebox::policy::operation::retention::KeyAge;
-use oncebox::policy::operation::{Identity, Key, Mode, Scope, State};
+use oncebox::adapter::horizon::Bounds;
+use oncebox::adapter::operation::machine::{Event, allowed};
+use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Scope, State};
 use oncebox::store::{Basis, Fenced, KeyClaim, Keys, Outcome};
 
 /// What a record is before a call.

@@ -10,9 +10,7 @@ use super::keys::{KEPT, answer, completed, record};
 use super::phases::{AT_ONCE, LONG, MOVED, PATIENCE, SHORT, new_operation, observed, outstanding, run_ended, stored};
 use super::trial::eventually;
 use super::{Fixture, Trial};
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{OperationName, State};
+use oncebox::operation::{OperationName, Retention, Stage, State};
 use oncebox::store::{
     Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Outcome, Phases, Taken,
 };

@@ -5,8 +5,7 @@ use super::keys::{KEPT, SHORT, claim, completed, record, take};
 use super::phases::run_ended;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
-use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::{Mode, State};
+use oncebox::operation::{Mode, Retention, State};
 use oncebox::store::{
     Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, Outcome,
 };

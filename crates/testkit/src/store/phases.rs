@@ -9,8 +9,7 @@ use super::keys::{KEPT, answer, claim, completed, identity, record};
 use super::transactional::still_works;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
-use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::{Mode, State};
+use oncebox::operation::{Mode, Stage, State};
 use oncebox::store::{
     Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, NewEvidence, NewIntent, NewOperation,
     Outcome, PhaseTx, Phases, Proof, Sealed, StoredOperation, Taken,
@@ -138,7 +137,7 @@ pub(super) async fn taken<F: Fixture>(trial: &Trial<F>, operation_id: Uuid) -> (
 
 /// A read of the clock apart, which every look has.
 fn apart(operation: StoredOperation) -> StoredOperation {
-    StoredOperation { now: oncebox::policy::db_time::DbTime::from_micros(0), ..operation }
+    StoredOperation { now: oncebox::adapter::db_time::DbTime::from_micros(0), ..operation }
 }
 
 /// Nothing of it is there before the commit, all of it after; a duplicate is refused meanwhile.

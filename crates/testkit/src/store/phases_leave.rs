@@ -9,8 +9,7 @@ use super::keys::record;
 use super::phases::{AT_ONCE, LONG, new_operation, observed, outstanding, stored, taken};
 use super::trial::eventually;
 use super::{Fixture, Trial};
-use oncebox::policy::operation::State;
-use oncebox::policy::operation::flow::Stage;
+use oncebox::operation::{Stage, State};
 use oncebox::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
 
 /// It is set aside with the column, and keeps nobody from the others; neither does a record that is

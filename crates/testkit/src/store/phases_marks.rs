@@ -10,7 +10,7 @@ use super::keys::{KEPT, completed};
 use super::phases::{LONG, MOVED, PATIENCE, SHORT, local, new_operation, step, stored, taken};
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
-use oncebox::policy::operation::flow::Stage;
+use oncebox::operation::Stage;
 use oncebox::store::{Driven, Fenced, KeyOperator, PhaseTx, Phases, Proof, Run};
 
 type Tx = Box<dyn PhaseTx>;

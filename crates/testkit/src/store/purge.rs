@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::trial::{arrived, due, entry, parked};
 use super::{Fixture, Trial};
+use oncebox::adapter::db_time::DbTime;
+use oncebox::adapter::horizon::{Age, Verdict, judge};
 use oncebox::adapter::time_in_id;
 use oncebox::message::{MessageId, identity};
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::horizon::{Age, Verdict, judge};
 use oncebox::store::{ConsumerId, Inbox, InboxEntry, ParkAs};
 
 /// A timed id of so many seconds from now, by the clock of the database.

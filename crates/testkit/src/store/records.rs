@@ -8,11 +8,9 @@ use uuid::Uuid;
 
 use super::keys::{answer, claim, completed, record};
 use super::{Fixture, Trial};
-use oncebox::policy::horizon::Bounds;
-use oncebox::policy::operation::key::KeyFormat;
-use oncebox::policy::operation::machine::{Event, allowed};
-use oncebox::policy::operation::retention::{KeyAge, Retention};
-use oncebox::policy::operation::{Identity, Key, Mode, Record, Scope, State};
+use oncebox::adapter::horizon::Bounds;
+use oncebox::adapter::operation::machine::{Event, allowed};
+use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Record, Retention, Scope, State};
 use oncebox::store::{
     ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Outcome,
     Owned, Proof,

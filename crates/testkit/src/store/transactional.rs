@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::keys::{KEPT, answer, claim, completed, record};
 use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
-use oncebox::policy::operation::doubt;
-use oncebox::policy::operation::{Mode, State};
+use oncebox::adapter::operation::doubt;
+use oncebox::operation::{Mode, State};
 use oncebox::store::{
     Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof,
 };

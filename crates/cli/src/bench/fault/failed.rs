@@ -19,7 +19,7 @@ use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
-use oncebox::runtime::{HandlerTx, MessageHandler};
+use oncebox::{HandlerTx, MessageHandler};
 
 /// The most messages that stand behind the failed one: the database counts no more than twice that.
 const BEHIND_MAX: usize = 5_000;

@@ -23,7 +23,7 @@ use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_wi
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::observe::Health;
-use oncebox::runtime::{HandlerTx, Handlers, MessageHandler};
+use oncebox::{HandlerTx, Handlers, MessageHandler};
 
 /// What it prints once its transactions stay open.
 const HALTED: &str = "halted";

@@ -13,7 +13,7 @@ use crate::bench::yard::Yard;
 use oncebox::app::AppError;
 use oncebox::app::config::{ConsumerSettings, Span};
 use oncebox::observe::Health;
-use oncebox::runtime::{Consumer, ConsumerOptions, Handlers, MessageHandler};
+use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler};
 
 /// How long the broker may keep back what a frozen or killed process had.
 const DELIVERY_MAX: Duration = Duration::from_secs(180);

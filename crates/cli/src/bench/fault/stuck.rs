@@ -19,10 +19,9 @@ use crate::bench::watched::{Notes, Watched};
 use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
 use crate::progress::Rounds;
-use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::runtime::{Relay, RelayOptions};
+use oncebox::{Relay, RelayOptions, StoreError};
 
 /// How long messages may take after the last of them was written. One that is not in the broker
 /// then counts with the time it has waited so far.

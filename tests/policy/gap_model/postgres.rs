@@ -9,8 +9,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use oncebox::policy::diversion::Diverted;
-use oncebox::policy::gaps::{GapSet, Mark};
+use crate::policy::diversion::Diverted;
+use crate::policy::gaps::{GapSet, Mark};
 
 pub(crate) type Topic = &'static str;
 

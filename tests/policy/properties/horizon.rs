@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::horizon::{Age, Bounds, Horizon, Verdict, judge, purge_row};
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::{Age, Bounds, Horizon, Verdict, judge, purge_row};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -104,7 +104,7 @@ impl Inbox {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(1_500))]
+    #![proptest_config(super::cases(1_500))]
 
     /// Shown by: a stated time that was believed without the skew; a purge that judged timed ids by
     /// their receipt alone; a bound that was the row's own time and not above it.

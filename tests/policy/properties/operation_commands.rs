@@ -3,9 +3,9 @@
 
 use std::ops::RangeInclusive;
 
-use oncebox::policy::operation::json::{DEPTH_MAX, JsonFault};
-use oncebox::policy::operation::raw::RawCommand;
-use oncebox::policy::operation::{
+use crate::policy::operation::json::{DEPTH_MAX, JsonFault};
+use crate::policy::operation::raw::RawCommand;
+use crate::policy::operation::{
     Canonical, Comparison, Decimal, Fingerprint, FingerprintWriter, Fingerprinter, Keyring,
 };
 use proptest::prelude::*;
@@ -164,7 +164,7 @@ fn leaves<'v>(value: &'v mut Value, found: &mut Vec<&'v mut Value>) {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(3_000))]
+    #![proptest_config(super::cases(3_000))]
 
     /// Shown by: not sorting members.
     #[test]
@@ -296,14 +296,14 @@ impl Process {
         let secret = |kid: &str| [kid.as_bytes()[1]; 32];
         let secrets: Vec<_> = self.kids.iter().map(|kid| (kid.parse().unwrap(), secret(kid))).collect();
         let secrets =
-            secrets.iter().map(|(kid, secret): &(oncebox::policy::operation::Kid, _)| (kid.clone(), secret.as_slice()));
+            secrets.iter().map(|(kid, secret): &(crate::policy::operation::Kid, _)| (kid.clone(), secret.as_slice()));
         let ring = Keyring::new(self.write_kid.parse().unwrap(), secrets).unwrap();
         fingerprinter(self.oldest..=self.newest, self.writes, ring)
     }
 }
 
 proptest! {
-    #![proptest_config(crate::cases(3_000))]
+    #![proptest_config(super::cases(3_000))]
 
     /// Two processes of different ages and secrets: one stores, the other compares. Shown by:
     /// comparing under the version that the reader writes.

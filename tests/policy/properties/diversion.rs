@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use oncebox::policy::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
+use crate::policy::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -152,7 +152,7 @@ impl Shard {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(800))]
+    #![proptest_config(super::cases(800))]
 
     /// Shown by: a key that was free again with its first row that left; one whose held rows did
     /// not count without a dead one; a topic that stayed blocked after its last row had left; rows

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use oncebox::policy::watermark::{Watermark, WatermarkError};
+use crate::policy::watermark::{Watermark, WatermarkError};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -29,7 +29,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(1_000))]
+    #![proptest_config(super::cases(1_000))]
 
     /// Shown by: a mark that moved to the number that was finished; one that moved a single step
     /// with each finish.

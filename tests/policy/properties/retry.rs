@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncebox::policy::retry::{Asked, Death, Decision, RetryPolicy, pause};
+use crate::policy::retry::{Asked, Death, Decision, RetryPolicy, pause};
 use proptest::prelude::*;
 
 fn policy() -> impl Strategy<Value = RetryPolicy> {
@@ -32,7 +32,7 @@ fn wait_of(decision: Decision) -> Duration {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(2_000))]
+    #![proptest_config(super::cases(2_000))]
 
     /// Shown by: one attempt more; waits up to twice the cap; jitter that lengthened; jitter twice
     /// what is set.

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::postgres::Topic;
+use super::postgres::Topic;
 
 /// Messages without a key are each a queue of their own.
 type Queue = (Topic, Result<&'static str, usize>);

@@ -1,8 +1,8 @@
 //! The key header, whatever bytes come (O24): held against a second reading of the rule, written as
 //! plainly as it is put.
 
-use oncebox::policy::operation::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
-use oncebox::policy::operation::{Key, KeyFormat};
+use crate::policy::operation::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
+use crate::policy::operation::{Key, KeyFormat};
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::string::string_regex;
@@ -57,7 +57,7 @@ fn line() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(6_000))]
+    #![proptest_config(super::cases(6_000))]
 
     /// Shown by: trimming line ends too.
     #[test]

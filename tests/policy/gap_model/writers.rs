@@ -1,9 +1,9 @@
 //! The applications: transactions that take an id, lock keys, enqueue, use savepoints, prepare, and
 //! end at any time.
 
-use crate::mutant::Mutant;
-use crate::postgres::{Fate, Message, Postgres, Topic};
-use crate::world::{Settings, World};
+use super::mutant::Mutant;
+use super::postgres::{Fate, Message, Postgres, Topic};
+use super::world::{Settings, World};
 
 #[derive(Debug, Default)]
 pub(crate) struct Writer {

@@ -1,11 +1,11 @@
 //! The cursor that a simulated relay uses: the real one, with the reference beside it that must say
 //! the same, or the reference alone with a rule taken out.
 
-use oncebox::policy::gaps::{ClaimTicket, GapCursor, GapSet, Mark, ReadPlan};
+use crate::policy::gaps::{ClaimTicket, GapCursor, GapSet, Mark, ReadPlan};
 
-use crate::mutant::Mutant;
-use crate::postgres::{Shard, Snapshot};
-use crate::reference::Reference;
+use super::mutant::Mutant;
+use super::postgres::{Shard, Snapshot};
+use super::reference::Reference;
 
 #[derive(Debug)]
 pub(crate) struct Cursor {

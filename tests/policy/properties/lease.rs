@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use oncebox::policy::db_time::DbTime;
-use oncebox::policy::lease::{Fence, Lease};
+use crate::policy::db_time::DbTime;
+use crate::policy::lease::{Fence, Lease};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -29,7 +29,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(3_000))]
+    #![proptest_config(super::cases(3_000))]
 
     /// Shown by: a lease that lasted, after the clock went back, until the clock had caught up.
     #[test]

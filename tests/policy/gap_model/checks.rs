@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::postgres::{Fate, Message};
-use crate::world::World;
+use super::postgres::{Fate, Message};
+use super::world::World;
 
 /// How a history broke the contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

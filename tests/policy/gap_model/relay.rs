@@ -5,13 +5,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use oncebox::policy::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
-use oncebox::policy::gaps::{Mark, ReadPlan};
+use crate::policy::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
+use crate::policy::gaps::{Mark, ReadPlan};
 
-use crate::cursors::{Cursor, Ticket};
-use crate::mutant::Mutant;
-use crate::postgres::{Message, Snapshot, TableRow};
-use crate::world::World;
+use super::cursors::{Cursor, Ticket};
+use super::mutant::Mutant;
+use super::postgres::{Message, Snapshot, TableRow};
+use super::world::World;
 
 const WINDOW: usize = 6;
 const STALE_AGE: u64 = 4;

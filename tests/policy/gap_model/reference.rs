@@ -3,10 +3,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use oncebox::policy::gaps::{GapSet, Mark, Range, ReadPlan};
+use crate::policy::gaps::{GapSet, Mark, Range, ReadPlan};
 
-use crate::mutant::Mutant;
-use crate::postgres::Snapshot;
+use super::mutant::Mutant;
+use super::postgres::Snapshot;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Holders {

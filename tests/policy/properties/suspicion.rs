@@ -1,11 +1,11 @@
 //! Which deliveries are counted before they run, and which run alone, against the words of the rule
 //! (R26).
 
-use oncebox::policy::suspicion::{Facts, Run, Suspicion};
+use crate::policy::suspicion::{Facts, Run, Suspicion};
 use proptest::prelude::*;
 
 proptest! {
-    #![proptest_config(crate::cases(2_000))]
+    #![proptest_config(super::cases(2_000))]
 
     /// Shown by: known deliveries that took from the count; a redelivered one that ran in the
     /// batch; one unknown more than may have been in flight.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use oncebox::policy::isolate::{Isolation, Mode, Verdict};
+use crate::policy::isolate::{Isolation, Mode, Verdict};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ struct Told {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(3_000))]
+    #![proptest_config(super::cases(3_000))]
 
     /// Shown by: ends alone that counted without a probe between them.
     #[test]

@@ -21,8 +21,8 @@ mod relay;
 mod world;
 mod writers;
 
-use crate::mutant::Mutant;
-use crate::world::Stats;
+use self::mutant::Mutant;
+use self::world::Stats;
 
 type Count = (&'static str, fn(&Stats) -> u64);
 

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use oncebox::policy::split::{self, PAUSE_MAX, Part, TransientFault};
+use crate::policy::split::{self, PAUSE_MAX, Part, TransientFault};
 use proptest::prelude::*;
 
 /// What a run of some messages comes to.
@@ -69,7 +69,7 @@ fn covers(whole: &Range<usize>, parts: impl Iterator<Item = Range<usize>>) {
 }
 
 proptest! {
-    #![proptest_config(crate::cases(2_000))]
+    #![proptest_config(super::cases(2_000))]
 
     /// Shown by: a plan without the part after the failing message; one that began with the failing
     /// message; halves that shared a message; a batch that was never halved.

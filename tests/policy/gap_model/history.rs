@@ -1,14 +1,14 @@
 //! One random history: writers, relays, operators, crashes; then everything heals and the relay
 //! must come to an end.
 
-use oncebox::policy::diversion::Diverted;
-use oncebox::policy::gaps::GapSet;
+use crate::policy::diversion::Diverted;
+use crate::policy::gaps::GapSet;
 
-use crate::checks::{Kind, Violation};
-use crate::mutant::Mutant;
-use crate::postgres::Shard;
-use crate::relay::Process;
-use crate::world::{Stats, World};
+use super::checks::{Kind, Violation};
+use super::mutant::Mutant;
+use super::postgres::Shard;
+use super::relay::Process;
+use super::world::{Stats, World};
 
 /// No history needs more rounds to come to an end.
 const DRAIN_ROUNDS: usize = 2_000;
@@ -198,7 +198,7 @@ impl History {
             let same = one.scanned_to == other.scanned_to;
             let joined = same.then(|| one.gaps.iter().chain(other.gaps.iter()).collect::<GapSet>());
             let both = || one.gaps.iter().flat_map(|range| range.from..range.to).filter(|&p| other.gaps.contains(p));
-            let intersection = || both().map(oncebox::policy::gaps::Range::one).collect::<GapSet>();
+            let intersection = || both().map(crate::policy::gaps::Range::one).collect::<GapSet>();
             let mutated = self.world.mutant == Some(Mutant::JoinByIntersection);
             let Some(gaps) = joined.map(|union| if mutated { intersection() } else { union }) else {
                 return;

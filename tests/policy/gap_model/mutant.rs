@@ -4,8 +4,8 @@
 //! They live on the side of the test: in the reference cursor, in the simulated relay, or in the
 //! simulated server.
 
-use crate::checks::Kind;
-use crate::world::Settings;
+use super::checks::Kind;
+use super::world::Settings;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mutant {
