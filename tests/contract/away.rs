@@ -184,9 +184,7 @@ async fn claim<S: Sql>(behind: Behind<S>) {
         seen.lock().unwrap().insert(message.attempt);
         if message.attempt < 3 { fails() } else { Act::Done }
     };
-    // On PostgreSQL it is one statement, prepared and run; on MariaDB a transaction.
-    let (at, others) = if S::NAME == "postgres" { ("", 1) } else { ("COMMIT", 0) };
-    proxy.fail_at("skip locked", at, others, When::BeforeAnswer, Failure::Cut);
+    proxy.fail_at("skip locked", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
     let consumer = through.consumer(unhurried(Failure::Cut), Does(handler));
     direct.deliver_all(&["a1"]);
     // Long before the claim ends.

@@ -2,8 +2,8 @@
 //!
 //! Guarantees:
 //!
-//! * Within a key only the oldest row that orders it is claimed. A claim is one statement by exact
-//!   row that changes it only while it stands as it was read, so a head has one claim at a time.
+//! * Within a key only the oldest row that orders it is claimed, under the lock of its row, so a
+//!   head has one claim at a time. A head that somebody has locked is passed over, not waited for.
 //! * What stands behind has no due time, so that it costs a poll nothing; whoever removes a head
 //!   makes the next one due in the same transaction, and a sweep finds what a race left without.
 //! * Rows change by their number: an update that searches would wait for every open writer (R11).
@@ -23,8 +23,6 @@ use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, Scope, Waiting}
 
 /// Rows that one sweep changes at most.
 const SWEEP_MAX: i64 = 1_000;
-/// How often a head that somebody else was faster at is followed by another one.
-const CLAIM_TRIES: usize = 32;
 
 /// Of a row of a key: it orders the key. On MySQL a row that does not has no lane.
 macro_rules! and_orders {
@@ -81,20 +79,21 @@ macro_rules! update_rows {
     };
 }
 
-/// The head that is due first.
-pub(in crate::store) const DUE_HEAD: &str =
-    concat!("select w.sequence, w.claim, ", message_columns!(), heads!("w.due_at <= {now}"));
+/// The head that is due first; to claim it, of those that nobody has locked. Only heads are locked:
+/// plain order took two messages of a key at once.
+pub(in crate::store) const DUE_HEAD: &str = concat!(
+    "select w.sequence, w.claim, ",
+    message_columns!(),
+    heads!("w.due_at <= {now}"),
+    " {if locks: {lock free}}"
+);
 
 /// In how many microseconds the first head is due.
 pub(in crate::store) const NEXT_DUE: &str =
     concat!("select {micros w.due_at} - {micros {now}}", heads!("w.due_at is not null"));
 
-/// Only while it stands as it was read.
-pub(in crate::store) const CLAIM: &str = update_rows!(
-    "claim = :claim, due_at = {now} + {span :length}",
-    "w.state = 'waiting' and w.due_at <= {now} and w.attempts = :tries \
-     and {if was: w.claim = :was}{if is_free: w.claim is null}"
-);
+pub(in crate::store) const CLAIM: &str =
+    update_rows!("claim = :claim, due_at = {now} + {span :length}", "w.state = 'waiting'");
 
 /// What stands behind a head, and whether it was never tried and is in the scope.
 pub(in crate::store) const BEHIND: &str = concat!(
@@ -193,23 +192,22 @@ impl<S: OwnInbox> Waiting for S {
         scope: &Scope,
         claim: &Claim,
     ) -> Result<Option<ClaimedMessage>, StoreError> {
-        for _ in 0..CLAIM_TRIES {
-            let rows = self.reader().await?.rows(in_scope(DUE_HEAD, consumer, scope)).await?;
-            let Some(row) = rows.first() else { break };
-            let was: Option<Uuid> = row.get_opt(1)?;
-            let head = claimed_of(&**row, claim, was.is_some())?;
-            let claimed = sql(CLAIM)
-                .bind("rows", vec![head.sequence])
-                .bind("claim", claim.token)
-                .bind("length", claim.length)
-                .bind("tries", i64::from(head.tries))
-                .bind("is_free", was.is_none())
-                .bind("was", was);
-            if self.run_alone(claimed).await? == 1 {
-                return Ok(Some(head));
-            }
+        // Most questions find nothing: they need no transaction.
+        if self.reader().await?.rows(in_scope(DUE_HEAD, consumer, scope)).await?.is_empty() {
+            return Ok(None);
         }
-        Ok(None)
+        let mut transaction = self.begin_sql().await?;
+        let due = in_scope(DUE_HEAD, consumer, scope).bind("locks", true);
+        let rows = transaction.session().rows(due).await?;
+        let Some(row) = rows.first() else {
+            transaction.rollback().await?;
+            return Ok(None);
+        };
+        let head = claimed_of(&**row, claim, row.get_opt::<Uuid>(1)?.is_some())?;
+        let claimed = sql(CLAIM).bind("rows", vec![head.sequence]).bind("claim", claim.token);
+        transaction.session().run(claimed.bind("length", claim.length)).await?;
+        transaction.commit().await?;
+        Ok(Some(head))
     }
 
     async fn claim_behind(

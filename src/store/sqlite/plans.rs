@@ -21,7 +21,6 @@ fn words(text: &'static str) -> &'static str {
         "rows",
         "claim",
         "length",
-        "tries",
         "claim_max",
         "limit",
         "lanes",
@@ -33,7 +32,6 @@ fn words(text: &'static str) -> &'static str {
         "places",
         "kinds",
         "of_kinds",
-        "was",
         "timed",
     ];
     ones.into_iter().fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
