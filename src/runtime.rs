@@ -8,11 +8,11 @@
 
 #[cfg(feature = "email")]
 mod carriage;
-pub mod consumer;
+pub(crate) mod consumer;
 mod handler;
-pub mod operation;
+pub(crate) mod operation;
 pub mod pace;
-pub mod relay;
+pub(crate) mod relay;
 #[cfg(feature = "email")]
 pub mod sender;
 mod sql_handler;

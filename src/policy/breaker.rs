@@ -26,7 +26,7 @@ impl Default for BreakerOptions {
 
 /// The circuit breaker of one service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Breaker {
+pub(crate) struct Breaker {
     options: BreakerOptions,
     failed: u32,
     /// When the next trial may begin; `None` while the breaker is closed.
@@ -36,7 +36,7 @@ pub struct Breaker {
 impl Breaker {
     /// A closed breaker, which lets every attempt through.
     #[must_use]
-    pub fn new(options: BreakerOptions) -> Self {
+    pub(crate) fn new(options: BreakerOptions) -> Self {
         Self { options, failed: 0, shut_until: None }
     }
 
@@ -45,7 +45,7 @@ impl Breaker {
     ///
     /// # Errors
     /// The time after which an attempt may be admitted.
-    pub fn admit(&mut self, now: Duration) -> Result<(), Duration> {
+    pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
         match self.shut_until {
             Some(until) if now < until => Err(until - now),
             Some(_) => {
@@ -59,12 +59,12 @@ impl Breaker {
 
     /// Whether attempts are refused now.
     #[must_use]
-    pub fn is_open(&self, now: Duration) -> bool {
+    pub(crate) fn is_open(&self, now: Duration) -> bool {
         self.shut_until.is_some_and(|until| now < until)
     }
 
     /// Records how an attempt ended: `well` is true for a success.
-    pub fn ended(&mut self, well: bool, now: Duration) {
+    pub(crate) fn ended(&mut self, well: bool, now: Duration) {
         if well {
             (self.failed, self.shut_until) = (0, None);
             return;

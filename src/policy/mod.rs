@@ -27,7 +27,7 @@
 //! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for
 //! metrics (`observe`).
 
-pub mod breaker;
+pub(crate) mod breaker;
 pub mod db_time;
 pub mod diversion;
 pub mod gaps;
@@ -37,12 +37,12 @@ pub mod horizon;
 pub(crate) mod hosts;
 pub mod isolate;
 pub mod lease;
-pub mod operation;
+pub(crate) mod operation;
 pub mod position;
-pub mod retry;
-pub mod split;
-pub mod suspicion;
-pub mod watermark;
+pub(crate) mod retry;
+pub(crate) mod split;
+pub(crate) mod suspicion;
+pub(crate) mod watermark;
 
 #[cfg(test)]
 #[path = "../../tests/policy/gap_model/main.rs"]

@@ -34,32 +34,32 @@
 //! | [`versions`] | which live processes can read the fingerprints of others | O21 |
 //! | [`retention`] | how long records and bodies are kept | O3, O23, M99 |
 
-pub mod canonical;
-pub mod classify;
-pub mod decide;
-pub mod decimal;
-pub mod delivery;
+pub(crate) mod canonical;
+pub(crate) mod classify;
+pub(crate) mod decide;
+pub(crate) mod decimal;
+pub(crate) mod delivery;
 pub mod doubt;
-pub mod fingerprint;
-pub mod flow;
-pub mod identity;
-pub mod json;
-pub mod key;
-pub mod keyring;
+pub(crate) mod fingerprint;
+pub(crate) mod flow;
+pub(crate) mod identity;
+pub(crate) mod json;
+pub(crate) mod key;
+pub(crate) mod keyring;
 pub mod machine;
-pub mod pace;
-pub mod problem;
+pub(crate) mod pace;
+pub(crate) mod problem;
 pub mod provider;
-pub mod raw;
-pub mod record;
-pub mod resend;
-pub mod retention;
-pub mod route;
+pub(crate) mod raw;
+pub(crate) mod record;
+pub(crate) mod resend;
+pub(crate) mod retention;
+pub(crate) mod route;
 pub mod versions;
 
 pub use self::canonical::{FingerprintValue, FingerprintWriter, ValueWriter};
 pub use self::classify::Outcome;
-pub use self::decide::{Decision, decide};
+pub(crate) use self::decide::{Decision, decide};
 pub use self::decimal::Decimal;
 pub use self::fingerprint::{Canonical, Comparison, Fingerprint, Fingerprinter, IdempotentCommand};
 pub use self::identity::{Identity, OperationName, PrincipalMark, Scope};

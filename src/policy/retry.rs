@@ -178,7 +178,7 @@ impl RetryPolicy {
 /// `longest`. `chance` is drawn from 0 to 1 and picks from half of that to all of it, so that
 /// callers which failed together do not try again together.
 #[must_use]
-pub fn pause(first: Duration, longest: Duration, failures: u32, chance: f64) -> Duration {
+pub(crate) fn pause(first: Duration, longest: Duration, failures: u32, chance: f64) -> Duration {
     let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
     first.saturating_mul(doubled).min(longest).mul_f64(0.5 + 0.5 * fraction(chance))
 }

@@ -21,7 +21,7 @@ use super::retry::pause;
 
 /// A part of a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub(crate) struct Part {
     /// The indexes of the messages in the batch.
     pub messages: Range<usize>,
     /// Whether the part is one message that runs alone, under the retry policy.
@@ -31,7 +31,7 @@ pub struct Part {
 /// The plan for a batch in which one message failed: the part before the message, the message
 /// alone, the rest. If the batch does not hold this message, the plan is the whole batch.
 #[must_use]
-pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
+pub(crate) fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
     let together = |messages: Range<usize>| Part { messages, alone: false };
     if !batch.contains(&failed) {
         return [together(batch)].into_iter().filter(|part| !part.messages.is_empty()).collect();
@@ -47,20 +47,20 @@ pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
 /// The plan for a batch that failed as a whole, for example in a handler of batches or by a
 /// constraint that is checked at COMMIT: two halves. Repeated, this finds the message that fails.
 #[must_use]
-pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
+pub(crate) fn without_blame(batch: Range<usize>) -> Vec<Part> {
     let alone = batch.len() == 1;
     halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
 }
 
 /// Counts transient failures in a row, such as a deadlock, a lost connection, a full database.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct TransientFault {
+pub(crate) struct TransientFault {
     times: u32,
 }
 
 /// What to run after a transient failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Again {
+pub(crate) struct Again {
     /// The batch, or its parts, in order.
     pub parts: Vec<Part>,
     /// The pause before the first of them.
@@ -68,21 +68,21 @@ pub struct Again {
 }
 
 /// The batch is halved each time this many more failures came in a row.
-pub const TIMES_BEFORE_HALVING: u32 = 3;
+pub(crate) const TIMES_BEFORE_HALVING: u32 = 3;
 /// The longest pause after the first failure. It doubles with each further failure.
-pub const PAUSE_FIRST: Duration = Duration::from_millis(20);
+pub(crate) const PAUSE_FIRST: Duration = Duration::from_millis(20);
 /// The longest pause of all, so that work resumes within it after the cause has ended.
-pub const PAUSE_MAX: Duration = Duration::from_secs(5);
+pub(crate) const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 impl TransientFault {
     /// The number of transient failures in a row.
     #[must_use]
-    pub fn times(self) -> u32 {
+    pub(crate) fn times(self) -> u32 {
         self.times
     }
 
     /// Sets the count to zero. Call this when a batch succeeded.
-    pub fn is_over(&mut self) {
+    pub(crate) fn is_over(&mut self) {
         self.times = 0;
     }
 
@@ -91,7 +91,7 @@ impl TransientFault {
     /// from half of the full pause to all of it. Halves do not reset the count, so pauses keep
     /// growing while the cause lasts.
     #[must_use]
-    pub fn again(&mut self, batch: Range<usize>, of: Option<usize>, chance: f64) -> Again {
+    pub(crate) fn again(&mut self, batch: Range<usize>, of: Option<usize>, chance: f64) -> Again {
         self.times = self.times.saturating_add(1);
         let pause = pause(PAUSE_FIRST, PAUSE_MAX, self.times, chance);
         let together = |messages: Range<usize>| Part { messages, alone: false };

@@ -18,7 +18,7 @@
 
 /// What is known of a delivery before its handler runs. The inbox was asked before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Facts {
+pub(crate) struct Facts {
     /// The inbox knows it. It is a duplicate, and no handler runs for it.
     pub known: bool,
     /// The broker says that it was delivered before.
@@ -30,7 +30,7 @@ pub struct Facts {
 
 /// How a delivery runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Run {
+pub(crate) enum Run {
     /// In a batch with other messages of its lane.
     InBatch,
     /// In a batch of its lane, after its attempt was counted in a transaction of its own.
@@ -42,7 +42,7 @@ pub enum Run {
 
 /// The suspicion against one partition since it was assigned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Suspicion {
+pub(crate) struct Suspicion {
     /// How many more deliveries are suspected, of those that the inbox does not know.
     unknown_left: usize,
 }
@@ -50,7 +50,7 @@ pub struct Suspicion {
 impl Suspicion {
     /// No suspicion: the last owner closed the assignment cleanly, or there is no assignment row.
     #[must_use]
-    pub fn closed() -> Self {
+    pub(crate) fn closed() -> Self {
         Self { unknown_left: 0 }
     }
 
@@ -59,13 +59,13 @@ impl Suspicion {
     /// run. If such messages come first now, a killer behind them is counted one death later,
     /// because the messages before it in its lane are done by then.
     #[must_use]
-    pub fn found_open(max_in_flight: usize) -> Self {
+    pub(crate) fn found_open(max_in_flight: usize) -> Self {
         Self { unknown_left: max_in_flight }
     }
 
     /// Decides how this delivery runs. Call this once for each delivery: a suspected one lowers the
     /// number of deliveries that are still suspected.
-    pub fn judge(&mut self, facts: Facts) -> Run {
+    pub(crate) fn judge(&mut self, facts: Facts) -> Run {
         let among_first = !facts.known && self.unknown_left > 0;
         self.unknown_left -= usize::from(among_first);
         match !facts.known && (facts.redelivered || among_first) {
@@ -77,7 +77,7 @@ impl Suspicion {
 
     /// Whether further deliveries that the inbox does not know are suspected.
     #[must_use]
-    pub fn is_active(self) -> bool {
+    pub(crate) fn is_active(self) -> bool {
         self.unknown_left > 0
     }
 }

@@ -33,7 +33,7 @@ use std::fmt;
 /// The deliveries of one partition, or of one channel, since it was assigned. Make a new one for a
 /// new assignment.
 #[derive(Debug)]
-pub struct Watermark {
+pub(crate) struct Watermark {
     capacity: usize,
     /// Deliveries above the mark in ascending order, each with whether it is finished. The first
     /// one is never finished.
@@ -44,7 +44,7 @@ pub struct Watermark {
 /// Why a delivery was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum WatermarkError {
+pub(crate) enum WatermarkError {
     /// The number of deliveries above the mark has reached the capacity.
     Full,
     /// The number is not above the last one: the partition was seeked or reassigned.
@@ -59,7 +59,7 @@ pub enum WatermarkError {
 impl Watermark {
     /// A mark with room for this many deliveries above it.
     #[must_use]
-    pub fn new(capacity: usize) -> Self {
+    pub(crate) fn new(capacity: usize) -> Self {
         Self { capacity, above: VecDeque::new(), mark: None }
     }
 
@@ -69,7 +69,7 @@ impl Watermark {
     ///
     /// [`WatermarkError::Full`] until the oldest one is finished; after
     /// [`WatermarkError::NotAscending`] the caller must end the assignment.
-    pub fn delivered(&mut self, sequence: i64) -> Result<(), WatermarkError> {
+    pub(crate) fn delivered(&mut self, sequence: i64) -> Result<(), WatermarkError> {
         if let Some(last) = self.last()
             && sequence <= last
         {
@@ -84,7 +84,7 @@ impl Watermark {
 
     /// Records that a delivery is finished, that is, its transaction committed. Returns false if
     /// the delivery was unknown or finished before.
-    pub fn finished(&mut self, sequence: i64) -> bool {
+    pub(crate) fn finished(&mut self, sequence: i64) -> bool {
         let Ok(index) = self.above.binary_search_by_key(&sequence, |&(number, _)| number) else {
             return false;
         };
@@ -99,19 +99,19 @@ impl Watermark {
 
     /// The highest number up to which all deliveries are finished; `None` until there is one.
     #[must_use]
-    pub fn committable(&self) -> Option<i64> {
+    pub(crate) fn committable(&self) -> Option<i64> {
         self.mark
     }
 
     /// How many deliveries stand above the mark, finished or not.
     #[must_use]
-    pub fn above(&self) -> usize {
+    pub(crate) fn above(&self) -> usize {
         self.above.len()
     }
 
     /// How many more deliveries fit.
     #[must_use]
-    pub fn room(&self) -> usize {
+    pub(crate) fn room(&self) -> usize {
         self.capacity.saturating_sub(self.above.len())
     }
 

@@ -44,7 +44,7 @@ pub trait FingerprintValue {
 
 /// Bytes as one value, not as a list of numbers.
 #[derive(Debug, Clone, Copy)]
-pub struct Bytes<'a>(pub &'a [u8]);
+pub(crate) struct Bytes<'a>(pub &'a [u8]);
 
 impl FingerprintWriter {
     /// A writer without fields.

@@ -38,7 +38,7 @@ use self::table::{Asks, Body, Facts, Seen, judge};
 
 /// What an operation must do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Decision {
+pub(crate) enum Decision {
     /// Run without protection: the route has keys off, or optional and the request has none.
     PassThrough,
     /// The request has no key, and the route needs one.
@@ -104,7 +104,7 @@ pub enum Decision {
 
 /// What a request gets while the first one runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum InProgress {
+pub(crate) enum InProgress {
     /// Answer 409 at once.
     Conflict,
     /// Answer 202 with the location of the operation.
@@ -115,7 +115,7 @@ pub enum InProgress {
 
 /// Why a claim without an outcome may be executed again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TakeOver {
+pub(crate) enum TakeOver {
     /// The effect and the outcome commit together, so without an outcome nothing was done (O2).
     Bridged,
     /// The route's author declared that a second run does no harm (O11).
@@ -124,7 +124,7 @@ pub enum TakeOver {
 
 /// Why the outcome of a claim is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Lost {
+pub(crate) enum Lost {
     /// A claim of a transactional operation was committed without its outcome, because a handler
     /// ended the transaction. This is an alarm (O1).
     CommittedClaim,
@@ -134,7 +134,7 @@ pub enum Lost {
 
 /// What a request brings to the decision: a key that can be used, or why there is none.
 #[derive(Clone, Copy)]
-pub enum Asked<'a> {
+pub(crate) enum Asked<'a> {
     /// No key was sent.
     Keyless,
     /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
@@ -149,7 +149,7 @@ pub enum Asked<'a> {
 
 /// A request under a key, with its body read and validated.
 #[derive(Clone, Copy)]
-pub struct Request<'a> {
+pub(crate) struct Request<'a> {
     /// The tenant and principal, from verified authentication.
     pub scope: &'a Scope,
     /// Tenant, operation and key.
@@ -164,7 +164,7 @@ pub struct Request<'a> {
 
 /// What is known of the key.
 #[derive(Debug, Clone, Copy)]
-pub enum Found<'a> {
+pub(crate) enum Found<'a> {
     /// Nothing was read yet.
     NotAsked,
     /// A request under this key runs in this process.
@@ -188,7 +188,7 @@ pub enum Found<'a> {
 
 /// Decides how a request is answered.
 #[must_use]
-pub fn decide(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Decision {
+pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Decision {
     judge(table::TABLE, &facts(route, asked, found))
 }
 
@@ -252,7 +252,7 @@ impl Decision {
     /// The problem code of the answer, with what is known of the key. `None` if the decision leads
     /// to a run, a read or a replay.
     #[must_use]
-    pub fn problem(self) -> Option<(Code, KeyState)> {
+    pub(crate) fn problem(self) -> Option<(Code, KeyState)> {
         let code = match self {
             Self::PassThrough
             | Self::Look

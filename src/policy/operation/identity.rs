@@ -24,7 +24,7 @@ use super::keyring::{Keyring, KeyringError, Kid};
 use crate::policy::hex::{hex, unhex};
 
 /// The longest tenant or principal, in bytes.
-pub const SCOPE_BYTES_MAX: usize = 255;
+pub(crate) const SCOPE_BYTES_MAX: usize = 255;
 
 /// The caller: the tenant to which keys belong, and the principal inside it. From verified
 /// authentication only.

@@ -21,7 +21,7 @@
 use std::fmt::Write as _;
 
 /// The deepest nesting of arrays and objects, the same as in `serde_json`.
-pub const DEPTH_MAX: usize = 127;
+pub(crate) const DEPTH_MAX: usize = 127;
 
 const INTEGER_MAX: u64 = (1 << 53) - 1;
 
@@ -70,7 +70,7 @@ pub enum JsonFault {
 /// # Errors
 ///
 /// The first fault of the document, and its offset.
-pub fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
+pub(crate) fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
     let text =
         std::str::from_utf8(body).map_err(|error| JsonError { at: error.valid_up_to(), fault: JsonFault::NotUtf8 })?;
     let mut reader = Reader { text, at: 0 };

@@ -18,7 +18,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 /// The minimum length of a secret in bytes.
-pub const SECRET_BYTES_MIN: usize = 32;
+pub(crate) const SECRET_BYTES_MIN: usize = 32;
 
 /// The id of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]

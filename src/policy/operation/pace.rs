@@ -9,13 +9,13 @@
 use std::time::Duration;
 
 /// The longest wait before jitter.
-pub const RETRY_AFTER_MAX: u32 = 30;
+pub(crate) const RETRY_AFTER_MAX: u32 = 30;
 
 /// The seconds of `Retry-After` for a wait of about `expected`; `chance` is drawn from 0 to 1. The
 /// value is rounded up, kept within 1 and 30, and raised by up to a quarter (at least by up to a
 /// second), so that clients do not all come back at once.
 #[must_use]
-pub fn retry_after(expected: Duration, chance: f64) -> u32 {
+pub(crate) fn retry_after(expected: Duration, chance: f64) -> u32 {
     let whole = expected.as_secs().saturating_add(u64::from(expected.subsec_nanos() > 0));
     let base = u32::try_from(whole).unwrap_or(RETRY_AFTER_MAX).clamp(1, RETRY_AFTER_MAX);
     let spread = (base / 4).max(1);
@@ -27,7 +27,7 @@ pub fn retry_after(expected: Duration, chance: f64) -> u32 {
 /// date; a date in the past means no wait. `None` if the text is neither.
 #[cfg(feature = "client")]
 #[must_use]
-pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration> {
+pub(crate) fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration> {
     let text = text.trim();
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
@@ -39,30 +39,30 @@ pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration>
 /// The time that the first request may still run: the rest of its lease, or the rest of the usual
 /// time of a run if that is known and shorter.
 #[must_use]
-pub fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
+pub(crate) fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
     usual.map_or(lease_left, |usual| usual.saturating_sub(ran).min(lease_left))
 }
 
 /// The wait after the given number of failed attempts of one key: 1, 2, 4, .. 30 seconds.
 #[must_use]
-pub fn after_attempts(attempts: u32) -> Duration {
+pub(crate) fn after_attempts(attempts: u32) -> Duration {
     let doubled = 1_u64.checked_shl(attempts.saturating_sub(1)).unwrap_or(u64::MAX);
     Duration::from_secs(doubled.clamp(1, RETRY_AFTER_MAX.into()))
 }
 
 /// How long a run of one operation usually takes: an average in which a new run counts a fifth.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Usual(Option<Duration>);
+pub(crate) struct Usual(Option<Duration>);
 
 impl Usual {
     /// Adds a run of this length to the average.
-    pub fn observe(&mut self, ran: Duration) {
+    pub(crate) fn observe(&mut self, ran: Duration) {
         self.0 = Some(self.0.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5));
     }
 
     /// The average; `None` before the first run.
     #[must_use]
-    pub fn duration(self) -> Option<Duration> {
+    pub(crate) fn duration(self) -> Option<Duration> {
         self.0
     }
 }
