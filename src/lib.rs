@@ -119,7 +119,7 @@ pub mod adapter {
 
     /// The rules of operations that an adapter needs.
     pub mod operation {
-        pub use crate::policy::operation::{doubt, machine, versions};
+        pub use crate::policy::operation::{doubt, machine, resend, versions};
     }
 
     /// The envelope of a message as headers of a log.

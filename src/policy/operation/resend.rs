@@ -50,7 +50,7 @@ pub enum Seen {
 
 /// What the client does after an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Next {
+pub enum Next {
     /// The answer is the end of the operation.
     Done,
     /// Send the same bytes under the same key again, after a pause.
@@ -67,7 +67,7 @@ pub(crate) enum Next {
 /// Decides what follows an attempt. `doubt` says that the outcome of an earlier attempt is unknown.
 /// A client that finds the operation in its journal begins with `doubt`.
 #[must_use]
-pub(crate) fn after_attempt(seen: Seen, doubt: bool) -> Next {
+pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
     match seen {
         Seen::NotSent => Next::Again { doubt },
         Seen::NoAnswer | Seen::Redirected | Seen::Elsewhere | Seen::AcceptedElsewhere => Next::Again { doubt: true },
@@ -85,7 +85,7 @@ pub(crate) fn after_attempt(seen: Seen, doubt: bool) -> Next {
 
 /// The answer of the operation's own URL to a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Polled {
+pub enum Polled {
     /// `pending` or `unknown`, or a 202.
     Pending,
     /// `succeeded` or `failed`, with the result.
@@ -98,7 +98,7 @@ pub(crate) enum Polled {
 
 /// What the client does after a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum AfterPoll {
+pub enum AfterPoll {
     /// The result is the end of the operation.
     Done,
     /// Ask again, after a pause.
@@ -111,7 +111,7 @@ pub(crate) enum AfterPoll {
 
 /// What the client does after a question for the outcome.
 #[must_use]
-pub(crate) fn after_poll(polled: Polled) -> AfterPoll {
+pub fn after_poll(polled: Polled) -> AfterPoll {
     match polled {
         Polled::Ended => AfterPoll::Done,
         Polled::Pending => AfterPoll::Ask,
@@ -200,7 +200,7 @@ impl Seen {
 /// clients which failed together do not try again together. `failed` counts the failed attempts,
 /// from 1.
 #[must_use]
-pub(crate) fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
+pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
     let doubled = base.saturating_mul(1_u32.checked_shl(failed.saturating_sub(1)).unwrap_or(u32::MAX));
     let chance = if chance.is_nan() { 1.0 } else { chance.clamp(0.0, 1.0) };
     doubled.min(cap).mul_f64(chance)
@@ -208,7 +208,7 @@ pub(crate) fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> 
 
 /// The time during which an operation may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Window {
+pub struct Window {
     /// The longest time of this call.
     pub total: Duration,
     /// The time for which the server remembers a key at least, counted from the first send. After
@@ -223,7 +223,7 @@ impl Window {
     /// `age` the time since the first send. The attempt must also end, by its own limit, while the
     /// server still remembers the key.
     #[must_use]
-    pub(crate) fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
+    pub fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
         let begins = lasted.saturating_add(pause);
         begins < self.total && age.saturating_add(pause).saturating_add(self.attempt) <= self.lifetime
     }

@@ -1,9 +1,9 @@
 //! Everything that outlives a relay's session, and what a history is made of.
 
+use super::broker::Broker;
 use super::mutant::Mutant;
 use super::postgres::Postgres;
 use super::writers::Writer;
-use crate::broker::Broker;
 
 /// What may happen in one history, and how often.
 #[derive(Debug, Clone)]
