@@ -14,7 +14,7 @@ pub use crate::policy::operation::flow::Stage;
 pub use crate::policy::operation::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
 pub use crate::policy::operation::raw::RawCommand;
 pub use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-pub use crate::policy::operation::retention::{KeyAge, Retention};
+pub use crate::policy::operation::retention::{KeyAge, Retention, RetentionError};
 pub use crate::policy::operation::route::{
     AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, RouteError, WhileRunning,
 };

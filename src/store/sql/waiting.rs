@@ -310,7 +310,7 @@ impl<S: OwnInbox> Waiting for S {
     }
 
     async fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
-        let heads = first_column(self.reader().await?.rows(to_wake(consumer, lanes)).await?)?;
+        let heads = first_column(&self.reader().await?.rows(to_wake(consumer, lanes)).await?)?;
         if !heads.is_empty() {
             self.run_alone(sql(MAKE_DUE).bind("rows", heads)).await?;
         }
@@ -322,7 +322,7 @@ impl<S: OwnInbox> Waiting for S {
         let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("claim_max", CLAIM_MAX);
         let mut changed = 0;
         for (found, change) in [(CLAIMED_TOO_LONG, END_CLAIMS), (LOST_HEADS, MAKE_DUE)] {
-            let rows = first_column(self.reader().await?.rows(of(found)).await?)?;
+            let rows = first_column(&self.reader().await?.rows(of(found)).await?)?;
             if !rows.is_empty() {
                 changed += self.run_alone(of(change).bind("rows", rows)).await?;
             }
@@ -366,7 +366,7 @@ pub(in crate::store) async fn wake(
     if lanes.is_empty() {
         return Ok(());
     }
-    let heads = first_column(session.rows(to_wake(consumer, lanes)).await?)?;
+    let heads = first_column(&session.rows(to_wake(consumer, lanes)).await?)?;
     if !heads.is_empty() {
         session.run(sql(MAKE_DUE).bind("rows", heads)).await?;
     }
@@ -392,7 +392,7 @@ fn numbers(claimed: &[ClaimedMessage]) -> Vec<i64> {
     claimed.iter().map(|one| one.sequence).collect()
 }
 
-fn first_column(rows: super::Rows) -> Result<Vec<i64>, StoreError> {
+fn first_column(rows: &[Box<dyn Row>]) -> Result<Vec<i64>, StoreError> {
     rows.iter().map(|row| row.get(0)).collect()
 }
 
