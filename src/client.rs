@@ -33,7 +33,7 @@
 //! | [`KeyJournal`] | keys that outlive the process |
 //! | [`Advertised`] | what a server publishes about its keys |
 //!
-//! Not here: the server's side ([`runtime::operation`](crate::runtime::operation)).
+//! Not here: the server's side ([`operation`](crate::operation)).
 
 mod advertised;
 mod answer;

@@ -41,7 +41,7 @@
 //! does not know are not replayed.
 //!
 //! Not here: streams (they are never replayed), and the engine
-//! ([`runtime::operation`](crate::runtime::operation)).
+//! ([`operation`](crate::operation)).
 
 mod key;
 mod status;

@@ -1,6 +1,6 @@
 //! The parts of the library that serve HTTP.
 //!
-//! Not here: the engine behind the routes ([`runtime::operation`](crate::runtime::operation)),
+//! Not here: the engine behind the routes ([`operation`](crate::operation)),
 //! binding addresses and installing recorders (`app`).
 
 #[cfg(feature = "programs")]

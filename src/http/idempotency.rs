@@ -20,7 +20,7 @@
 //! Two ways to use it: [`TypedOperation`] (claim, effects and answer in one commit) and
 //! [`IdempotencyLayer`] (edge protection for any handler).
 //!
-//! Not here: the engine ([`runtime::operation`](crate::runtime::operation)).
+//! Not here: the engine ([`operation`](crate::operation)).
 
 mod discovery;
 mod extract;

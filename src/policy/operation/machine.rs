@@ -29,8 +29,8 @@
 //! time or age; only an expired record is purged. Each change but `time` is one statement. On an
 //! existing record the statement compares the epoch, and every change of owner raises the epoch.
 //!
-//! Not here: which request may cause which change ([`decide`](super::decide())), and the stages of
-//! a phased operation ([`flow`](super::flow)).
+//! Not here: which request may cause which change (`decide`), and the stages of
+//! a phased operation (`flow`).
 
 use super::record::State;
 

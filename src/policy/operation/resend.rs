@@ -12,7 +12,7 @@
 //! * Nothing here makes a key: an operation keeps its one key for ever.
 //!
 //! Chance and time are arguments. Not here: sockets, headers and clocks (`client`), the server's
-//! decisions ([`decide`](super::decide())), and providers that oncebox calls itself
+//! decisions (`decide`), and providers that oncebox calls itself
 //! ([`provider`](super::provider)).
 
 use std::time::Duration;

@@ -5,7 +5,7 @@
 //! pair is named, in whatever order the rows were read.
 //!
 //! Not here: where processes announce this (`Engine::measure`) and where it is stored (`store`),
-//! and the verdict on one fingerprint ([`fingerprint`](super::fingerprint)).
+//! and the verdict on one fingerprint (`fingerprint`).
 
 use std::fmt;
 use std::ops::RangeInclusive;

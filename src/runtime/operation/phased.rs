@@ -25,7 +25,7 @@
 //!
 //! Not here: what an answer proves and what the next step is
 //! ([`policy::operation::provider`](crate::policy::operation::provider)), which stage follows which
-//! ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
+//! (room `policy`), and the rows (`store`).
 
 mod call;
 mod driver;

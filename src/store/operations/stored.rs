@@ -23,7 +23,7 @@ pub(in crate::store) fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Resul
 }
 
 impl KeptBody {
-    /// How many bytes headers and body take as they stand: headers as [`pack`] writes them.
+    /// How many bytes headers and body take as they stand: headers as `pack` writes them.
     #[must_use]
     pub fn stands_in(&self) -> u64 {
         let headers = self.headers.iter().map(|(name, value)| 8 + name.len() as u64 + value.len() as u64);
