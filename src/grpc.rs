@@ -4,8 +4,8 @@
 //!
 //! ```
 //! # use oncebox::grpc::{KeyField, idempotent_unary, reply};
-//! # use oncebox::policy::operation::{IdempotentCommand, Outcome};
-//! # use oncebox::{runtime::operation::{Engine, Registered}, store::{Base, Operations}};
+//! # use oncebox::operation::{Engine, IdempotentCommand, Outcome, Registered};
+//! # use oncebox::store::{Base, Operations};
 //! # use prost::Message;
 //! # use tonic::{Request, Response, Status};
 //! # struct Payments<S: Operations + Base> { engine: Engine<S>, create_payment: Registered }

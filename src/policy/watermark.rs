@@ -10,20 +10,6 @@
 //! * Memory is bounded: when the capacity is reached, the caller must pause the partition until the
 //!   oldest delivery is finished.
 //!
-//! ```
-//! use oncebox::policy::watermark::Watermark;
-//!
-//! let mut mark = Watermark::new(100);
-//! for offset in [40, 41, 47] {
-//!     mark.delivered(offset)?;
-//! }
-//! mark.finished(41);
-//! assert_eq!(mark.committable(), None); // 40 is still being handled
-//! mark.finished(40);
-//! assert_eq!(mark.committable(), Some(41));
-//! # Ok::<(), oncebox::policy::watermark::WatermarkError>(())
-//! ```
-//!
 //! Not here: Kafka commits the offset *after* the mark, and RabbitMQ acknowledges `multiple` up to
 //! it (`broker`).
 

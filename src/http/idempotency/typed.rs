@@ -5,8 +5,7 @@
 //! # mod on_sqlite {
 //! # use axum::{Router, extract::Request, routing::post};
 //! # use oncebox::http::idempotency::{JsonCommand, TypedOperation};
-//! # use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route};
-//! # use oncebox::runtime::operation::{Endpoint, Engine, EndpointError, Reply};
+//! # use oncebox::operation::{Endpoint, EndpointError, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route};
 //! # use oncebox::store::sqlite::SqliteStore;
 //! # #[derive(serde::Deserialize)]
 //! # #[serde(deny_unknown_fields)]

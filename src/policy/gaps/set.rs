@@ -46,7 +46,7 @@ impl Range {
 /// A set of positions as ascending ranges.
 ///
 /// ```
-/// use oncebox::policy::gaps::{GapSet, Range};
+/// use oncebox::adapter::gaps::{GapSet, Range};
 ///
 /// let mut gaps: GapSet = [Range { from: 3, to: 6 }].into_iter().collect();
 /// gaps.remove(4);

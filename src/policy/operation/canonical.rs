@@ -9,7 +9,7 @@
 //!   form and does not compile:
 //!
 //! ```compile_fail
-//! oncebox::policy::operation::FingerprintWriter::new().field("amount", &10.5_f64);
+//! oncebox::operation::FingerprintWriter::new().field("amount", &10.5_f64);
 //! ```
 //!
 //! * The order in which fields are written does not matter, nor does the order of a map.

@@ -5,21 +5,24 @@
 //! done. An error or a panic there makes the operation UNKNOWN, and recovery continues it.
 //!
 //! ```compile_fail,E0599
-//! use oncebox::runtime::operation::{Reply, phased::Settled};
+//! use oncebox::operation::Reply;
+//! use oncebox::operation::phased::Settled;
 //! fn end(reply: Reply) -> Settled {
 //!     Settled::Rejected { reply, code: None, binding: true }
 //! }
 //! ```
 //!
 //! ```compile_fail,E0599
-//! use oncebox::runtime::operation::{Reply, phased::Settled};
+//! use oncebox::operation::Reply;
+//! use oncebox::operation::phased::Settled;
 //! fn end(reply: Reply) -> Settled {
 //!     Settled::Retryable(reply)
 //! }
 //! ```
 //!
 //! ```compile_fail,E0599
-//! use oncebox::runtime::operation::{Reply, phased::Settled};
+//! use oncebox::operation::Reply;
+//! use oncebox::operation::phased::Settled;
 //! fn end(reply: Reply) -> Settled {
 //!     Settled::DontStore(reply)
 //! }
@@ -28,7 +31,8 @@
 //! A failure needs a proof, which only the driver can make:
 //!
 //! ```compile_fail,E0423
-//! use oncebox::runtime::operation::{Reply, phased::{Proven, Settled}};
+//! use oncebox::operation::Reply;
+//! use oncebox::operation::phased::{Proven, Settled};
 //! fn end(reply: Reply) -> Settled {
 //!     Settled::Failure { proof: Proven(()), reply, code: None }
 //! }
@@ -38,7 +42,7 @@
 //! the other kind:
 //!
 //! ```compile_fail,E0308
-//! use oncebox::runtime::operation::phased::{Local, SettledPoint};
+//! use oncebox::operation::phased::{Local, SettledPoint};
 //! fn end() -> Local {
 //!     Local::RecoveryPoint(SettledPoint("PROVIDER_CONFIRMED"))
 //! }
@@ -47,7 +51,8 @@
 //! This compiles:
 //!
 //! ```
-//! use oncebox::runtime::operation::{Reply, phased::{Settled, Settlement, Settlements}};
+//! use oncebox::operation::Reply;
+//! use oncebox::operation::phased::{Settled, Settlement, Settlements};
 //! fn end(settlements: &Settlements, reply: Reply) -> Option<Settled> {
 //!     match settlements.of("charge")? {
 //!         Settlement::Succeeded => Some(Settled::Response(reply)),
