@@ -1,8 +1,8 @@
 //! Inbox rows, and the transaction that holds them together with the effects of a handler.
 //!
 //! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before
-//! COMMIT proves that it is still the transaction that inserted our rows (R23). Timed ids go to a
-//! range-partitioned table, others to one of their own (R31).
+//! COMMIT proves that it is still the transaction that inserted our rows (R23). Ids that contain a
+//! time go to a range-partitioned table, other ids to a second table (R31).
 
 mod fate;
 
@@ -30,7 +30,7 @@ use crate::store::{
     Admission, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
 };
 
-/// When the server began: another one has other processes.
+/// The start time of the server. After a restart it differs, and process ids may repeat.
 macro_rules! server_start {
     () => {
         "(extract(epoch from pg_postmaster_start_time()) * 1000000)::bigint"
@@ -38,17 +38,17 @@ macro_rules! server_start {
 }
 pub(super) use server_start;
 
-/// Which transaction it is: its id, the process that serves it, and the start of the server that
-/// gave both. Ids that a crash took back are given again, and a server that begins anew gives the
-/// numbers of processes again.
+/// Identifies a transaction: its id, the process id of its backend, and the start time of the
+/// server. All three are needed: after a crash a transaction id may be given again, and after a
+/// restart a process id may be.
 macro_rules! witness {
     ($xact_id:literal) => {
         concat!($xact_id, " || ' ' || pg_backend_pid() || ' ' || ", crate::store::postgres::inbox::server_start!())
     };
 }
 
-/// An insert of new ids. Its sub-select runs once, behind the insert of the first row, so a
-/// transaction id is assigned then: the witness of R23.
+/// Inserts new ids. The sub-select runs once, after the insert of the first row, so a transaction
+/// id is assigned by then. This id is the witness of R23.
 macro_rules! admit {
     ($table:literal, $ids:literal, $hashes:literal) => {
         concat!(
@@ -67,7 +67,7 @@ macro_rules! admit {
         )
     };
 }
-/// Behind a statement that wrote.
+/// Reads the witness; runs after a statement that wrote.
 const WITNESS: &str = concat!("select ", witness!("pg_current_xact_id()"));
 
 const ADMIT_TIMED: &str = admit!("inbox_timed", "2", "3");
@@ -80,8 +80,8 @@ const ADMIT_BOTH: &str = concat!(
     ") select * from timed union all select * from untimed"
 );
 
-/// Counts our rows and compares the transaction, in one statement (R23). What a handler set of the
-/// commit's durability is set back: what is acknowledged must survive a crash.
+/// Counts our rows and compares the transaction, in one statement (R23). It also sets
+/// `synchronous_commit` back where a handler changed it: what is acknowledged must survive a crash.
 const PROVE: &str = concat!(
     "select ",
     witness!("pg_current_xact_id_if_assigned()"),
@@ -92,9 +92,10 @@ const PROVE: &str = concat!(
     ")"
 );
 
-/// The blocked ones of some lanes, each looked up in the index however many rows stand in it (asked
-/// for by its order: for a lane that has none another plan reads the table), and what ages are
-/// judged by. `now()` is when the transaction began, before any row of it was received.
+/// Reads which of some lanes are blocked, and the times by which ages are judged. Each lane is one
+/// index lookup, however many rows it has. The `order by` is needed: without it the plan for a lane
+/// without rows reads the whole table. `now()` is when the transaction began, before any row of it
+/// was received.
 const STANDING: &str = "
 select array(select l.lane_id from unnest($2::uuid[]) l (lane_id)
               cross join lateral (select 1 from oncebox.waiting w
@@ -122,8 +123,9 @@ impl OwnInbox for PostgresStore {
     }
 
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
-        // What is not committed is seen by nobody; an insert waits for it. Not for long: of a batch
-        // that a frozen process holds, each message is found out by itself.
+        // A row that is not committed is invisible, but an insert of the same id waits for it. The
+        // wait is short because the caller asks for each message of a batch that a frozen process
+        // holds.
         let mut tx = self.pool.begin("begin; set local lock_timeout = '2ms'").await?;
         let ids = Ids::of(ids.iter().copied());
         let mut waits = false;
@@ -150,7 +152,7 @@ impl OwnInbox for PostgresStore {
     }
 }
 
-/// Ids by the table they belong to, sorted: two transactions never insert in different orders.
+/// Ids by the table they belong to, sorted, so that two transactions insert in the same order.
 #[derive(Debug, Clone, Default)]
 struct Ids {
     timed: Vec<Uuid>,
@@ -177,15 +179,14 @@ impl Ids {
 #[derive(Debug)]
 pub(super) struct PostgresTx {
     tx: Bounded<Postgres>,
-    /// To ask about `tx` where it does not answer.
+    /// Used to ask about `tx` where its own connection does not answer.
     pool: BoundedPool<Postgres>,
     consumer: ConsumerId,
-    /// The id of the transaction that wrote our rows and the process that serves it; and which
-    /// rows.
+    /// The witness of the transaction that wrote our rows: see `witness!`.
     witness: Option<String>,
     ours: Ids,
     finished: Option<i64>,
-    /// The server was seen at work for it when it was to be undone.
+    /// Set when the server was seen executing a statement of this transaction during `undo`.
     works: bool,
 }
 
@@ -227,8 +228,8 @@ impl InboxTx for PostgresTx {
             hashes(&mut self.tx, self.consumer, &others).await?
         };
         let known = entries.iter().map(|entry| {
-            // A row that was purged between the two statements was there a moment ago: a duplicate
-            // of itself.
+            // The row was purged between the two statements. It was there a moment ago, so the
+            // message is a duplicate, and its own hash stands in for the purged one.
             let hash = || stood.get(&entry.id).copied().unwrap_or(entry.hash);
             (!new.contains(&entry.id.uuid())).then(|| Known { hash: hash() })
         });
@@ -244,7 +245,7 @@ impl InboxTx for PostgresTx {
     }
 
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
-        // Only what this transaction inserted: another message's row is not ours to take.
+        // Deletes only rows that this transaction inserted: an older row must stay.
         let mut gone = Ids::of(ids.iter().copied());
         gone.timed.retain(|id| self.ours.timed.contains(id));
         gone.untimed.retain(|id| self.ours.untimed.contains(id));
@@ -284,8 +285,8 @@ impl InboxTx for PostgresTx {
             .await;
         let row = match found {
             Ok(row) => row,
-            // A statement failed, and its error was swallowed: COMMIT would roll back and say
-            // nothing.
+            // A statement failed and the handler swallowed its error. COMMIT would roll back
+            // without an error.
             Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => {
                 return Ok(Proof::Aborted);
             }
@@ -297,8 +298,8 @@ impl InboxTx for PostgresTx {
         }
         let count: i64 = row.try_get(1)?;
         let row_is_back: bool = row.try_get(2)?;
-        // The same transaction, but our rows were taken out of it: nothing of the handler's may
-        // stay.
+        // It is the same transaction, but a handler deleted rows of ours (or brought the finished
+        // row back): nothing that the handler wrote may stay.
         let whole = usize::try_from(count) == Ok(self.ours.len()) && !row_is_back;
         Ok(if whole { Proof::Same } else { Proof::Aborted })
     }

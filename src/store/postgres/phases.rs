@@ -1,5 +1,5 @@
-//! What is PostgreSQL's own of operations in phases: a phase is moved on only in the transaction
-//! whose id it had when it began, compared inside the statement (O1).
+//! The part of phased operations that is specific to PostgreSQL: a phase is moved on only in the
+//! transaction whose id it had when it began, compared inside the statement (O1).
 
 use std::any::Any;
 use std::time::Duration;
@@ -19,17 +19,17 @@ use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
 use crate::store::{Basis, Begun, Driven, KeyClaim, Outcome, Owned, Proof, Run};
 
-/// A transaction that is ending ends in this time, mostly; another one may never end, and must not
-/// cost a connection until then.
+/// A transaction that is about to end usually ends within this time. Another one may never end, and
+/// must not occupy a connection until then.
 const SHORT_WAIT: &str = "set local lock_timeout = '100ms'";
-/// A lock did not come in time.
+/// The SQLSTATE of a lock timeout.
 const LOCKED: &str = "55P03";
 
 /// The transaction of a phase.
 #[derive(Debug)]
 struct PostgresPhase {
     held: Held,
-    /// What handlers were promised of waits, where it is to be set.
+    /// A statement that restores the lock timeout promised to handlers; empty where none is needed.
     usual_wait: String,
 }
 
@@ -55,14 +55,14 @@ impl PhaseStore for PostgresStore {
         Ok(PostgresPhase::boxed(self.transaction().await?, String::new()))
     }
 
-    /// Another transaction that has a mark and has not ended stands in its way.
+    /// Returns `Unended` where another transaction holds a mark and has not ended.
     async fn begin_marked(&self, driven: &Driven) -> Result<Run<Box<dyn HeldPhase>>, StoreError> {
         let mut tx = self.pool.begin(AssertSqlSafe(format!("{BEGIN}; {SHORT_WAIT}"))).await?;
         let mark =
             query("insert into oncebox.operation_phase (operation_id, epoch) values ($1, $2) on conflict do nothing");
         let refused = match mark.bind(driven.operation_id).bind(driven.epoch).run(&mut tx).await {
             Ok(marked) if marked.rows_affected() == 1 => {
-                // Whatever one before has left in the session.
+                // The previous run of this session may have left another lock timeout.
                 let usual_wait = format!("set local lock_timeout = '{}ms'; ", self.server_timeout().as_millis());
                 return Ok(Run::Begun(PostgresPhase::boxed(tx, usual_wait)));
             }
@@ -93,7 +93,7 @@ impl HeldPhase for PostgresPhase {
         undo(&mut self.held).await
     }
 
-    /// The statement that moves the operation compares the id.
+    /// Always `Same`: the statement that moves the operation compares the id itself.
     async fn prove(&mut self) -> Result<Proof, StoreError> {
         Ok(Proof::Same)
     }

@@ -1,9 +1,9 @@
-//! What became of a transaction that did not answer, or that its handler ended: it is ended, and
-//! found out whether it was committed.
+//! Ends a transaction that did not answer, or that its handler ended, and finds out whether it was
+//! committed.
 //!
-//! Promise: it is called committed only where what it wrote stands. A server that crashed takes
-//! back ids of transactions that were not on disk yet and gives them to others, so what it says of
-//! an id alone is no proof.
+//! Promise: the answer is `Committed` only where the rows that the transaction wrote are there. The
+//! status of a transaction id alone is no proof: after a crash the server gives ids that were not
+//! on disk yet to other transactions.
 
 use sqlx::Postgres;
 
@@ -13,10 +13,10 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::inbox::LOOKS;
 use crate::store::{ConsumerId, Undone};
 
-/// Whether what a transaction that has ended wrote stands: an inbox row of ours that it inserted
-/// (the header of a row has the lower half of the id of its transaction), or no row of the message
-/// that it finished. What `pg_xact_status` says is no proof alone: a crash takes ids back that were
-/// not on disk yet, and the server gives them to others.
+/// Whether the writes of an ended transaction are there: an inbox row that it inserted (`xmin` of a
+/// row is the lower half of its transaction's id), or, after `finish`, no waiting row and the
+/// status `committed`. `pg_xact_status` alone is no proof: after a crash the server gives ids that
+/// were not on disk yet to other transactions.
 const STANDS: &str = "
 select case when $5::bigint is null
          then exists (select 1 from oncebox.inbox_timed where consumer_id = $2 and message_id = any($3)
@@ -26,10 +26,10 @@ select case when $5::bigint is null
          else not exists (select 1 from oncebox.waiting where sequence = $5)
           and pg_xact_status(split_part($1, ' ', 1)::xid8) is not distinct from 'committed' end";
 
-/// Asked on another connection: whether a transaction is still in progress, whether its backend is
-/// there still, and works and waits neither for us to ask nor to listen; and the end of that
-/// backend, which may be at a statement behind a commit of the handler's own. A server that began
-/// anew has no backend of ours.
+/// Runs on another connection. Reads whether the transaction is still in progress, and whether its
+/// backend executes a statement and does not wait for its client; then terminates that backend. The
+/// backend may live on after the transaction: a handler may have committed and run another
+/// statement. A server that was restarted has no backend of ours.
 const END: &str = concat!(
     "select pg_xact_status(split_part($1, ' ', 1)::xid8) is not distinct from 'in progress',
        coalesce(bool_or(a.works), false), count(pg_terminate_backend(a.pid))
@@ -41,7 +41,7 @@ const END: &str = concat!(
     ") a"
 );
 
-/// What a transaction wrote, by which it is found out whether it was committed.
+/// Identifies what a transaction wrote, to find out later whether it was committed.
 pub(super) struct Written {
     pub(super) witness: String,
     pub(super) consumer: ConsumerId,
@@ -50,7 +50,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// Whether it stands, now that its transaction has ended.
+    /// Whether the writes are there. Call this only after the transaction has ended.
     pub(super) async fn stands(&self, connection: &mut Bounded<Postgres>) -> Result<bool, sqlx::Error> {
         sqlx::query_scalar(STANDS)
             .bind(&self.witness)
@@ -62,8 +62,8 @@ impl Written {
             .await
     }
 
-    /// Ends the transaction from another connection, and waits until it has ended. `works` becomes
-    /// true where the server is seen at work for it.
+    /// Ends the transaction from another connection, and waits until it has ended. Sets `works`
+    /// where the server is seen executing a statement of it.
     pub(super) async fn end_from(&self, other: &mut Bounded<Postgres>, works: &mut bool) -> Result<Undone, StoreError> {
         let (looks, pause) = LOOKS;
         for _ in 0..looks {
@@ -77,7 +77,7 @@ impl Written {
                 tokio::time::sleep(pause).await;
                 continue;
             }
-            // A statement behind its end: it sees what was committed.
+            // This statement begins after that transaction ended, so it sees what was committed.
             return Ok(match self.stands(other).await? {
                 true => Undone::Committed,
                 false if *works => Undone::Whole,
@@ -89,7 +89,7 @@ impl Written {
     }
 }
 
-/// The server does not know an id that high (yet): a crash took it back, with all that had it.
+/// The server has not assigned an id that high yet: a crash took the id and its writes back.
 fn is_in_the_future(error: &sqlx::Error) -> bool {
     matches!(error, sqlx::Error::Database(error) if error.code().as_deref() == Some("22023"))
 }

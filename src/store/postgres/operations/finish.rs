@@ -1,8 +1,8 @@
 //! The outcome of a record, in one statement.
 //!
 //! Guarantees: fenced by epoch and owner, and in a transactional operation by the id of the
-//! transaction that holds the claim, compared in the UPDATE itself (O1). What has no value is not
-//! written: a claim, also one that is used anew, has none of it yet.
+//! transaction that holds the claim, compared in the UPDATE itself (O1). A column without a value
+//! is not written: the claim, also one that renews a key, has left it null.
 
 use sqlx::postgres::PgArguments;
 use sqlx::{Arguments, Postgres, QueryBuilder};
@@ -17,15 +17,15 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, pack};
 use crate::store::{Fenced, Outcome};
 
-/// What the statement has room for from the start: grown bit by bit, it would be copied often.
+/// Initial capacities for the text and the values of the statement, so that they rarely grow.
 const TEXT_USUALLY: usize = 1_536;
 const VALUES_USUALLY: usize = 32;
 const VALUE_BYTES_USUALLY: usize = 2_048;
 
-/// The transaction in which alone an outcome is written, and what is enqueued with it.
+/// The only transaction that may write the outcome, and the messages to enqueue with it.
 #[derive(Clone, Copy)]
 pub(in crate::store::postgres) struct Within<'a> {
-    /// The id of the transaction.
+    /// The id of that transaction.
     pub(in crate::store::postgres) token: &'a str,
     /// The messages to enqueue, as [`checked`](super::super::door::checked) gave them.
     pub(in crate::store::postgres) messages: &'a [NewMessage],
@@ -49,15 +49,15 @@ pub(in crate::store::postgres) async fn finish(
     Ok(Fenced::rows(done.map_err(expiry::attached)?.rows_affected()))
 }
 
-/// The statement, which changes as many rows as it writes records: with a body that has no room in
-/// the row of its claim, as many rows of bodies.
+/// Builds the statement. Its number of changed rows is 1, or 0 where the fence does not hold. With
+/// a body too large for the record's row, the rows of bodies are counted instead.
 ///
-/// Its time is that of the statement, which is earlier than the write by as long as the row is
-/// waited for, if an operator or a heartbeat has it just then.
+/// All times are the start of the statement. Where an operator or a heartbeat has the row locked,
+/// this is earlier than the write by the time that the statement waits.
 ///
-/// Messages are enqueued by an expression of the row that is written, so once where the outcome is,
-/// and not where it is not. A row that somebody else changed meanwhile would be computed anew, and
-/// enqueue anew; one of our own transaction is changed by nobody else.
+/// Messages are enqueued by an expression in the SET list: once where the outcome is written, and
+/// not at all where it is not. PostgreSQL would evaluate the expression again, and enqueue twice,
+/// if another transaction changed the row meanwhile. Here none can: our own transaction claimed it.
 pub(super) fn finishing(
     fence: &RecordFence,
     outcome: &Outcome,
@@ -143,7 +143,7 @@ pub(super) fn finishing(
     update
 }
 
-/// So many seconds from now.
+/// Sets a column to so many seconds from now.
 fn push_time(update: &mut QueryBuilder<Postgres>, column: &str, seconds: f64) {
     update.push(format_args!(", {column} = statement_timestamp() + interval '1 second' * ")).push_bind(seconds);
 }

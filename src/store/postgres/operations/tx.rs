@@ -24,11 +24,11 @@ pub(in crate::store) struct PostgresOperationTx {
     held: Held,
     owned: Owned,
     claim: KeyClaim,
-    /// What the claim rested on; see [`records::renewal`].
+    /// The condition under which the claim renews a record; see [`records::renewal`].
     holds: Option<&'static str>,
 }
 
-/// A transaction that must still be there when its outcome is written.
+/// A transaction, and what proves later that it has not ended.
 #[derive(Debug)]
 pub(in crate::store::postgres) struct Held {
     pub(in crate::store::postgres) tx: Bounded<Postgres>,
@@ -39,13 +39,14 @@ pub(in crate::store::postgres) struct Held {
 }
 
 impl Held {
-    /// A transaction in which only our own statements ran, until [`Self::hold`].
+    /// Wraps a transaction in which only our own statements ran; the handler runs after
+    /// [`Self::hold`].
     pub(in crate::store::postgres) fn new(tx: Bounded<Postgres>) -> Self {
         Self { tx, token: String::new(), savepoint: savepoint_name() }
     }
 
-    /// Sets the savepoint behind another statement, and asks for the id of the transaction, in the
-    /// same message.
+    /// Runs the statement `first`, sets the savepoint, and reads the id of the transaction, all in
+    /// one message.
     pub(in crate::store::postgres) async fn hold(&mut self, first: &str) -> Result<(), StoreError> {
         let hold = format!("{first}savepoint {}; select pg_current_xact_id()::text", self.savepoint);
         self.token = raw_sql(AssertSqlSafe(hold)).one(&mut self.tx).await?.try_get(0)?;
@@ -57,10 +58,11 @@ fn savepoint_name() -> String {
     format!("oncebox_{}", Uuid::now_v7().simple())
 }
 
-/// Savepoint, try-lock, claim. Where the claim is refused, the transaction ends before the answer.
+/// Begins with a savepoint, tries the lock, and claims. Where the claim is refused, the transaction
+/// is ended before this returns.
 ///
-/// The savepoint goes in one message with BEGIN, so it stands before the claim; who goes back to it
-/// claims again.
+/// The savepoint is sent in one message with BEGIN, so it stands before the claim. A rollback to it
+/// takes the claim back too, and the caller must claim again.
 pub(super) async fn begin(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -83,7 +85,7 @@ pub(super) async fn begin(
     })
 }
 
-/// The same of a key that was not looked for.
+/// As `begin`, for a key that was not looked up before. Returns none where the claim is refused.
 pub(super) async fn begin_unseen(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -98,7 +100,7 @@ pub(super) async fn begin_unseen(
     Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), holds: None }))
 }
 
-/// A transaction in which the claim stands, and its id.
+/// A transaction that holds the claim, and its id.
 pub(in crate::store::postgres) async fn staked(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -119,20 +121,20 @@ async fn staked_in(
     if let Basis::Reclaim(seen) = basis
         && seen.mode != Mode::Transactional
     {
-        // Runs of that mode leave evidence, which is read under the lock of the row; nobody is
-        // waited for.
+        // Runs of that mode leave evidence, which is read under the lock of the row. The lock is
+        // taken without waiting.
         tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?;
     }
     if let Some(token) = stake(&mut tx, claim, records::renewal(basis, Dialect::Postgres), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
-    // A statement of its own: it sees what was committed meanwhile.
+    // A new statement sees what was committed meanwhile.
     let found = find(&mut tx, &claim.identity).await?.record;
     tx.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }
 
-/// Try-lock and claim: the id of the transaction, where the claim stands in it now.
+/// Tries the lock and claims. Returns the id of the transaction where the claim succeeded.
 async fn stake(
     tx: &mut Bounded<Postgres>,
     claim: &KeyClaim,
@@ -151,12 +153,12 @@ async fn stake(
     Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
-/// Takes everything back to the savepoint, where it is still there.
+/// Rolls back to the savepoint. Returns `Ended` where the savepoint is gone.
 pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, StoreError> {
     let undo = AssertSqlSafe(format!("rollback to savepoint {}", held.savepoint));
     match raw_sql(undo).run(&mut held.tx).await {
         Ok(_) => Ok(Proof::Same),
-        // No such savepoint; no transaction; an aborted one of which this savepoint is no part.
+        // No such savepoint; no transaction; or an aborted transaction without this savepoint.
         Err(sqlx::Error::Database(error)) if matches!(error.code().as_deref(), Some("3B001" | "25P01" | "25P02")) => {
             Ok(Proof::Ended)
         }
@@ -164,14 +166,16 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
     }
 }
 
-/// What the error of a statement of ours proves, which may have come before its fence was looked
-/// at: whether the transaction is still there, our savepoint knows. A handler may have ended it,
-/// written what was committed at once, and begun another (O1).
+/// Finds out what an error of our own statement proves. The error may have come before the
+/// statement compared the transaction's id. The savepoint tells whether the transaction is still
+/// there: a handler may have ended it, run statements that committed at once, and begun another
+/// (O1).
 ///
 /// # Errors
-/// That one, where the transaction is ours; where nobody answers, a transient one. By
-/// 25P02 alone, a statement failed before, and its error was swallowed: [`Proof::Aborted`]; COMMIT
-/// would roll back and say nothing.
+/// The given error where the transaction is still ours. Where the check fails too, the given error
+/// if it is transient, else that of the check. 25P02 with the savepoint in place is no error but
+/// [`Proof::Aborted`]: an earlier statement failed and the handler swallowed its error, so COMMIT
+/// would roll back without an error.
 pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
     let swallowed = match &error {
         StoreError::Other(sqlx::Error::Database(database)) => database.code().as_deref() == Some("25P02"),
@@ -181,7 +185,7 @@ pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreE
         Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
         Ok(Proof::Same) => Err(error),
         Ok(ended) => Ok(ended),
-        // Nothing is shown, so it is not the handler's fault either.
+        // Nothing is proven, so the failure is not the handler's.
         Err(lost) => Err(if error.is_transient() { error } else { lost }),
     }
 }
@@ -201,7 +205,8 @@ impl OperationTx for PostgresOperationTx {
         if proof != Proof::Same {
             return Ok(proof);
         }
-        // The claim went too, and its lock: another may have come between.
+        // The rollback took the claim and its lock back too, and another transaction may have
+        // claimed.
         match stake(&mut self.held.tx, &self.claim, self.holds, &self.owned).await? {
             Some(token) if token == self.held.token => Ok(Proof::Same),
             _ => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction has claimed the key".into()))),
