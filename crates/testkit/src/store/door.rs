@@ -1,4 +1,4 @@
-//! Cases of the Rust door.
+//! Cases of enqueuing from Rust: the message and its transaction, ids, limits, trace context.
 
 use uuid::Uuid;
 
@@ -7,7 +7,8 @@ use super::{Fixture, Trial, limit_cases};
 use oncebox::error::StoreError;
 use oncebox::message::{NewMessage, TraceContext, bucket};
 
-/// No row of the outbox, none beside it.
+/// After a rollback there is neither the outbox row nor the business row. A dropped transaction
+/// leaves nothing either.
 pub async fn g1_what_is_rolled_back_never_existed<F: Fixture>(trial: &Trial<F>) {
     let mut tx = trial.begin().await;
     effect::<F>(&mut tx, "m", "1").await.unwrap();
@@ -16,14 +17,14 @@ pub async fn g1_what_is_rolled_back_never_existed<F: Fixture>(trial: &Trial<F>) 
     let mut dropped = trial.begin().await;
     oncebox::store::enqueue(&mut *dropped, new_message("k", "2")).await.unwrap();
     drop(dropped);
-    // What comes now proves that the reader reads.
+    // This message proves that the reader works.
     trial.enqueue(vec![new_message("k", "3")]).await;
     let mut session = trial.session("a").await;
     assert_eq!(payloads(&read_rows(&mut session, 1).await.0), ["3"]);
     assert_eq!(trial.effects("m").await, 0);
 }
 
-/// Both rows, or none.
+/// After the commit both the outbox row and the business row are there.
 pub async fn g1_what_is_committed_is_there_with_the_rows_beside_it<F: Fixture>(trial: &Trial<F>) {
     let mut tx = trial.begin().await;
     effect::<F>(&mut tx, "m", "1").await.unwrap();
@@ -35,7 +36,7 @@ pub async fn g1_what_is_committed_is_there_with_the_rows_beside_it<F: Fixture>(t
     assert_eq!(trial.effects("m").await, 1);
 }
 
-/// One statement, N messages, ascending positions, nothing changed on the way.
+/// Many messages in one call get ascending positions, and no part of them changes.
 pub async fn many_messages_keep_their_order_and_every_part<F: Fixture>(trial: &Trial<F>) {
     let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
     let messages: Vec<NewMessage> = (0_u8..250)
@@ -94,7 +95,7 @@ pub async fn an_id_is_made_unless_given_and_may_be_given_twice<F: Fixture>(trial
     assert!(buckets == [computed; 3] || buckets == [0; 3], "the bucket is the key's, or 0 where there is one shard");
 }
 
-/// The table of cases, through `enqueue`, and again among others in one call.
+/// Runs the table of cases through `enqueue_all`: each message alone, and behind another one.
 pub async fn r34_every_limit_holds_at_the_rust_door<F: Fixture>(trial: &Trial<F>) {
     let mut taken = 0;
     for case in limit_cases() {
@@ -112,19 +113,19 @@ pub async fn r34_every_limit_holds_at_the_rust_door<F: Fixture>(trial: &Trial<F>
     assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 0);
 }
 
-/// Checked before anything is written.
+/// All messages are checked before the first is written.
 pub async fn one_bad_message_refuses_the_whole_call<F: Fixture>(trial: &Trial<F>) {
     let mut tx = trial.begin().await;
     let messages = vec![new_message("k", "1"), new_message("", "2"), new_message("k", "3")];
     let answer = oncebox::store::enqueue_all(&mut *tx, messages).await;
     assert!(matches!(&answer, Err(StoreError::Limit(error)) if error.limit == "key"), "{answer:?}");
-    // A caller that commits all the same commits none of them, whatever the database makes of that.
+    // A caller that ignores the error and commits writes none of them.
     let _ = tx.commit().await;
     assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 0);
     assert!(trial.enqueue(Vec::new()).await.is_empty());
 }
 
-/// Every door obeys the row, at once.
+/// A changed limit in the table applies to the next call.
 pub async fn limits_are_rows_that_can_be_raised_and_lowered<F: Fixture>(trial: &Trial<F>) {
     let limits = trial.table("limits");
     let long = new_message(&"k".repeat(1_500), "1");
@@ -137,7 +138,8 @@ pub async fn limits_are_rows_that_can_be_raised_and_lowered<F: Fixture>(trial: &
     }
 }
 
-/// However it is given, it is the trace, and no header of the application.
+/// Headers named `traceparent` and `tracestate`, in upper or lower case, become the trace of the
+/// message and are not kept as headers.
 pub async fn trace_context_given_as_headers_becomes_the_trace<F: Fixture>(trial: &Trial<F>) {
     let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
     let message = new_message("k", "1");

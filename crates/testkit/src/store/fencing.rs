@@ -13,7 +13,7 @@ async fn epoch<F: Fixture>(trial: &Trial<F>) -> i64 {
     trial.store.status().await.unwrap().shards[0].epoch
 }
 
-/// Twenty ask at once, one gets it.
+/// Twenty owners ask for the lease at once, and one gets it.
 pub async fn a_shard_has_one_owner_and_the_same_owner_takes_it_again<F: Fixture>(trial: &Trial<F>) {
     let mut asking = tokio::task::JoinSet::new();
     for number in 0..20 {
@@ -39,7 +39,7 @@ pub async fn a_shard_has_one_owner_and_the_same_owner_takes_it_again<F: Fixture>
     assert!(self::epoch(trial).await > epoch, "each ownership has an epoch of its own");
 }
 
-/// A standby need not wait for a clean end.
+/// After a clean end, a standby need not wait until the lease is over.
 pub async fn a_lease_that_is_given_back_is_free_at_once<F: Fixture>(trial: &Trial<F>) {
     let first = trial.session("a").await;
     let epoch = epoch(trial).await;
@@ -49,9 +49,9 @@ pub async fn a_lease_that_is_given_back_is_free_at_once<F: Fixture>(trial: &Tria
     assert!(shard.epoch > epoch && shard.owner.as_deref() == Some("b"), "{shard:?}");
 }
 
-/// A dead owner's lease runs out.
+/// The lease of a dead owner ends, and a standby gets it.
 pub async fn a_lease_ends_by_the_clock_of_the_database<F: Fixture>(trial: &Trial<F>) {
-    // It counts from before its commit, which a slow disk takes a second for.
+    // The lease counts from before its commit, which takes a second on a slow disk.
     let request = |owner: &str| LeaseRequest { length: Duration::from_secs(4), ..lease(owner) };
     let _dead = taken(trial.store.open(&request("dead")).await.unwrap());
     let epoch = epoch(trial).await;
@@ -67,7 +67,8 @@ pub async fn a_lease_ends_by_the_clock_of_the_database<F: Fixture>(trial: &Trial
     assert!(self::epoch(trial).await > epoch);
 }
 
-/// The clock went back: the lease would stand for hours.
+/// The clock went back after the lease was granted. Without the rule, the lease would stand for
+/// hours.
 pub async fn r22_a_lease_longer_than_its_length_counts_as_expired<F: Fixture>(trial: &Trial<F>) {
     let _gone = trial.session("gone").await;
     let length = i64::try_from(LEASE.as_secs()).unwrap();
@@ -77,13 +78,13 @@ pub async fn r22_a_lease_longer_than_its_length_counts_as_expired<F: Fixture>(tr
     F::set_lease_end(&trial.store, length + 3_600).await;
     let status = trial.store.status().await.unwrap();
     assert_eq!(status.shards[0].owner, None, "and the status says so");
-    // The length that counts is the one it was granted for, not the one that the standby would
-    // have.
+    // What counts is the length with which the lease was granted, not the length that the standby
+    // asks for.
     let shorter = LeaseRequest { length: Duration::from_secs(5), ..lease("standby") };
     let _taken = taken(trial.store.open(&shorter).await.unwrap());
 }
 
-/// An owner that works keeps its lease.
+/// Each claim renews the lease, so that an owner that works keeps it.
 pub async fn claims_renew_the_lease<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     F::set_lease_end(&trial.store, 5).await;
@@ -93,7 +94,7 @@ pub async fn claims_renew_the_lease<F: Fixture>(trial: &Trial<F>) {
     assert!(left > LEASE.as_secs_f64() / 2.0, "{left} s are left after a claim");
 }
 
-/// Read, claim, mark, divert, release: all fenced, nothing written.
+/// Read, claim, mark, divert and release are all fenced: none of them writes anything.
 pub async fn g9_a_session_that_lost_its_lease_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue((0..4).map(|number| new_message("k", number.to_string())).collect()).await;
     let mut zombie = trial.session("zombie").await;
@@ -125,7 +126,8 @@ pub async fn g9_a_session_that_lost_its_lease_changes_nothing<F: Fixture>(trial:
     assert_eq!(payloads(&read_rows(&mut other, 4).await.0), ["0", "1", "2", "3"]);
 }
 
-/// A pooler or a failover put another server under the session, or somebody restored the table.
+/// The epoch or revision differs from what the session wrote: a pooler or a failover moved the
+/// session to another server, or somebody restored the table.
 pub async fn r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(vec![new_message("k", "0")]).await;
     let shard = trial.table("shard");
@@ -143,7 +145,7 @@ pub async fn r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session<F: F
     assert_eq!(trial.store.status().await.unwrap().pending, 1);
 }
 
-/// A configuration that names a shard which is not there.
+/// The configuration names a shard that does not exist: `open` answers `NoShard`.
 pub async fn an_unknown_shard_is_told_apart<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.shards().await.unwrap().contains(&0));
     let answer = trial.store.open(&LeaseRequest { shard: 12_345, ..lease("a") }).await.unwrap();

@@ -15,7 +15,7 @@ fn destination() -> Diversion {
     Diversion::HeldDestination { reason: "no such topic".into() }
 }
 
-/// Enqueues, reads, and diverts by number.
+/// Enqueues and reads the messages, and diverts the rows with the given numbers.
 async fn diverted<F: Fixture>(
     trial: &Trial<F>,
     messages: Vec<NewMessage>,
@@ -30,7 +30,7 @@ async fn diverted<F: Fixture>(
     (session, rows)
 }
 
-/// Nothing of it changes, and the cursor is past it.
+/// The copy of a dead row equals the row in every part, and the cursor is past the row.
 pub async fn r17_a_dead_row_is_copied_whole_in_the_mark<F: Fixture>(trial: &Trial<F>) {
     let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
     let mut message = NewMessage::bytes("blobs", "blob.stored", vec![0, 255, 1]).with_key("k \"ä\"");
@@ -56,8 +56,8 @@ pub async fn r17_a_dead_row_is_copied_whole_in_the_mark<F: Fixture>(trial: &Tria
     assert_eq!((status.dead, status.held, status.pending), (2, 0, 0), "a diverted message is not pending");
 }
 
-/// As the next session loads them: a dead row that holds nothing is not among them, or it would
-/// count as held.
+/// The next session loads the diverted rows. A dead row that holds nothing is not among them,
+/// because it would count as held.
 pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &Trial<F>) {
     let messages = ["a", "b", "a", "b", "c"].iter().enumerate();
     let messages = messages.map(|(number, key)| new_message(key, number.to_string())).collect();
@@ -80,7 +80,8 @@ pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &
     assert!(session.held(&[]).await.unwrap().is_empty());
 }
 
-/// The way back: published, or refused again.
+/// A released row was published and is gone. A changed row was refused again and stays, with its
+/// new state.
 pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &Trial<F>) {
     let messages = (0..3).map(|number| new_message("k", number.to_string())).collect();
     let diversions = [(0, destination()), (1, destination()), (2, destination())];
@@ -101,7 +102,7 @@ pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &T
     assert_eq!((status.dead, status.held), (1, 1));
 }
 
-/// And never comes back.
+/// A discarded row is removed, and no later session reads it.
 pub async fn a_discarded_row_is_gone_for_good<F: Fixture>(trial: &Trial<F>) {
     let messages = (0..2).map(|number| new_message("k", number.to_string())).collect();
     let (mut session, rows) = diverted(trial, messages, &[(0, dead(true)), (1, Diversion::HeldBehind)]).await;
@@ -114,7 +115,8 @@ pub async fn a_discarded_row_is_gone_for_good<F: Fixture>(trial: &Trial<F>) {
     assert!(session.held(&[rows[0].position]).await.unwrap().is_empty());
 }
 
-/// A row that would be passed without a trace fails the mark.
+/// A mark that diverts a row which was not read fails with `Corrupt`, and changes nothing.
+/// Otherwise a row could be passed without a trace.
 pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue((0..2).map(|number| new_message("k", number.to_string())).collect()).await;
     let mut session = trial.session("a").await;
@@ -129,7 +131,8 @@ pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Tri
     assert_eq!(trial.store.status().await.unwrap().dead, 0);
 }
 
-/// As a read: the first ones that were asked for, and at least one.
+/// Held rows that are read again obey the bound of bytes, as every read does. A read returns the
+/// first of the requested rows, and at least one.
 pub async fn g11_rows_on_their_way_back_come_within_the_bytes_of_a_read<F: Fixture>(trial: &Trial<F>) {
     let messages = of_all_sizes();
     let all: Vec<(usize, Diversion)> = (0..messages.len()).map(|number| (number, dead(true))).collect();

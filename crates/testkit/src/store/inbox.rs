@@ -16,7 +16,7 @@ use oncebox::error::StoreError;
 use oncebox::message::{MessageId, identity};
 use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, ParkAs, Proof};
 
-/// Registered once; another id rule only by the operator's word (R31).
+/// A consumer is registered once. Its id rule changes only if the operator accepts that (R31).
 pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Trial<F>) {
     let number = trial.consumer("ledger").await;
     assert_ne!(trial.consumer("email").await, number);
@@ -36,7 +36,7 @@ pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Tri
     assert!(numbers.iter().all(|number| *number == numbers[0]), "{numbers:?}");
 }
 
-/// Answers come in the order of the entries, whatever order the ids have.
+/// Answers come in the order of the entries, not of the ids.
 pub async fn r24_the_unique_key_decides_what_is_new<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut entries: Vec<InboxEntry> = (0..50).map(|_| new_entry()).collect();
@@ -62,7 +62,7 @@ pub async fn r24_the_unique_key_decides_what_is_new<F: Fixture>(trial: &Trial<F>
     tx.commit().await.unwrap();
 }
 
-/// Somebody else's open transaction holds the id, and only as long as it is open.
+/// An id is contested exactly while another open transaction has inserted it.
 pub async fn an_id_that_another_open_transaction_inserted_is_contested<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let other = trial.consumer("other").await;
@@ -81,8 +81,8 @@ pub async fn an_id_that_another_open_transaction_inserted_is_contested<F: Fixtur
     }
 }
 
-/// Two transactions admit one id: the second waits for the first, and `settled` says that it had
-/// ended by then.
+/// Two transactions admit one id. The second waits until the first has ended, which `settled`
+/// shows. Returns the answer of the second.
 async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known> {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
@@ -97,8 +97,8 @@ async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known>
         tx.commit().await.unwrap();
         answer
     });
-    // A head start, so that the second really stands and waits: without it the case proves less,
-    // but never fails.
+    // Gives the second time to begin its wait. If it is slower, the case proves less, but does not
+    // fail.
     tokio::time::sleep(Duration::from_millis(150)).await;
     settled.store(true, Ordering::SeqCst);
     if commit {
@@ -111,17 +111,17 @@ async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known>
     answer
 }
 
-/// A duplicate, whatever it raced.
+/// The first transaction commits, so the second finds a duplicate.
 pub async fn r24_a_concurrent_duplicate_waits_and_is_known_after_the_commit<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(concurrent(trial, true).await, Some(Known { hash: [7; 16] }));
 }
 
-/// Nobody handled it, so it is new.
+/// The first transaction rolls back, so the message is new to the second.
 pub async fn r24_a_concurrent_duplicate_is_new_after_the_rollback<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(concurrent(trial, false).await, None);
 }
 
-/// The adapter sorts, whatever order the deliveries had.
+/// The adapter sorts the ids, so that two batches insert them in the same order.
 pub async fn r24_batches_that_overlap_do_not_deadlock<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for _ in 0..10 {
@@ -142,7 +142,7 @@ pub async fn r24_batches_that_overlap_do_not_deadlock<F: Fixture>(trial: &Trial<
     }
 }
 
-/// The key is (consumer, message id).
+/// The unique key is (consumer, message id): the same id is new to each consumer.
 pub async fn consumers_do_not_share_their_inboxes<F: Fixture>(trial: &Trial<F>) {
     let entry = new_entry();
     for name in ["ledger", "email"] {
@@ -153,7 +153,7 @@ pub async fn consumers_do_not_share_their_inboxes<F: Fixture>(trial: &Trial<F>) 
     }
 }
 
-/// The hash of the first stays.
+/// The content hash of the first message is kept, and every later one is compared with it.
 pub async fn g7_another_content_under_the_same_id_is_seen<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let first = new_entry();
@@ -188,7 +188,8 @@ pub async fn r32_ids_that_differ_only_in_spelling_are_different<F: Fixture>(tria
     assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), ids.len());
 }
 
-/// Waiting, behind, and dead that holds; not dead that does not.
+/// A waiting message and a dead one with `holds` block their key. A dead one without `holds` does
+/// not.
 pub async fn a_parked_message_blocks_its_key_and_no_other<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let dead = |holds| ParkAs::Dead { reason: "terminal".into(), holds };
@@ -213,7 +214,8 @@ pub async fn a_parked_message_blocks_its_key_and_no_other<F: Fixture>(trial: &Tr
     tx.rollback().await.unwrap();
 }
 
-/// Both, or none: a redelivery finds it known exactly when it waits.
+/// The waiting row and the inbox row commit together: a redelivery is a duplicate exactly if the
+/// message waits.
 pub async fn what_is_parked_goes_with_its_inbox_row<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let parked_message = message("k", "1");
@@ -228,7 +230,8 @@ pub async fn what_is_parked_goes_with_its_inbox_row<F: Fixture>(trial: &Trial<F>
     assert!(oncebox::store::Waiting::next_due(&trial.store, consumer, &everything()).await.unwrap().is_some());
 }
 
-/// Too old and from the future leave no inbox row; what others inserted stays.
+/// `forget` removes the inbox rows that this transaction inserted, for messages that are too old or
+/// from the future. Rows that others inserted stay.
 pub async fn r31_a_forgotten_id_is_new_again<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let (kept, taken_back, old) = (new_entry(), new_entry(), new_entry());
@@ -244,7 +247,7 @@ pub async fn r31_a_forgotten_id_is_new_again<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(known, [kept.id, old.id].into_iter().collect());
 }
 
-/// They survive its rollback, and go with its success.
+/// Counted tries stay when the handler's transaction rolls back, and are removed when it succeeds.
 pub async fn r26_tries_are_counted_outside_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let (entry, other) = (new_entry(), new_entry());
@@ -269,8 +272,9 @@ pub async fn r26_tries_are_counted_outside_the_handlers_transaction<F: Fixture>(
     assert_eq!(store.attempts(consumer, &[entry.id, other.id]).await.unwrap(), [(other.id, 1)]);
 }
 
-/// Before a batch of suspects runs: what was counted before stays as it was counted. Shown to fail:
-/// PostgreSQL refused a batch with the same id twice, again and again.
+/// The first tries of a batch of suspects are counted before it runs. A message that was counted
+/// before keeps its count. Shown to fail: PostgreSQL refused a batch with the same id twice, again
+/// and again.
 pub async fn r26_the_first_tries_of_a_batch_are_counted_together_and_once<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("c").await, trial.consumer("other").await);
     let ids: Vec<_> = (0..3).map(|_| new_entry().id).collect();
@@ -278,7 +282,7 @@ pub async fn r26_the_first_tries_of_a_batch_are_counted_together_and_once<F: Fix
     for _ in 0..2 {
         store.begin_attempt(consumer, ids[0]).await.unwrap();
     }
-    // One whose only try was taken back, and which has a history.
+    // A message whose only try was taken back, but which has an error in its history.
     store.failed_attempt(consumer, ids[1], "no", true).await.unwrap();
     store.take_back_attempt(consumer, ids[1]).await.unwrap();
     // A message that came twice is in a batch twice.
@@ -292,7 +296,7 @@ pub async fn r26_the_first_tries_of_a_batch_are_counted_together_and_once<F: Fix
     assert!(store.attempts(other, &ids).await.unwrap().is_empty());
 }
 
-/// As if it had never been counted; what failed tries said stays.
+/// A try that was taken back counts as if it had never been made. The errors of failed tries stay.
 pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let (entry, other) = (new_entry(), new_entry());
@@ -311,7 +315,8 @@ pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial
     assert_eq!(store.begin_attempt(consumer, entry.id).await.unwrap(), 2);
 }
 
-/// The last owner died, so the next one suspects what it finds.
+/// An assignment that is still open shows that its last owner died: the next owner treats the
+/// messages that it finds as suspects.
 pub async fn an_assignment_found_open_was_not_closed<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let store = &trial.store;
@@ -328,7 +333,8 @@ pub async fn an_assignment_found_open_was_not_closed<F: Fixture>(trial: &Trial<F
     store.close_assignment(other, &holding("never", 9), None).await.unwrap();
 }
 
-/// It comes to its end later, frozen or slow; the row is the next owner's.
+/// An owner that was frozen or slow closes its assignment late. It changes nothing, because the row
+/// belongs to the next owner.
 pub async fn an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let store = &trial.store;
@@ -342,7 +348,8 @@ pub async fn an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row
     assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 7)), has_new_ids: false });
 }
 
-/// A clean end tells the last position as well; one that knows none leaves the one that stands.
+/// Closing an assignment stores the last position too. Closing it without one keeps the stored
+/// position.
 pub async fn a_position_is_remembered_until_a_later_one_is_told<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let store = &trial.store;
@@ -365,8 +372,8 @@ pub async fn a_position_is_remembered_until_a_later_one_is_told<F: Fixture>(tria
     assert_eq!(opened.position, Some(position("b", 0)));
 }
 
-/// By which a partition whose offsets are given again may be consumed: the same coordinates are
-/// other ids now.
+/// The id rule of the stored position shows whether offsets that are given again are new ids. Only
+/// then may such a partition be consumed.
 pub async fn a_position_knows_under_which_id_rule_it_was_kept<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
     let under = async |id_rule: &str| {
@@ -398,8 +405,8 @@ fn position(topic_id: &str, next: i64) -> Position {
     Position { topic_id: Some(topic_id.to_owned()), next }
 }
 
-/// Also where the future that holds it is dropped in the middle of a statement, and the store goes
-/// on working.
+/// A dropped transaction leaves nothing, also where its future is dropped in the middle of a
+/// statement. The store works afterwards.
 pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
@@ -424,7 +431,7 @@ pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Tr
     assert_eq!(trial.store.known(consumer, &[entry.id]).await.unwrap().len(), 1);
 }
 
-/// A follow-up message exists exactly when the effect does.
+/// A message that a handler enqueues exists exactly if the effect of the handler does.
 pub async fn effects_of_an_enqueue_go_with_the_transaction<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut session = trial.session("a").await;

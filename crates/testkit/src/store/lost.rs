@@ -1,5 +1,5 @@
-//! Cases of a connection that is lost under the inbox transaction (R27, G12): a transient failure
-//! in every statement, and of a commit an unknown outcome.
+//! Cases of a connection that is lost in the inbox transaction (R27, G12): every statement then
+//! fails with a transient error, and the outcome of a commit is unknown.
 
 use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
 use super::{Connection, Fixture, Trial};
@@ -10,8 +10,8 @@ use oncebox::store::{Claim, Inbox, InboxEntry, ParkAs, Proof, Waiting};
 const STATEMENTS: [&str; 9] =
     ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
 
-/// Runs one statement of the transaction, and says whether its failure is transient; None where it
-/// did not fail.
+/// Runs one statement of the transaction. Returns whether its error is transient, with its text, or
+/// None where it did not fail.
 async fn run<F: Fixture>(
     trial: &Trial<F>,
     tx: &mut Tx,
@@ -26,7 +26,7 @@ async fn run<F: Fixture>(
         "park" => tx.park(&[parked(&message("other", "1"), ParkAs::Behind)]).await,
         "forget" => tx.forget(&[entry.id]).await,
         "finish" => {
-            // Claimed on another connection.
+            // The claim uses another connection, which is not lost.
             let consumer = trial.consumer("c").await;
             let claim = Claim::new(super::trial::LEASE);
             let claimed = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap().unwrap();
@@ -34,7 +34,7 @@ async fn run<F: Fixture>(
         }
         "clear attempts" => tx.clear_attempts(&[entry.id]).await,
         "handler" => {
-            // As a handler fails by `?`.
+            // A handler that uses `?` returns its error in this form.
             let error = HandlerError::from(effect::<F>(tx.connection().unwrap(), "m", "").await.err()?);
             return Some((error.is_transient(), error.to_string()));
         }
@@ -46,8 +46,8 @@ async fn run<F: Fixture>(
     outcome.err().map(|error| (error.is_transient(), error.to_string()))
 }
 
-/// Each of them, on a connection that was ended just before; nothing stays, and the next connection
-/// works.
+/// Each statement runs on a connection that was ended just before, and fails with a transient
+/// error. Nothing is written, and the next connection works.
 pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_a_transient_failure<F: Fixture>(
     trial: &Trial<F>,
 ) {
@@ -76,7 +76,8 @@ pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_
     }
 }
 
-/// It never arrived; whoever tries again finds that out.
+/// The COMMIT did not reach the server, but the client cannot know that: the error is
+/// `CommitUnknown`, which is transient. A second try finds that nothing was written.
 pub async fn g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error<F: Fixture>(trial: &Trial<F>) {
     let case = "g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error";
     let consumer = trial.consumer("c").await;

@@ -1,4 +1,4 @@
-//! Cases of e-mail rows.
+//! Cases of e-mail rows: one row for each unique key, claims, and outcomes of a send.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ async fn queue<F: Fixture>(trial: &Trial<F>, key: &str) -> bool {
     queued
 }
 
-/// Keys that differ in case are different.
+/// Keys that differ only in case or in a space at the end are different.
 pub async fn an_email_is_one_row_for_its_unique_key<F: Fixture>(trial: &Trial<F>) {
     assert!(queue(trial, "receipt_payment_pay_789").await);
     assert!(!queue(trial, "receipt_payment_pay_789").await);
@@ -33,7 +33,7 @@ pub async fn an_email_is_one_row_for_its_unique_key<F: Fixture>(trial: &Trial<F>
     assert_eq!(trial.store.emails_pending().await.unwrap(), 3);
 }
 
-/// A handler that failed sends nothing.
+/// An e-mail is queued only if its transaction commits: a handler that failed sends nothing.
 pub async fn an_email_goes_with_its_transaction<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for commit in [false, true] {
@@ -51,7 +51,7 @@ pub async fn an_email_goes_with_its_transaction<F: Fixture>(trial: &Trial<F>) {
     }
 }
 
-/// Sent once, again after a while, or failed for good.
+/// An e-mail is claimed by one sender. It is then sent, tried again later, or failed for good.
 pub async fn emails_are_claimed_once_and_settled<F: Fixture>(trial: &Trial<F>) {
     for key in ["1", "2", "3"] {
         queue(trial, key).await;
@@ -97,7 +97,8 @@ pub async fn emails_are_claimed_once_and_settled<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(store.claim_emails(10, &Claim::new(CLAIM)).await.unwrap()[0].attempt, 2);
 }
 
-/// The sender died; the Message-ID, made from the key, stays the same.
+/// The sender died, so another one claims the e-mail. The unique key, from which the Message-ID is
+/// made, stays the same.
 pub async fn an_interrupted_email_is_claimed_again_under_the_same_key<F: Fixture>(trial: &Trial<F>) {
     queue(trial, "k").await;
     let store = &trial.store;
@@ -112,7 +113,7 @@ pub async fn an_interrupted_email_is_claimed_again_under_the_same_key<F: Fixture
     assert_eq!(store.emails_pending().await.unwrap(), 0);
 }
 
-/// The clock was a day ahead when it was made.
+/// The clock was a day ahead when the claim was made.
 pub async fn r22_a_claim_of_an_email_that_ends_later_than_any_claim_can_is_over<F: Fixture>(trial: &Trial<F>) {
     queue(trial, "claimed").await;
     let store = &trial.store;

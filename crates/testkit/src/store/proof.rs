@@ -7,12 +7,13 @@ use super::trial::{LEASE, Tx, due, effect, eventually, everything, message, new_
 use super::{Connection, Fixture, Trial};
 use oncebox::store::{Claim, Inbox, Proof, Undone, Waiting};
 
-/// Runs SQL as a careless handler does: an error is swallowed.
+/// Runs SQL as a careless handler does: it ignores an error.
 async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
     let _ = F::run(connection, sql).await;
 }
 
-/// What came of a handler that wrote `before`, ran the statements, wrote `after`, and returned Ok.
+/// The state after a handler that wrote `before`, ran the statements, wrote `after`, and returned
+/// Ok.
 struct End {
     proof: Proof,
     before: i64,
@@ -30,7 +31,8 @@ async fn handler<F: Fixture>(trial: &Trial<F>, statements: &[&str]) -> End {
         careless::<F>(tx.connection().unwrap(), statement).await;
     }
     let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
-    // Then what the runtime does: commit only what is proven, and look what became of the rest.
+    // The runtime then commits only a proven transaction. It undoes any other, and `undo` returns
+    // what became of it.
     let proof = tx.prove().await.unwrap();
     if proof == Proof::Same {
         tx.commit().await.unwrap();
@@ -51,7 +53,7 @@ async fn handler<F: Fixture>(trial: &Trial<F>, statements: &[&str]) -> End {
     end
 }
 
-/// No connection of the pool was left in a state of its own.
+/// Asserts that no connection of the pool kept a changed state.
 async fn still_works<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for round in 0..12 {
@@ -72,7 +74,8 @@ async fn still_works<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.effects("works").await, 6);
 }
 
-/// Either the database goes on, and all is there, or nothing is.
+/// The handler ignores the error of a statement. Either the database goes on and all effects are
+/// there, or none is.
 pub async fn r23_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["insert into no_such_table (a) values (1)"]).await;
     match end.proof {
@@ -82,14 +85,14 @@ pub async fn r23_an_error_that_was_swallowed_never_commits_half<F: Fixture>(tria
     }
 }
 
-/// It is never taken for the transaction that was begun.
+/// The proof never accepts what follows the handler's COMMIT as the transaction that was begun.
 pub async fn r23_a_commit_of_the_handler_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["commit"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!(end.known, end.before == 1, "what was committed, was committed with its inbox row");
 }
 
-/// A fresh transaction in place of the old one.
+/// The handler commits and begins a new transaction. The proof does not accept the new one.
 pub async fn r23_a_commit_with_a_new_begin_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["commit", "begin"]).await;
     assert_ne!(end.proof, Proof::Same);
@@ -97,16 +100,15 @@ pub async fn r23_a_commit_with_a_new_begin_is_found_out<F: Fixture>(trial: &Tria
     assert_eq!(end.after, 0, "what came after is rolled back");
 }
 
-/// A fresh transaction in place of the old one, which then fails: what was committed before is not
-/// hidden by it.
+/// The new transaction of the handler fails. This does not hide what the handler committed before.
 pub async fn r23_a_commit_with_a_new_begin_that_fails_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["commit", "begin", "insert into no_such_table (a) values (1)"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!((end.known, end.after), (end.before == 1, 0));
 }
 
-/// Nothing stays of what came before; nor of what came after, unless the database commits that by
-/// itself.
+/// Effects from before the handler's ROLLBACK are gone. Effects after it are gone too, unless the
+/// database commits each such statement by itself; then the proof answers `Ended`.
 pub async fn r23_a_rollback_of_the_handler_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
@@ -128,14 +130,15 @@ pub async fn r23_a_rollback_of_the_handler_is_found_out<F: Fixture>(trial: &Tria
     still_works(trial).await;
 }
 
-/// A fresh transaction without our inbox rows.
+/// The handler rolls back and begins a new transaction, which does not have our inbox rows.
 pub async fn r23_a_rollback_with_a_new_begin_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["rollback", "begin"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!((end.before, end.after, end.known), (0, 0, false));
 }
 
-/// A warning, an error, or a commit of the first: each is either harmless or found out.
+/// A second BEGIN is a warning, an error, or a commit of the first transaction. In each case no
+/// effect is left without its inbox row.
 pub async fn r23_a_second_begin_never_splits_the_transaction<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["start transaction", "begin"]).await;
     match end.proof {
@@ -155,7 +158,7 @@ pub async fn r23_a_table_made_by_the_handler_never_splits_the_transaction<F: Fix
     }
 }
 
-/// Savepoints, released or rolled back to, are no reason for an alarm.
+/// A handler may release its savepoints or roll back to them: the transaction is still proven.
 pub async fn r23_savepoints_of_the_handler_are_its_own<F: Fixture>(trial: &Trial<F>) {
     let insert = "insert into effect (message, note) values ('inner', '')";
     let end = handler(
@@ -178,7 +181,8 @@ async fn after<F: Fixture>(trial: &Trial<F>, statement: &str) -> (Tx, oncebox::s
     (tx, entry)
 }
 
-/// Also on a connection that nothing can be asked on any more. Else the failure is transient.
+/// The connection was lost after the handler's COMMIT: `undo` still answers `Committed`. Without
+/// that COMMIT it answers `Lost`, a transient failure.
 pub async fn what_a_handler_committed_is_told_although_its_connection_is_lost<F: Fixture>(trial: &Trial<F>) {
     let case = "what_a_handler_committed_is_told_although_its_connection_is_lost";
     let consumer = trial.consumer("c").await;
@@ -193,7 +197,8 @@ pub async fn what_a_handler_committed_is_told_although_its_connection_is_lost<F:
     }
 }
 
-/// And that statement ends with the transaction: what it waits for or holds is free for others.
+/// A statement of the handler still runs when `undo` is called. It ends with the transaction, so
+/// that its locks are free for others.
 pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fixture>(trial: &Trial<F>) {
     if !F::CONCURRENT_WRITERS {
         return;
@@ -206,7 +211,7 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
         F::run(&mut holder, "update held set by_whom = 'first' where id = 1").await.unwrap();
         let (mut tx, entry) = after(trial, statement).await;
         let waits = F::run(tx.connection().unwrap(), "update held set by_whom = 'second' where id = 1");
-        // As a handler that runs out of time is dropped.
+        // The runtime drops a handler that runs out of time in the same way.
         assert!(tokio::time::timeout(Duration::from_millis(300), waits).await.is_err());
         assert_eq!(tx.undo().await.unwrap(), expected, "{statement}");
         holder.commit().await.unwrap();
@@ -218,8 +223,8 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
     }
 }
 
-/// A head whose row is gone with the handler's own commit waits for nothing any more: only this
-/// tells of it.
+/// The handler's own COMMIT removed the row of the head, so that no later try can find it. Only the
+/// answer `Committed` of `undo` shows this.
 pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for statement in ["select 1", "commit"] {
@@ -236,9 +241,9 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
     }
 }
 
-/// Not as the handler's own commit, which would make it dead: its connection was lost for longer
-/// than its claim, or the handler rolled back, and another process handled the message meanwhile.
-/// Shown to fail where a waiting row that is gone counts as committed away by the handler.
+/// The connection was lost for longer than the claim, or the handler rolled back, and another
+/// process handled the message meanwhile. `undo` must not answer `Committed`, which would make the
+/// message dead. Shown to fail where a waiting row that is gone counts as committed by the handler.
 pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fixture>(trial: &Trial<F>) {
     if !F::CONCURRENT_WRITERS {
         return; // Nobody else writes before this transaction is undone.
@@ -253,7 +258,8 @@ pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fi
         assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
         match end {
             "rollback" => careless::<F>(tx.connection().unwrap(), end).await,
-            // The row is free once the server has seen it: the peer waits for that.
+            // The server frees the row once it has noticed the lost connection. The peer waits for
+            // that.
             _ if trial.end_connection(case, tx.connection().unwrap()).await => {}
             _ => {
                 tx.rollback().await.unwrap();

@@ -1,4 +1,4 @@
-//! Cases of the cursor: nothing lost, nothing twice, nothing stalled.
+//! Cases of the cursor: it loses no row, gives no row twice in a session, and never stalls.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ fn numbers(numbers: std::ops::Range<u32>) -> Vec<String> {
     numbers.map(|number| number.to_string()).collect()
 }
 
-/// Also where each read takes only some.
+/// This also holds where each read returns only some of the rows.
 pub async fn rows_come_in_position_order_and_never_twice_in_a_session<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(messages(0..25)).await;
     let mut session = trial.session("a").await;
@@ -39,7 +39,7 @@ pub async fn rows_come_in_position_order_and_never_twice_in_a_session<F: Fixture
     read_nothing(&mut session).await;
 }
 
-/// At least once, until it is proven.
+/// A row is sent at least once: each new session reads it again until it is marked.
 pub async fn everything_that_is_not_marked_comes_again_after_a_reopen<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(messages(0..10)).await;
     let mut session = trial.session("a").await;
@@ -56,7 +56,7 @@ pub async fn everything_that_is_not_marked_comes_again_after_a_reopen<F: Fixture
     assert_eq!(payloads(&read_rows(&mut session, 1).await.0), numbers(10..11));
 }
 
-/// Only what the broker has proven is passed.
+/// The cursor passes only the rows up to the marked batch, which the broker has proven.
 pub async fn a_mark_covers_the_batches_up_to_it_and_no_more<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(messages(0..9)).await;
     let mut session = trial.session("a").await;
@@ -76,7 +76,7 @@ pub async fn a_mark_covers_the_batches_up_to_it_and_no_more<F: Fixture>(trial: &
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
-/// A position that nobody will ever have is passed by, and the cursor with it.
+/// The cursor passes a position whose transaction rolled back.
 pub async fn holes_of_rolled_back_transactions_never_stall<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     for round in 0..4 {
@@ -95,7 +95,8 @@ pub async fn holes_of_rolled_back_transactions_never_stall<F: Fixture>(trial: &T
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
-/// A draws the lower position, B commits first. Both come, also where the relay dies between.
+/// Transaction A gets the lower position, and B commits first. Both rows come, also where the relay
+/// is replaced in between.
 pub async fn a_lower_position_that_commits_late_is_not_lost<F: Fixture>(trial: &Trial<F>) {
     if !F::CONCURRENT_WRITERS {
         return;
@@ -126,7 +127,7 @@ pub async fn a_lower_position_that_commits_late_is_not_lost<F: Fixture>(trial: &
     }
 }
 
-/// Writers that commit and roll back while the relay reads, marks and is taken over.
+/// Writers commit and roll back while the relay reads, marks and is replaced by another owner.
 pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixture>(trial: &Trial<F>) {
     const WRITERS: u32 = 4;
     const EACH: u32 = 40;
@@ -167,7 +168,8 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
                     firsts.push(payload);
                 }
             }
-            // Some batches are marked; the last ones of a session are not, and come again.
+            // The last batches of a session are not marked, so that the next session reads them
+            // again.
             if round < 17 {
                 session.claim(through(read.batch)).await.unwrap();
             }
@@ -191,8 +193,8 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
     }
 }
 
-/// The next position is the first again, as after a restore in part; what was sent is not there
-/// any more.
+/// Sets the sequence back to the first position, as after a partial restore. Rows that were sent
+/// are not in the table any more.
 async fn set_back<F: Fixture>(trial: &Trial<F>) {
     let sql = match F::Store::NAME {
         "sqlite" => "update sqlite_sequence set seq = 0 where name = 'oncebox_outbox'",
@@ -202,8 +204,9 @@ async fn set_back<F: Fixture>(trial: &Trial<F>) {
     trial.run(sql).await;
 }
 
-/// At the doors or by the relay, by the name of what mends it; then it is read. Never is it
-/// accepted and passed over.
+/// After the sequence was set back, either a door or the relay refuses with an error that names
+/// `oncebox doctor --fix`, and the row is read after that command; or the row is read at once. A
+/// row is never accepted and then passed over.
 pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixture>(trial: &Trial<F>) {
     let context = ActContext { actor: "ann".into(), reason: "restored".into(), dry_run: false, redrive_age_max: None };
     let is_refused = |error: &StoreError| error.to_string().contains("oncebox doctor --fix");
@@ -246,7 +249,7 @@ pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixtu
     }
 }
 
-/// Bounded work per round.
+/// A read returns no more rows than asked for, and says whether there are more.
 pub async fn a_read_is_bounded_and_says_whether_there_is_more<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(messages(0..10)).await;
     let mut session = trial.session("a").await;
@@ -259,12 +262,12 @@ pub async fn a_read_is_bounded_and_says_whether_there_is_more<F: Fixture>(trial:
     assert!(!read.more);
 }
 
-/// Bytes that a read may give in these cases, and what no message of them weighs more than.
+/// The most bytes that a read may return in these cases.
 const READ_BYTES: usize = 100_000;
 const LARGEST: usize = 150_000;
 
-/// Small ones, large ones, one that is larger than a read, and one whose weight is in its headers;
-/// each with its number.
+/// Numbered messages: small ones, large ones, one that is larger than a read, and some with most of
+/// their weight in the headers.
 pub(super) fn of_all_sizes() -> Vec<NewMessage> {
     let sizes = [
         10, 20, 30_000, 40, 60_000, 60_000, 140_000, 10, 90_000, 50, 60_000, 10, 10, 70_000, 20, 33_000, 33_000, 34_000,
@@ -277,21 +280,21 @@ pub(super) fn of_all_sizes() -> Vec<NewMessage> {
     sizes.iter().enumerate().map(message).collect()
 }
 
-/// Rows of a read reach its bytes at most with the last one.
+/// Asserts that a read stays below its bound of bytes before its last row.
 pub(super) fn within_bytes(rows: &[OutboxRow]) {
     let before_last: usize = rows.iter().rev().skip(1).map(|row| row.message.weight()).sum();
     assert!(before_last < READ_BYTES, "{before_last} bytes before the last of {} rows", rows.len());
 }
 
-/// The session of an owner whose reads are so bounded.
+/// Opens a session whose reads have the bound `READ_BYTES`.
 pub(super) async fn bounded<F: Fixture>(trial: &Trial<F>) -> Session {
     F::set_lease_end(&trial.store, -1).await;
     let request = LeaseRequest { read_bytes: READ_BYTES, ..super::trial::lease("bounded") };
     super::trial::taken(trial.store.open(&request).await.unwrap())
 }
 
-/// Whatever the number of rows that was asked for: a thousand of the largest would not fit into
-/// memory (G11).
+/// The bound of bytes holds whatever number of rows is asked for: a thousand of the largest would
+/// not fit into memory (G11).
 pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(trial: &Trial<F>) {
     let messages = of_all_sizes();
     trial.enqueue(messages.clone()).await;
@@ -317,7 +320,7 @@ pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(tria
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
-/// Whatever it does, and however often.
+/// `tidy` removes no row that is not proven, however often it runs.
 pub async fn tidying_never_takes_what_is_not_proven<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(messages(0..20)).await;
     let mut session = trial.session("a").await;

@@ -7,7 +7,7 @@ fn known<F: Fixture>() -> i64 {
     F::Store::migrations().last().unwrap().version
 }
 
-/// Nothing is made by looking.
+/// Asking for the state of the schema creates nothing.
 pub async fn a_new_database_has_no_schema<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Missing);
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Missing);
@@ -15,7 +15,7 @@ pub async fn a_new_database_has_no_schema<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.schema().await.unwrap().require().is_err());
 }
 
-/// The second run finds nothing to do.
+/// The second run applies no migration and keeps the rows.
 pub async fn migrating_twice_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     let versions: Vec<i64> = F::Store::migrations().iter().map(|migration| migration.version).collect();
     assert_eq!(versions, (1..=known::<F>()).collect::<Vec<_>>());
@@ -27,7 +27,7 @@ pub async fn migrating_twice_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 1);
 }
 
-/// Each migration is applied by exactly one of them.
+/// Several migrators run at once. Each migration is applied by exactly one of them.
 pub async fn migrators_at_once_do_not_disturb_each_other<F: Fixture>(trial: &Trial<F>) {
     let mut migrators = tokio::task::JoinSet::new();
     for _ in 0..4 {
@@ -40,7 +40,8 @@ pub async fn migrators_at_once_do_not_disturb_each_other<F: Fixture>(trial: &Tri
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known::<F>()));
 }
 
-/// So that a program neither works on tables it does not know, nor misses some.
+/// The states `Old` and `Newer` stop a program that would use tables it does not know, or miss
+/// tables.
 pub async fn a_schema_that_is_older_or_newer_is_told_apart<F: Fixture>(trial: &Trial<F>) {
     let (table, known) = (trial.table("migration"), known::<F>());
     trial.run(&format!("update {table} set version = 999, serves_from = 999 where version = {known}")).await;
@@ -52,7 +53,8 @@ pub async fn a_schema_that_is_older_or_newer_is_told_apart<F: Fixture>(trial: &T
     assert!(trial.store.schema().await.unwrap().require().unwrap_err().to_string().contains("oncebox migrate up"));
 }
 
-/// Between a migration and the last new process, one of the old program may end and start again.
+/// During a rolling update the schema is newer than some programs. A program that the new schema
+/// still serves may end and start again.
 pub async fn a_program_that_a_newer_schema_still_serves_starts<F: Fixture>(trial: &Trial<F>) {
     let (table, known) = (trial.table("migration"), known::<F>());
     let newer = |version: i64, serves_from: i64| {
@@ -69,7 +71,7 @@ pub async fn a_program_that_a_newer_schema_still_serves_starts<F: Fixture>(trial
     assert!(state.require().is_err());
 }
 
-/// Nothing of a fresh database is refused.
+/// The check of a fresh database finds nothing of severity `Refused` or worse.
 pub async fn a_sound_database_passes_its_check<F: Fixture>(trial: &Trial<F>) {
     let findings = trial.store.check().await.unwrap();
     assert!(!findings.is_empty());

@@ -26,7 +26,8 @@ async fn claim_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: D
     trial.store.claim_due(consumer, &everything(), &Claim::new(length)).await.unwrap()
 }
 
-/// Finishes what was claimed together.
+/// Finishes messages that were claimed together, in one transaction. Returns whether that
+/// succeeded.
 async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[ClaimedMessage]) -> bool {
     let mut tx = trial.store.begin(consumer).await.unwrap();
     let finished = tx.finish(run).await.unwrap();
@@ -43,7 +44,7 @@ async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &Cl
     finish_run(trial, consumer, std::slice::from_ref(claimed)).await
 }
 
-/// A head and two behind it, for each key.
+/// Parks a head and two messages behind it, for each key.
 async fn three_of_each<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, keys: &[&str]) {
     for number in 1..=3 {
         for key in keys {
@@ -53,12 +54,12 @@ async fn three_of_each<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, keys:
     }
 }
 
-/// Never two of a key at once.
+/// Two messages of a key are never claimed at once.
 pub async fn r25_only_the_head_of_a_key_is_claimed<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let other = trial.consumer("other").await;
     three_of_each(trial, consumer, &["a", "b"]).await;
-    // Even one that was given a due time, by whatever way.
+    // Also a message behind the head that has a due time is not claimed.
     trial.park(consumer, &message("a", "a4"), due()).await;
     assert!(claim(trial, other).await.is_empty(), "another consumer's");
     assert!(claim_one(trial, consumer, CLAIM).await.is_some());
@@ -67,7 +68,7 @@ pub async fn r25_only_the_head_of_a_key_is_claimed<F: Fixture>(trial: &Trial<F>)
     assert!(claim(trial, consumer).await.is_empty());
 }
 
-/// Twenty claimers, three keys.
+/// Twenty claimers ask at once for the heads of three keys. Each head is claimed once.
 pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a", "b", "c"]).await;
@@ -77,13 +78,14 @@ pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Tria
         claimers.spawn(async move { store.claim_due(consumer, &everything(), &Claim::new(CLAIM)).await.unwrap() });
     }
     let mut claimed = payloads(&claimers.join_all().await.into_iter().flatten().collect::<Vec<_>>());
-    // Locked heads are skipped, so that a claimer may have come away with less than there was.
+    // A claim skips locked heads, so some claimers may have got none although one was due.
     claimed.extend(payloads(&claim(trial, consumer).await));
     claimed.sort_unstable();
     assert_eq!(claimed, ["a1", "b1", "c1"]);
 }
 
-/// In the same transaction, and only when it commits.
+/// Finishing a head makes the next message of its key due, in the same transaction: only if that
+/// transaction commits.
 pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a"]).await;
@@ -104,7 +106,7 @@ pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Tri
     assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
 }
 
-/// Every part, any bytes.
+/// Every part of a message comes back unchanged, whatever its bytes are.
 pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let usual = message("k", r#"{"n":1}"#);
@@ -127,7 +129,7 @@ pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Tri
     }
 }
 
-/// And then it is.
+/// A waiting message becomes due at its time, and `next_due` says how long that takes.
 pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
@@ -146,8 +148,8 @@ pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) 
     assert_eq!(due_in, Duration::ZERO);
 }
 
-/// Of two versions that run side by side, each takes what it has a handler for, and of two
-/// processes each its topics.
+/// Two versions of a program run at the same time: each claims only the kinds that it has a handler
+/// for. Two processes with different topics each claim only messages of their own.
 pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic<F: Fixture>(
     trial: &Trial<F>,
 ) {
@@ -170,7 +172,7 @@ pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_read
     }
     for (scope, key) in [
         (Scope { kinds: kinds(&["old", "old, too"]), ..everything() }, "b"),
-        // A queue may hold what came under another routing key.
+        // A queue may hold a message that was sent with another routing key.
         (Scope { places: vec!["payments".into()], kinds: kinds(&["new"]), ..other_place }, "a"),
     ] {
         assert_eq!(trial.store.next_due(consumer, &scope).await.unwrap(), Some(Duration::ZERO));
@@ -181,8 +183,8 @@ pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_read
     }
 }
 
-/// A younger one that became due, and stands behind an older one that came back, is not what comes
-/// next.
+/// A later message has become due, but an older one of its key waits before it. `next_due` tells
+/// the time of the older one.
 pub async fn r25_only_a_head_is_due_next<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("a", "a1"), ParkAs::Due(Duration::from_secs(3_600))).await;
@@ -192,7 +194,7 @@ pub async fn r25_only_a_head_is_due_next<F: Fixture>(trial: &Trial<F>) {
     assert!(claim(trial, consumer).await.is_empty());
 }
 
-/// A process froze: its try stays counted, its effects cannot commit.
+/// A process froze and its claim ended. Its try stays counted, and its effects cannot commit.
 pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("k", "1"), due()).await;
@@ -212,7 +214,8 @@ pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F
     assert!(trial.store.dead(&DeadFilter::default()).await.unwrap().is_empty());
 }
 
-/// Nobody's failure costs nothing.
+/// A message that failed keeps its counted try. A message that was given back after a transient
+/// failure does not.
 pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("k", "1"), due()).await;
@@ -222,7 +225,7 @@ pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: 
     assert_eq!(trial.store.give_back(consumer, &[first]).await.unwrap(), 1);
     let second = claim(trial, consumer).await.remove(0);
     assert_eq!((second.message.attempt, second.suspect), (2, false));
-    // Counted with its failure, whether it was counted before or not.
+    // `postpone` counts the try where `count_try` has not counted it.
     assert!(trial.store.postpone(&second, Duration::ZERO, "no").await.unwrap());
     let third = eventually("it is due again", || async { claim(trial, consumer).await.pop() }).await;
     assert_eq!(third.message.attempt, 3);
@@ -231,7 +234,8 @@ pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: 
     assert!(!trial.store.postpone(&third, Duration::ZERO, "again").await.unwrap(), "the claim is gone");
 }
 
-/// One batch: removed in one transaction, or given back in order.
+/// Messages that were never tried are claimed together with the head of their key. They are
+/// finished in one transaction, or given back in order.
 pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a", "b"]).await;
@@ -250,20 +254,21 @@ pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixtu
     let other = run_of(CLAIM).await.unwrap();
     assert_eq!(payloads(&other), ["b1", "b2", "b3"]);
     assert!(run_of(CLAIM).await.is_none(), "all heads are claimed");
-    // A part is given back, the rest is done: the next of the key is due.
+    // The first two are finished and the others given back, so the next one of the key is due.
     assert_eq!(trial.store.give_back(consumer, &run[2..]).await.unwrap(), 2);
     assert!(run_of(CLAIM).await.is_none(), "what stands behind a claimed head is not due");
     assert!(!finish_run(trial, consumer, &run).await, "all of them or none");
     assert!(finish_run(trial, consumer, &run[..2]).await);
     let run = run_of(Duration::from_millis(30)).await.unwrap();
     assert_eq!(payloads(&run), ["a3", "a4", "a5"]);
-    // Who claimed them died: each of them is suspected, and none is claimed with another.
+    // The process that claimed them died. Each of them is a suspect, and a suspect is claimed
+    // alone.
     let suspect = eventually("the claim has ended", || run_of(CLAIM)).await;
     assert_eq!((payloads(&suspect), suspect[0].suspect, suspect[0].tries), (vec!["a3".to_owned()], true, 0));
     assert!(finish_run(trial, consumer, &suspect).await);
     let next = eventually("the next is due", || run_of(CLAIM)).await;
     assert_eq!((payloads(&next), next[0].suspect), (vec!["a4".to_owned()], true));
-    // A head that failed is tried alone, and what stands behind it waits for it.
+    // A head that failed is claimed alone. The messages behind it wait.
     assert!(trial.store.postpone(&next[0], Duration::ZERO, "no").await.unwrap());
     let again = eventually("it is due again", || run_of(CLAIM)).await;
     assert_eq!((again[0].message.attempt, again[0].suspect), (2, false));
@@ -271,8 +276,8 @@ pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixtu
     assert_eq!(payloads(&run_of(CLAIM).await.unwrap()), ["b1", "b2", "b3"]);
 }
 
-/// Whoever commits last looks: one that stored a message behind a head that was just removed, or
-/// one that removed it.
+/// One transaction removed a head while another stored a message behind it. The one that commits
+/// last calls `wake`, which makes the new head due.
 pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let left = message("a", "a1");
@@ -284,7 +289,7 @@ pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behin
     assert_eq!(payloads(&claim(trial, consumer).await), ["a1"]);
 }
 
-/// The clock was a day ahead when it was made.
+/// The clock was a day ahead when the claim was made.
 pub async fn r22_a_claim_that_ends_later_than_any_claim_can_is_over<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("a", "a1"), due()).await;
@@ -300,7 +305,8 @@ pub async fn r22_a_claim_that_ends_later_than_any_claim_can_is_over<F: Fixture>(
     assert_eq!(payloads(&claim(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
 }
 
-/// The database went away, and what it claimed is not known to anybody: the token gives it back.
+/// The connection was lost and the answer with it, so the process does not know which rows it
+/// claimed. The token of the claim gives them back.
 pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a", "b"]).await;
@@ -317,7 +323,8 @@ pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixtur
     assert!(finish(trial, consumer, &second[0]).await, "another claim is not touched");
 }
 
-/// Hold is for order, skip for going on.
+/// A dead message with `holds` keeps later messages of its key waiting. One without it lets the key
+/// go on.
 pub async fn a_buried_message_holds_its_key_or_lets_it_go<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["hold", "skip"]).await;
@@ -339,7 +346,8 @@ pub async fn a_buried_message_holds_its_key_or_lets_it_go<F: Fixture>(trial: &Tr
     assert_eq!(dead, [("hold".into(), "attempts".into(), 2), ("skip".into(), "attempts".into(), 0)]);
 }
 
-/// Two transactions that did not see each other may leave a key without a due time.
+/// Two transactions that did not see each other may leave a head without a due time. The sweep
+/// makes it due.
 pub async fn r25_a_head_that_a_race_left_behind_is_swept_up<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for key in ["a", "b"] {
@@ -355,7 +363,7 @@ pub async fn r25_a_head_that_a_race_left_behind_is_swept_up<F: Fixture>(trial: &
     assert_eq!(claimed, ["a1", "b1"]);
 }
 
-/// Each on its own.
+/// Messages without a key are claimed independently of each other.
 pub async fn messages_without_a_key_wait_for_nobody<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for number in 1..=3 {
@@ -371,7 +379,8 @@ pub async fn messages_without_a_key_wait_for_nobody<F: Fixture>(trial: &Trial<F>
     assert_eq!(again.sequence, claimed[2].sequence);
 }
 
-/// A verdict leaves no inbox row, so the same delivery may come to it many times.
+/// A message that is dead by a verdict has no inbox row, so each redelivery reaches the verdict
+/// again. It is stored once.
 pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut message = message("k", "1");
@@ -391,7 +400,8 @@ pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 2, "another content is another one");
 }
 
-/// Where a consumer stops taking: what waits does not count, nor what is dead of another.
+/// The bound at which a consumer stops taking messages counts its own dead messages only: neither
+/// waiting ones nor those of another consumer.
 pub async fn g11_dead_messages_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
     let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
