@@ -10,9 +10,9 @@
 //! * An effect commits together with its inbox row, and only in the transaction that inserted it
 //!   (R23, R24).
 //!
-//! Not here: brokers, decisions (room `policy`), and anything that a transaction pooler could take
-//! away: sessions set what they rest on, and [`Schema::check`](super::Schema::check) refuses a
-//! pooler that hands out another server between statements.
+//! Not here: brokers, decisions (room `policy`), and transaction poolers. Sessions set what the
+//! promises need, and a pooler that changes the server between statements would lose these
+//! settings: [`Schema::check`](super::Schema::check) refuses one.
 
 mod check;
 mod connect;
@@ -45,15 +45,15 @@ use super::bounded::BoundedPool;
 use super::{Base, StoreOptions};
 use crate::error::StoreError;
 
-/// The store on PostgreSQL.
+/// The store on PostgreSQL: outbox, inbox and operations. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct PostgresStore {
     pool: BoundedPool<Postgres>,
-    /// How long a handler may run: server-side timeouts stand just above it (R28).
+    /// How long a handler may run. The server's timeouts are a little longer (R28).
     handler_timeout: Duration,
-    /// When the inbox partitions are to be looked at again.
+    /// The time of the next look at the inbox partitions.
     inbox_look_at: Arc<Mutex<Option<Instant>>>,
-    /// Ranges are being made beside a large DEFAULT partition.
+    /// True while ranges are made beside a large DEFAULT partition.
     attaches: Arc<AtomicBool>,
 }
 
@@ -62,7 +62,7 @@ impl Base for PostgresStore {
 
     const NAME: &'static str = "postgres";
 
-    /// Connects once, to find out what is wrong at once, and makes the pool.
+    /// Connects once, so that errors show at once, and makes the pool.
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the

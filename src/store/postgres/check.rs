@@ -1,8 +1,8 @@
-//! Settings of server and schema that the promise rests on, looked at when a program starts and by
+//! Checks settings of server and schema that the promises need, when a program starts and in
 //! `doctor` (R1, R7).
 //!
-//! Guarantee: what is `Refused` here loses, doubles or reorders messages; what is a warning weakens
-//! a promise or will cost time.
+//! Guarantee: a setting that loses, doubles or reorders messages is `Refused`; one that weakens a
+//! promise or will cost time is a warning.
 
 use sqlx::{Postgres, Row};
 
@@ -77,7 +77,7 @@ async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Findi
     Ok(findings)
 }
 
-/// A standby that is promoted lacks what an asynchronous primary committed last.
+/// Asynchronous standbys: one that is promoted lacks the primary's last commits.
 async fn standbys(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select (select count(*) from pg_stat_replication), current_setting('synchronous_standby_names'),
@@ -101,8 +101,8 @@ fn synchronous(standbys: i64, names: &str, commit: &str) -> Finding {
     }
 }
 
-/// A pooler that changes servers between statements shows one client's session setting to another
-/// client.
+/// Detects a pooler that changes servers between statements: there one client sees a session
+/// setting of another.
 async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let mark = uuid::Uuid::now_v7().to_string();
     let remedy = "connect to the server directly, or to a pooler in session mode";
@@ -119,8 +119,8 @@ async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Re
     Ok(Finding::ok("pooler", "sessions keep their server"))
 }
 
-/// R1: a cache hands out positions out of the order of time; an owned sequence is dropped with its
-/// column.
+/// The sequence must have no cache, which gives positions out of the order of time, and no owner
+/// column, with which it would be dropped (R1).
 async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select s.seqcache, s.seqincrement, s.seqcycle,
@@ -144,8 +144,8 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
     })
 }
 
-/// R1: the transaction id is drawn before the position, by the order of the columns and their
-/// defaults.
+/// The order of the columns and their defaults must draw the transaction id before the position
+/// (R1).
 async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let holds: bool = value(
         connection,
@@ -200,7 +200,7 @@ async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Findin
     })
 }
 
-/// R7: a trigger on the parent alone does not fire for a partition.
+/// Each partition needs its own trigger: one on the parent does not fire for a partition (R7).
 async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let without: Vec<String> = value(
         connection,
@@ -222,8 +222,8 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
     })
 }
 
-/// It stands for the CHECK constraints of the records, for what changes them, and unlike those can
-/// be switched off.
+/// For updates this trigger does the work of the CHECK constraints of records. Unlike a constraint,
+/// a trigger can be switched off.
 async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let there: bool = value(
         connection,
@@ -243,7 +243,7 @@ async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, S
     })
 }
 
-/// R1: who inserts past the functions decides positions, buckets and limits himself.
+/// A role that may insert without the functions could choose positions, buckets and sizes (R1).
 async fn privileges(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let granted: Vec<String> = value(
         connection,
@@ -289,7 +289,7 @@ async fn doors(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError
     })
 }
 
-/// R7: new messages would get positions that count as scanned.
+/// A sequence behind the cursor would give new messages positions that count as scanned (R7).
 async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select (select last_value from oncebox.outbox_position_seq), (select max(scanned_to) from oncebox.shard)",
@@ -314,7 +314,7 @@ async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErro
     })
 }
 
-/// Partitions are made by the owner; row security would hide rows from everybody else.
+/// Only the owner can make partitions, and row security would hide rows from other roles.
 async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text

@@ -1,9 +1,8 @@
-//! Connections: verified TLS, and the session settings that the promise rests on.
+//! Connections: verified TLS, and the session settings that the promises need.
 //!
 //! Guarantees: to a host that is not loopback the certificate and the name are verified unless the
-//! URL says otherwise; a frozen process does not wedge others, because the server ends its
-//! transaction (R28). That a frozen server does not wedge this process is the promise of
-//! [`crate::store::bounded`].
+//! URL says otherwise; a frozen process does not block others for long, because the server ends its
+//! transaction (R28). [`crate::store::bounded`] keeps a frozen server from blocking this process.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -19,10 +18,10 @@ use crate::store::StoreOptions;
 use crate::store::bounded::{Bounded, BoundedPool, pool_options};
 use crate::store::hosts::Hosts;
 
-/// What the server-side timeouts stand above the handler timeout, and the answer timeout above
-/// them.
+/// By how much the server's timeouts exceed the handler timeout, and the answer timeout the
+/// server's.
 const MARGIN: Duration = Duration::from_secs(5);
-/// Begins a transaction; the isolation is the session's.
+/// Begins a transaction with the isolation of the session.
 pub(super) const BEGIN: &str = "begin";
 
 /// Connects once, and makes the pool.
@@ -57,8 +56,7 @@ impl PostgresStore {
         Ok(self.pool.begin(BEGIN).await?)
     }
 
-    /// A connection of its own, out of the pool: a relay session must not share it, nor give it
-    /// back.
+    /// A connection outside of the pool, for a relay session: it is not shared and not given back.
     pub(super) async fn dedicated(&self) -> Result<Bounded<Postgres>, StoreError> {
         Ok(self.pool.dedicated().await?)
     }
@@ -69,7 +67,7 @@ impl PostgresStore {
     }
 }
 
-/// The hosts of the URL.
+/// Reads the hosts out of the URL.
 fn hosts(options: &StoreOptions) -> Result<Hosts<Postgres>, StoreError> {
     let refused = |why: &str| StoreError::Refused(format!("the database URL {}: {why}", redact(&options.url)));
     let mut hosts = Vec::new();
@@ -80,7 +78,7 @@ fn hosts(options: &StoreOptions) -> Result<Hosts<Postgres>, StoreError> {
     Ok(Hosts::new(hosts))
 }
 
-/// How one of the hosts is reached; `shown` is the URL of all.
+/// The options to reach one of the hosts. `shown` is the URL of all, for errors.
 fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgConnectOptions, StoreError> {
     let refused = |why: String| StoreError::Refused(format!("the database URL {} {why}", redact(shown)));
     if !(url.starts_with("postgres://") || url.starts_with("postgresql://")) {
@@ -97,7 +95,7 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
                     "has several hosts in its query: write postgres://A:5432,B:5432/DATABASE".to_owned(),
                 ));
             }
-            // What is always asked for.
+            // These two are always required, whatever the URL says.
             "target_session_attrs" if matches!(&*value, "primary" | "read-write") => {}
             "target_session_attrs" => {
                 return Err(refused(format!(
@@ -130,9 +128,9 @@ fn is_loopback(host: &str) -> bool {
         || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// What every pooled connection sets, in one round trip. Timeouts stand just above the handler
-/// timeout, so that a process that froze inside a transaction, or whose host vanished, is ended by
-/// the server (R28).
+/// The settings of every pooled connection, in one round trip. The server's timeouts are a little
+/// above the handler timeout, so that the server ends the transaction of a process that froze or
+/// whose host vanished (R28).
 fn session_settings(handler_timeout: Duration) -> String {
     let timeout = (handler_timeout + MARGIN).as_millis();
     let user_timeout = Duration::from_secs(30).min(handler_timeout + MARGIN).as_millis();
@@ -148,12 +146,12 @@ fn session_settings(handler_timeout: Duration) -> String {
     )
 }
 
-/// What `discard all` does, except that it leaves prepared statements: sqlx remembers them.
+/// As `discard all`, but prepared statements stay, because sqlx remembers them.
 const RESET: &str = "close all; reset session authorization; reset role; reset all; unlisten *;
     select pg_advisory_unlock_all(); discard temp; discard sequences;";
 
-/// The server looks while a statement runs whether its client is still there, where its platform
-/// can: without it the statement of a process that was killed goes on, with its locks.
+/// The server checks during a statement whether its client is still connected, where its platform
+/// can. Without this, the statement of a killed process would go on and keep its locks.
 const CHECK_CLIENT: &str = "do $$ begin
      perform set_config('client_connection_check_interval', '5s', false);
    exception when others then null; end $$;";
@@ -170,8 +168,8 @@ macro_rules! synchronous {
 }
 pub(super) use synchronous;
 
-/// What is committed must survive a crash before anything is acknowledged for it; a stricter
-/// setting of the server stays.
+/// Commits must survive a crash before anything is acknowledged for them. A stricter setting of the
+/// server stays.
 pub(super) const SYNCHRONOUS: &str = synchronous!("false");
 
 #[cfg(test)]
@@ -187,8 +185,8 @@ mod tests {
         of(url).unwrap().get_ssl_mode()
     }
 
-    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was
-    // looked at by nobody.
+    // Shown to fail by keeping the TLS mode where the host is loopback: then the authority was not
+    // used.
     #[test]
     fn an_authority_is_given_to_be_verified() {
         let with_ca = |url: &str| {

@@ -1,7 +1,7 @@
 //! Dead and held rows of the outbox, and the decisions about positions (R17, R18).
 //!
-//! Guarantees: a row comes here whole, and leaves, only in the fenced transaction that moves the
-//! cursor; what was decided about a position is kept until its partition is freed, so that a cursor
+//! Guarantees: a row is copied here whole, and removed, only in the fenced transaction that moves
+//! the cursor. A decision about a position is kept until its partition is freed, so that a cursor
 //! which is set back sends nothing again.
 
 use std::collections::HashSet;
@@ -15,8 +15,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::relay::first_within;
 use crate::store::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct};
 
-/// Copies rows of the outbox. One that stands here already (a cursor that was set back) takes the
-/// new state.
+/// Copies rows of the outbox. A row that is here already (after a cursor was set back) gets the new
+/// state.
 const DIVERT: &str = "
 insert into oncebox.outbox_dead as t (position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent,
   tracestate, created_at, state, cause, reason, holds, history)
@@ -29,7 +29,8 @@ select o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.
 on conflict (position) do update set state = excluded.state, cause = excluded.cause, reason = excluded.reason,
   holds = excluded.holds, requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp()";
 
-/// A row on its way back was refused again: what was asked for it is done.
+/// Changes a row that was tried again and refused again. The operator's request is done, so it is
+/// cleared.
 const CHANGE: &str = "
 update oncebox.outbox_dead t
    set state = d.state, cause = d.cause, reason = d.reason, holds = d.holds, attempts = t.attempts + 1,
@@ -54,7 +55,7 @@ with gone as (delete from oncebox.outbox_dead where position = any($1) returning
 insert into oncebox.decision (position, decision) select position, 'discarded' from gone
 on conflict (position) do update set decision = excluded.decision, decided_at = clock_timestamp()";
 
-/// Columns of [`Diversion`] for `unnest`.
+/// The columns of several [`Diversion`], for `unnest`.
 #[derive(Default)]
 struct Columns {
     positions: Vec<i64>,
@@ -83,8 +84,8 @@ impl Columns {
     }
 }
 
-/// What a mark does to dead and held rows, in its transaction; the answer is the highest position
-/// concerned.
+/// Writes the changes of a mark to dead and held rows, in its transaction. Returns the highest
+/// position among them.
 pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Result<i64, StoreError> {
     for (statement, rows) in [(DIVERT, &mark.diverted), (CHANGE, &mark.changed)] {
         if rows.is_empty() {
@@ -125,7 +126,7 @@ pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Re
     Ok(concerned.chain(&mark.released).chain(&mark.discarded).copied().max().unwrap_or(0))
 }
 
-/// Of these positions, those that were decided or stand in the dead and held table.
+/// Returns those of the positions that were decided or stand in the dead and held table.
 pub(super) async fn decided(connection: &mut Bounded<Postgres>, positions: &[i64]) -> Result<HashSet<i64>, StoreError> {
     let rows = sqlx::query(
         "select position from oncebox.decision where position = any($1)
@@ -137,7 +138,8 @@ pub(super) async fn decided(connection: &mut Bounded<Postgres>, positions: &[i64
     rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
 }
 
-/// Dead and held rows without their messages, in position order, but for those that hold nothing.
+/// Dead and held rows without their messages, in position order. Dead rows that hold nothing are
+/// left out.
 pub(super) async fn rows(
     connection: &mut Bounded<Postgres>,
     buckets: Buckets,
@@ -165,7 +167,7 @@ pub(super) async fn rows(
         .collect()
 }
 
-/// What operators asked for and is not done, in position order.
+/// Requests of operators that are not done yet, in position order.
 pub(super) async fn requests(
     connection: &mut Bounded<Postgres>,
     buckets: Buckets,
@@ -193,8 +195,8 @@ const WEIGHTS: &str = "
 select position, (octet_length(payload) + coalesce(octet_length(headers::text), 0))::bigint
   from oncebox.outbox_dead where position = any($1) order by position";
 
-/// These rows, whole, in position order, the first ones that reach the bytes; one that is gone is
-/// left out.
+/// Whole rows at these positions, in position order, until they reach the limit of bytes. A row
+/// that no longer exists is left out.
 pub(super) async fn held(
     connection: &mut Bounded<Postgres>,
     positions: &[i64],

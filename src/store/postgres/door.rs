@@ -1,5 +1,5 @@
-//! The Rust door: calls the functions that every language calls, so that limits, ids, buckets and
-//! time are the database's (R1).
+//! `enqueue` in Rust: calls the same SQL functions as every other language, so limits, ids, buckets
+//! and times are those of the database (R1).
 
 use sqlx::{PgConnection, Postgres, QueryBuilder, Row};
 use uuid::Uuid;
@@ -9,11 +9,11 @@ use crate::message::{Limits, NewMessage};
 use crate::store::headers::headers_json;
 use crate::store::{Enqueue, NewEmail};
 
-/// A value of PostgreSQL is smaller than 1 GiB.
+/// PostgreSQL stores no value of 1 GiB or more.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
 
-/// What no setting of the database allows, and what PostgreSQL would refuse without naming a limit
-/// (a NUL in text).
+/// Bounds that no setting of the database can raise, and inputs that PostgreSQL would refuse
+/// without naming a limit (a NUL in text).
 const WIDEST: Limits = Limits {
     topic_length_max: 249,
     key_bytes_max: VALUE_BYTES_MAX,
@@ -50,7 +50,7 @@ impl Enqueue for PgConnection {
     }
 }
 
-/// The messages as [`push_call`] takes them.
+/// Checks the messages, and returns them in the form that [`push_call`] takes.
 pub(super) fn checked(mut messages: Vec<NewMessage>) -> Result<Vec<NewMessage>, StoreError> {
     let mut bytes = 0_usize;
     for message in &mut messages {
@@ -67,8 +67,8 @@ pub(super) fn checked(mut messages: Vec<NewMessage>) -> Result<Vec<NewMessage>, 
     Ok(messages)
 }
 
-/// A call that enqueues what was [`checked`], one message or more: its value is an id or an array
-/// of them, and never null.
+/// Appends a call that enqueues one or more messages that were [`checked`]. Its value is an id or
+/// an array of ids, and never null.
 pub(super) fn push_call(query: &mut QueryBuilder<Postgres>, messages: &[NewMessage]) {
     match messages {
         [message] => push_one(query, message),
@@ -115,7 +115,7 @@ fn push_many(query: &mut QueryBuilder<Postgres>, messages: &[NewMessage]) {
     query.push(")");
 }
 
-/// A null array stands for nulls throughout, and costs nothing.
+/// None where all members are none: the functions read a null array as nulls throughout.
 fn unless_all_none<T>(column: Vec<Option<T>>) -> Option<Vec<Option<T>>> {
     column.iter().any(Option::is_some).then_some(column)
 }

@@ -329,7 +329,7 @@ impl InboxTx for PostgresTx {
     }
 }
 
-/// A range that was attached while our insert was on its way to DEFAULT is a transient failure (R8,
+/// A range was attached while our insert was on its way to DEFAULT: a transient error (R8,
 /// R27).
 fn admit_error(error: sqlx::Error) -> StoreError {
     match &error {

@@ -1,11 +1,11 @@
-//! The row of an e-mail, in the caller's transaction.
+//! Queues an e-mail in the caller's transaction.
 
 use sqlx::PgConnection;
 
 use crate::error::StoreError;
 use crate::store::NewEmail;
 
-/// A row of its own kind in the caller's transaction; false where its key is there already.
+/// Inserts the e-mail. Returns false where its unique key is there already.
 pub(super) async fn queue(connection: &mut PgConnection, email: &NewEmail) -> Result<bool, StoreError> {
     let done = sqlx::query(
         "insert into oncebox.email (unique_key, recipient, subject, body) values ($1, $2, $3, $4)

@@ -1,10 +1,10 @@
-//! A sequence of positions that stands behind the cursor (R7): after a restore, or a switch to a
-//! logical replica.
+//! Repairs a sequence of positions that is behind the cursor (R7): after a restore, or a switch to
+//! a logical replica.
 //!
-//! Guarantees: the sequence is set above every position that was ever used; a message that took a
-//! position which its relay had passed gets one above all of them, in the order of the positions it
-//! has, and is read next; writers wait meanwhile, and a relay that runs begins anew. A message that
-//! was proven within a minute before may be sent again, none is lost.
+//! Guarantees: the sequence is set above every position that was ever used. A message at a position
+//! that its relay had passed gets a new position above all used ones, in the old order, and is read
+//! next. Writers wait meanwhile, and a running relay starts again. A message that was proven in the
+//! last minute before may be sent again; none is lost.
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 use uuid::Uuid;
@@ -16,7 +16,7 @@ use crate::error::StoreError;
 use crate::store::ActContext;
 use crate::store::bounded::{Ask, Bounded};
 
-/// Writers wait, so that no position is drawn; a relay that runs is fenced.
+/// Blocks writers, so that no position is drawn, and fences a running relay.
 const HOLD: &str = "
 set local lock_timeout = '5s';
 set local statement_timeout = 0;
@@ -29,10 +29,10 @@ select (select last_value from oncebox.outbox_position_seq), (select coalesce(ma
          (select max(position) from oncebox.outbox), (select max(position) from oncebox.outbox_dead),
          (select max(position) from oncebox.decision))";
 
-/// Rows that no read has given: below the cursor of their shard, in none of its gaps, and written
-/// after that cursor was. A batch that was on its way when the sequence was set back may have moved
-/// the cursor a little later: hence the minute. A decision or a dead row at the same position is
-/// about this row only where it is not older.
+/// Rows that were never read: below the cursor of their shard, in none of its gaps, and written
+/// after the cursor was. The minute is there because a batch under way when the sequence was set
+/// back may have moved the cursor a little later. A decision, or a dead row, at the same position
+/// counts only if it is about this row and not an earlier one.
 const UNREAD: &str = "
 select o.position
   from oncebox.outbox o join oncebox.shard s on o.bucket between s.bucket_from and s.bucket_to
@@ -47,7 +47,8 @@ insert into oncebox.outbox (position, bucket, message_id, topic, key, kind, head
 select $2 + row_number() over (order by position), bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent,
   tracestate, created_at from moved";
 
-/// Mends it, or says what it would do; nothing where the sequence is sound.
+/// Repairs the sequence, or on a dry run describes the repair. Returns nothing where the sequence
+/// is sound.
 pub(super) async fn sequence(store: &PostgresStore, context: &ActContext) -> Result<Vec<String>, StoreError> {
     let mut connection = store.dedicated().await?;
     connection.begin(BEGIN).await?;

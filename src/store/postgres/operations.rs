@@ -52,19 +52,19 @@ macro_rules! insert {
 const INSERT: &str = insert!("IN_PROGRESS");
 const INSERT_UNKNOWN: &str = insert!("UNKNOWN_REQUIRES_RECOVERY");
 
-/// Look, try-lock and insert in one statement, in the order of O15, which CASE keeps: a record that
-/// is seen takes no lock, and an insert that would wait for whoever changes that record just then
-/// is not begun. Which of them refused, the look that follows says.
+/// Looks the key up, tries the lock and inserts, in one statement. CASE keeps this order (O15):
+/// where a record is seen, no lock is taken; where the lock is not free, no insert begins that
+/// would wait for its holder. The caller's next read tells which of them refused.
 ///
-/// Its transaction owns it, so it has no lease. No value but a default is volatile: the plan needs
-/// one projection less.
+/// The transaction owns the claim, so the claim has no lease. Only defaults are volatile, which
+/// saves the plan a projection.
 const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, operation_id, state) \
      select $1, $2, $3, $4, $5, $6, $7, $8, 'IN_PROGRESS' \
       where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
                  else pg_try_advisory_xact_lock($9) end \
      on conflict do nothing returning pg_current_xact_id()::text";
 
-/// A claim on a record that was seen; what must still hold follows.
+/// Claims a record that was read before. The condition that must still hold is appended.
 const RENEW: &str = "update oncebox.idempotency_request \
     set principal = $2, fingerprint = $3, mode = $4, state = 'IN_PROGRESS', epoch = $5, owner = $6, \
         lease_until = clock_timestamp() + $7 * interval '1 second', lease_seconds = $7, generation = $8, operation_id = $9, \
@@ -121,8 +121,7 @@ impl Keys for PostgresStore {
         if changed.rows_affected() == 1 {
             return Ok(Claimed::Owned(owned));
         }
-        // A statement of its own: it sees what a transaction that we waited for has committed
-        // (pitfall 3).
+        // A new statement sees what a transaction that we waited for has committed.
         let found = find(&mut connection, &claim.identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
@@ -195,8 +194,9 @@ impl Keys for PostgresStore {
 }
 
 impl PostgresStore {
-    /// Reads what late runs have said under the lock of the row. Of a run that the record agreed
-    /// with nothing stays where the key is used anew: there is no conflict.
+    /// Claims under the lock of the row, so that the condition sees the evidence of late runs.
+    /// Where a completed key is used anew, evidence of its runs is deleted: it agrees with the
+    /// outcome.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut tx = self.transaction().await?;
         records::lock(&mut tx, &claim.identity).await?;
@@ -231,7 +231,7 @@ impl Bridged for PgConnection {
     async fn stands(&mut self) -> Result<(), StoreError> {
         let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await;
         set.map_err(|error| match error.as_database_error().and_then(|error| error.code()).as_deref() {
-            // No transaction.
+            // There is no transaction (25P01).
             Some("25P01") => StoreError::Fenced("the transaction has ended before its commit".to_owned()),
             _ => error.into(),
         })?;
@@ -286,12 +286,12 @@ async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> 
     records::look_and_body_of(&row)
 }
 
-/// Seconds of the lease; none where the claim has no owner but its transaction.
+/// The seconds of the lease. None where the transaction itself owns the claim.
 fn seconds(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
     owned.owner.map(|_| claim.lease.as_secs_f64())
 }
 
-/// The values that every claim has; more may follow.
+/// Binds the values that every claim has. The caller may bind more.
 fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
     let identity = &claim.identity;
     sqlx::query(statement)

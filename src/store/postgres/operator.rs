@@ -1,4 +1,4 @@
-//! Of what an operator sees and does, what only PostgreSQL knows; the rest stands in
+//! The operator's acts and views that only PostgreSQL can answer. The others are in
 //! [`crate::store::sql::operator`].
 
 use std::time::Duration;

@@ -1,13 +1,13 @@
 //! Partitions that never stop the application (R8).
 //!
-//! Guarantees: new ranges begin at least one whole range above what was drawn (inbox: above
-//! database time plus `id_skew`), so no statement that began before the ATTACH can meet them; every
-//! lock is waited for at most [`LOCK_WAIT`] and tried again later; space is given back by TRUNCATE
-//! of partitions that are wholly proven, without gaps, and older than the retention; where a
-//! partition fills so slowly, or is the DEFAULT partition that traffic never leaves, its old rows
-//! are deleted page by page. Ranges are made beside a DEFAULT partition of any size.
+//! Guarantees: new ranges begin at least one whole range above the last position drawn (inbox:
+//! above database time plus `id_skew`), so no statement that began before the ATTACH can meet them;
+//! every wait for a lock is at most [`LOCK_WAIT`], and the step is tried again later; space is
+//! freed by TRUNCATE of partitions that are wholly proven, without gaps, and older than the
+//! retention. Where a partition fills slowly, or is the DEFAULT partition and never empty, its old
+//! rows are deleted page by page. Ranges are made beside a DEFAULT partition of any size.
 //!
-//! Not here: what runs out of ranges meanwhile (the DEFAULT partitions take it), and the purge of
+//! Not here: where rows go while a range is missing (to the DEFAULT partitions), and the purge of
 //! inbox rows.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,49 +21,49 @@ use super::connect::BEGIN;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 
-/// No statement here waits longer for a lock; whoever queues behind it waits no longer either.
+/// No statement here waits longer for a lock, and so nobody who queues behind it does either.
 const LOCK_WAIT: &str = "set local lock_timeout = '150ms'; set local statement_timeout = '5s'";
-/// Held by whoever makes or frees partitions of this database: two that make the same one at once
-/// would get errors of the catalogue that say little (23505 and 42710 were seen), the second of two
-/// in a row gets 42P07.
+/// Taken by every process that makes or frees partitions of this database. Without it, two that
+/// make the same partition at once would get unclear catalogue errors (23505 and 42710 were seen);
+/// the second of two in a row gets 42P07.
 const ONE_AT_A_TIME: &str = "select pg_advisory_xact_lock(x'6f6e636570617274'::bit(64)::bigint)";
 /// How often the partitions are looked at while nothing is missing.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
-/// After a lock was not to be had.
+/// The pause after a lock was not obtained.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// At most so many ranges are made or freed at a time: a look is bounded.
+/// At most so many ranges are made or freed in one look.
 const AT_A_TIME: usize = 8;
 /// Emptied partitions beyond this number are dropped: each costs every read a little.
 const EMPTIED_MAX: usize = 32;
-/// The DEFAULT partition is scanned at an ATTACH; beyond this size that would be felt, and is done
-/// in the background before.
+/// The DEFAULT partition is scanned at an ATTACH. One larger than this is scanned in the background
+/// before, because the scan under the lock would be felt.
 const DEFAULT_BYTES_MAX: i64 = 64 << 20;
-/// A background scan may take so long; positions are not drawn up to the ranges it is for
+/// The longest background scan. Its ranges lie so far ahead that no position of them is drawn
 /// meanwhile.
 const SCAN_MAX: Duration = Duration::from_secs(300);
 /// Rows that are deleted at a time.
 const PAGE: i64 = 10_000;
-/// Held by the process that makes ranges beside a large DEFAULT partition.
+/// An advisory lock of the process that makes ranges beside a large DEFAULT partition.
 const BESIDE: &str = "x'6f6e636562657369'::bit(64)::bigint";
 
-/// When the outbox partitions are to be looked at again, and how fast positions are drawn.
+/// The time of the next look at the outbox partitions, and how fast positions are drawn.
 #[derive(Debug, Default)]
 pub(super) struct Tidied {
     not_before: Option<Instant>,
     /// The position from which on ranges are missing.
     make_from: i64,
     drop_not_before: Option<Instant>,
-    /// A position that was the last one drawn, and when.
+    /// The last position drawn at an earlier time, and that time.
     drawn: Option<(Instant, i64)>,
 }
 
 impl Tidied {
-    /// Notes the last position drawn.
+    /// Notes the last position drawn, where none is noted yet.
     pub(super) fn saw(&mut self, last_value: i64) {
         self.drawn.get_or_insert((Instant::now(), last_value));
     }
 
-    /// Positions drawn a second since the last look; none while too little time has passed to say.
+    /// Positions drawn per second since the last look; none where too little time has passed.
     fn rate(&mut self, last_value: i64) -> Option<i64> {
         let (since, from) = self.drawn?;
         let millis = i64::try_from(since.elapsed().as_millis()).unwrap_or(i64::MAX);
@@ -101,7 +101,7 @@ select (select min(scanned_to) from oncebox.shard),
        (select last_value from oncebox.outbox_position_seq),
        exists (select 1 from pg_constraint where conname = 'outbox_default_ahead')";
 
-/// Makes ranges ahead and frees proven ones; a lock that is not to be had is no error.
+/// Makes ranges ahead and frees proven ones. A lock that is not obtained is no error.
 pub(super) async fn tidy_outbox(
     store: &PostgresStore,
     connection: &mut Bounded<Postgres>,
@@ -162,23 +162,23 @@ async fn outbox_ranges(connection: &mut Bounded<Postgres>) -> Result<Vec<OutboxR
         .collect()
 }
 
-/// Which ranges to make.
+/// The ranges to make next, and the figures behind them.
 #[derive(Debug)]
 struct Plan {
-    /// Positions of a range: what is set, or what is drawn in ten seconds.
+    /// Positions of a range: as configured, or as many as are drawn in ten seconds.
     rows: i64,
-    /// A new range begins at least so far above what was drawn: a statement that began before the
-    /// ATTACH has its rows routed to DEFAULT until it ends, and must not reach the range.
+    /// A new range begins at least so far above the last position drawn. A statement that began
+    /// before the ATTACH sends its rows to DEFAULT until it ends, and must not reach the range.
     distance: i64,
-    /// Ranges up to here are enough.
+    /// No ranges are needed above this position.
     enough: i64,
-    /// The ranges to make: the first position of each, and the first one behind it.
+    /// The ranges to make: the first position of each, and the first one after it.
     missing: Vec<(i64, i64)>,
 }
 
 impl Plan {
     fn new(top: i64, last_value: i64, rows: i64, ahead: i64, rate: i64) -> Self {
-        // Ranges stay on the grid of what is set.
+        // Ranges are multiples of the configured size, and begin at such multiples.
         let rows = rows.saturating_mul((rate.saturating_mul(10) / rows).max(1));
         let distance = rows.max(rate.saturating_mul(5));
         let safe = (last_value.saturating_add(distance) / rows + 1).saturating_mul(rows) + 1;
@@ -186,7 +186,7 @@ impl Plan {
         let enough = last_value.saturating_add(distance).saturating_add(rows.saturating_mul(ahead.max(2)));
         let mut missing = Vec::new();
         while from <= enough && missing.len() < AT_A_TIME {
-            // A range of another size stood before: come back to the grid.
+            // The range before may have another size: this one ends at a multiple again.
             let to = ((from - 1) / rows + 1).saturating_mul(rows) + 1;
             missing.push((from, to));
             from = to;
@@ -205,9 +205,10 @@ impl Plan {
     }
 }
 
-/// TRUNCATE of ranges whose rows are all proven and older than the retention; the trigger asks
-/// again (R7). What is not full, and the DEFAULT partition, may never be so: a page of their old
-/// rows is deleted. True where another page is there at once.
+/// Truncates ranges whose rows are all proven and older than the retention; the trigger checks this
+/// again (R7). The range that is being filled and the DEFAULT partition may never reach that state,
+/// so a page of their old rows is deleted instead. Returns true where another page can follow at
+/// once.
 async fn free_proven(
     connection: &mut Bounded<Postgres>,
     ranges: &[OutboxRange],
@@ -229,7 +230,7 @@ async fn free_proven(
         );
         let may: Option<bool> = raw_sql(AssertSqlSafe(may)).one(&mut *connection).await?.try_get(0)?;
         let decided = match name {
-            // Decisions about positions that no range covers were about rows of this partition.
+            // Decisions about positions outside every range are about rows of this partition.
             "outbox_default" => {
                 let covered: Vec<String> =
                     ranges.iter().map(|range| format!("[{},{})", range.from, range.to)).collect();
@@ -240,7 +241,7 @@ async fn free_proven(
             }
             _ => format!("; delete from oncebox.decision where position >= {from} and position < {to}"),
         };
-        // Where writers always overlap, TRUNCATE never gets its lock.
+        // Where transactions of writers always overlap, TRUNCATE never gets its lock.
         if may == Some(true) && attempt(connection, &format!("truncate oncebox.{name}{decided}")).await? {
             tracing::debug!(name, "emptied a proven outbox partition");
         } else if name == "outbox_default" {
@@ -250,8 +251,8 @@ async fn free_proven(
     Ok(more)
 }
 
-/// Deletes a page of the oldest rows of a partition, those that are proven and older than the
-/// retention, and what was decided about them. True where the whole page was.
+/// Deletes a page of the oldest rows of a partition that are proven and older than the retention,
+/// and the decisions about them. Returns true where the page was full, so another may follow.
 async fn delete_page(
     connection: &mut Bounded<Postgres>,
     name: &str,
@@ -280,8 +281,8 @@ async fn delete_page(
     Ok(attempt(connection, &delete).await? && count == PAGE)
 }
 
-/// Drops the oldest emptied partition when there are many. DETACH needs a moment of the whole
-/// table, so it is rare and patient.
+/// Drops the oldest emptied partition where there are many. DETACH locks the whole table for a
+/// moment, so it is rare and waits only briefly.
 async fn drop_emptied(
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
@@ -304,8 +305,8 @@ async fn drop_emptied(
     Ok(())
 }
 
-/// Runs statements in one transaction with short waits; false where something stood in the way, and
-/// nothing was changed.
+/// Runs statements in one transaction with short lock waits. Returns false where they could not run
+/// now; then nothing was changed.
 pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
     connection.begin(BEGIN).await?;
     match raw_sql(AssertSqlSafe(format!("{LOCK_WAIT}; {ONE_AT_A_TIME}; {statements}"))).run(&mut *connection).await {
@@ -316,15 +317,15 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
         Err(error) => {
             connection.rollback().await?;
             match code(&error).as_deref() {
-                // Not now: a lock, a deadlock, a slow scan, unproven rows, a range that somebody
-                // else made, rows in DEFAULT.
+                // To be tried later: a lock, a deadlock, a slow scan, unproven rows, a range that
+                // another process made, rows in DEFAULT.
                 Some("55P03" | "40P01" | "57014" | "55000" | "42P07" | "42P17" | "23514") => {
                     let error = crate::error::classify::words(&error);
                     tracing::debug!(error, "partitions are left as they are for now");
                     Ok(false)
                 }
-                // A role that may not make tables: rows go to the DEFAULT partition, and `doctor`
-                // says so.
+                // This role may not make tables. Rows go to the DEFAULT partition, and `doctor`
+                // reports it.
                 Some("42501") => {
                     let error = crate::error::classify::words(&error);
                     tracing::warn!(
@@ -339,13 +340,13 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
     }
 }
 
-/// The SQLSTATE of what the server refused.
+/// The SQLSTATE of a server error.
 pub(super) fn code(error: &sqlx::Error) -> Option<String> {
     error.as_database_error()?.code().map(|code| code.into_owned())
 }
 
-/// Takes away the CHECK that a process which ended left on a DEFAULT partition: rows of its ranges
-/// would be refused.
+/// Drops the CHECK that a process which ended left on a DEFAULT partition: it would refuse rows of
+/// its ranges.
 fn let_in(default: &str) -> String {
     format!(
         "do $$ begin
@@ -356,9 +357,9 @@ fn let_in(default: &str) -> String {
     )
 }
 
-/// The next inbox ranges, as seconds and as bounds of ids, and the seconds of them whose ids stand
-/// in the DEFAULT partition already: redriven messages from the future. They are looked up in the
-/// index, consumer by consumer.
+/// The next inbox ranges, in seconds, and the part of each whose ids stand in the DEFAULT partition
+/// already (redriven messages from the future). The ids are looked up in the index, consumer by
+/// consumer.
 const INBOX_MISSING: &str = r"
 with s as (
   select (select value from oncebox.setting where name = 'inbox_range_seconds') as span,
@@ -391,8 +392,8 @@ select m.range_from, m.range_to, min(oncebox.uuid_v7_millis(first.message_id)) /
      order by d.message_id desc limit 1) last on true
  group by 1, 2 order by 1";
 
-/// Ranges that ended two days ago, oldest first: the purge empties them row by row. What comes late
-/// goes to the DEFAULT partition.
+/// Ranges that ended two days ago, oldest first. The purge empties them row by row. Later ids of
+/// their time go to the DEFAULT partition.
 const INBOX_PAST: &str = r"
 select c.relname::text
   from pg_inherits i
@@ -402,8 +403,8 @@ select c.relname::text
    and bound[1]::uuid <= oncebox.uuid_bound(clock_timestamp() - interval '2 days')
  order by bound[1]::uuid limit 64";
 
-/// Drops the oldest past range that is empty. DETACH needs a moment of the whole table, so it is
-/// one at a time and patient.
+/// Drops the oldest past range that is empty. DETACH locks the whole table for a moment, so only
+/// one is dropped at a time, with a short wait.
 async fn drop_past(connection: &mut Bounded<Postgres>) -> Result<(), StoreError> {
     for row in raw_sql(INBOX_PAST).all(&mut *connection).await? {
         let name: String = row.try_get(0)?;
@@ -434,7 +435,7 @@ select pg_relation_size('oncebox.inbox_timed_default'),
 
 impl PostgresStore {
     /// Makes inbox ranges ahead, at most once a minute; without them ids go to the DEFAULT
-    /// partition. What stands in DEFAULT already stays there, and the ranges are made around it.
+    /// partition. Rows that are in DEFAULT stay there, and the ranges are made around them.
     pub(super) async fn make_inbox_ranges(&self) -> Result<(), StoreError> {
         {
             let mut look_at = self.inbox_look_at.lock().unwrap_or_else(PoisonError::into_inner);
@@ -478,9 +479,9 @@ impl PostgresStore {
         Ok(())
     }
 
-    /// Attaches ranges beside a DEFAULT partition that is too large to be scanned under the lock of
-    /// an ATTACH, in the background, one at a time in a process: a CHECK that DEFAULT holds only
-    /// what is `outside` of them is validated while writers go on, and the ATTACH rests on it.
+    /// Attaches ranges in the background where DEFAULT is too large to be scanned under the lock of
+    /// an ATTACH. First a CHECK that DEFAULT holds only what is `outside` of them is validated
+    /// while writers go on; then the ATTACH needs no scan. One task at a time in a process.
     fn attach_beside(&self, default: &'static str, outside: String, attach: String) {
         if self.attaches.swap(true, Ordering::SeqCst) {
             return;
@@ -507,7 +508,7 @@ impl PostgresStore {
             "{let_in}; alter table oncebox.{default} add constraint {default}_ahead check ({outside}) not valid"
         );
         if attempt(&mut connection, &keep_out).await? {
-            // Writers and readers go on beside this lock, and beside whoever waits for it.
+            // Writers and readers go on beside this lock, and beside a statement that waits for it.
             let validate = format!(
                 "set lock_timeout = '10s'; set statement_timeout = '{}s';
                  alter table oncebox.{default} validate constraint {default}_ahead",
@@ -530,7 +531,7 @@ impl PostgresStore {
     }
 }
 
-/// That ranges are being attached; not any more when it is dropped, also where the task panics or
+/// Marks that ranges are being attached. Its drop clears the mark, also where the task panics or
 /// its runtime ends.
 struct Attaches(Arc<AtomicBool>);
 

@@ -28,7 +28,7 @@ use crate::store::OutboxRow;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::headers::parse_headers;
 
-/// Content columns, in the order that [`message_of`] reads.
+/// The columns of a message, in the order that [`message_of`] reads.
 pub(super) const CONTENT: [&str; 10] = [
     "message_id",
     "topic",
@@ -42,7 +42,7 @@ pub(super) const CONTENT: [&str; 10] = [
     "created_at",
 ];
 
-/// Which buckets are this shard's.
+/// The range of buckets that this shard serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Buckets {
     pub(super) from: i16,
@@ -68,8 +68,8 @@ pub(super) struct Bounds {
 
 impl Bounds {
     /// A message larger than this comes without headers and payload; a second statement fetches
-    /// those of the messages that were taken. Else one read could load a thousand of the largest
-    /// messages.
+    /// them for the messages that were taken. Otherwise one read could load a thousand of the
+    /// largest messages.
     fn share(self) -> usize {
         (self.bytes / self.rows.max(1)).clamp(1, 1 << 30)
     }
@@ -93,8 +93,9 @@ pub(super) struct Found {
     bytes: usize,
 }
 
-/// The statement. Limit and share are literals, so that a generic plan cannot assume a large limit;
-/// a session uses few different ones. The length of a payload is read without its value.
+/// Builds the statement. Limit and share are literals, so that a generic plan cannot assume a large
+/// limit; a session uses only a few different values. The length of a payload is read without its
+/// value.
 pub(super) fn statement(buckets: Buckets, bounds: Bounds) -> String {
     let (limit, share) = (bounds.rows, bounds.share());
     let weight = "octet_length(payload) + coalesce(octet_length(headers::text), 0)";
@@ -128,11 +129,11 @@ pub(super) fn statement(buckets: Buckets, bounds: Bounds) -> String {
     )
 }
 
-/// Rows never change, and a row that the broker has not confirmed is never deleted: a later
+/// Fetches what was left out. Rows never change, and an unproven row is never deleted, so a later
 /// snapshot shows the same.
 const LARGE: &str = "select position, headers, payload from oncebox.outbox where position = any($1)";
 
-/// Runs the statement; none where there is no such shard.
+/// Runs the statement. Returns none where the shard does not exist.
 pub(super) async fn read(
     connection: &mut Bounded<Postgres>,
     shard: i32,
@@ -220,8 +221,8 @@ async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Resu
     Ok(())
 }
 
-/// A message, its columns beginning at `at` in the order of [`CONTENT`]; without a payload where it
-/// was left out.
+/// A message whose columns begin at `at`, in the order of [`CONTENT`]. Its payload is empty where
+/// it was left out.
 pub(super) fn message_of(row: &PgRow, at: usize) -> Result<OutgoingMessage, StoreError> {
     let headers = match row.try_get_unchecked::<Option<&str>, _>(at + 4)? {
         Some(json) => parse_headers(json)?,

@@ -1,9 +1,9 @@
 //! A relay session: one ownership of one shard on one connection of its own.
 //!
-//! The steps and what each must wait for are those of [`crate::policy::gaps`] (R2): this file runs
-//! their statements. Guarantees: every write is fenced by epoch and revision in the statement
-//! itself; a claim commits synchronously, after the read (R5); another server, a set-back sequence
-//! or rows out of order end the session (R7).
+//! [`crate::policy::gaps`] decides the steps and what each must wait for (R2); this file runs their
+//! statements. Guarantees: every write is fenced by epoch and revision in the statement itself; a
+//! claim commits synchronously, after the read (R5); another server, a set-back sequence or rows
+//! out of order end the session (R7).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -22,10 +22,10 @@ use crate::store::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
-/// A gap that waits so long after its fence is looked at through the locks of its possible writers
-/// (R6).
+/// A gap that is still open this long after it got its fence is judged by the locks of its possible
+/// writers (R6).
 const STALE_GAP: Duration = Duration::from_secs(2);
-/// How often the locks are looked at.
+/// How often the locks are read.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
 
 /// Takes the lease and raises the epoch. A lease that ends later than now plus its own length
@@ -54,8 +54,8 @@ update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp(
 returning pg_current_xact_id()::text::bigint";
 
 /// The transaction ids of all holders of a RowExclusiveLock on the outbox: only they can still
-/// write at a gap (R6). A holder without an id drew no position, for the id is drawn first (R1).
-/// Never by process or virtual transaction: PREPARE changes them.
+/// write at a gap (R6). A holder without an id has drawn no position, because the id is drawn first
+/// (R1). Process ids and virtual transaction ids are of no use here: PREPARE changes them.
 const LOCK_HOLDERS: &str = "
 select distinct t.transactionid::text::bigint
   from pg_locks l
@@ -65,7 +65,8 @@ select distinct t.transactionid::text::bigint
    and l.database = (select oid from pg_database where datname = current_database())
    and l.relation in (select relid from pg_partition_tree('oncebox.outbox'))";
 
-/// The oldest of those transactions, in words. Who may not see others' sessions sees no time.
+/// Describes the oldest of those transactions. A role that may not see other sessions gets no
+/// duration.
 const OLDEST_WRITER: &str = "
 select coalesce('the prepared transaction `' || p.gid || '`', 'the transaction of process ' || coalesce(l.pid::text, '?'))
        || coalesce(', open for ' || round(extract(epoch from clock_timestamp() - coalesce(p.prepared, a.xact_start))) || ' s', '')
@@ -139,8 +140,8 @@ impl Outbox for PostgresStore {
     }
 }
 
-/// What a session rests on, set by itself. The read has one good plan, whatever statistics say:
-/// ordered index scans.
+/// The settings that a relay session needs. Ordered index scans are the only good plan of the read,
+/// so all others are switched off, whatever the statistics say.
 pub(super) fn settings(timeout: Duration) -> String {
     let timeout = timeout.as_millis();
     format!(
@@ -152,7 +153,7 @@ pub(super) fn settings(timeout: Duration) -> String {
     )
 }
 
-/// One ownership of one shard; see [`RelaySession`].
+/// One session: it owns one shard; see [`RelaySession`].
 #[derive(Debug)]
 pub(super) struct PostgresSession {
     store: PostgresStore,
@@ -163,12 +164,12 @@ pub(super) struct PostgresSession {
     revision: i64,
     cursor: GapCursor,
     began: Instant,
-    /// Batches of this session that have rows, and their numbers in the cursor.
+    /// The batches of this session that have rows, each with its batch number in the cursor.
     batches: VecDeque<(u64, u64)>,
     batch: u64,
     read_bytes: usize,
     last_value: i64,
-    /// No decision and no dead or held row stands above this position.
+    /// No decision and no dead or held row exists above this position.
     decided_to: i64,
     watched: Option<Instant>,
     tidied: partitions::Tidied,
@@ -201,7 +202,8 @@ impl RelaySession for PostgresSession {
         let outcome = outcome.map_err(|error| doubt(&error))?;
         self.batch += 1;
         if let Some(number) = outcome.batch {
-            // Rows of other shards alone: they go with the batch before.
+            // The cursor gave no new number, because all rows are of other shards: replaces the
+            // entry of the batch before.
             self.batches.pop_back_if(|(_, last)| *last == number);
             self.batches.push_back((self.batch, number));
         }
@@ -300,25 +302,25 @@ impl RelaySession for PostgresSession {
 }
 
 impl PostgresSession {
-    /// Milliseconds of this session: ages of gaps are differences of it.
+    /// Milliseconds since this session began; ages of gaps are differences of them.
     fn now(&self) -> u64 {
         u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// The batch of the cursor that a batch of this session ends at.
+    /// The last batch of the cursor that batches of this session up to `through` cover.
     fn cursor_batch(&self, through: u64) -> Option<u64> {
         self.batches.iter().take_while(|(batch, _)| *batch <= through).last().map(|(_, number)| *number)
     }
 
-    /// The LIMIT of the next read: what was asked for, or the next lower power of two where the cap
-    /// on gaps allows less, so that few statements are ever prepared.
+    /// The LIMIT of the next read: the number asked for, or the next lower power of two where the
+    /// bound on gaps allows less, so that only few statements are prepared.
     fn limit(&self, rows_max: usize) -> usize {
         let allowed = self.cursor.row_limit(rows_max.clamp(1, 100_000));
         if allowed == rows_max { rows_max } else { 1 << allowed.ilog2() }
     }
 
-    /// Leaves out rows whose position was decided, or that stand in the dead and held table
-    /// already: the cursor may have been set back (R18).
+    /// Leaves out rows whose position was decided, or that stand in the dead and held table: the
+    /// cursor may have been set back (R18).
     async fn undecided(&mut self, mut rows: Vec<OutboxRow>) -> Result<Vec<OutboxRow>, StoreError> {
         let asked: Vec<i64> =
             rows.iter().map(|row| row.position).take_while(|position| *position <= self.decided_to).collect();
@@ -329,8 +331,8 @@ impl PostgresSession {
         Ok(rows)
     }
 
-    /// Closes gaps of transactions that ended without a row, although a long transaction elsewhere
-    /// keeps the fence open (R6).
+    /// Closes gaps of transactions that ended without a row while a long transaction elsewhere
+    /// holds the fence back (R6).
     async fn watch_locks(&mut self) -> Result<(), StoreError> {
         if self.watched.is_some_and(|last| last.elapsed() < WATCH_EVERY) {
             return Ok(());
@@ -353,8 +355,8 @@ impl PostgresSession {
     }
 }
 
-/// What the database answered cannot be trusted: the session ends and starts again from what is
-/// persisted.
+/// The answer of the database contradicts the cursor: the session ends, and a new one starts from
+/// what is stored.
 fn doubt(error: &CursorError) -> StoreError {
     StoreError::Corrupt(error.to_string())
 }

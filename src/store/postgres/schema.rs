@@ -40,8 +40,8 @@ const MIGRATIONS: [MigrationText; 4] = [
     },
 ];
 
-/// Migrators of all databases of a server share the number space of advisory locks: eight bytes
-/// that nobody else has.
+/// All databases of a server share the numbers of advisory locks, so this is eight bytes that
+/// nobody else uses.
 const MIGRATION_LOCK: i64 = i64::from_be_bytes(*b"oncebox\0");
 
 const MIGRATION_TABLE: &str = "
@@ -86,10 +86,10 @@ impl Schema for PostgresStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        // The lock ends with its connection, whatever happens: it is not given back to the pool. A
-        // migration, and the wait for another migrator, may take as long as they take.
+        // The connection does not go back to the pool, so the lock ends with it in any case. A
+        // migration, and the wait for another migrator, have no time limit.
         let mut connection = self.dedicated().await?;
-        // "already exists, skipping" is what a migration that may run twice expects.
+        // Hides the notices "already exists, skipping", which are normal for repeatable migrations.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
         sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;
         if applied(&mut connection).await?.0.is_empty() {
@@ -112,7 +112,8 @@ impl Schema for PostgresStore {
     }
 }
 
-/// A migration and its row, in one transaction: sent as one text, so that no half of it can stand.
+/// A migration and its row as one text in one transaction, so that never only half of it is
+/// applied.
 fn text(migration: &MigrationText) -> String {
     let hex = hex(&checksum(migration));
     format!(
@@ -121,7 +122,7 @@ fn text(migration: &MigrationText) -> String {
     )
 }
 
-/// The migrations that were applied.
+/// Reads which migrations were applied.
 async fn applied(connection: &mut Bounded<Postgres>) -> Result<History, StoreError> {
     let there: bool =
         sqlx::query("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?.try_get(0)?;

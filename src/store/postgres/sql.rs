@@ -1,4 +1,4 @@
-//! How PostgreSQL runs the texts of [`crate::store::sql`].
+//! Runs the statements of [`crate::store::sql`] on PostgreSQL.
 
 use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
@@ -59,11 +59,11 @@ impl Row for PgRow {
     }
 }
 
-/// A text that begins so is planned for each run: a plan that was made for tables that were still
-/// empty would read all there is, until they are analyzed.
+/// A text with this prefix is planned for each run. A cached plan that was made while the tables
+/// were empty would scan them whole until they are analyzed.
 const PLANNED_ANEW: &str = "/* planned anew */";
 
-/// The statement of sqlx.
+/// Binds the values of a statement for sqlx.
 fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, PgArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::Postgres)?;
     let empty = query(text).persistent(!text.starts_with(PLANNED_ANEW));
@@ -89,13 +89,13 @@ fn escaped(text: &str) -> String {
     stored(text).into_owned()
 }
 
-/// Names and values, these in hexadecimal.
+/// Pairs of name and value as JSON, the value in hexadecimal digits.
 fn json_of(headers: &[(String, Vec<u8>)]) -> String {
     let pairs: Vec<[String; 2]> = headers.iter().map(|(name, value)| [escaped(name), hex(value)]).collect();
     serde_json::json!(pairs).to_string()
 }
 
-/// A connection of the application.
+/// Runs statements on a connection of the application.
 impl Session for PgConnection {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
         Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })

@@ -1,8 +1,8 @@
 //! Statements of the sql handler on PostgreSQL.
 //!
-//! The server says of what type each parameter is. Values travel as text and are cast to that type
-//! there, so a number keeps its digits whatever the column is, and `timestamptz`, `uuid`, `jsonb`,
-//! enums and domains need no code here.
+//! The server determines the type of each parameter. Values are sent as text and cast to that type
+//! by the server, so a number keeps its digits whatever the column is, and `timestamptz`, `uuid`,
+//! `jsonb`, enums and domains need no code here.
 
 use std::collections::BTreeMap;
 
@@ -16,13 +16,13 @@ use crate::policy::hex::hex;
 use crate::store::bounded::Ask;
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
-/// A statement whose parameters are text, cast to what the server found them to be.
+/// A statement whose parameters are text, each cast to the type that the server determined.
 #[derive(Debug)]
 pub struct PostgresStatement {
-    // Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared
-    // what is `'static`.
+    // Interned for the life of the program: a handler has few statements, and sqlx caches only
+    // `'static` texts as prepared.
     sql: &'static str,
-    /// Each occurrence of a parameter, and whether the server wants bytes there.
+    /// Each occurrence of a parameter, and whether its type is `bytea`.
     parameters: Vec<(String, bool)>,
 }
 
@@ -34,7 +34,7 @@ impl Statements for PostgresStore {
     }
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<PostgresStatement, StoreError> {
-        // Its own connection: what is prepared here is prepared for no one else, and ends with it.
+        // A dedicated connection: its prepared statements end with it, and nobody else gets them.
         let mut connection = self.dedicated().await?;
         let plain = numbered(pieces, |number| format!("${number}"));
         let prepared = connection.prepare(AssertSqlSafe(plain)).await?;
@@ -43,8 +43,8 @@ impl Statements for PostgresStore {
             _ => Vec::new(),
         };
         let mut types = Vec::with_capacity(oids.len());
-        // Without a modifier: `character` and `bit` alone would mean one character and one bit, and
-        // cut the rest off.
+        // The modifier -1 gives names without a length of one: a plain `character` or `bit` would
+        // cut values down to one.
         for oid in oids {
             let name: String =
                 sqlx::query("select format_type($1, -1)").bind(oid).one(&mut connection).await?.try_get(0)?;
@@ -52,8 +52,7 @@ impl Statements for PostgresStore {
         }
         let type_of = |number: usize| types.get(number - 1).map_or("text", String::as_str);
         let sql = numbered(pieces, |number| format!("(${number}::text::{})", type_of(number)));
-        // The casts could change what an operator means: the server sees the statement as it will
-        // run.
+        // The casts could change which operator is chosen, so the server checks the final text too.
         connection.prepare(AssertSqlSafe(sql.clone())).await?;
         let names = pieces.iter().filter_map(|piece| match piece {
             Piece::Param(name) => Some(name.clone()),
@@ -77,7 +76,7 @@ impl Statements for PostgresStore {
     }
 }
 
-/// The statement with something for each occurrence of a parameter, counted from 1.
+/// The statement with a text in place of each parameter; occurrences are counted from 1.
 fn numbered(pieces: &[Piece], parameter: impl Fn(usize) -> String) -> String {
     let mut sql = String::new();
     let mut number = 0;
@@ -113,7 +112,7 @@ fn text_of(name: &str, value: &SqlValue, wants_bytes: bool) -> Result<Option<Str
     Ok(Some(text))
 }
 
-/// As `bytea` reads it.
+/// Bytes in the hexadecimal form of `bytea`.
 fn bytea(bytes: &[u8]) -> String {
     format!("\\x{}", hex(bytes))
 }

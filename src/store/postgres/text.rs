@@ -1,17 +1,17 @@
-//! Text that PostgreSQL cannot hold: a foreign message may have a NUL in a name, and no column of
-//! text takes one.
+//! Text that PostgreSQL cannot store: a name in a foreign message may contain a NUL, and no text
+//! column accepts one.
 //!
-//! Guarantee: [`stored`] and [`restored`] are inverse to each other for every string, and leave
-//! ordinary text as it is.
+//! Guarantee: [`restored`] gives back exactly what [`stored`] was given, for every string. Ordinary
+//! text is stored unchanged.
 
 use std::borrow::Cow;
 
 use crate::store::operator::kept_error;
 
-/// Begins an escape: a character of the private use area, itself escaped where it occurs.
+/// Begins an escape: a private-use character, which is escaped itself where it occurs.
 const ESCAPE: char = '\u{e000}';
 
-/// Text as it can be stored.
+/// The text in the form that a column accepts.
 pub(super) fn stored(text: &str) -> Cow<'_, str> {
     if !text.contains(['\0', ESCAPE]) {
         return Cow::Borrowed(text);
@@ -27,7 +27,7 @@ pub(super) fn stored(text: &str) -> Cow<'_, str> {
     Cow::Owned(escaped)
 }
 
-/// Text as it was before [`stored`].
+/// The text as it was before [`stored`].
 pub(super) fn restored(text: String) -> String {
     if !text.contains(ESCAPE) {
         return text;
@@ -43,7 +43,7 @@ pub(super) fn restored(text: String) -> String {
     original
 }
 
-/// An error message: bounded, and without NUL.
+/// An error message, shortened to the limit and without NUL.
 pub(super) fn error_text(error: &str) -> String {
     kept_error(error).replace('\0', "\u{fffd}")
 }

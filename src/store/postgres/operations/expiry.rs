@@ -1,7 +1,7 @@
-//! What is forgotten of large bodies: whole partitions (M99). What is forgotten in batches is
+//! Removes expired large bodies by whole partitions. Removal in batches is in
 //! [`crate::store::sql::expiry`].
 //!
-//! Guarantee: no lock is waited for longer than the partitions' own wait (R8).
+//! Guarantee: no wait for a lock is longer than in `partitions` (R8).
 
 use sqlx::Row;
 
@@ -11,10 +11,11 @@ use crate::error::StoreError;
 use crate::store::bounded::Ask;
 use crate::store::sql::expiry;
 
-/// Ranges reach at least so many days ahead; a body that is kept longer stands in DEFAULT.
+/// Ranges are made at least so many days ahead. A body that is kept longer is in DEFAULT.
 const DAYS_AHEAD: i64 = 33;
 
-/// The ranges of bodies: name, end in seconds, whether it is over, whether it is empty.
+/// The ranges of bodies: name, end in seconds, whether the end has passed, whether the range is
+/// empty.
 const RANGES: &str = r"
 select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound[1]::timestamptz < clock_timestamp(),
        pg_relation_size(c.oid) = 0
@@ -24,8 +25,8 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
  where i.inhparent = 'oncebox.idempotency_body'::regclass and bound is not null
  order by 2";
 
-/// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT and small
-/// bodies out of their rows.
+/// Empties and drops partitions whose time is over, makes ranges ahead, and deletes expired bodies
+/// from DEFAULT and from the rows of records.
 pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
     let mut connection = store.dedicated().await?;
     let mut top = 0;
@@ -46,7 +47,8 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
     let day = 86_400;
     let now: i64 =
         sqlx::query_scalar("select extract(epoch from clock_timestamp())::bigint").one(&mut connection).await?;
-    // Above whatever a statement that runs now may write, unless it is in DEFAULT and stays there.
+    // Begins above whatever a running statement may write; bodies beyond that are in DEFAULT and
+    // stay there.
     let mut from = top.max((now / day + DAYS_AHEAD) * day);
     while from <= now + (DAYS_AHEAD + 1) * day {
         let attach = format!("select oncebox.attach_body_range(to_timestamp({from}), to_timestamp({}))", from + day);
@@ -68,8 +70,7 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
     Ok(gone.rows_affected() + expiry::expire_bodies(store, limit).await?)
 }
 
-/// A range that was attached while our body was on its way to DEFAULT is a transient failure (R8,
-/// R27).
+/// A range was attached while our body was on its way to DEFAULT: a transient error (R8, R27).
 pub(super) fn attached(error: sqlx::Error) -> StoreError {
     match &error {
         sqlx::Error::Database(database)
