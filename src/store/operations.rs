@@ -1,9 +1,9 @@
 //! Duty: operations, the memory of the operation engine (M29, M37, M54, O1 to O29).
 //!
-//! A record says for what a key was first used, in what state that is, who owns it, and what is
-//! answered. Its primary key is the arbiter: whoever inserts it executes. Every other change is one
-//! statement fenced by the epoch that it saw, so of twenty that try, one wins. Leases and expiries
-//! are the database's clock at the statement.
+//! A record holds the command that a key was first used for, its state, its owner and its answer.
+//! The primary key decides who executes: the process that inserts the record. Every other change is
+//! one statement fenced by the epoch that was read before, so of twenty processes that try, one
+//! wins. Leases and expiries use the database's clock at the statement.
 //!
 //! Two ways to claim:
 //!
@@ -11,15 +11,16 @@
 //!   (modes `edge` and `bridged`; a bridged handler calls [`Operations::finish_in`] in its own
 //!   transaction instead, O2).
 //! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome
-//!   together (mode `same_tx`). Dropped or rolled back, nothing stays.
+//!   together (mode `same_tx`). If it is dropped or rolled back, nothing of it stays.
 //!
-//! Errors, everywhere: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a
-//! single statement are definite: nothing was changed. [`StoreError::CommitUnknown`], and an error
-//! of a statement that commits by itself over a connection that was lost, are indefinite: look
-//! again, do not guess. A fenced statement may be repeated; if the first one hit, the second
-//! answers [`Fenced::LostOwnership`], and a look shows why.
+//! Errors of all methods: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a
+//! single statement are definite: nothing was changed. After [`StoreError::CommitUnknown`], and
+//! after a connection was lost during a statement that commits by itself, the result is unknown:
+//! read the record again, do not guess. A fenced statement may be repeated. If the first one took
+//! effect, the second returns [`Fenced::LostOwnership`], and reading the record shows why.
 //!
-//! Cancel safety: a call that is dropped has happened or not, wholly; look again.
+//! Cancel safety: a call that is dropped has happened completely or not at all; read the record
+//! again.
 //!
 //! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and
 //! encryption of bodies.
@@ -46,12 +47,13 @@ use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, PrincipalMark, Record};
 
-/// How long a fresh connection looks for a commit that was lost sight of (O29).
+/// How long [`Operations::find_after_lost_commit`] looks for a commit whose reply was lost.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
-/// Between the first two looks; each makes a connection, so each pause is twice the last one.
+/// The pause between the first two looks. Each look makes a connection, so each pause is twice the
+/// previous one.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// What a request wants to own.
+/// The claim that a request wants to make on a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyClaim {
     /// Tenant, operation and key.
@@ -60,32 +62,35 @@ pub struct KeyClaim {
     pub principal: PrincipalMark,
     /// The fingerprint of the command: another one under the key is a conflict.
     pub fingerprint: Fingerprint,
-    /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`]
-    /// `same_tx`, [`Phases::begin_first`](super::Phases::begin_first) `phased`.
+    /// The mode of the claim. [`Keys::claim`] takes `bridged` and `edge`,
+    /// [`Operations::begin_operation`] `same_tx`,
+    /// [`Phases::begin_first`](super::Phases::begin_first) `phased`.
     pub mode: Mode,
-    /// The identity of the run, if the record is new or used anew; else the record keeps its own.
+    /// The id of the run, if the record is new or used anew; otherwise the record keeps its own.
     pub operation_id: Uuid,
-    /// The token of the owner, if this claim succeeds: made before it is sent, so that a claim
-    /// whose answer was lost can still be released. A new one for each claim: [`Self::new_owner`].
+    /// The token of the owner, if this claim succeeds. It is made before the claim is sent, so that
+    /// a claim whose answer was lost can still be released. A new one for each claim:
+    /// [`Self::new_owner`].
     pub owner: Uuid,
-    /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease.
-    /// In mode `phased` it is the operation's.
+    /// The length of the lease without a heartbeat. Mode `same_tx` has no lease and ignores it; in
+    /// mode `phased` it is the lease of the operation row.
     pub lease: Duration,
 }
 
-/// What must be there for a claim to succeed: nothing, or a record exactly as it was seen.
+/// What a claim requires to succeed: no record, or a record that is exactly as it was read.
 #[derive(Debug, Clone, Copy)]
 pub enum Basis<'a> {
     /// No record: insert first.
     New,
     /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of
-    /// mode `edge`. Who is allowed to execute it again is decided before (O2, O11).
+    /// mode `edge`. Whether it may be executed again is decided before (O2, O11).
     TakeOver(&'a Record),
-    /// FAILED_RETRYABLE, its time not over: attempts are raised. Refused where a run of it that
-    /// lost its lease has said that it ended ([`Keys::observe_run`]), and no operator has overruled
-    /// that: what happened is not executed again.
+    /// FAILED_RETRYABLE whose time is not over: attempts are raised. Refused where a run that lost
+    /// its lease has left evidence that it succeeded or failed ([`Keys::observe_run`]), and no
+    /// operator has overruled it: what happened is not executed again.
     Reclaim(&'a Record),
-    /// The same, to write what such a run has said: whoever claims on it executes nothing.
+    /// As [`Self::Reclaim`], but only to write the outcome of such a late run: the claimer executes
+    /// nothing.
     Late(&'a Record),
     /// A terminal state whose time is over: the generation is raised, the operation id is a new one
     /// (O4).
@@ -100,11 +105,11 @@ pub struct Owned {
     /// Token of this owner; none in mode `same_tx`, where the transaction is the owner, and in mode
     /// `phased`, where the operation row has it (O9).
     pub owner: Option<Uuid>,
-    /// The epoch it raised.
+    /// The epoch that this claim raised.
     pub epoch: i64,
     /// Raised when the key is used anew after its time was over; from 1.
     pub generation: i64,
-    /// The identity of the run.
+    /// The id of the run.
     pub operation_id: Uuid,
     /// Which attempt this is, from 1.
     pub attempts: u32,
@@ -119,7 +124,7 @@ pub(super) struct RecordFence {
     pub(super) epoch: i64,
     /// The token of its owner, where it has one of its own.
     pub(super) owner: Option<Uuid>,
-    /// Whether an UNKNOWN gets its outcome too: by recovery, or by an operator.
+    /// Whether a record in state UNKNOWN may get its outcome too, from recovery or an operator.
     pub(super) unknown: bool,
 }
 
@@ -129,32 +134,32 @@ impl From<&Owned> for RecordFence {
     }
 }
 
-/// What came of a claim.
+/// The result of [`Keys::claim`].
 #[derive(Debug)]
 pub enum Claimed {
     /// The claim succeeded, and this process owns the record.
     Owned(Owned),
-    /// Another record stands there, or the one that was seen has changed: decide again from this
-    /// one.
+    /// Another record is there, or the one that was read has changed: decide again from this
+    /// record.
     Existing(Box<Record>),
-    /// What refused the claim is gone. Nothing is owned: look again (pitfall 12).
+    /// The record that refused the claim is gone, and nothing is owned: read again (pitfall 12).
     Vanished,
 }
 
-/// What came of beginning a transactional operation.
+/// The result of [`Operations::begin_operation`].
 #[derive(Debug)]
 pub enum Begun<T> {
-    /// The claim stands in this transaction, and nobody else's can.
+    /// This transaction holds the claim; no other one can have it at the same time.
     Claimed(T),
     /// A committed record; the transaction is rolled back and its connection given back.
     Existing(Box<Record>),
-    /// Another transaction holds the claim, uncommitted, or its turn did not come in time. Look
-    /// again (O15 step 4).
+    /// Another transaction holds the claim and has not committed, or the turn to write did not come
+    /// in time. Read again later (O15 step 4).
     Locked,
 }
 
 impl<T> Begun<T> {
-    /// With the transaction put behind its trait.
+    /// Converts the transaction, for example into its trait object.
     pub(super) fn map<U>(self, change: impl FnOnce(T) -> U) -> Begun<U> {
         match self {
             Self::Claimed(tx) => Begun::Claimed(change(tx)),
@@ -164,16 +169,17 @@ impl<T> Begun<T> {
     }
 }
 
-/// What stands under a key, read by one statement without a lock (O15 step 1).
+/// The record of a key, read by one statement without a lock (O15 step 1).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Look {
     /// Database time of the statement.
     pub now: DbTime,
     /// How far records of this operation were purged; none: never (O23).
     pub purged_below: Option<DbTime>,
-    /// The record. Its identity is to be compared with the request's (O16).
+    /// The record. The caller compares its identity with the request's (O16).
     pub record: Option<Record>,
-    /// The body of its answer, where that stands beside it; else [`Keys::body`] reads it.
+    /// The body of its answer, where it is stored in the same row; otherwise [`Keys::body`] reads
+    /// it.
     pub body: Option<KeptBody>,
 }
 
@@ -189,7 +195,7 @@ pub enum Outcome {
         /// The code of the failure.
         error_code: Option<String>,
     },
-    /// It failed with no effect outstanding (O3).
+    /// It failed without an effect, so the same key may run again (O3).
     FailedRetryable {
         /// The code of the failure.
         error_code: Option<String>,
@@ -216,7 +222,7 @@ pub enum AnswerBody {
     Kept(KeptBody),
     /// Nothing, for this reason.
     Tombstone(Tombstone),
-    /// Where the result is.
+    /// A reference to the resource that holds the result.
     Reference(Resource),
 }
 
@@ -240,12 +246,12 @@ impl std::fmt::Debug for KeptBody {
     }
 }
 
-/// Whether a fenced statement hit.
+/// Whether a fenced statement changed the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Fenced {
     /// The fence held, and the change is made.
     Done,
-    /// Nothing was changed: the record is another's by now, or has its outcome.
+    /// Nothing was changed: the record has another owner by now, or has its outcome.
     LostOwnership,
 }
 
@@ -256,11 +262,11 @@ impl Fenced {
     }
 }
 
-/// How much is open.
+/// How many records have no outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperationStats {
-    /// Committed records IN_PROGRESS. Those of transactional operations are not among them: nobody
-    /// sees them before their commit (pitfall 6).
+    /// Committed records in state IN_PROGRESS. Records of transactional operations are not counted:
+    /// they cannot be read before their commit (pitfall 6).
     pub in_progress: u64,
     /// The age of the oldest of them, by database time.
     pub oldest_in_progress: Option<Duration>,
@@ -269,8 +275,8 @@ pub struct OperationStats {
 }
 
 impl KeyClaim {
-    /// A token for [`Self::owner`]: 128 random bits (O25), of two UUIDs v7, whose 148 nobody can
-    /// guess.
+    /// A token for [`Self::owner`] of 128 bits (O25): a hash of two UUIDs v7, which together have
+    /// 148 random bits.
     #[must_use]
     pub fn new_owner() -> Uuid {
         let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
@@ -279,7 +285,7 @@ impl KeyClaim {
         Uuid::from_bytes(bytes)
     }
 
-    /// What this claim owns if it succeeds on a basis.
+    /// The ownership that this claim gets if it succeeds on this basis.
     #[must_use]
     pub fn owned(&self, basis: Basis<'_>) -> Owned {
         let owner = matches!(self.mode, Mode::Bridged | Mode::Edge).then_some(self.owner);
@@ -293,10 +299,10 @@ impl KeyClaim {
         Owned { identity: self.identity.clone(), owner, epoch, generation, operation_id, attempts }
     }
 
-    /// Refuses a mode that this way of claiming would break a promise of.
+    /// Refuses a mode for which this way of claiming would break a promise.
     ///
     /// # Errors
-    /// Refused, with the mode of the claim.
+    /// [`StoreError::Refused`], with the mode of the claim.
     pub fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
         if modes.contains(&self.mode) {
             return Ok(());
@@ -305,23 +311,23 @@ impl KeyClaim {
     }
 }
 
-/// What runs that lost their lease have said, the last one first, of what [`Keys::runs_of`] gave; a
-/// word of an operator overrules those before it.
+/// The evidence of runs that lost their lease, newest first, from what [`Keys::runs_of`] returned.
+/// Evidence of an operator overrules all that is older, so the iteration ends there.
 pub(crate) fn late_runs(said: &[StoredEvidence]) -> impl Iterator<Item = &NewEvidence> {
     said.iter().rev().map(|row| &row.evidence).take_while(|row| row.kind != "operator").filter(|row| row.kind == "run")
 }
 
-/// Duty: idempotency records that are claimed and finished by statements of their own. A store
-/// without transactions of the application's can keep them too (O25).
+/// Duty: idempotency records that are claimed and finished by statements of their own. So a store
+/// that the application has no transactions in can keep them too (O25).
 ///
 /// The engine is compiled once, for any store: a call costs a boxed future beside its round trip.
 #[async_trait]
 pub trait Keys: Debug + Send + Sync + 'static {
-    /// Whether it remembers every outcome.
+    /// Whether this store remembers every outcome.
     fn durability(&self) -> Durability;
 
-    /// Asks the server for a sign of life, on a connection that nothing else uses: a pool that is
-    /// used up is no outage. A store without a server is there.
+    /// Pings the server on a connection that nothing else uses, because a pool without a free
+    /// connection is no outage. A store without a server returns `Ok`.
     ///
     /// # Cancel safety
     /// Dropped, its connection is closed; the next call makes a new one.
@@ -329,60 +335,65 @@ pub trait Keys: Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// How many connections the pool has that operations hold while they run; none: they need none.
+    /// How many connections the pool has, where operations hold one while they run; none where they
+    /// hold none.
     fn connections_max(&self) -> Option<u32> {
         None
     }
 
-    /// What stands under a key: one plain SELECT. The lease of a phased record is that of its
+    /// Reads the record of a key by one plain SELECT. The lease of a phased record is that of its
     /// operation row, read in the same statement (O9).
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError>;
 
-    /// The same after whoever changes the record just now has ended: a run that has said by
-    /// evidence how it ended looks by this. Whoever frees a key locks its record before it reads
-    /// the evidence, so it reads the evidence, or what it did is seen here.
+    /// As [`Self::find`], but first waits for a transaction that is changing the record. A run that
+    /// has written evidence of how it ended reads the record in this way. A process that frees a
+    /// key locks the record before it reads the evidence. So either that process reads the
+    /// evidence, or this read sees its change.
     async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
         self.find(identity).await
     }
 
-    /// The body of a record's answer; none where its life is over.
+    /// Reads the body of a record's answer; none where its time is over.
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError>;
 
-    /// Claims in a transaction of its own, modes `bridged` and `edge`.
+    /// Claims a key in a transaction of its own, in the modes `bridged` and `edge`.
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another mode: a committed claim of it would never be completed.
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError>;
 
-    /// Extends the lease, from now, by this length.
+    /// Renews the lease: it ends this length from now.
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError>;
 
     /// Writes the outcome and keeps the answer, in a transaction of its own. Every lifetime counts
     /// from now (O3).
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError>;
 
-    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is
-    /// IN_PROGRESS and ours, and while no run of the same operation id has said that it ended
-    /// ([`Self::observe_run`]): then something did happen, unless an operator has overruled it.
+    /// Deletes the claim: nothing happened, and nothing has to be remembered. Only while the record
+    /// is IN_PROGRESS and ours, and while no run of the same operation id has left evidence that it
+    /// succeeded or failed ([`Self::observe_run`]). After such evidence something did happen,
+    /// unless an operator has overruled it.
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError>;
 
-    /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also
-    /// where it has not arrived.
+    /// Releases a claim whose answer was lost, by the values that were sent.
+    /// [`Fenced::LostOwnership`] also where the claim never arrived.
     async fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Fenced, StoreError> {
         self.release(&claim.owned(basis)).await
     }
 
-    /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over
-    /// (O11), of mode `same_tx` at once (O1). The epoch is raised: whoever owned it changes nothing
-    /// more.
+    /// Makes a claim UNKNOWN whose outcome will not come: in mode `edge` once its lease is over
+    /// (O11), in mode `same_tx` at once (O1). The epoch is raised, so the former owner changes
+    /// nothing any more.
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError>;
 
-    /// Takes away at most about `limit` bodies whose life is over, and gives their number; the
-    /// records stay (M99). On PostgreSQL large ones go by whole partitions, counted as none.
+    /// Deletes about `limit` bodies at most whose time is over, and returns their number; the
+    /// records stay (M99). On PostgreSQL large bodies are freed with their partitions and not
+    /// counted.
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError>;
 
-    /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal
-    /// ones only (M100), and records how far in the same transaction (O23). Gives their number.
+    /// Deletes at most `limit` records of an operation whose metadata has expired, only those with
+    /// an outcome (M100), and stores the bound of the purge in the same transaction (O23). Returns
+    /// their number.
     async fn purge_keys(
         &self,
         operation: &OperationName,
@@ -392,37 +403,37 @@ pub trait Keys: Debug + Send + Sync + 'static {
     ) -> Result<u64, StoreError>;
 
     /// How many records of a tenant are committed and have no outcome: IN_PROGRESS or UNKNOWN. A
-    /// guard counts none.
+    /// guard returns 0.
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError>;
 
-    /// How many bytes the answers of a tenant take whose body is kept and whose life is not over:
-    /// headers and body, as they stand, wherever they stand. One read of an index that leads by
-    /// tenant, of one entry for each such answer.
+    /// How many bytes the kept answers of a tenant take, as stored: headers and bodies whose time
+    /// is not over, in whichever table they are. It reads one index entry for each such answer.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] of a store that cannot tell: a guard.
+    /// [`StoreError::Refused`] from a store that cannot tell: a guard.
     async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError>;
 
-    /// Appends what became of a run that lost its lease: evidence, never fenced (O8, O12).
+    /// Appends how a run that lost its lease ended. It is evidence, so it is never fenced (O8,
+    /// O12).
     ///
     /// # Errors
-    /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
+    /// [`StoreError::Refused`] from a store that keeps no evidence: a guard.
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
-    /// What runs that lost their lease have said of this operation id, and operators of the run as
-    /// a whole, oldest first; nothing in a store that keeps no evidence.
+    /// The evidence of this operation id from runs that lost their lease, and from operators about
+    /// the run as a whole, oldest first. Empty in a store that keeps no evidence.
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError>;
 
-    /// Writes down which fingerprints this process reads and writes now (O21), and forgets
-    /// processes that have said nothing for a day.
-    /// [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows it. A store that no
-    /// operator looks at keeps nothing.
+    /// Stores which fingerprints this process reads and writes now (O21), and deletes the rows of
+    /// processes that have announced nothing for a day.
+    /// [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows them. A store
+    /// without operator commands keeps nothing.
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
         let _ = (process, versions);
         Ok(())
     }
 
-    /// How much is open.
+    /// How many records have no outcome.
     async fn operation_stats(&self) -> Result<OperationStats, StoreError>;
 }
 
@@ -438,31 +449,31 @@ pub trait Bridged: Send {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Whether a transaction of the application's own is open on this connection (R23): fails where
-    /// it has ended. A savepoint is set and released; outside a transaction its release fails, or
-    /// on PostgreSQL setting it.
+    /// Checks that the application's own transaction is still open on this connection (R23). It
+    /// sets a savepoint and releases it. Outside a transaction the release fails; on PostgreSQL
+    /// already the setting fails.
     ///
     /// # Errors
-    /// [`StoreError::Fenced`]: it has ended, by COMMIT or by ROLLBACK. Else what the database said:
-    /// it was not committed.
+    /// [`StoreError::Fenced`]: the transaction has ended, by COMMIT or by ROLLBACK. Any other error
+    /// is the database's: the transaction was not committed.
     fn stands(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
 /// Duty: outcomes in the transaction of the effects: a transactional operation.
 #[async_trait]
 pub trait Operations: Keys {
-    /// Whether [`Self::begin_unseen`] asks for fewer steps than a look and a claim.
+    /// Whether [`Self::begin_unseen`] takes fewer round trips than a read and a claim.
     fn claims_unseen(&self) -> bool {
         false
     }
 
-    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was
-    /// lost sight of, neither the dead connections of a pool decide, nor those who stand in line
-    /// for it (O29).
+    /// As [`Keys::find`], on a new connection that is closed afterwards. It is for a commit whose
+    /// reply was lost: dead connections of the pool, or requests that wait for the pool, must not
+    /// delay the answer.
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError>;
 
-    /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`]
-    /// where there is one: look again.
+    /// Writes the record of a run as UNKNOWN where there is no record (O1).
+    /// [`Fenced::LostOwnership`] where there is one: read it again.
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError>;
 
     /// Begins a transactional operation, mode `same_tx`: the try-lock, then the claim, insert first
@@ -470,7 +481,8 @@ pub trait Operations: Keys {
     /// for a turn where there is one writer at a time (O18).
     ///
     /// # Errors
-    /// [`StoreError::Refused`] for another mode. [`StoreError::Busy`]: the same again (R27).
+    /// [`StoreError::Refused`] for another mode. [`StoreError::Busy`]: a transient error; repeat
+    /// the call (R27).
     async fn begin_operation(
         &self,
         claim: &KeyClaim,
@@ -478,11 +490,12 @@ pub trait Operations: Keys {
         patience: Duration,
     ) -> Result<Begun<Box<dyn OperationTx>>, StoreError>;
 
-    /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key
-    /// that is probably new. In the same order: where it sees a record, it takes no lock and waits
-    /// for nobody. None: a record stands there, or somebody holds the key; the transaction is
-    /// rolled back and its connection given back. What this gives up on is looked for as ever, so
-    /// an adapter may always refuse, which is what the default does.
+    /// Reads the record and begins the operation on [`Basis::New`] in one statement, for a key that
+    /// is probably new. The order is that of O15: where a record is there, it takes no lock and
+    /// does not wait. None: a record is there, or another transaction holds the key; the
+    /// transaction is rolled back and its connection is back in the pool. The caller then goes the
+    /// usual way, [`Keys::find`] and [`Self::begin_operation`]. So an adapter may always return
+    /// none, as the default does.
     ///
     /// # Errors
     /// As [`Self::begin_operation`].
@@ -490,8 +503,9 @@ pub trait Operations: Keys {
         Ok(None)
     }
 
-    /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record
-    /// that it began from. Where another run has claimed since, nothing is changed.
+    /// Makes a run UNKNOWN that left no record of its own (O1): inserts a record, or changes the
+    /// one that the run began from. Where another run has claimed the key since, nothing is
+    /// changed.
     async fn stand_unknown(&self, claim: &KeyClaim, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
         {
             let seen = match basis {
@@ -506,7 +520,8 @@ pub trait Operations: Keys {
                         Proof::Aborted | Proof::Ended => tx.rollback().await,
                     }
                 }
-                // Its time of being retried may be over by now, which renewing as this asks for.
+                // The record is as it was read, but the claim on it failed: `Reclaim`, for example,
+                // requires that the record has not expired, and it may have expired since.
                 Begun::Existing(record) if record.epoch == seen.epoch => {
                     Err(StoreError::Busy(sqlx::Error::Protocol("the record stands as it was seen".into())))
                 }
@@ -518,8 +533,8 @@ pub trait Operations: Keys {
         }
     }
 
-    /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for
-    /// a second (O29). The record that the run began from, unchanged, is none of its own: nothing.
+    /// Reads on new connections, for a second, to learn whether a commit whose reply was lost took
+    /// effect. The unchanged record that the run began from counts as [`doubt::Look::Nothing`].
     async fn find_after_lost_commit(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
         let before = match basis {
             Basis::New => None,
@@ -556,39 +571,39 @@ pub trait Operations: Keys {
 /// The transaction of a transactional operation: claim, effects, outcome. Dropped without commit,
 /// it rolls back.
 ///
-/// The proof (O1, R23): what is written as an outcome is written only in the transaction that holds
-/// the claim. A handler that ended it by raw SQL, or swallowed an error that rolled it back, is
-/// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::find_after_lost_commit`]
-/// and [`Doubt`](doubt::Doubt) say what follows.
+/// The proof (O1, R23): an outcome is written only in the transaction that holds the claim. A
+/// handler that ended it by raw SQL, or swallowed an error that rolled it back, is detected. After
+/// any [`Proof`] but [`Proof::Same`], roll back; then [`Operations::find_after_lost_commit`] and
+/// [`Doubt`](doubt::Doubt) tell what follows.
 #[async_trait]
 pub trait OperationTx: Debug + Send {
-    /// What is owned, if this commits.
+    /// The ownership that this transaction gets if it commits.
     fn owned(&self) -> &Owned;
 
     /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
     fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
-    /// Takes back all effects since the claim, which stays: for a rejection that is to be
-    /// remembered (pitfall 18). It also mends a transaction that a swallowed error aborted.
+    /// Takes back all effects since the claim; the claim stays. It is for a rejection that must be
+    /// remembered (pitfall 18). It also repairs a transaction that a swallowed error aborted.
     async fn undo_effects(&mut self) -> Result<Proof, StoreError>;
 
-    /// Where the transaction is not there any more after a transient failure, such as a
-    /// deadlock by which the database itself may have ended it: whether it is proven that nothing
-    /// was committed on the connection since the claim, but what may still be open and
-    /// [`Self::rollback`] takes back. Then the unit may run again (R27).
+    /// For a transaction that no longer exists after a transient error, such as a deadlock, by
+    /// which the database itself may have ended it. True where it is proven that nothing was
+    /// committed on the connection since the claim: the operation may run again (R27). Something
+    /// may still be open; [`Self::rollback`] takes it back.
     ///
     /// # Errors
-    /// Nothing is proven.
+    /// The check failed, so nothing is proven.
     async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
         Ok(false)
     }
 
-    /// Writes the messages, in order, and the outcome, and keeps the answer. Once; after it,
+    /// Writes the messages, in order, and the outcome, and keeps the answer. Call it once, then
     /// commit.
     ///
     /// # Errors
-    /// Also that of a message. An error comes only of a transaction that is shown to be ours, or of
-    /// a connection that is lost: roll back, and nothing is there.
+    /// Also the error of a message. An error is returned only where the transaction is proven to be
+    /// ours, or the connection is lost: roll back, and nothing of it stays.
     async fn complete(
         &mut self,
         messages: Vec<NewMessage>,
@@ -599,11 +614,11 @@ pub trait OperationTx: Debug + Send {
     /// Commits.
     ///
     /// # Errors
-    /// [`StoreError::CommitUnknown`] where the connection was lost:
+    /// [`StoreError::CommitUnknown`] where the connection was lost: call
     /// [`Operations::find_after_lost_commit`].
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
-    /// Rolls back, explicitly; an error of it closes the connection.
+    /// Rolls back. If that fails, the connection is closed.
     async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
 }
 

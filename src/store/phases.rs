@@ -1,28 +1,28 @@
-//! Duty: operations in phases: where each stands, who drives it, what was sent, what was
-//! observed (O5 to O9, O22).
+//! Duty: operations in phases. For each operation the tables hold its point, its driver, what was
+//! sent and what was observed (O5 to O9, O22).
 //!
 //! The idempotency record of a phased operation has no lease of its own; the operation row has the
-//! only one (O9). Every transaction of a phase moves the row from the point and epoch that it began
-//! with, or changes nothing; the record's state is that of the operation's stage
-//! ([`Stage::record`]), written in the same transaction.
+//! only one (O9). The transaction of a phase moves the row only from the point and epoch that the
+//! phase began with; otherwise it changes nothing. The same transaction sets the state of the
+//! record to that of the new stage ([`Stage::record`]).
 //!
-//! Evidence is the exception: it is appended by anybody at any time, because it is a fact (O8).
+//! Evidence is the exception: any process may append it at any time, because it is a fact (O8).
 //!
-//! A committed RECEIVED is an alarm, as a committed claim of a transactional operation is (O1): a
-//! handler ended the transaction of its first phase, and what it did before may be done. Whoever
-//! takes such an operation up parks it, and runs no phase. The same after a [`Proof`] other than
-//! [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not
-//! moved; unless the proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so:
-//! nothing was committed, and the phase has failed.
+//! A committed RECEIVED is an alarm, as a committed claim of a transactional operation is (O1): the
+//! handler ended the transaction of the first phase, so its writes may be committed. A process that
+//! takes up such an operation parks it and runs no phase. An operation is also parked after a
+//! [`Proof`] other than [`Proof::Same`] in a later phase: the handler's writes are committed, but
+//! the point was not moved. The exception is [`Proof::Aborted`], from the proof or from
+//! [`PhaseTx::undo_effects`] after it: nothing was committed, and the phase has failed.
 //!
-//! Where nobody hears how a later phase ended (its connection was lost, its process died), its mark
-//! tells: a row that the phase's transaction inserts when it begins, and deletes when it moves on.
-//! So no committed transaction of ours leaves one, and one that is seen says that a run was
-//! committed by somebody else ([`Phases::begin_run`]). While the server still has the other
-//! transaction it says nothing, and nobody waits for that with a connection in hand. On SQLite no
-//! commit but ours succeeds, and there is none. A handler that rolls back, writes on and commits
-//! that by itself takes its own mark away: it is found out where the phase ends, and not where its
-//! connection is lost before.
+//! Where the end of a later phase is not known (its connection was lost, or its process died), its
+//! mark tells. The mark is a row that the transaction of the phase inserts when it begins and
+//! deletes when it moves the operation on. So a transaction that we commit leaves no mark, and a
+//! mark that can be read proves that a handler committed its run by itself ([`Phases::begin_run`]).
+//! As long as the server still has the other transaction, nothing is known, and nothing waits for
+//! its end with a connection in hand. SQLite has no marks, because no commit but ours succeeds
+//! there. A handler that rolls back, writes again and commits by itself also removes its mark. That
+//! is detected at the end of the phase, but not if the connection is lost before.
 //!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
 //!
@@ -47,11 +47,12 @@ use crate::policy::operation::Identity;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 
-/// The point that an operation stands at until its first phase is committed; `from` of the first
-/// phase's end.
+/// The point of an operation until its first phase is committed. The first phase gives it as `from`
+/// when it ends.
 pub const FIRST_POINT: &str = "RECEIVED";
 
-/// How the reason ends for which an operation is parked whose handler ended a phase's transaction.
+/// An operation is parked with a reason that ends like this when its handler ended the transaction
+/// of a phase.
 pub(super) const ENDED: &str = "ended-its-transaction";
 
 /// Bytes as they are stored: plain, or encrypted under the key of this id.
@@ -63,7 +64,7 @@ pub struct Sealed {
     pub kid: Option<String>,
 }
 
-/// What begins a phased operation.
+/// The values that a phased operation begins with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewOperation {
     /// The claim of the key, of mode `phased`. Its lease is that of the operation row.
@@ -110,8 +111,8 @@ pub struct StoredOperation {
     pub epoch: i64,
     /// Until when somebody drives it. None if nobody does at `now`.
     pub lease_until: Option<DbTime>,
-    /// How often it was driven in vain: given back so ([`Due::attempt`]), or left behind by a
-    /// driver that died. A provider that is away counts none (G10).
+    /// How many attempts to drive it failed: its driver gave it back and counted one
+    /// ([`Due::attempt`]), or died. A provider that is away counts none (G10).
     pub attempts: u32,
     /// When a worker may take it up.
     pub due_at: Option<DbTime>,
@@ -184,12 +185,13 @@ pub struct NewEvidence {
 }
 
 impl NewEvidence {
-    /// Whether it is of a run that lost its lease, or an operator's of the run as a whole.
+    /// Whether it comes from a run that lost its lease, or from an operator about the run as a
+    /// whole.
     pub(super) fn is_of_run(&self) -> bool {
         self.kind == "run" || (self.kind == "operator" && self.effect.is_empty())
     }
 
-    /// Whether it asks to come again later, and says nothing else.
+    /// Whether the provider only asks to be called again later.
     pub(super) fn asks_to_wait(&self) -> bool {
         self.verdict == "wait"
     }
@@ -204,19 +206,19 @@ pub struct StoredEvidence {
     pub at: DbTime,
 }
 
-/// What came of taking an operation up.
+/// The result of [`Phases::take_operation`].
 #[derive(Debug)]
 pub enum Taken {
-    /// It is ours, read after the epoch was raised.
+    /// This process drives it; it was read after the epoch was raised.
     Driven(Driven, Box<StoredOperation>),
-    /// Somebody drives it, or it is parked, or it has its outcome.
+    /// Another process drives it, or it is parked, or it has its outcome.
     Not(Box<StoredOperation>),
     /// There is no operation with this id.
     Missing,
 }
 
 impl Taken {
-    /// From who took it, and what was read then.
+    /// Builds the result from the driver, where it was taken, and from what was read after that.
     pub(super) fn of(driven: Option<Driven>, found: Option<StoredOperation>) -> Self {
         match (driven, found.map(Box::new)) {
             (_, None) => Self::Missing,
@@ -226,19 +228,19 @@ impl Taken {
     }
 }
 
-/// How an operation goes out of its driver's hands.
+/// How a driver gives up an operation that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leave<'a> {
-    /// Due again then. Its stage stays.
+    /// It is due again at that time. Its stage stays.
     HandBack(Due),
-    /// Stage and record become UNKNOWN, and it is due again then.
+    /// Stage and record become UNKNOWN, and it is due again at that time.
     Doubt(Due),
     /// Stage and record become UNKNOWN, and it waits for an operator, for this reason.
     Park(&'a str),
 }
 
 impl<'a> Leave<'a> {
-    /// The stage that it gets, when it is due, and why it is parked.
+    /// The new stage (none: it stays), when it is due again, and the reason for which it is parked.
     pub(super) fn columns(self) -> (Option<Stage>, Option<Due>, Option<&'a str>) {
         match self {
             Self::HandBack(due) => (None, Some(due), None),
@@ -247,29 +249,30 @@ impl<'a> Leave<'a> {
         }
     }
 
-    /// Whether the reason says from now on what the mark of a phase said. For any other reason the
-    /// mark stays: an operator who lets the operation go on has not heard of it.
+    /// Whether the mark of the phase is deleted: the reason now tells the operator what the mark
+    /// told. With any other reason the mark stays, because an operator who lets the operation go on
+    /// does not know of it.
     pub(super) fn takes_the_mark(self) -> bool {
         matches!(self, Self::Park(reason) if reason.ends_with(ENDED))
     }
 }
 
-/// What came of beginning a phase whose code is not ours.
+/// The result of [`Phases::begin_run`], which begins a phase with a handler's code.
 #[derive(Debug)]
 pub enum Run<T> {
     /// It runs in this transaction, which holds its mark.
     Begun(T),
-    /// The mark of an earlier run stands: that run was committed, and not by us.
+    /// The mark of an earlier run is there: a handler committed that run by itself.
     Marked,
-    /// The server still has an earlier run, as one whose connection was lost while a statement went
-    /// on: what it comes to is not known yet.
+    /// The server still has the transaction of an earlier run, for example because its connection
+    /// was lost while a statement ran. How it ends is not known yet.
     Unended,
-    /// The operation is another driver's by now, or stands elsewhere: this run would be one too
-    /// many.
+    /// Another driver has the operation by now, or it is at another point: the phase must not run
+    /// again.
     Overtaken,
 }
 
-/// How long after which attempt an operation is due again.
+/// When an operation is due again, and whether an attempt is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Due {
     /// From now. None: when it was due before it was taken up.
@@ -278,7 +281,7 @@ pub struct Due {
     pub attempt: bool,
 }
 
-/// Refuses what a phase that moves on cannot lead to.
+/// Refuses a stage that is an outcome, and intents at a stage that has none.
 pub(super) fn may_advance(stage: Stage, intents: &[NewIntent]) -> Result<(), StoreError> {
     if stage.record().is_terminal() {
         return Err(StoreError::Refused(format!("a phase moves on to {}: that is an outcome", stage.as_str())));
@@ -300,12 +303,12 @@ pub(super) fn end_stage(outcome: &Outcome) -> Result<Stage, StoreError> {
     }
 }
 
-/// What a phase says of an effect, until it is written.
+/// The outcomes of effects that a phase has proven and not written yet.
 #[derive(Debug, Default)]
 pub(super) struct Settled(Vec<(String, &'static str)>);
 
 impl Settled {
-    /// Takes a word that the table knows.
+    /// Adds the outcome of an effect; refuses a word that the table does not know.
     pub(super) fn add(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
         let known = ["succeeded", "failed", "not-sent"].into_iter().find(|word| *word == outcome);
         let known = known.ok_or_else(|| StoreError::Refused(format!("`{outcome}` is no outcome of an effect")))?;
@@ -313,19 +316,19 @@ impl Settled {
         Ok(())
     }
 
-    /// The effects with what was said of each: `succeeded`, `failed` or `not-sent`.
+    /// Each effect with its outcome: `succeeded`, `failed` or `not-sent`.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &'static str)> {
         self.0.iter().map(|(effect, outcome)| (effect.as_str(), *outcome))
     }
 }
 
-/// An effect was to be settled that is not there.
+/// The error for the outcome of an effect that has no intent.
 pub(super) fn no_effect(effect: &str) -> StoreError {
     StoreError::Refused(format!("there is no effect `{effect}` to settle"))
 }
 
-/// Of an intent that the tables refused: the effect, or the key that its provider sees, is there
-/// already (O5).
+/// The error for an intent that breaks a unique key: the effect, or the key that its provider sees,
+/// is there already (O5).
 pub(super) fn twice(intent: &NewIntent) -> StoreError {
     StoreError::Refused(format!(
         "the effect `{}`, or its key at the adapter `{}`, is there already",
@@ -333,14 +336,14 @@ pub(super) fn twice(intent: &NewIntent) -> StoreError {
     ))
 }
 
-/// Why an operation is parked that cannot be read.
+/// Logs that an operation cannot be read, and returns the reason for which it is parked.
 pub(super) fn unreadable(operation_id: Uuid, error: &StoreError) -> String {
     tracing::error!(operation = %operation_id, %error, "an operation cannot be read: it is left to an operator");
     format!("unreadable: {error}")
 }
 
-/// Whether the record came after its operation; one that is gone keeps nobody from leaving the
-/// operation to others.
+/// Ignores, after logging it, that the record of an operation is gone: its driver can give the
+/// operation up all the same. Other errors are returned.
 pub(super) fn follows(followed: Result<(), StoreError>) -> Result<(), StoreError> {
     match followed {
         Err(StoreError::Corrupt(error)) => {
@@ -351,7 +354,7 @@ pub(super) fn follows(followed: Result<(), StoreError>) -> Result<(), StoreError
     }
 }
 
-/// The record of an operation is not as its operation says.
+/// The error where the record of an operation is gone or has another outcome.
 pub(super) fn no_record(operation_id: Uuid) -> StoreError {
     StoreError::Corrupt(format!("the record of the operation {operation_id} is gone or has another outcome"))
 }
@@ -366,13 +369,14 @@ impl std::fmt::Debug for Sealed {
 #[async_trait]
 pub trait Phases: Operations {
     /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in
-    /// one transaction, as [`Operations::begin_operation`] does for a transactional one. It stands
-    /// at [`FIRST_POINT`]. What `basis` allows is as there; a record used anew gets a new
-    /// operation, and what was kept of the old one goes.
+    /// one transaction, as [`Operations::begin_operation`] does for a transactional one. The
+    /// operation is at [`FIRST_POINT`]. `basis` means the same as there. A record that is used anew
+    /// gets a new operation, and what was kept of the old one is deleted, unless it has a conflict
+    /// that nobody has judged.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: the same again
-    /// (R27).
+    /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: a transient
+    /// error; repeat the call (R27).
     async fn begin_first(
         &self,
         new: &NewOperation,
@@ -380,32 +384,34 @@ pub trait Phases: Operations {
         patience: Duration,
     ) -> Result<Begun<Box<dyn PhaseTx>>, StoreError>;
 
-    /// Begins a later phase of an operation that is ours, in which no code but ours runs. The fence
-    /// is compared when the phase moves on.
+    /// Begins a later phase of an operation that this process drives, in which no handler runs. The
+    /// fence is compared when the phase moves on.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] where there is no such operation any more.
     async fn begin_phase(&self, driven: &Driven) -> Result<Box<dyn PhaseTx>, StoreError>;
 
-    /// Begins a later phase whose code is a handler's. Where the server still has another run of
-    /// the operation's, as one whose connection was lost, or that of a driver before, it begins
-    /// none, and holds no connection until that ends: it says so after a second at most (on SQLite,
-    /// where one writes at a time, it waits its turn). Else it asks, under its mark, whether the
-    /// operation is still at `point` in its epoch: a driver that stood still while another ran the
-    /// phase begins none. Statements of the handler wait for locks as long as in any other phase.
+    /// Begins a later phase whose code is a handler's. Where the server still has the transaction
+    /// of another run of this operation (one whose connection was lost, or one of an earlier
+    /// driver), it returns [`Run::Unended`] after a second at most and holds no connection. On
+    /// SQLite, with one writer at a time, it waits for its turn. Otherwise it inserts its mark, and
+    /// checks that the operation is still at `point` in its epoch. A driver that was frozen while
+    /// another one ran the phase gets [`Run::Overtaken`]. Statements of the handler wait for locks
+    /// as long as in any other phase.
     ///
     /// # Errors
     /// As in [`Self::begin_phase`].
     async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError>;
 
-    /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the
-    /// epoch: of twenty that try, one wins. A parked one is not taken up. A lease that its driver
-    /// let end counts as an attempt.
+    /// Takes up an operation that no process drives, due or not, by one fenced UPDATE that raises
+    /// the epoch: of twenty processes that try, one wins. A parked operation is not taken up. A
+    /// lease that ended while its driver had the operation counts as an attempt.
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError>;
 
-    /// Takes up at most `limit` operations of a flow and these versions that are due and that
-    /// nobody drives, the longest due first; in one transaction, and twenty workers get different
-    /// ones. One that cannot be read is parked, with the reason, and the others are taken.
+    /// Takes up at most `limit` operations of a flow, in these versions, that are due and that no
+    /// process drives, the longest due first. It does so in one transaction, and twenty workers get
+    /// different operations. An operation that cannot be read is parked with the reason, and the
+    /// others are taken.
     async fn take_due(
         &self,
         flow: &str,
@@ -416,7 +422,7 @@ pub trait Phases: Operations {
         self.take_due_but(flow, versions, limit, lease, &[]).await
     }
 
-    /// As [`Phases::take_due`], and none of these tenants.
+    /// As [`Phases::take_due`], but without the operations of these tenants.
     async fn take_due_but(
         &self,
         flow: &str,
@@ -429,21 +435,23 @@ pub trait Phases: Operations {
     /// Extends the lease, from now.
     async fn drive_on(&self, driven: &Driven, lease: Duration) -> Result<Fenced, StoreError>;
 
-    /// Commits that another send of an effect begins, and gives its number. None: the operation is
-    /// not ours any more or our lease is over, or the effect is settled or not there; send nothing.
+    /// Commits that another send of an effect begins, and returns its number. None: this process no
+    /// longer drives the operation, or its lease is over, or the effect is settled or does not
+    /// exist. Then send nothing.
     async fn begin_send(&self, driven: &Driven, effect: &str) -> Result<Option<u32>, StoreError>;
 
-    /// Takes back that a send began, which is known not to have left us: its number is free again,
-    /// and a provider that is away for a day leaves no row for each try. Only while it is the last
-    /// one begun, and not the first, whose beginning is its intent. [`Fenced::LostOwnership`]:
-    /// nothing was changed. After an error it may have been: then its number says nothing any more.
+    /// Takes back the beginning of a send that is known not to have left this process. Its number
+    /// is free again, so a provider that is away for a day does not leave a row for each try. Only
+    /// the send that began last can be taken back, and never the first, because the intent itself
+    /// is its beginning. [`Fenced::LostOwnership`]: nothing was changed. After an error the number
+    /// may or may not be taken back: rely on it no more.
     async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError>;
 
-    /// Appends evidence. Never fenced, always allowed (O8). Of the answers of an effect that ask to
-    /// wait, which prove nothing, the last one stands for all.
+    /// Appends evidence. Never fenced, always allowed (O8). Of the answers of an effect that only
+    /// ask to wait, and so prove nothing, only the last one is kept.
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
-    /// Gives an operation out of our hands.
+    /// Gives up an operation that this process drives, in one of the ways of [`Leave`].
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError>;
 
     /// Gives the operation back as it stands, to be due again: [`Leave::HandBack`].
@@ -464,14 +472,14 @@ pub trait Phases: Operations {
     /// An operation with its intents and evidence.
     async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError>;
 
-    /// Makes a parked operation due at once: proof came of what an operator was to find out (O8).
-    /// It waits for a transaction that parks it just now, so who appended evidence before either is
-    /// seen by that transaction or finds it parked. [`Fenced::LostOwnership`] where it is not
-    /// parked.
+    /// Makes a parked operation due at once, because evidence arrived that may prove what an
+    /// operator was to find out (O8). It waits for a transaction that is parking the operation. So
+    /// evidence that was appended before this call is either read by that transaction, or this call
+    /// finds the operation parked. [`Fenced::LostOwnership`] where it is not parked.
     async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError>;
 
-    /// The id of this deployment; a clone of the database has it too, the configuration of the
-    /// clone's services has not (O22).
+    /// The id of this deployment. A clone of the database has the same id, but the configuration of
+    /// the clone's services does not (O22).
     async fn deployment(&self) -> Result<Uuid, StoreError>;
 }
 
@@ -488,31 +496,32 @@ pub trait PhaseTx: Debug + Send {
     /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
     fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
-    /// Takes back all effects of this phase; the claim of a first phase stays, and what
-    /// [`Self::settle`] was told. [`Proof::Aborted`]: the transaction is not there any more, and it
-    /// is proven that nothing was committed since it began, but what may still be open and
-    /// [`Self::rollback`] takes back. It may be asked behind an [`Self::advance`] or a
+    /// Takes back all writes of this phase. The claim of a first phase stays, and so does what was
+    /// given to [`Self::settle`]. [`Proof::Aborted`]: the transaction no longer exists, and it is
+    /// proven that nothing was committed since it began. Something may still be open:
+    /// [`Self::rollback`] takes it back. It may be called after an [`Self::advance`] or a
     /// [`Self::finish`] that found no transaction.
     ///
     /// # Errors
-    /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with a
-    /// deadlock's victim, and nothing was committed: roll back, and run the phase again (O17, R27).
+    /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with the
+    /// victim of a deadlock, and nothing was committed. Roll back, and run the phase again (O17,
+    /// R27).
     async fn undo_effects(&mut self) -> Result<Proof, StoreError>;
 
-    /// The evidence of the operation, read in this transaction: what decides is read where it is
-    /// decided (O8).
+    /// The evidence of the operation, read in this transaction: the transaction that decides also
+    /// reads what it decides from (O8).
     async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError>;
 
     /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`. It is written when
     /// the phase moves on, under the same proof and fence.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] for another word.
+    /// [`StoreError::Refused`] for any other word.
     async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError>;
 
     /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts
-    /// as begun). Once; after it, commit. [`Fenced::LostOwnership`]: roll back. It means nothing
-    /// where the proof is not [`Proof::Same`].
+    /// as begun). Call it once, then commit. [`Fenced::LostOwnership`]: roll back. The [`Fenced`]
+    /// has a meaning only where the proof is [`Proof::Same`].
     ///
     /// # Errors
     /// [`StoreError::Refused`]: an outcome ([`Self::finish`] writes those); intents at a stage that
@@ -527,8 +536,8 @@ pub trait PhaseTx: Debug + Send {
     ) -> Result<(Proof, Fenced), StoreError>;
 
     /// Writes the outcome to operation and record, both with their lifetimes from now (O3):
-    /// SUCCEEDED for [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after
-    /// it, commit. The rest as in [`Self::advance`].
+    /// SUCCEEDED for [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Call it
+    /// once, then commit. Everything else is as in [`Self::advance`].
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another outcome.
@@ -539,17 +548,18 @@ pub trait PhaseTx: Debug + Send {
         retention: &Retention,
     ) -> Result<(Proof, Fenced), StoreError>;
 
-    /// [`Leave::Park`], in this transaction. Its row is locked until the end: evidence that is read
-    /// after this is all that came before. Once; after it, commit or roll back.
+    /// [`Leave::Park`], in this transaction. The row of the operation stays locked until the
+    /// transaction ends: evidence that is read after this call includes everything that was
+    /// appended before it. Call it once, then commit or roll back.
     async fn park(&mut self, reason: &str) -> Result<Fenced, StoreError>;
 
     /// Commits.
     ///
     /// # Errors
-    /// [`StoreError::CommitUnknown`] where the connection was lost: read the operation.
+    /// [`StoreError::CommitUnknown`] where the connection was lost: read the operation again.
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
-    /// Rolls back, explicitly; an error of it closes the connection.
+    /// Rolls back. If that fails, the connection is closed.
     async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
 }
 
