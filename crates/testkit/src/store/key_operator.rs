@@ -1,5 +1,5 @@
-//! Cases of what an operator does with keys and operations (O6, O8, O9, O11): refused where
-//! something may have happened, audited where something is done.
+//! Cases of what an operator does with keys and operations (O6, O8, O9, O11): an act is refused
+//! where an effect may have happened, and audited where it is done.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ fn failed() -> Outcome {
     Outcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
 }
 
-/// The acts that were written down.
+/// The number of audit rows of an act.
 async fn audits<F: Fixture>(trial: &Trial<F>, act: &str) -> i64 {
     let where_ = format!("where act = '{act}' and actor = 'on-call' and reason = 'as agreed'");
     trial.number(&format!("select count(*) from {} {where_}", trial.table("audit"))).await
@@ -101,7 +101,7 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(first[0].record.as_ref(), Some(&open), "oldest first, and whole");
 }
 
-/// What may have had an effect is never forgotten (O11).
+/// A key that may have had an effect is never forgotten (O11).
 ///
 /// Shown by: `change_key` asked without `act_on_key`; the intents not asked for.
 pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened<F: Fixture>(trial: &Trial<F>) {
@@ -142,7 +142,8 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
     assert_eq!(KeysFixture::bodies(trial).await, 1, "of the one that stays");
 }
 
-/// With what the operator found out; once; and not a phased one, which its operation decides.
+/// An unknown key gets the outcome that the operator found out, once. A phased key is refused,
+/// because its operation decides.
 pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
     let resolve = |outcome| KeyChange::Resolve { outcome, retention: KEPT, against_evidence: false };
     for (key, outcome, state) in [
@@ -170,15 +171,15 @@ pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(audits(trial, "resolve").await, 2);
 }
 
-/// Each filter finds what it names; a conflict is evidence against what was decided, of the effect
-/// or else of the operation.
+/// Each filter finds what it names. A conflict is evidence that contradicts the outcome of the
+/// effect, or, where that has none, of the operation.
 ///
 /// Shown by: each condition left out; conflicts without the outcome of the intent.
 pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: Fixture>(trial: &Trial<F>) {
     let parked = outstanding(trial, &new_operation("parked", LONG)).await;
     trial.store.park(&parked, "not found").await.unwrap();
     local(trial, &new_operation("local", LONG)).await;
-    // Paid back: the charge succeeded and the operation failed, which is no conflict.
+    // The charge succeeded, was paid back, and the operation failed: this is no conflict.
     let undone = outstanding(trial, &new_operation("undone", LONG)).await;
     trial.store.observe(&observed(&undone, "success")).await.unwrap();
     let refund = NewIntent { undoes: Some("charge".to_owned()), ..intent("refund", "refund-undone") };
@@ -192,7 +193,8 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     tx.commit().await.unwrap();
     let stored_undone = stored(trial, &undone).await;
     assert_eq!(stored_undone.intents[1].intent.undoes.as_deref(), Some("charge"));
-    // Decided as a success, though nothing is settled; then it turns out otherwise.
+    // The operation ended as a success although its effect had no outcome. Later evidence says
+    // otherwise.
     let wrong = outstanding(trial, &new_operation("wrong", LONG)).await;
     let mut tx = trial.store.begin_phase(&wrong).await.unwrap();
     assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
@@ -224,8 +226,8 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     assert_eq!(conflicts().await.len(), 2);
 }
 
-/// The table knows every word of a verdict and no other; that it happened otherwise contradicts
-/// whatever was decided, until an operator has judged it.
+/// The table accepts every word of a verdict and no other. A mismatch contradicts any outcome until
+/// an operator has judged it.
 ///
 /// Shown by: a word left out of the table's check; a mismatch left out of the conflicts, or listed
 /// after an operator's word.
@@ -262,8 +264,7 @@ pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it
     assert_eq!(conflicts().await, 1);
 }
 
-/// An operation with its outcome: of its effect `charge`, with this strategy, and whether that is
-/// undone.
+/// Makes an ended operation: its effect `charge` has this strategy and outcome, and may be undone.
 async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undone, stage): Shape) -> Driven {
     let driven = local(trial, &new_operation(key, LONG)).await;
     let charge = NewIntent { strategy: strategy.to_owned(), ..intent("charge", &format!("charge-{key}")) };
@@ -287,8 +288,9 @@ async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undo
 
 type Shape = (&'static str, Option<&'static str>, bool, Stage);
 
-/// What is listed, and kept until a person has judged it, is what the pure functions say, for all
-/// that three answers can say of an effect, however it and its operation ended.
+/// The list of conflicts, which are kept until a person has judged them, agrees with the pure
+/// functions: for all combinations of up to three answers about an effect, and for each way in
+/// which the effect and its operation ended.
 ///
 /// Shown to fail: with a waiver of no send in particular that counts for a waived one; and by a
 /// statement that does not ask whether a declined send was a duplicate that an operator accepted.
@@ -302,7 +304,8 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
             }
         }
     }
-    // Without evidence an undone, repeatable or open effect differs in nothing but what stands.
+    // Keeps the shapes that differ in their evidence. Undone, repeatable or open effects matter
+    // only where an effect may stand.
     shapes.retain(|(strategy, outcome, undone, stage)| {
         (*stage == Stage::Failed && *outcome == Some("succeeded")) || (*strategy == "key_and_query" && !undone)
     });
@@ -324,7 +327,8 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
         Verdict::StoredError,
         Verdict::Indefinite,
     ];
-    // Each that is judged by its send is of none, of the first, or of the second.
+    // Verdicts that are judged by their send occur without a send, for the first, and for the
+    // second.
     let mut said: Vec<Vec<(usize, u32)>> = vec![Vec::new()];
     for verdict in 0..verdicts.len() {
         for before in said.clone().into_iter().filter(|before| before.len() < 3) {
@@ -368,8 +372,8 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
     assert!(listed_once);
 }
 
-/// A lease that ends later than its length allows was written before the clock went back: nobody
-/// owns it, for an operator as for a worker.
+/// A lease that ends later than its length allows was written before the clock went back. It counts
+/// as over for an operator, as it does for a worker.
 ///
 /// Shown by: a change that compares the end of the lease with the clock alone.
 pub async fn r22_an_operator_may_change_what_a_clock_that_went_back_left_owned<F: Fixture>(trial: &Trial<F>) {
@@ -384,7 +388,7 @@ pub async fn r22_an_operator_may_change_what_a_clock_that_went_back_left_owned<F
     assert_eq!(trial.store.drive_on(&driven, LONG).await.unwrap(), Fenced::LostOwnership);
 }
 
-/// What is parked is nobody's but a person's, whatever is older.
+/// Parked operations come first, then those without an outcome, whatever the age of the others.
 ///
 /// Shown by: an order without what is parked, and one without what has no outcome.
 pub async fn what_waits_for_a_person_is_listed_first_then_what_is_open<F: Fixture>(trial: &Trial<F>) {
@@ -403,8 +407,8 @@ pub async fn what_waits_for_a_person_is_listed_first_then_what_is_open<F: Fixtur
     }
 }
 
-/// Due at once with its attempts counted anew; beyond what may be repeated only with a duplicate
-/// accepted, which is evidence (O6).
+/// A retry makes an operation due at once and counts its attempts anew. Where its effect may not be
+/// repeated, the operator must accept a duplicate, and this is stored as evidence (O6).
 ///
 /// Shown by: no fence by the lease; no look at the strategy.
 pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fixture>(trial: &Trial<F>) {
@@ -433,7 +437,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     assert!(said.iter().all(|word| (word.kind.as_str(), word.verdict.as_str()) == ("operator", "waived")));
     assert!(String::from_utf8_lossy(&said[0].bytes.bytes).contains("as agreed"));
     assert_eq!(audits(trial, "retry").await, 2);
-    // Neither key nor query: nothing to repeat, nothing to ask.
+    // The effect has neither key nor query: nothing can be repeated or asked.
     let mute = local(trial, &new_operation("mute", LONG)).await;
     let none = NewIntent { strategy: "none".to_owned(), ..intent("charge", "mute") };
     step(trial, &mute, "LOCAL", "SENT", Stage::Outstanding, &[none]).await;
@@ -441,8 +445,8 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     let seen = stored(trial, &mute).await;
     assert!(is_refused(&trial.store.retry(&seen, false, false, &really()).await));
     trial.store.retry(&seen, true, false, &really()).await.unwrap();
-    // A phase of ours that was given up runs again; one that ended its transaction only if a
-    // duplicate is accepted (O1).
+    // A phase that was given up runs again. One whose handler ended its transaction runs again only
+    // if a duplicate is accepted (O1).
     for (reason, careless) in [("phase-failed", false), ("phase-ended-its-transaction", true)] {
         let given_up = local(trial, &new_operation(reason, LONG)).await;
         trial.store.park(&given_up, reason).await.unwrap();
@@ -456,8 +460,8 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     }
 }
 
-/// Operation, record, body and the operator's word in one commit; fenced; refused while it is
-/// driven or against the evidence.
+/// One commit, fenced, writes operation, record, body and the evidence of the operator. It is
+/// refused while somebody drives the operation, or against the evidence.
 ///
 /// Shown by: no fence by the lease, the epoch, or the evidence.
 pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>(trial: &Trial<F>) {
@@ -468,7 +472,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     assert!(is_refused(&trial.store.resolve(&seen, &success, false, false, &really()).await), "somebody drives it");
     trial.store.resolve(&seen, &success, true, false, &context(true)).await.unwrap();
     assert_eq!(stored(trial, &driven).await.stage, Stage::Outstanding, "a dry run");
-    // Evidence that came after the look was not judged.
+    // Evidence came after the operator read the operation, so it was not judged.
     trial.store.observe(&observed(&driven, "failure")).await.unwrap();
     assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await));
     let seen = stored(trial, &driven).await;
@@ -487,12 +491,12 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     assert_eq!(trial.store.drive_on(&driven, LONG).await.unwrap(), Fenced::LostOwnership, "it was taken over");
     assert!(is_refused(&trial.store.resolve(&found, &success, true, true, &really()).await), "no outcome is rewritten");
     assert_eq!(audits(trial, "resolve").await, 1);
-    // One whose driver is dead needs no taking over.
+    // An operation whose driver is dead needs no takeover.
     let dead = outstanding(trial, &new_operation("dead", SHORT)).await;
     eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     let failure = Resolution::Ended(failed(), KEPT);
     let seen = stored(trial, &dead).await;
-    // Unless it was only slow: its lease lives again after the look.
+    // But here the driver was only slow: it renews its lease after the operator read the operation.
     assert_eq!(trial.store.drive_on(&dead, LONG).await.unwrap(), Fenced::Done);
     assert!(is_refused(&trial.store.resolve(&seen, &failure, false, false, &really()).await));
     assert_eq!(trial.store.drive_on(&dead, SHORT).await.unwrap(), Fenced::Done);
@@ -501,7 +505,8 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     assert_eq!(record(trial, &new_operation("dead", SHORT).claim).await.state, State::FailedReplayable);
 }
 
-/// The strongest evidence there is: an effect that is settled as done.
+/// An operation is not failed against an effect that is settled as done, the strongest evidence,
+/// unless the operator overrules it. It is then listed as a conflict.
 ///
 /// Shown by: the evidence of settled effects left out; a list that compares evidence with the
 /// outcome of its effect alone.
@@ -530,8 +535,8 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
     assert!(is_refused(&trial.store.judge(open.operation_id, &really()).await), "there is nothing to judge yet");
 }
 
-/// What is recorded is the time inside the key, whatever the clock of its client and the skew of
-/// its route.
+/// The purge records the time inside the key, whatever the clock of the client and the skew of the
+/// route.
 ///
 /// Shown by: a bound by the outcome and a skew of its own (a key from beyond it looks new, and
 /// executes again).
@@ -554,7 +559,7 @@ pub async fn a_key_that_was_purged_by_hand_is_too_old_however_far_its_clock_was_
     assert!(time < below && below <= time.after(Duration::from_millis(1)), "{time:?} {below:?}");
 }
 
-/// The word is evidence, and the worker goes on from there.
+/// What the operator says of an effect is stored as evidence, and the worker continues the flow.
 pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     trial.store.park(&driven, "not found").await.unwrap();
@@ -575,8 +580,8 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     assert!(matches!(trial.store.take_operation(next.operation_id, LONG).await.unwrap(), Taken::Driven(..)));
 }
 
-/// The newest word of each process and operation, while it is young; what was said long ago is
-/// neither shown nor kept.
+/// Shows the newest announcement of each process and operation. Old ones are not shown, and later
+/// removed.
 pub async fn o21_what_live_processes_say_of_their_fingerprints_is_shown<F: Fixture>(trial: &Trial<F>) {
     let kids = |text: &[&str]| -> Vec<Kid> { text.iter().map(|kid| kid.parse().unwrap()).collect() };
     let said = |operation: &str, newest: u32, ring: &[&str]| Versions {

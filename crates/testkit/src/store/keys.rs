@@ -19,13 +19,13 @@ use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyCl
 
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// One that is over at once.
+/// A lease that is over at once.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 /// Lifetimes that no case outlives.
 pub(super) const KEPT: Retention = Retention { ttl: LONG, body: LONG, metadata: LONG };
 /// Lifetimes that are over at once.
 pub(super) const GONE: Retention = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
-/// Its time is over at once, and it is remembered that it was.
+/// Lifetimes of a key that expires at once, but whose record is kept.
 pub(super) const ENDED: Retention = Retention { metadata: LONG, ..GONE };
 
 /// What a tenant's key identifies.
@@ -78,7 +78,7 @@ fn existing(claimed: Claimed) -> Record {
     }
 }
 
-/// The claim, which must be ours.
+/// Claims the key. The case fails where somebody else has it.
 pub(super) async fn take<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Owned {
     owned(trial.store().claim(claim, Basis::New).await.unwrap())
 }
@@ -88,7 +88,7 @@ pub(super) async fn record<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Recor
     trial.store().find(&claim.identity).await.unwrap().record.unwrap()
 }
 
-/// The record, once its lease is over or its time is.
+/// Waits until the lease of the record is over, or its lifetime, and returns the record.
 pub(super) async fn over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
     eventually("the record is over", || async {
         let look = trial.store().find(&claim.identity).await.unwrap();
@@ -109,7 +109,7 @@ async fn winners<F: KeysFixture>(trial: &F, claim: &KeyClaim, basis: Basis<'_>) 
     won.into_iter().filter(|claimed| matches!(claimed.as_ref().unwrap(), Claimed::Owned(_))).count()
 }
 
-/// The unique key is the arbiter, not a look before it.
+/// The unique key decides who gets the claim, not a SELECT before it.
 pub async fn m39_of_twenty_claims_at_once_one_owns<F: KeysFixture>(trial: &F) {
     for round in 0..5 {
         let claim = claim(Mode::Edge, &format!("race{round}"), 1);
@@ -118,7 +118,7 @@ pub async fn m39_of_twenty_claims_at_once_one_owns<F: KeysFixture>(trial: &F) {
     }
 }
 
-/// Whoever is second gets the first one's record whole, whatever it asked itself.
+/// The second request gets the whole record of the first one, whatever command it brings.
 pub async fn m42_what_refuses_a_claim_is_returned_whole<F: KeysFixture>(trial: &F) {
     let first = claim(Mode::Edge, "k", 1);
     let owner = take(trial, &first).await;
@@ -134,7 +134,7 @@ pub async fn m42_what_refuses_a_claim_is_returned_whole<F: KeysFixture>(trial: &
     assert_eq!(look.purged_below, None);
 }
 
-/// A key belongs to its tenant, and no collation, padding or folding makes two one.
+/// A key belongs to its tenant. No collation, padding or case folding makes two keys equal.
 pub async fn o16_keys_and_tenants_that_differ_in_one_byte_are_different<F: KeysFixture>(trial: &F) {
     let tenants = ["acme", "ACME", "acme ", "acm\u{e9}", "acme\0", "acm", "e"];
     let keys = ["abcdefghijklmnop", "abcdefghijklmnoP", "abcdefghijklmnop-", "eabcdefghijklmnop"];
@@ -177,8 +177,8 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
     }
 }
 
-/// A lease is judged by the database; while it lives nobody takes the claim, and a heartbeat makes
-/// it live.
+/// The database decides whether a lease is over. Until then nobody takes the claim over, and a
+/// heartbeat renews the lease.
 ///
 /// Shown by: a lease that always counts as over.
 pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture>(trial: &F) {
@@ -198,7 +198,7 @@ pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture
     assert_eq!(taken.operation_id, claim.operation_id, "the run keeps its identity");
 }
 
-/// R22: it was written before the clock went back.
+/// The lease was written before the clock went back (R22).
 pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: KeysFixture>(trial: &F) {
     let claim = claim(Mode::Bridged, "k", 1);
     take(trial, &claim).await;
@@ -207,7 +207,8 @@ pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: KeysF
     assert_eq!(winners(trial, &claim, Basis::TakeOver(&stale)).await, 1);
 }
 
-/// Its heartbeat, outcome and release change nothing, and the new owner's stand.
+/// The heartbeat, outcome and release of an old owner change nothing, and those of the new owner
+/// do.
 ///
 /// Shown to fail: without `epoch =` in the UPDATE of a finish, on PostgreSQL and on SQLite. Shown
 /// by: one that does not compare the token.
@@ -218,7 +219,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     let next = KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), ..claim.clone() };
     let new = owned(trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap());
     let before = record(trial, &claim).await;
-    // Also one that knows the new epoch, and one that knows the new token.
+    // Forged owners: one has the new epoch, the other the new token.
     let forged = [Owned { epoch: new.epoch, ..old.clone() }, Owned { owner: new.owner, ..old.clone() }];
     for owner in [&old, &forged[0], &forged[1]] {
         assert_eq!(trial.store().heartbeat(owner, SHORT).await.unwrap(), Fenced::LostOwnership);
@@ -237,7 +238,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     assert_eq!(record(trial, &claim).await.state, State::Completed);
 }
 
-/// Nothing happened: the key is free, and a finished one is not.
+/// A release says that nothing happened, so the key is free. A key with an outcome is not released.
 pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(trial: &F) {
     let claim = claim(Mode::Edge, "k", 1);
     let first = take(trial, &claim).await;
@@ -252,7 +253,7 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(tria
     assert_eq!(record(trial, &claim).await.state, State::UnknownRequiresRecovery);
 }
 
-/// What was sent says enough: of a claim whose answer was lost, nobody knows which epoch it got.
+/// The token that was sent identifies the claim: where the answer was lost, nobody knows its epoch.
 ///
 /// Shown by: a token that the store makes, or comparing the epoch (Redis): the claim stays.
 pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>(trial: &F) {
@@ -270,7 +271,8 @@ pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>
     assert_eq!(trial.store().find(&lost.identity).await.unwrap().record, None);
 }
 
-/// One fenced UPDATE, of an edge claim whose lease is over; its old owner writes nothing more.
+/// One fenced UPDATE makes an edge claim unknown when its lease is over. The old owner writes
+/// nothing more.
 ///
 /// Shown by: a lease that always counts as over.
 pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: &F) {
@@ -295,11 +297,11 @@ pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: 
     let unknown = record(trial, &stale).await;
     assert_eq!((unknown.state, unknown.lease), (State::UnknownRequiresRecovery, None));
     assert!(unknown.epoch > seen.epoch);
-    // A route that declared its effects repeatable executes it again.
+    // A route that declared its effects repeatable may execute it again.
     assert_eq!(winners(trial, &stale, Basis::TakeOver(&unknown)).await, 1);
 }
 
-/// Attempts are raised, the identity of the run stays, and there is no maximum.
+/// Each run raises the number of attempts and keeps the operation id. There is no maximum.
 pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>(trial: &F) {
     let claim = claim(Mode::Edge, "k", 1);
     let mut owner = take(trial, &claim).await;
@@ -317,7 +319,8 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
     }
 }
 
-/// One UPDATE, one winner, a new run; and only after the time is over.
+/// One UPDATE uses a key anew, with one winner and a new operation id, and only after its lifetime
+/// is over.
 ///
 /// Shown by: a renewal that does not compare `expires_at`.
 pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F) {
@@ -341,7 +344,7 @@ pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F
     assert_eq!(winners(trial, &kept, Basis::Anew(&seen)).await, 0, "its time is not over");
 }
 
-/// The body goes, and what the key was used for stays known.
+/// A body is removed at its time. Its record stays, so that the use of the key is still known.
 pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
     let short = Retention { body: SHORT, ..KEPT };
     let claims: Vec<KeyClaim> = (0..5).map(|number| claim(Mode::Edge, &format!("k{number}"), 1)).collect();
@@ -372,8 +375,8 @@ pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
     assert_eq!(trial.records().await, 6);
 }
 
-/// A body is that of the last run of its key, whatever the sizes of the ones before; what stands
-/// beside the record is the same.
+/// `body` returns the body of the last run of a key, whatever the sizes of earlier ones. A body
+/// that `find` returns beside the record is the same.
 ///
 /// Shown by: a claim that leaves the small body of the run before (PostgreSQL).
 pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial: &F) {
@@ -397,8 +400,8 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
     }
 }
 
-/// Age is no reason: what runs and what nobody knows stays. What goes leaves its bound (O23), in
-/// bounded batches.
+/// A purge removes no record by its age alone: one that runs or is unknown stays. It records its
+/// bound (O23), and its batches are bounded.
 ///
 /// Shown by: a purge by age where there is no outcome (PostgreSQL).
 pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial: &F) {
@@ -447,7 +450,7 @@ pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial:
     {
         assert_eq!(record(trial, &one).await.state, state);
     }
-    // A lower bound never takes a higher one's place.
+    // A recorded bound is never lowered.
     let later = trial.store().find(&old[0].identity).await.unwrap();
     assert!(later.record.is_none() && later.purged_below >= Some(bound));
 }
@@ -456,7 +459,7 @@ fn is_guard(store: &dyn Keys) -> bool {
     store.durability() == Durability::Guard
 }
 
-/// What an alarm looks at, and a quota: of all operations.
+/// The numbers that an alarm and a quota use count the open records of all operations.
 ///
 /// Shown by: counting the open records of the first operation only, or of the last (PostgreSQL).
 pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
@@ -477,19 +480,19 @@ pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
     let stats = trial.store().operation_stats().await.unwrap();
     assert_eq!((stats.in_progress, stats.unknown), (2, 1));
     let open = [trial.store().open_of_tenant("t1").await.unwrap(), trial.store().open_of_tenant("t2").await.unwrap()];
-    // A guard may count none.
+    // A guard need not count them.
     assert!(open == [3, 0] || is_guard(trial.store()) && open == [0, 0], "{open:?}");
     assert!(stats.oldest_in_progress.is_some_and(|age| age < LONG));
 }
 
-/// A completion that stands in so many bytes.
+/// A success whose body has this many bytes.
 fn of_size(bytes: usize) -> Outcome {
     let body = AnswerBody::Kept(KeptBody { bytes: vec![7; bytes], ..KeptBody::default() });
     Outcome::Completed(Answer { body, ..answer() })
 }
 
-/// What the quota on stored bytes looks at: the bodies that are kept for a tenant, small and large,
-/// until their end.
+/// The quota on stored bytes counts the bodies of a tenant, small and large, until their lifetime
+/// is over.
 pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F) {
     if is_guard(trial.store()) {
         let refused = trial.store().stored_of_tenant("t1").await;
@@ -503,7 +506,7 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
     };
     let of = |key| claim(Mode::Edge, key, 1);
     assert_eq!(stored().await, 0);
-    // Headers count with eight bytes for each, as they stand.
+    // Each header counts with the bytes of its name and value, and eight more.
     run(of("a"), completed(), &KEPT).await;
     let headers = 3 * 8 + ("link".len() + 4) + ("link".len() + 2) + ("location".len() + 11);
     let mut sum = u64::try_from(headers + 4).unwrap();
@@ -516,15 +519,15 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
     let Outcome::Completed(failure) = of_size(500) else { return };
     run(of("e"), Outcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
     sum += 500;
-    // No body, no outcome, another tenant.
+    // These do not count: no body, no outcome, another tenant.
     let tombstone = Answer { body: AnswerBody::Tombstone(Tombstone::Oversize), ..answer() };
     run(of("f"), Outcome::Completed(tombstone), &KEPT).await;
     run(of("g"), Outcome::Unknown, &KEPT).await;
     take(trial, &of("h")).await;
     run(KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") }, of_size(7), &KEPT).await;
     assert_eq!((stored().await, trial.store().stored_of_tenant("t2").await.unwrap()), (sum, 7));
-    // Whose life is over, taken away or not, small and large; and what stood under a key before it
-    // was used anew.
+    // Bodies whose lifetime is over do not count, removed or not, small or large. Nor does the body
+    // that a key had before it was used anew.
     for (key, bytes) in [("j", 1_000), ("k", 100_000)] {
         run(of(key), of_size(bytes), &ENDED).await;
     }
@@ -538,7 +541,7 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
     assert_eq!(stored().await, sum + 3_000);
 }
 
-/// A committed claim of these modes would never get its outcome.
+/// A claim in one of these modes that is committed alone would never get its outcome.
 pub async fn o2_a_claim_of_another_door_is_refused<F: KeysFixture>(trial: &F) {
     for mode in [Mode::Transactional, Mode::Phased] {
         assert!(trial.store().claim(&claim(mode, "k", 1), Basis::New).await.is_err(), "{mode}");

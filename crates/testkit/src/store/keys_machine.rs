@@ -1,5 +1,5 @@
-//! Cases of keys on any store: every call changes a record as the machine is drawn (M31), and what
-//! is gone is too old (O23).
+//! Cases of keys on any store: every call changes a record only as the state machine allows (M31),
+//! and a key whose record is gone is too old (O23).
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use oncebox::adapter::operation::machine::{Event, allowed};
 use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Scope, State};
 use oncebox::store::{Basis, Fenced, KeyClaim, Keys, Outcome};
 
-/// What a record is before a call.
+/// The state of a record before a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Before {
     Nothing,
@@ -21,7 +21,7 @@ enum Before {
     Expired(State),
 }
 
-/// What is called, for the reasons that it has.
+/// A call, with its event where there are several.
 #[derive(Debug, Clone, Copy)]
 enum Call {
     Claim(Event),
@@ -41,10 +41,10 @@ fn outcome(state: State) -> Outcome {
     }
 }
 
-/// Each call on a record in each state, by whoever owns it or owned it: what it makes of the record
-/// is what the machine allows for that reason, and each change that the machine draws for it is
-/// seen. Transactional operations, operators and time itself have theirs where times can be set
-/// (`m31_every_statement_changes_a_record_as_the_machine_is_drawn`).
+/// Makes each call on a record in each state, by its owner or by a former owner. The state machine
+/// must allow each change, and each change that the machine allows for these events must be seen.
+/// Transactional operations, operators and time have a case of their own on stores whose times can
+/// be set (`m31_every_statement_changes_a_record_as_the_machine_is_drawn`).
 ///
 /// Shown by: a finish that does not ask for the state; a take-over of an outcome.
 pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixture>(trial: &F) {
@@ -132,7 +132,7 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
             let here = match event {
                 Event::Claim | Event::TakeOver | Event::Reclaim | Event::ExecuteAsNew => true,
                 Event::Finish | Event::Release => true,
-                // From nothing it is a transactional operation's.
+                // Without a record, only a transactional operation has this event.
                 Event::Lose => before.is_some(),
                 Event::Purge => !trial.forgets_by_itself(),
                 _ => false,
@@ -143,8 +143,8 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
     }
 }
 
-/// A key whose clock was ahead by more than is usual, and by no more than its route allows: once
-/// its record is gone, its late retry is too old, and does not look new.
+/// The clock of a client was ahead by more than the usual skew, but by no more than its route
+/// allows. Once the record is gone, a late retry of the key is too old and does not look new.
 ///
 /// Shown by: on Redis the usual skew for all routes.
 pub async fn o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone<F: KeysFixture>(trial: &F) {

@@ -15,7 +15,8 @@ use oncebox::store::{
     Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Outcome, Phases, Taken,
 };
 
-/// Nobody takes it, and a look at its key says so; its stage and its record are UNKNOWN.
+/// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
+/// and its record UNKNOWN_REQUIRES_RECOVERY.
 ///
 /// Shown by: `parked` not asked for in either way of taking.
 pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Trial<F>) {
@@ -34,8 +35,8 @@ pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Tri
     assert_eq!(trial.store.hand_back(&driven, AT_ONCE).await.unwrap(), Fenced::LostOwnership, "it is nobody's");
 }
 
-/// Recovered on the third day, it is remembered from then (O3); and what was not finished is never
-/// purged (M100).
+/// An operation that is recovered on the third day is remembered from that time (O3). One without
+/// an outcome is never purged (M100).
 ///
 /// Shown by: lifetimes that count from the claim.
 pub async fn o3_what_is_recovered_late_is_remembered_from_its_outcome<F: Fixture>(trial: &Trial<F>) {
@@ -64,7 +65,8 @@ pub async fn o3_what_is_recovered_late_is_remembered_from_its_outcome<F: Fixture
     assert_eq!(seen.state_at(look.now), State::Completed);
     assert_eq!(seen.expires_at, seen.outcome_at.map(|at| at.after(KEPT.ttl)));
     assert!(trial.store.body(&seen).await.unwrap().is_some());
-    // With its record, all of it goes, in batches; nothing of the others.
+    // A purge removes an operation with everything that belongs to it, in batches, and nothing of
+    // other operations.
     let more = outstanding(trial, &new_operation("more", LONG)).await;
     for done in [&more, &driven] {
         trial.store.observe(&observed(done, "success")).await.unwrap();
@@ -87,7 +89,8 @@ pub async fn o3_what_is_recovered_late_is_remembered_from_its_outcome<F: Fixture
     }
 }
 
-/// One fenced UPDATE of the record, a new operation, and nothing left of the old one.
+/// A key that is used anew changes its record in one fenced UPDATE and gets a new operation.
+/// Nothing of the old operation is left.
 pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F>) {
     let gone = Retention { ttl: SHORT, body: SHORT, metadata: LONG };
     let first = new_operation("k", LONG);
@@ -126,8 +129,8 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
     assert!(trial.store.body(&found).await.unwrap().is_some(), "the body of the new run");
 }
 
-/// The provider took the money, and the operation ended as failed: neither the sweep nor a client
-/// that asks again may take away what shows it, before a person has looked.
+/// The provider took the money, and the operation ended as failed. Neither the purge nor a client
+/// that uses the key anew removes the evidence before a person has judged it.
 ///
 /// Shown by: a purge, or a claim anew, that takes the evidence with its record.
 pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial: &Trial<F>) {
@@ -142,7 +145,7 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
         tx.settle("charge", "failed").await.unwrap();
         assert_eq!(tx.finish("SENT", &failed, &gone).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
-        // A driver that had lost its lease.
+        // This evidence comes from a driver that had lost its lease.
         trial.store.observe(&observed(&driven, "success")).await.unwrap();
         ids.push(driven.operation_id);
     }
@@ -161,7 +164,7 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
     })
     .await;
     assert_eq!(trial.store.find(&purged.claim.identity).await.unwrap().record, None);
-    // A run of another kind that ended late, of which nothing else is left.
+    // An edge run that ended late, of which only the evidence is left.
     let late = run_ended(Uuid::now_v7(), "success");
     trial.store.observe_run(&late).await.unwrap();
     let filter = OperationFilter { conflicts: true, limit: 100, ..OperationFilter::default() };
@@ -186,7 +189,7 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
     }
 }
 
-/// It is there, stays, and is another in each database.
+/// The deployment id exists and stays the same.
 pub async fn o22_the_deployment_is_the_databases<F: Fixture>(trial: &Trial<F>) {
     let made = trial.store.deployment().await.unwrap();
     assert!(!made.is_nil());

@@ -10,7 +10,8 @@ use oncebox::store::{
     Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, Outcome,
 };
 
-/// The completion stands in the handler's transaction, or not at all; fenced out, it rolls back.
+/// The outcome commits or rolls back with the handler's transaction. An owner that was fenced
+/// writes none.
 pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
@@ -34,8 +35,8 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     assert_eq!(late, Fenced::LostOwnership);
 }
 
-/// A body may outlive its record: the next run of the key, at the same epoch again, keeps a body of
-/// its own.
+/// A purge removes the body of a record, which may live longer than the record. The next run of the
+/// key starts at the same epoch and stores its own body.
 ///
 /// Shown by: a purge that leaves the body (MariaDB, SQLite): the outcome cannot be written.
 pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Trial<F>) {
@@ -54,8 +55,8 @@ pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Tr
     assert!(trial.store.body(&record(trial, &claim).await).await.unwrap().is_some());
 }
 
-/// A run that lost its lease and ended after all has said so by evidence: its key is not free,
-/// whatever was found out elsewhere.
+/// A run that lost its lease has reported by evidence that it ended. Its key is not released, even
+/// if something else was found out elsewhere.
 ///
 /// Shown by: a release that does not look at the evidence.
 pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fixture>(trial: &Trial<F>) {
@@ -82,8 +83,9 @@ pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fix
     }
 }
 
-/// A run that lost its lease and succeeded after the key was given up as failed: a retry does not
-/// execute it again, nor is the key released, unless an operator overrules what the run has said.
+/// A run lost its lease, its key was given up as failed, and then the run succeeded. A retry does
+/// not execute the key again, and the key is not released, unless an operator overrules the
+/// evidence.
 ///
 /// Shown by: a renewal, or a release by hand, that does not look at the evidence.
 pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture>(trial: &Trial<F>) {
@@ -119,7 +121,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
                     let released = store.act_on_key(&seen, &release(false), &really()).await;
                     assert_eq!(released.is_ok(), is_released, "{ended}");
                     if !is_released {
-                        // The statement alone, too.
+                        // The statement alone refuses it, too.
                         let released = store.change_key(&seen, &release(false), &really()).await.unwrap();
                         assert_eq!(released, Fenced::LostOwnership);
                         store.act_on_key(&seen, &release(true), &really()).await.unwrap();
@@ -129,7 +131,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
             }
         }
     }
-    // What an operator overrules keeps nothing.
+    // Evidence that an operator overruled stops nothing.
     let claim = claim(Mode::Edge, "overruled", 1);
     let owner = take(trial, &claim).await;
     assert_eq!(store.finish(&owner, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
@@ -145,8 +147,9 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
     assert_eq!(store.release(&owner).await.unwrap(), Fenced::Done);
 }
 
-/// What a run said after its lease is no conflict where its record says the same, also when the key
-/// is used anew; where the record said that it had failed, it stays until a person has judged it.
+/// Evidence of a run after its lease is no conflict where the record says the same, also when the
+/// key is used anew. Where the record says that the run failed, the evidence stays until a person
+/// has judged it.
 ///
 /// Shown by: a claim that leaves, or takes away, the evidence of both.
 pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise<F: Fixture>(

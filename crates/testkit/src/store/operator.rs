@@ -1,4 +1,4 @@
-//! Cases of operating: what is shown, and what an act does (R17, R31).
+//! Cases of what an operator sees and does (R17, R31).
 
 use std::time::Duration;
 
@@ -43,7 +43,8 @@ async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Messag
     claimed
 }
 
-/// Two dead outbox rows, the first of which holds one; gives the session and their positions.
+/// Makes two dead outbox rows, the first of which holds another row. Returns the session and their
+/// positions.
 async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (super::trial::Session, Vec<i64>) {
     trial.enqueue(vec![new_message("a", "1"), new_message("b", "2"), new_message("a", "3")]).await;
     let mut session = trial.session("a").await;
@@ -93,8 +94,8 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
     assert!(status.oldest_held_age_seconds > 0.0 && ledger.oldest_waiting_age_seconds > 0.0, "{status:?}");
 }
 
-/// Every state that an operator may ask for, on both sides. Shown by listing dead ones alone, as it
-/// was.
+/// Lists every state that an operator may ask for, of outbox and consumers. Shown by: a list of
+/// dead ones only.
 pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_try<F: Fixture>(trial: &Trial<F>) {
     let (mut session, positions) = dead_outbox(trial).await;
     let consumer = trial.consumer("ledger").await;
@@ -126,7 +127,7 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     assert_eq!((head.reason.as_str(), head.error.as_deref(), head.behind), ("retry", Some("no"), 1));
     assert!(head.next_try.is_some_and(|at| (chrono::Utc::now() - at).num_minutes().abs() < 5), "{head:?}");
     assert_eq!((behind.reason.as_str(), behind.next_try), ("stands behind a waiting one of its key", None));
-    // The id as its producer sent it stands beside the one that we made of it.
+    // The id of the producer is shown beside the UUID that was made of it.
     assert_eq!((head.message_id, head.sent_id.as_deref()), (foreign.id.uuid(), Some("evt-17")));
     assert_eq!(behind.sent_id, None, "a UUID is shown once");
 
@@ -136,7 +137,7 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     assert_eq!(all.len(), 7);
     assert!(all.is_sorted_by_key(|one| one.dead_at), "oldest first, whatever their state");
 
-    // Behind the first of a topic that takes nothing stands all of the topic.
+    // All later rows of a topic that takes nothing stand behind its first one.
     let orders = |key: &str| oncebox::message::NewMessage::text("orders", "order.created", "{}").with_key(key);
     trial.enqueue(vec![orders("a"), orders("b"), orders("b")]).await;
     let (rows, batch) = read_rows(&mut session, 3).await;
@@ -152,7 +153,8 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     assert_eq!(trial.store.dead(&last).await.unwrap()[0].behind, 1);
 }
 
-/// A look must not cost more the more stands: 10,000 means that or more.
+/// The cost of `status` must not grow with the number of rows: a count stops at 10,000, which means
+/// that number or more.
 pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     trial.park(consumer, &message("dead", "1"), dead(true)).await;
@@ -171,8 +173,8 @@ pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: 
     assert_eq!((ledger.held, ledger.waiting), (10_000, 1), "what is due is seen beside any number that is held");
 }
 
-/// Fenced against a claim that runs, each with its audit row. Shown by acting on whatever the row
-/// says.
+/// Each act is refused while a process handles the message, and writes an audit row when it is
+/// done. Shown by: an act whatever the row says.
 pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process_runs_it<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
     let consumer = trial.consumer("ledger").await;
@@ -194,7 +196,7 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     is_refused(act(behind, OperatorAct::Redrive).await, "stands behind");
     is_refused(act(head, OperatorAct::RedriveAs { id: Uuid::now_v7(), payload: None }).await, "bury it first");
     assert!(claim(trial, consumer).await.is_empty(), "nothing is due");
-    // Now: it is due, and a process takes it.
+    // The redrive makes it due at once, and a process takes it.
     assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
     let claimed = Claim::new(Duration::from_secs(600));
     let running = store.claim_due(consumer, &everything(), &claimed).await.unwrap().unwrap();
@@ -202,13 +204,13 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
         is_refused(act(head, wanted).await, "handles it at this moment");
     }
     assert!(store.postpone(&running, Duration::from_secs(3_600), "no").await.unwrap(), "its claim stands");
-    // No more tries: dead, and what stands behind is held.
+    // It is buried: it is dead, and the message behind it is held.
     assert_eq!(act(head, OperatorAct::Bury).await.unwrap(), 1);
     let states: Vec<DeadState> = look().await.iter().map(|one| one.state).collect();
     assert!(states.len() == 2 && states.contains(&DeadState::Dead) && states.contains(&DeadState::Held), "{states:?}");
     is_refused(act(head, OperatorAct::Bury).await, "dead already");
     assert!(!store.postpone(&running, Duration::ZERO, "late").await.unwrap(), "who had it is fenced");
-    // Gone, as if it had never waited; the next of its key is due.
+    // It is discarded: it is gone, and the next message of its key is due.
     assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
     assert_eq!(act(head, OperatorAct::Discard).await.unwrap(), 1);
     let left = look().await;
@@ -219,8 +221,8 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     assert_eq!(names, ["discard", "redrive", "bury", "redrive"], "refusals leave none");
 }
 
-/// The relay carries it out as it does for a dead one. Shown by requests for dead rows alone:
-/// nobody could be rid of it.
+/// The relay carries out the request as it does for a dead row. Shown by: requests for dead rows
+/// only, so that nobody could discard a held one.
 pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixture>(trial: &Trial<F>) {
     let (mut session, positions) = dead_outbox(trial).await;
     let held = DeadFilter { states: vec![DeadState::Held], ..DeadFilter::default() };
@@ -239,7 +241,7 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
     assert_eq!((list(trial).await.len(), audits(trial).await), (2, 1));
 }
 
-/// Shown by forgetting without a look at who is there; by leaving rows of it behind.
+/// Shown by: forgetting without a check whether the consumer is there; leaving rows of it behind.
 pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F: Fixture>(trial: &Trial<F>) {
     let (gone, stays) = (trial.consumer("gone").await, trial.consumer("stays").await);
     let rule = super::trial::spec("gone").id_rule;
@@ -280,7 +282,7 @@ pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F
     assert_eq!((acts[0].act.as_str(), acts[0].place.as_str()), ("forget", "gone"));
 }
 
-/// Whatever they did, with who and why.
+/// Every act is listed, with its actor and reason.
 pub async fn what_operators_did_is_read_newest_first<F: Fixture>(trial: &Trial<F>) {
     let (_session, _) = dead_outbox(trial).await;
     let dead = list(trial).await;
@@ -301,7 +303,8 @@ pub async fn what_operators_did_is_read_newest_first<F: Fixture>(trial: &Trial<F
     assert_eq!(trial.store.audit(None, 1).await.unwrap(), [acts[0].clone()]);
 }
 
-/// In number and in length, alike in each database, and never in the middle of a character.
+/// The history of errors is bounded in number and in length, alike in each database. An error is
+/// never cut in the middle of a character.
 pub async fn g11_of_a_message_the_last_fifty_errors_are_kept_each_up_to_its_bound<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let failing = message("k", "payload");
@@ -317,7 +320,7 @@ pub async fn g11_of_a_message_the_last_fifty_errors_are_kept_each_up_to_its_boun
     assert!(kept.starts_with("60 ") && kept.ends_with('ä') && (4_090..=4_100).contains(&kept.len()), "{}", kept.len());
 }
 
-/// On both sides, oldest first, by any filter.
+/// Dead messages of outbox and consumers are listed, oldest first, by any filter.
 pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Trial<F>) {
     let (_session, positions) = dead_outbox(trial).await;
     let consumer = trial.consumer("ledger").await;
@@ -387,7 +390,7 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
     assert!(matches!(nonsense, Err(StoreError::Refused(_))), "{nonsense:?}");
 }
 
-/// Due now, under its own id, with all tries ahead of it.
+/// A redriven message is due at once, has its own id, and has all tries again.
 pub async fn a_redriven_consumer_message_runs_again_and_is_audited<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let first = message("k", "1");
@@ -407,7 +410,7 @@ pub async fn a_redriven_consumer_message_runs_again_and_is_audited<F: Fixture>(t
     assert_eq!(audits(trial).await, 1);
 }
 
-/// Gone; what stood behind it is due.
+/// A discarded message is gone, and the message behind it is due.
 pub async fn a_discarded_consumer_message_lets_its_key_go_on<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let first = message("k", "1");
@@ -423,7 +426,7 @@ pub async fn a_discarded_consumer_message_lets_its_key_go_on<F: Fixture>(trial: 
     assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a redelivery is still a duplicate");
 }
 
-/// An edited message gets a new id; one that is taken is refused.
+/// An edited message gets a new id. An id that is already known is refused.
 pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let first = message("k", "1");
@@ -448,7 +451,7 @@ pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Tri
     assert!(matches!(many, Err(StoreError::Refused(_))), "one id is for one message: {many:?}");
 }
 
-/// It says what it would do.
+/// A dry run returns what it would do, and writes nothing.
 pub async fn a_dry_run_writes_nothing<F: Fixture>(trial: &Trial<F>) {
     let (mut session, _) = dead_outbox(trial).await;
     let consumer = trial.consumer("ledger").await;
@@ -465,7 +468,8 @@ pub async fn a_dry_run_writes_nothing<F: Fixture>(trial: &Trial<F>) {
     assert!(claim(trial, consumer).await.is_empty());
 }
 
-/// A command writes a request; only the owner publishes or forgets.
+/// An act on an outbox row only writes a request. Only the owner of the shard publishes or discards
+/// the row.
 pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial: &Trial<F>) {
     let (mut session, positions) = dead_outbox(trial).await;
     assert!(session.requests().await.unwrap().is_empty());
@@ -501,7 +505,7 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     assert!(session.requests().await.unwrap().is_empty());
     assert!(list(trial).await.is_empty());
 
-    // Refused again: dead again, and the request is done with.
+    // The broker refuses the row again: it is dead again, and the request is done.
     trial.enqueue(vec![new_message("c", "4")]).await;
     let (rows, batch) = read_rows(&mut session, 1).await;
     let dead = || Diversion::Dead { reason: "too large".into(), holds: true };
@@ -512,12 +516,12 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     assert!(session.requests().await.unwrap().is_empty());
 }
 
-/// Consumers may have purged what could answer whether they handled it.
+/// Consumers may have purged the inbox row that shows whether they handled the message.
 pub async fn r31_an_old_outbox_row_needs_a_new_id<F: Fixture>(trial: &Trial<F>) {
     let (mut session, _) = dead_outbox(trial).await;
     let filter = by_number(&list(trial).await[0]);
     let strict = ActContext { redrive_age_max: Some(Duration::ZERO), ..context() };
-    // Older than zero: the clock of the database has gone on.
+    // Every row is older than zero as soon as the clock of the database has moved on.
     super::trial::eventually("it is too old", || async {
         let dry = ActContext { dry_run: true, ..strict.clone() };
         let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &dry).await;
@@ -537,7 +541,8 @@ pub async fn r31_an_old_outbox_row_needs_a_new_id<F: Fixture>(trial: &Trial<F>) 
     assert_eq!(session.requests().await.unwrap().len(), 2);
 }
 
-/// The operator's word that it was never handled: from then on a second copy is a duplicate.
+/// By the redrive the operator states that the message was never handled. Its inbox row is
+/// inserted, so a second copy is a duplicate from then on.
 pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let old = message("k", "1");
@@ -552,7 +557,7 @@ pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: 
     assert_eq!(trial.store.known(consumer, &[old.id]).await.unwrap().len(), 1);
     assert_eq!(claim(trial, consumer).await.len(), 1);
 
-    // What was refused because its id is another message's must not run under that id.
+    // A message that was refused because another message has its id must not run under that id.
     let first = message("k2", "1");
     trial.park(consumer, &first, dead(false)).await;
     let reused = arrived(Some("k2"), "another", &first.id_text);
@@ -564,8 +569,8 @@ pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: 
     assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
 }
 
-/// Handled meanwhile by a second copy, whose id had become sound: it must not have its effect
-/// again.
+/// A second copy was handled meanwhile, as a new message. The redrive of the first discards it, so
+/// that the effect does not happen twice.
 pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     for reason in ["too-old", "from-the-future"] {
@@ -591,8 +596,8 @@ pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixt
         assert_eq!(audits(trial).await, before + 1);
     }
 
-    // Another content came under the id: that is another message, and which of them is meant the
-    // operator must say.
+    // Another content came under the same id, so it is another message. The operator must say which
+    // of them is meant.
     let dead = message("k", "one");
     let mut tx = trial.store.begin(consumer).await.unwrap();
     tx.park(&[parked(&dead, ParkAs::Dead { reason: "too-old".into(), holds: false })]).await.unwrap();

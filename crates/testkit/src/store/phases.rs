@@ -17,13 +17,13 @@ use oncebox::store::{
 
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// One that is over at once.
+/// A lease that is over at once.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
-/// How long a turn is waited for.
+/// How long a case waits for its turn to write.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
-/// Due at once, and no attempt.
+/// Hands an operation back so that it is due at once and counts no attempt.
 pub(super) const AT_ONCE: Due = Due { after: Some(Duration::ZERO), attempt: false };
-/// A phase that moved on.
+/// The answer of a phase that moved on.
 pub(super) const MOVED: (Proof, Fenced) = (Proof::Same, Fenced::Done);
 const LOST: (Proof, Fenced) = (Proof::Same, Fenced::LostOwnership);
 
@@ -66,7 +66,7 @@ pub(super) fn observed(driven: &Driven, verdict: &str) -> NewEvidence {
     }
 }
 
-/// What a run that lost its lease said of its end.
+/// What a run that had lost its lease reported of its end.
 pub(super) fn run_ended(operation_id: Uuid, verdict: &str) -> NewEvidence {
     NewEvidence {
         operation_id,
@@ -96,7 +96,7 @@ pub(super) async fn local<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> D
     driven
 }
 
-/// Moves on and commits.
+/// Moves the operation on and commits.
 pub(super) async fn step<F: Fixture>(
     trial: &Trial<F>,
     driven: &Driven,
@@ -135,12 +135,13 @@ pub(super) async fn taken<F: Fixture>(trial: &Trial<F>, operation_id: Uuid) -> (
     .await
 }
 
-/// A read of the clock apart, which every look has.
+/// The operation without the time at which it was read, which differs in every read.
 fn apart(operation: StoredOperation) -> StoredOperation {
     StoredOperation { now: oncebox::adapter::db_time::DbTime::from_micros(0), ..operation }
 }
 
-/// Nothing of it is there before the commit, all of it after; a duplicate is refused meanwhile.
+/// Before the commit nothing of the operation is there, and after it everything. A duplicate is
+/// refused meanwhile.
 ///
 /// Shown by: the operation inserted by a connection of its own.
 pub async fn o22_claim_command_operation_and_first_phase_commit_together<F: Fixture>(trial: &Trial<F>) {
@@ -182,8 +183,8 @@ pub async fn o22_claim_command_operation_and_first_phase_commit_together<F: Fixt
     assert!(trial.store.begin_first(&another, Basis::New, PATIENCE).await.is_err(), "a claim of another mode");
 }
 
-/// Also where the first one died; the lease that it let end counts as an attempt, one that was
-/// handed back does not.
+/// One of twenty drives it, also where the driver before died. A lease that ended counts as an
+/// attempt; an operation that was handed back does not.
 ///
 /// Shown by: taking without looking at the lease.
 pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(trial: &Trial<F>) {
@@ -213,7 +214,7 @@ pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(tr
     }
 }
 
-/// R22: it was written before the clock went back.
+/// The lease was written before the clock went back (R22).
 pub async fn r22_a_lease_of_an_operation_longer_than_its_length_is_over<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let length = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
@@ -224,8 +225,8 @@ pub async fn r22_a_lease_of_an_operation_longer_than_its_length_is_over<F: Fixtu
     assert_eq!(next.epoch, 2);
 }
 
-/// Each of them once, the longest due first, none that is not due, of another flow, or of a version
-/// that the worker has not.
+/// Each due operation is taken once, the longest due first. An operation that is not due, of
+/// another flow, or of a version that the worker does not have is not taken.
 ///
 /// Shown by: versions not compared; rows not fenced by their lease.
 pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<F: Fixture>(trial: &Trial<F>) {
@@ -267,7 +268,8 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
     assert_eq!((later.attempts, later.due_at > Some(later.now)), (1, true));
 }
 
-/// However long its operations are due; those of others come.
+/// The operations of such a tenant are not taken, however long they are due. Those of other tenants
+/// are.
 ///
 /// Shown to fail: with the tenants compared with nothing.
 pub async fn a_tenant_that_has_its_share_is_left_out<F: Fixture>(trial: &Trial<F>) {
@@ -289,7 +291,8 @@ pub async fn a_tenant_that_has_its_share_is_left_out<F: Fixture>(trial: &Trial<F
     assert_eq!(rounds, [vec![due[2]], vec![due[4]], vec![], vec![due[0], due[1], due[3]]]);
 }
 
-/// In every fenced statement; and what it saw is kept (O8).
+/// An old driver changes nothing, in every fenced statement. The evidence that it brings is kept
+/// (O8).
 ///
 /// Shown by: each statement without the epoch, and without the token.
 pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_kept<F: Fixture>(trial: &Trial<F>) {
@@ -297,7 +300,7 @@ pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_k
     let old = outstanding(trial, &new).await;
     let (mine, _) = taken(trial, old.operation_id).await;
     let before = (apart(stored(trial, &mine).await), record(trial, &new.claim).await);
-    // Also one that knows the new epoch, and one that knows the new token.
+    // Forged owners: one has the new epoch, the other the new token.
     let forged = [Driven { epoch: mine.epoch, ..old.clone() }, Driven { owner: mine.owner, ..old.clone() }];
     for stale in [&old, &forged[0], &forged[1]] {
         assert_eq!(trial.store.drive_on(stale, LONG).await.unwrap(), Fenced::LostOwnership);
@@ -331,7 +334,7 @@ pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_k
     tx.rollback().await.unwrap();
 }
 
-/// The effects of a phase that came second go with it.
+/// A phase that comes second does not move on, and its effects are rolled back.
 ///
 /// Shown by: the UPDATE without the point.
 pub async fn o9_a_phase_moves_on_only_from_the_point_it_knew<F: Fixture>(trial: &Trial<F>) {
@@ -356,8 +359,8 @@ pub async fn o9_a_phase_moves_on_only_from_the_point_it_knew<F: Fixture>(trial: 
     assert!(trial.store.begin_phase(&unknown).await.is_err());
 }
 
-/// The bytes come back as they were; a second effect of the name, or of the provider's key, is
-/// refused with its phase.
+/// The bytes of an intent come back unchanged. A second effect with the same name, or with the same
+/// provider's key, is refused together with its phase.
 ///
 /// Shown by: the request stored as text; no unique key.
 pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(trial: &Trial<F>) {
@@ -380,7 +383,7 @@ pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(t
         tx.rollback().await.unwrap();
         assert_eq!(stored(trial, whose).await.point, from);
     }
-    // Keys that differ in one byte, and those of another adapter, are others.
+    // Keys that differ in one byte are different, and so are equal keys of different adapters.
     let others = [intent("folded", "\u{e9}-key"), intent("padded", "\u{e9}-Key ")];
     let elsewhere = NewIntent { adapter: "refunds".to_owned(), ..intent("elsewhere", "\u{e9}-Key") };
     let intents = [&others[..], &[elsewhere]].concat();
@@ -388,8 +391,7 @@ pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(t
     assert_eq!(stored(trial, &other).await.intents.len(), 3);
 }
 
-/// The number of a send is never given twice, whoever begins it, and an effect that is settled is
-/// not sent.
+/// Each send gets a new number, whoever begins it. An effect that is settled is not sent.
 ///
 /// Shown by: a number counted outside of the statement.
 pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(trial: &Trial<F>) {
@@ -401,7 +403,7 @@ pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(tria
     sorted.sort_unstable();
     assert_eq!(sorted, (2..=21).collect::<Vec<u32>>());
     assert_eq!(trial.store.begin_send(&driven, "refund").await.unwrap(), None, "there is no such effect");
-    // Its driver dies: the next one counts on.
+    // The driver dies, and the next one continues the count.
     assert_eq!(trial.store.drive_on(&driven, SHORT).await.unwrap(), Fenced::Done);
     let (next, _) = taken(trial, driven.operation_id).await;
     assert_eq!(trial.store.begin_send(&driven, "charge").await.unwrap(), None);
@@ -413,15 +415,15 @@ pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(tria
     assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     assert_eq!(trial.store.begin_send(&next, "charge").await.unwrap(), None, "it is settled");
-    // A lease that is over is nobody's, though nobody has taken it yet.
+    // A driver whose lease is over begins no send, also where nobody has taken the operation yet.
     let dead = outstanding(trial, &new_operation("dead", LONG)).await;
     trial.store.drive_on(&dead, SHORT).await.unwrap();
     eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     assert_eq!(trial.store.begin_send(&dead, "charge").await.unwrap(), None);
 }
 
-/// After each step the record is in the state of the stage (O9), and the outcome stands in both
-/// with its body (M49).
+/// After each step the state of the record fits the stage of the operation (O9). Both have the
+/// outcome, and the record has its body (M49).
 ///
 /// Shown by: the record left as it is by each of the steps.
 pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixture>(trial: &Trial<F>) {
@@ -487,8 +489,8 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     assert_eq!(trial.number(&differ).await, 0, "one life for both");
 }
 
-/// What is not of a stage is refused: outcomes have their own way, and before an intent there is
-/// nothing to send (O13).
+/// `advance` refuses a stage with an outcome, which `finish` writes, and an intent at a stage
+/// before the first intent (O13).
 pub async fn o13_a_phase_does_not_move_on_to_what_it_is_not<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     for (stage, intents) in [
@@ -508,7 +510,7 @@ pub async fn o13_a_phase_does_not_move_on_to_what_it_is_not<F: Fixture>(trial: &
     assert_eq!(stored(trial, &driven).await.point, "LOCAL");
 }
 
-/// A rejection: the claim stays, with its answer, and nothing else of the first phase.
+/// After a rejection the claim stays with its answer, and nothing else of the first phase.
 pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
     for careless in [false, true] {
         let key = format!("k{careless}");
@@ -526,8 +528,8 @@ pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effect
     }
 }
 
-/// Found out, whatever the handler did; what it committed is there, so the operation is parked and
-/// no phase runs again.
+/// The proof finds this, whatever the handler did. What the handler committed stays, so the
+/// operation is parked and no phase runs again.
 ///
 /// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
 pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: Fixture>(trial: &Trial<F>) {
@@ -556,7 +558,7 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
                 tx.advance(from, "NEXT", Stage::Settled, &[intent("more", &key)]).await.unwrap()
             };
             assert_ne!(proof, Proof::Same, "{statements:?} {first} {finish}");
-            // A transaction that was ended may have nothing to roll back.
+            // After the handler ended the transaction, there may be nothing to roll back.
             let _ = tx.rollback().await;
             let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
             let found = trial.store.operation(driven.operation_id).await.unwrap();
@@ -572,8 +574,8 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
     still_works(trial).await;
 }
 
-/// Its number is free again, for whoever drives the operation; nobody else takes it, nor one that
-/// is not the last.
+/// The number of the send is free again for the driver of the operation. No other driver can take a
+/// send back, and only the last send can be taken back.
 ///
 /// Shown by: no fence by the epoch; no look at the number.
 pub async fn a_send_that_did_not_leave_is_taken_back_by_its_driver_alone<F: Fixture>(trial: &Trial<F>) {

@@ -12,8 +12,8 @@ use super::{Fixture, Trial};
 use oncebox::operation::{Stage, State};
 use oncebox::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
 
-/// It is set aside with the column, and keeps nobody from the others; neither does a record that is
-/// gone keep one from being parked.
+/// An operation that cannot be read is parked, and the others are taken. An operation without its
+/// record can still be parked.
 ///
 /// Shown by: ending with its error: all three stay, for ever; leaving none without its record; a
 /// listing that ends with its error.
@@ -44,8 +44,8 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     }
 }
 
-/// What is read in the transaction that parks is all that came before; who comes later waits for it
-/// and finds it parked.
+/// The transaction that parks reads all evidence that came before. Evidence that comes later is
+/// stored at once, and `unpark` then waits for that transaction and takes the operation back.
 ///
 /// Shown by: un-parking without the lock of the row (on PostgreSQL it stayed parked).
 pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(trial: &Trial<F>) {
@@ -61,7 +61,7 @@ pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(tr
         store.unpark(id).await.unwrap()
     });
     if F::CONCURRENT_WRITERS {
-        // Evidence waits for nobody (O8).
+        // Evidence is stored without waiting for the lock (O8).
         eventually("evidence beside the parking", || async {
             (stored(trial, &driven).await.evidence.len() == 2).then_some(())
         })
@@ -81,7 +81,7 @@ pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(tr
     tx.rollback().await.unwrap();
 }
 
-/// Given back as it was due, it is due when it was (O9).
+/// An operation that is handed back without a new time keeps its due time (O9).
 ///
 /// Shown by: due at once where nothing else is said (PostgreSQL).
 pub async fn o9_what_is_left_as_it_was_due_is_due_when_it_was<F: Fixture>(trial: &Trial<F>) {

@@ -1,5 +1,5 @@
-//! Cases of later phases of which nobody heard how they ended: their driver died, or its connection
-//! was lost (O1, O9).
+//! Cases of later phases with an unknown outcome: their driver died, or its connection was lost
+//! (O1, O9).
 
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ use oncebox::store::{Driven, Fenced, KeyOperator, PhaseTx, Phases, Proof, Run};
 
 type Tx = Box<dyn PhaseTx>;
 
-/// A connection that was dropped may take the server a moment.
+/// Begins a run of a phase. The server may take a moment to end a dropped connection, so this asks
+/// again while an earlier run has not ended.
 async fn run<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> Run<Tx> {
     eventually("every run before has ended", || async {
         Some(trial.store.begin_run(driven, point).await.unwrap()).filter(|run| !matches!(run, Run::Unended))
@@ -40,16 +41,16 @@ async fn is_overtaken<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str
     matches!(run(trial, driven, point).await, Run::Overtaken)
 }
 
-/// Parked for this reason, it goes on as an operator says, with another driver.
+/// Parks the operation for this reason. An operator then retries it, and another driver takes it.
 async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, accept_duplicate: bool) -> Driven {
     assert_eq!(trial.store.park(driven, reason).await.unwrap(), Fenced::Done);
     trial.store.retry(&stored(trial, driven).await, accept_duplicate, false, &really()).await.unwrap();
     taken(trial, driven.operation_id).await.0
 }
 
-/// The mark that its transaction had stands: also for another driver, behind another point, and
-/// when it was parked for a reason that says nothing of it. Once an operator was told and lets it
-/// go on, it is gone.
+/// A handler committed the transaction of its phase, and so its mark. The mark stays: also for
+/// another driver, behind another point, and after parking for a reason that says nothing of the
+/// phase. It is removed when an operator accepts a duplicate and lets the operation go on.
 ///
 /// Shown by: no mark; any reason that takes it away; a phase of another epoch that takes it away;
 /// no reason that does.
@@ -59,7 +60,7 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
     effect::<F>(tx.connection().unwrap(), "ran", "1").await.unwrap();
     let committed = F::run(tx.connection().unwrap(), "commit").await.is_ok();
     assert_eq!(committed, F::CONCURRENT_WRITERS, "SQLite refuses it");
-    // Its process dies.
+    // The process of the driver dies.
     drop(tx);
     assert_eq!(trial.store.drive_on(&old, SHORT).await.unwrap(), Fenced::Done);
     let (mut driven, _) = taken(trial, old.operation_id).await;
@@ -80,7 +81,8 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
     begun(trial, &driven, "NEXT").await.rollback().await.unwrap();
 }
 
-/// However it was lost, failed or moved on: the next one is begun.
+/// A run that was lost or failed leaves no mark, so the phase is begun again. A run that moved on
+/// removes its mark, so the next phase is begun.
 ///
 /// Shown by: a mark that is left by what moves on.
 pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture>(trial: &Trial<F>) {
@@ -108,8 +110,9 @@ pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture
     assert!(trial.store.begin_run(&unknown, "LOCAL").await.is_err());
 }
 
-/// What it comes to is not known before: a COMMIT may still be on its way. That is said before a
-/// server's usual lock wait is over. Where one writes at a time, it waits its turn.
+/// The outcome of the earlier run is not known, because its COMMIT may still be on its way.
+/// `Unended` is answered before the server's usual lock wait is over. On a store with a single
+/// writer, the new run waits for the earlier one.
 ///
 /// Shown by: a look at committed marks instead of the insert of one; the usual wait for the mark.
 pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>(trial: &Trial<F>) {
@@ -135,9 +138,9 @@ pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>
     }
 }
 
-/// It read where the operation stands, and stood still: meanwhile another driver ran the phase,
-/// whose handler committed it, and parked it; or moved it on; or its own commit, whose answer was
-/// lost, came through.
+/// A driver read the operation and then froze. Meanwhile another driver ran the phase, its handler
+/// committed, and the operation was parked; or it moved on; or the frozen driver's own COMMIT,
+/// whose answer was lost, took effect.
 ///
 /// Shown by: no look under the mark (a handler that commits by itself did so twice).
 pub async fn o9_a_driver_that_was_overtaken_begins_no_run<F: Fixture>(trial: &Trial<F>) {

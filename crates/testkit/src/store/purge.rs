@@ -1,5 +1,5 @@
-//! Cases of the purge: what it takes, what it leaves, and that whoever finds its traces knows (R31,
-//! G8).
+//! Cases of the purge: what it removes, what it keeps, and that a message whose inbox row was
+//! purged is found to be too old (R31, G8).
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use oncebox::adapter::time_in_id;
 use oncebox::message::{MessageId, identity};
 use oncebox::store::{ConsumerId, Inbox, InboxEntry, ParkAs};
 
-/// A timed id of so many seconds from now, by the clock of the database.
+/// A message id with a time in it: this many seconds from now, by the clock of the database.
 async fn id_at<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, seconds: i64) -> MessageId {
     let now = trial.store.bounds(consumer).await.unwrap().now;
     let millis = u64::try_from(now.millis() + seconds * 1_000).unwrap();
@@ -27,13 +27,13 @@ async fn admit<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, ids: &[Messag
     tx.commit().await.unwrap();
 }
 
-/// A bound that lies after everything received until now.
+/// A bound that is later than everything received until now.
 async fn soon<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> DbTime {
     let now = trial.store.bounds(consumer).await.unwrap().now;
     DbTime::from_millis(now.after(Duration::from_secs(60)).millis())
 }
 
-/// All steps; gives the rows that went.
+/// Runs all steps of a purge. Returns the number of rows that were removed.
 async fn purge<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, below: DbTime, page: usize) -> u64 {
     let (mut rows, mut after, mut steps) = (0, None, 0);
     loop {
@@ -54,7 +54,8 @@ async fn known<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, ids: &[Messag
     ids.iter().map(|id| known.contains(id)).collect()
 }
 
-/// Both times must be past: that in the id, where there is one, and that of receipt.
+/// A row is purged only if both times are below the bound: the time in its id, where there is one,
+/// and the time of receipt.
 pub async fn r31_a_purge_takes_what_is_past_and_nothing_else<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("c").await, trial.consumer("other").await);
     let old = id_at(trial, consumer, -86_400).await;
@@ -76,14 +77,14 @@ pub async fn r31_a_purge_takes_what_is_past_and_nothing_else<F: Fixture>(trial: 
     assert_eq!(trial.store.bounds(other).await.unwrap().purged_below, None);
 }
 
-/// Step by step, whatever the ids are like and in whatever order they stand.
+/// Each step begins where the last one ended, whatever the ids are and whatever their order is.
 pub async fn a_purge_goes_on_where_its_last_step_ended<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut ids = Vec::new();
     for number in 0..30 {
         ids.push(identity("shop", &number.to_string()));
         ids.push(id_at(trial, consumer, -1_000 + number).await);
-        // Of the present: looked past.
+        // This row has a time in the future: the purge skips it.
         admit(trial, consumer, &[id_at(trial, consumer, 600 + number).await]).await;
     }
     admit(trial, consumer, &ids).await;
@@ -92,7 +93,7 @@ pub async fn a_purge_goes_on_where_its_last_step_ended<F: Fixture>(trial: &Trial
     assert_eq!(purge(trial, consumer, soon(trial, consumer).await, 7).await, 0);
 }
 
-/// Its redrive runs without an insert, so the row must be there.
+/// The redrive of a waiting or dead message inserts no inbox row, so the row must still be there.
 pub async fn r31_messages_that_wait_or_are_dead_keep_their_rows<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
@@ -110,8 +111,8 @@ pub async fn r31_messages_that_wait_or_are_dead_keep_their_rows<F: Fixture>(tria
     assert_eq!(known(trial, consumer, &ids).await, vec![true; ids.len()]);
 }
 
-/// That of what was taken, not that of the purge: what came since is not too old. Never lowered,
-/// and none before the first purge.
+/// The bound is the newest time of the removed rows, not the time of the purge: messages that came
+/// since are not too old. It is never lowered, and there is none before the first row was removed.
 pub async fn r31_the_bound_is_recorded_with_the_first_row_and_never_lowered<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let before = trial.store.bounds(consumer).await.unwrap();
@@ -130,7 +131,7 @@ pub async fn r31_the_bound_is_recorded_with_the_first_row_and_never_lowered<F: F
         assert_eq!(purge(trial, consumer, soon(trial, consumer).await, 10).await, 1);
         assert_eq!(trial.store.bounds(consumer).await.unwrap().purged_below, own(bound));
     }
-    // Without a time of its own, that of receipt.
+    // An id without a time counts with its time of receipt.
     let received = trial.store.bounds(consumer).await.unwrap().now;
     admit(trial, consumer, &[identity("shop", "a text")]).await;
     assert_eq!(purge(trial, consumer, soon(trial, consumer).await, 10).await, 1);
@@ -140,14 +141,15 @@ pub async fn r31_the_bound_is_recorded_with_the_first_row_and_never_lowered<F: F
     assert_eq!(trial.store.bounds(consumer).await.unwrap().id_skew, Duration::from_secs(5));
 }
 
-/// Whoever finds a purged message new finds in the same transaction that it is too old.
+/// The insert finds a purged message new. The bounds, read in the same transaction, show that it is
+/// too old.
 pub async fn g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let old = arrived(Some("k"), "1", &id_at(trial, consumer, -10).await.to_string());
     admit(trial, consumer, &[old.id]).await;
     let mut tx = trial.store.begin(consumer).await.unwrap();
     if F::CONCURRENT_WRITERS {
-        // The transaction had begun before the purge did.
+        // Here the transaction begins before the purge.
         purge(trial, consumer, soon(trial, consumer).await, 10).await;
     } else {
         tx.rollback().await.unwrap();
@@ -163,15 +165,15 @@ pub async fn g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict<
     assert!(trial.store.known(consumer, &[old.id]).await.unwrap().is_empty());
 }
 
-/// A stated time is judged by the moment at which its row was received, however long ago that was:
-/// no row of it can then have been received so early that a purge takes it while its duplicate is
-/// still called new.
+/// The age of a message is judged at the time when its row was received, however long ago that was.
+/// Otherwise a row could be received so early that a purge removes it while its duplicate is still
+/// called new.
 pub async fn r31_ages_are_judged_by_the_time_of_receipt<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut tx = trial.store.begin(consumer).await.unwrap();
     tx.admit(&[InboxEntry { id: identity("shop", "1"), hash: [7; 16] }]).await.unwrap();
     let asked = tx.standing(&[]).await.unwrap().bounds.now;
-    // The clock of the database goes on; the verdict's does not.
+    // The clock of the database goes on; the time of the bounds stays.
     tokio::time::sleep(Duration::from_millis(30)).await;
     let again = tx.standing(&[]).await.unwrap().bounds.now;
     assert_eq!(asked, again);
@@ -179,8 +181,8 @@ pub async fn r31_ages_are_judged_by_the_time_of_receipt<F: Fixture>(trial: &Tria
     assert!(trial.store.bounds(consumer).await.unwrap().now > again);
 }
 
-/// Handled in a batch by a process that did not know of its tries, a message would leave their row
-/// for ever.
+/// A process that did not know of the tries handles the message in a batch. Without this step, the
+/// row of its tries would stay for ever.
 pub async fn g11_tries_of_what_was_handled_since_are_forgotten<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
     let ids = [MessageId::new(), MessageId::new(), MessageId::new()];

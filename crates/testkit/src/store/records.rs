@@ -1,6 +1,6 @@
-//! Cases of the lives of records: every statement changes them as the drawn machine says, and what
-//! is forgotten when (O3, O23, M31, M98, M100). Nobody waits here: times are set back in the
-//! tables.
+//! Cases of the lives of records: every statement changes a record only as the state machine
+//! allows, and each part is removed at its time (O3, O23, M31, M98, M100). No case waits: it sets
+//! the times in the tables back.
 
 use std::time::{Duration, SystemTime};
 
@@ -20,11 +20,11 @@ const fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-/// Lifetimes that the clock of a case does not reach.
+/// Lifetimes that are longer than a case runs.
 const RETENTION: Retention = Retention { ttl: seconds(10_000), body: seconds(5_000), metadata: seconds(20_000) };
 const PATIENCE: Duration = seconds(20);
 
-/// Sets times of the records back by so many seconds.
+/// Sets these columns of all records back by this number of seconds.
 async fn set_back<F: Fixture>(trial: &Trial<F>, columns: &[&str], by: u64) {
     let back = |column: &&str| match <F::Store as Base>::NAME {
         "postgres" => format!("{column} = {column} - interval '{by} seconds'"),
@@ -35,7 +35,7 @@ async fn set_back<F: Fixture>(trial: &Trial<F>, columns: &[&str], by: u64) {
     trial.run(&format!("update {} set {}", trial.table("idempotency_request"), set.join(", "))).await;
 }
 
-/// So many seconds go by for all that has its outcome.
+/// Ages all records and bodies by this number of seconds.
 async fn go_by<F: Fixture>(trial: &Trial<F>, by: u64) {
     set_back(trial, &["created_at", "updated_at", "outcome_at", "expires_at", "body_expires_at"], by).await;
     if <F::Store as Base>::NAME == "sqlite" {
@@ -69,7 +69,7 @@ async fn purged<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, retention: &Rete
     trial.store.purge_keys(claim.identity.operation(), retention, seconds(60), 100).await.unwrap()
 }
 
-/// The state that a look sees.
+/// The state of the record, as `find` returns it.
 async fn state<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<State> {
     let look = trial.store.find(&claim.identity).await.unwrap();
     look.record.map(|record| record.state_at(look.now))
@@ -130,15 +130,15 @@ pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fix
     }
 }
 
-/// The one thing that must never be: the record is gone, and the late retry of its key looks new.
+/// Once a record is gone, a late retry of its key is too old. It must never look new.
 ///
 /// Shown by: a bound without the skew; one that lies further back.
 pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(trial: &Trial<F>) {
     let skew = seconds(60);
-    // Only the skew lifts the bound above the key: its outcome is older than the metadata, its own
-    // time is not.
+    // Only the skew raises the bound above the time of the key: the outcome is older than the
+    // lifetime of the metadata, the key is not.
     let past = 20_030;
-    // Claimed by the client whose clock is ahead by all that is allowed, when the outcome came.
+    // The clock of the client is ahead by the whole skew, and the outcome comes at the claim.
     let time = (SystemTime::now() - seconds(past) + skew).duration_since(SystemTime::UNIX_EPOCH).unwrap();
     let key = Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, time.as_secs(), time.subsec_nanos()));
     let key = Key::parse(key.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
@@ -166,7 +166,7 @@ pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(t
     assert!(later == KeyAge::TooOld && raised >= bound, "{later:?} {raised:?}");
 }
 
-/// What a record is before an act.
+/// The state of a record before an act.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Before {
     Nothing,
@@ -176,7 +176,7 @@ enum Before {
     Expired(State),
 }
 
-/// What is done to it.
+/// An act on a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Act {
     Claim,
@@ -192,7 +192,7 @@ enum Act {
     ForgetByHand,
     PurgeByHand,
     Resolve(State),
-    /// A transactional operation, claim and outcome in one commit, on each basis.
+    /// A transactional operation: claim and outcome in one commit, for this event and state.
     DoorA(Event, State),
     Time,
 }
@@ -209,7 +209,7 @@ fn outcome(state: State) -> Outcome {
     }
 }
 
-/// The record as it is before, with who owns it, or owned it last.
+/// Makes a record in this state. Returns the claim, the owner (or the last one), and the record.
 async fn prepare<F: Fixture>(trial: &Trial<F>, key: &str, from: Before) -> (KeyClaim, Owned, Option<Record>) {
     let mode = if let Before::Owned(mode) | Before::Stale(mode) = from { mode } else { Mode::Edge };
     let claim = claim(mode, key, 1);
@@ -230,7 +230,7 @@ async fn prepare<F: Fixture>(trial: &Trial<F>, key: &str, from: Before) -> (KeyC
     (claim, owner, Some(seen))
 }
 
-/// Does it, wherever it is refused, and says why a record may have changed by it.
+/// Does the act, which may be refused. Returns the events by which it may change a record.
 async fn act<F: Fixture>(
     trial: &Trial<F>,
     act: Act,
@@ -239,7 +239,7 @@ async fn act<F: Fixture>(
     let store = &trial.store;
     let by = ActContext { actor: "a".to_owned(), reason: "r".to_owned(), dry_run: false, redrive_age_max: None };
     let again = KeyClaim { operation_id: Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() };
-    // A record that nobody has seen is asked for by what it would be.
+    // Without a record, each event becomes a claim of a new key.
     let basis = |event: Event| match (event, seen) {
         (Event::TakeOver, Some(seen)) => Basis::TakeOver(seen),
         (Event::Reclaim, Some(seen)) => Basis::Reclaim(seen),
@@ -270,7 +270,8 @@ async fn act<F: Fixture>(
                 _ => KeyChange::Purge { against_evidence: false },
             };
             if let Some(seen) = seen {
-                // The statement alone, too: nothing before it may be what keeps to the machine.
+                // Runs the statement without the check before it, because the statement alone must
+                // follow the state machine.
                 drop(store.change_key(seen, &change, &by).await);
             }
         }
@@ -302,9 +303,8 @@ async fn act<F: Fixture>(
     }
 }
 
-/// Each act of the ports, on a record in each state that it can be in, with whoever owns it or
-/// owned it: what it makes of the record is what the machine allows for that reason, and each
-/// change that the machine draws for it is seen.
+/// Does each act on a record in each state, by its owner or by a former owner. The state machine
+/// must allow each change, and each change that the machine allows for these events must be seen.
 ///
 /// Shown by: a finish that does not ask for the state; a purge of UNKNOWN; a release by a stranger;
 /// a take-over of an outcome.
@@ -329,7 +329,7 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
             let events = act(trial, *one, (&claim, &owner, seen.as_ref())).await;
             let look = trial.store.find(&claim.identity).await.unwrap();
             let after = look.record.as_ref().map(|record| record.state_at(look.now));
-            // The others of this case are as old as it makes them; it is the one that is looked at.
+            // Only this record counts. The act may age the other records of the case.
             if (before, epoch) == (after, look.record.as_ref().map(|record| record.epoch)) {
                 continue;
             }
@@ -349,13 +349,12 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
             }
         }
     }
-    // And what is drawn for these reasons is what the statements do.
+    // Conversely, each change that the machine allows is made by some statement.
     let states = [None].into_iter().chain(State::STORED.map(Some)).chain([Some(State::Expired)]);
     let states: Vec<Option<State>> = states.collect();
     for (before, after) in states.iter().flat_map(|before| states.iter().map(move |after| (*before, *after))) {
         for event in Event::ALL {
-            // A heartbeat changes a time only. Recovery writes through `finish`, as the owner that
-            // it became.
+            // A heartbeat changes only a time. Recovery writes through `finish`, as the new owner.
             let is_seen = seen_changes.contains(&(before, event, after));
             let elsewhere = matches!(event, Event::Heartbeat | Event::Recover);
             assert!(

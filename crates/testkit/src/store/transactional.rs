@@ -13,7 +13,7 @@ use oncebox::store::{
     Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof,
 };
 
-/// How long a turn is waited for where the case does not ask about it.
+/// How long a case waits for its turn to write, where it does not test that wait.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 type Tx = Box<dyn OperationTx>;
@@ -26,8 +26,7 @@ async fn begin<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Tx {
     }
 }
 
-/// The first attempt runs, commits, and everything is there; the rolled-back one left nothing
-/// (O29).
+/// After the commit everything is there. The attempt that was rolled back left nothing (O29).
 pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     let claim = claim(Mode::Transactional, "k", 1);
@@ -61,8 +60,8 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
     assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
 }
 
-/// Messages that are given with the outcome stand behind the others, in order, and nowhere without
-/// it; also beside a body that has no room in the row of its claim.
+/// Messages that are given with the outcome come after those of the handler, in order, and exist
+/// only with the outcome. This also holds beside a body too large for the row of the claim.
 ///
 /// Shown by: writing them before the proof (MySQL); leaving them out beside a large body
 /// (PostgreSQL).
@@ -77,7 +76,7 @@ pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(tria
             let claim = claim(Mode::Transactional, &key, 1);
             let mut tx = begin(trial, &claim).await;
             careless::<F>(tx.connection().unwrap(), "rollback").await;
-            // Where that is a setting, what is written now stands at once.
+            // On a database that has this setting, each later statement commits at once.
             careless::<F>(tx.connection().unwrap(), "set autocommit = 1").await;
             assert_ne!(tx.complete(last(), &outcome, &KEPT).await.unwrap_or(Proof::Ended), Proof::Same);
             let _ = tx.rollback().await;
@@ -103,8 +102,8 @@ pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(tria
     still_works(trial).await;
 }
 
-/// Dropped at another point each time, also in the middle of a statement; the store goes on
-/// working.
+/// The operation is dropped at another point each time, also in the middle of a statement. The
+/// store works afterwards.
 pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::Transactional, "k", 1);
     for round in 0..20 {
@@ -132,8 +131,8 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
     assert_eq!(trial.effects("payment").await, 1);
 }
 
-/// The duplicate is answered while the first one is still open, and another key is not held up
-/// (O15, O17, O18).
+/// A duplicate is answered while the first one is still open. Another key does not wait (O15, O17,
+/// O18).
 pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &first).await;
@@ -161,8 +160,8 @@ async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx> {
     trial.store.begin_unseen(claim).await.unwrap()
 }
 
-/// A claim without a look, where the store has that: it gives up on what is there or held, and its
-/// transaction is as any other (O1, O15, O29).
+/// On a store that can claim without a SELECT before it, `begin_unseen` answers None where the key
+/// has a record or is locked. Otherwise its transaction is as any other (O1, O15, O29).
 pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !trial.store.claims_unseen());
     let first = claim(Mode::Transactional, "k", 1);
@@ -201,7 +200,7 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
     assert_eq!(trial.store.find(&ended.identity).await.unwrap().record, None);
 }
 
-/// One effect, whatever the order; the others see its outcome, or that it runs.
+/// Of many requests at once one has its effect. The others see its outcome, or that it runs.
 pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>) {
     for round in 0..3 {
         let message = format!("race{round}");
@@ -234,8 +233,8 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
     }
 }
 
-/// A rejection that binds: the effects go, the failure and its answer stay (pitfall 18), also after
-/// a swallowed error.
+/// A final rejection undoes the effects and keeps the failure with its answer (pitfall 18), also
+/// after an error that the handler ignored.
 pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
     for (key, careless) in [("plain", false), ("swallowed", true)] {
         let claim = claim(Mode::Transactional, key, 1);
@@ -257,7 +256,8 @@ async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
     let _ = F::run(connection, sql).await;
 }
 
-/// Everything that a handler may do to its transaction, with and without taking its effects back.
+/// A handler ends its transaction in every way that it can, with and without an undo of its
+/// effects. It never completes.
 ///
 /// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
 pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(trial: &Trial<F>) {
@@ -285,13 +285,13 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
                 tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap()
             };
             assert_ne!(proof, Proof::Same, "{statements:?}");
-            // A transaction that was ended may have nothing to roll back.
+            // After the handler ended the transaction, there may be nothing to roll back.
             let _ = tx.rollback().await;
             let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
             let look = trial.store.find_after_lost_commit(&claim, Basis::New).await;
             if committed {
-                // The claim stands without outcome: it is found, made UNKNOWN, and never executed
-                // again.
+                // The claim was committed without an outcome. It is found, marked unknown, and
+                // never executed again.
                 assert_eq!(look, doubt::Look::Ours(State::InProgress), "{statements:?}");
                 let seen = record(trial, &claim).await;
                 assert_eq!(trial.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
@@ -315,8 +315,8 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
     still_works(trial).await;
 }
 
-/// A failed statement in a transaction that the handler began hides nothing that it committed
-/// before.
+/// A failed statement in a transaction that the handler began does not hide what the handler
+/// committed before.
 ///
 /// Shown by: taking an aborted transaction for ours without asking for the savepoint (PostgreSQL).
 pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called_undone<F: Fixture>(trial: &Trial<F>) {
@@ -338,7 +338,7 @@ pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called
     still_works(trial).await;
 }
 
-/// No connection of the pool was left in a state of its own.
+/// Asserts that no connection of the pool kept a changed state.
 pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {
         let claim = claim(Mode::Transactional, &format!("works{round}"), 1);
@@ -355,7 +355,8 @@ pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.effects("works").await, 6);
 }
 
-/// Either the database goes on, and all is there, or nothing is.
+/// The handler ignores the error of a statement. Either the database goes on and all effects are
+/// there, or none is.
 pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &claim).await;
@@ -397,8 +398,8 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
     still_works(trial).await;
 }
 
-/// Retryable failures and expired keys run again in the same way, fenced by what was seen (O4,
-/// O29).
+/// A failure that may be tried again runs again in a transactional operation. The claim is fenced
+/// by the record that was seen (O4, O29).
 pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &first).await;
@@ -429,7 +430,7 @@ pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
     assert!(matches!(late, Begun::Existing(record) if record.state == State::Completed));
 }
 
-/// Its record would say what is not so.
+/// The record of such an operation would have a wrong mode.
 pub async fn o2_an_operation_of_another_mode_is_refused_at_door_a<F: Fixture>(trial: &Trial<F>) {
     for mode in [Mode::Edge, Mode::Bridged, Mode::Phased] {
         let claim = claim(mode, "k", 1);

@@ -276,8 +276,8 @@ pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixtu
     assert_eq!(payloads(&run_of(CLAIM).await.unwrap()), ["b1", "b2", "b3"]);
 }
 
-/// One transaction removed a head while another stored a message behind it. The one that commits
-/// last calls `wake`, which makes the new head due.
+/// One transaction removed a head while another stored a message behind it. Both call `wake` after
+/// their commit, so that the later call makes the new head due.
 pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let left = message("a", "a1");
