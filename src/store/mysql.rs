@@ -2,12 +2,11 @@
 //! the user's own database.
 //!
 //! Guarantees:
-//!
-//! * The outbox holds only what the broker has not proven; every read takes the rows present in
-//!   position order, so that a row which commits late is never passed over (R10). Rows leave by
-//!   exact position, never by a range (R11).
-//! * The inbox decides by its unique key over fixed binary values, and by a random token which rows
-//!   are new (R24).
+//! * The outbox holds only unproven rows. Every read takes the rows that are there in position
+//!   order, so a row that commits late is never passed over (R10). Rows are deleted by exact
+//!   position, never by a range (R11).
+//! * The unique key of the inbox, over fixed binary values, decides what is new; a random token
+//!   tells which rows this batch inserted (R24).
 //! * A handler runs with `autocommit = 0`, and a savepoint proves that it did not end the
 //!   transaction (R23).
 //!
@@ -38,13 +37,13 @@ use super::bounded::BoundedPool;
 use crate::error::StoreError;
 use crate::policy::hex::hex;
 
-/// The store on MySQL and MariaDB.
+/// The store on MySQL and MariaDB: outbox, inbox and operations. Cheap to clone.
 #[derive(Clone)]
 pub struct MySqlStore {
     pool: BoundedPool<MySql>,
-    /// How long a statement of a handler waits for a lock.
+    /// The longest lock wait of a handler's statement.
     lock_wait: Duration,
-    /// How long a statement of a handler runs at most, where the server can end it.
+    /// The longest run of a handler's statement, where the server can end it.
     statement_max: Duration,
 }
 
@@ -72,10 +71,10 @@ impl fmt::Debug for MySqlStore {
     }
 }
 
-/// A transaction of our own, with `autocommit` as it is.
+/// Begins a transaction of our own. `autocommit` stays as it is.
 const START: &str = "start transaction";
 
-/// Of `information_schema.tables`: tables whose rows a rollback leaves where they are.
+/// A condition on `information_schema.tables`: tables whose engine cannot roll back.
 macro_rules! without_transactions {
     () => {
         "table_type = 'BASE TABLE' \
@@ -99,12 +98,12 @@ fn number_list(numbers: impl IntoIterator<Item = i64>) -> String {
     format!("[{}]", numbers.join(","))
 }
 
-/// Bytes of a column that holds text.
+/// The text of a column that is read as bytes.
 fn text(column: &str, bytes: Vec<u8>) -> Result<String, StoreError> {
     String::from_utf8(bytes).map_err(|_| StoreError::Corrupt(format!("the column `{column}` holds what is not UTF-8")))
 }
 
-/// 16 bytes of a column that holds a hash or a token.
+/// The 16 bytes of a column that holds a hash or a token.
 fn sixteen(column: &str, bytes: &[u8]) -> Result<[u8; 16], StoreError> {
     bytes.try_into().map_err(|_| {
         StoreError::Corrupt(format!("the column `{column}` holds {} bytes, 16 were expected", bytes.len()))
@@ -116,7 +115,7 @@ fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX / 4).min(i64::MAX / 4)
 }
 
-/// 16 bytes that no other batch, claim or savepoint has.
+/// 16 bytes that are unique to one batch, claim or savepoint.
 fn token() -> [u8; 16] {
     uuid::Uuid::now_v7().into_bytes()
 }

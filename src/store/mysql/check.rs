@@ -1,8 +1,8 @@
-//! Settings of the server and of the schema that the promises rest on, looked at before a program
-//! starts and by `oncebox doctor`.
+//! Checks settings of server and schema that the promises need, before a program starts and in
+//! `oncebox doctor`.
 //!
-//! Each answer is made by a function over plain values, so that servers which cannot be had here
-//! are tested too.
+//! Each finding is made by a function over plain values, so that servers which cannot be had in
+//! tests are covered too.
 
 pub(super) mod positions;
 
@@ -16,13 +16,13 @@ use crate::store::Finding;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::schema::LOST_AT_FAILOVER;
 
-/// A packet must hold the largest message twice: it travels as base64, with its envelope.
+/// A packet must hold the largest message twice, because it is sent as base64 with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
 /// Old row versions that the server has not purged yet; each costs the read of the relay a little
 /// (R11).
 const PURGE_LAG_MAX: i64 = 250_000;
 
-/// Looks at everything and gives one finding for each subject.
+/// Checks everything and returns one finding for each subject.
 pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, StoreError> {
     let mut connection = pool.acquire().await?;
     let version: String = sqlx::query_scalar("select version()").one(&mut connection).await?;
@@ -46,7 +46,7 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
             .await?;
     findings.push(replicas(&global, readers));
     findings.extend(purge_lag(&mut connection).await);
-    // The server is looked at before the schema is made, too.
+    // The server is checked before the schema exists, too.
     if schema::applied(&mut connection).await?.newest().is_some() {
         findings.extend(engines(&mut connection).await?);
         findings.push(function(schema::has_function(&mut connection).await?));
@@ -56,7 +56,7 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
     Ok(findings)
 }
 
-/// Variables by name, in lower case. Names differ between servers and versions.
+/// The server's variables by lower-case name. Names differ between servers and versions.
 struct Variables(HashMap<String, String>);
 
 impl Variables {
@@ -145,7 +145,7 @@ fn galera(global: &Variables) -> Finding {
     Finding::ok("replication", "one primary server")
 }
 
-/// A replica that is promoted lacks what an asynchronous primary committed last. `readers` are
+/// Asynchronous replicas: one that is promoted lacks the primary's last commits. `readers` counts
 /// those that this account may see.
 fn replicas(global: &Variables, readers: i64) -> Finding {
     if global.is_on("rpl_semi_sync_source_enabled") || global.is_on("rpl_semi_sync_master_enabled") {
@@ -275,7 +275,8 @@ async fn engines(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreE
     Ok(findings)
 }
 
-/// Rows of the outbox are insert-only, and what a trigger writes is not what the relay marks.
+/// The outbox must have no triggers: its rows are insert-only, and the relay does not mark what a
+/// trigger writes.
 async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
     let found: Vec<String> = sqlx::query_scalar(
         "select trigger_name from information_schema.triggers \
@@ -293,7 +294,7 @@ async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError
     })
 }
 
-/// Shown where the server lets this user see it (PROCESS).
+/// The purge lag, where this account may see it (PROCESS); else none.
 async fn purge_lag(connection: &mut Bounded<MySql>) -> Option<Finding> {
     let lag: i64 = sqlx::query_scalar(
         "select cast(`count` as signed) from information_schema.innodb_metrics where name = 'trx_rseg_history_len'",

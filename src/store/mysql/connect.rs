@@ -1,9 +1,9 @@
 //! Connections: TLS, session settings, and their state when they come back to the pool.
 //!
-//! Guarantees: a host that is not loopback is verified unless the URL says otherwise by name (sqlx
-//! alone would go on in plain text); every connection runs READ COMMITTED, strict, in UTC, with
-//! server-side timeouts just above the handler's (R28); a connection that returns is rolled back
-//! and set up anew, so that nothing a handler left behind reaches the next one (R23).
+//! Guarantees: a host that is not loopback is verified unless the URL names another mode (sqlx
+//! alone would continue in plain text); every connection runs READ COMMITTED, strict, in UTC, with
+//! server-side timeouts a little above the handler's (R28); a connection that returns to the pool
+//! is rolled back and set up again, so that nothing of one handler reaches the next (R23).
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::store::hosts::Hosts;
 use crate::store::inbox::lock_wait;
 
 impl MySqlStore {
-    /// Connects once, to find out what is wrong at once, and makes the pool.
+    /// Connects once, so that errors show at once, and makes the pool.
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
@@ -58,7 +58,7 @@ impl MySqlStore {
     }
 }
 
-/// The hosts of the URL.
+/// Reads the hosts out of the URL.
 fn hosts(options: &StoreOptions) -> Result<Hosts<MySql>, StoreError> {
     let shown = redact(&options.url);
     let mut hosts = Vec::new();
@@ -72,7 +72,7 @@ fn hosts(options: &StoreOptions) -> Result<Hosts<MySql>, StoreError> {
     Ok(Hosts::new(hosts))
 }
 
-/// How one of the hosts is reached; `shown` is the URL of all, without the password.
+/// The options to reach one of the hosts. `shown` is the URL of all, without the password.
 fn connect_options(shown: &str, text: &str, options: &StoreOptions) -> Result<MySqlConnectOptions, StoreError> {
     let refused = |what: String| StoreError::Refused(what);
     let url = url::Url::parse(text).map_err(|error| refused(format!("`{shown}` is no URL: {error}")))?;
@@ -82,10 +82,10 @@ fn connect_options(shown: &str, text: &str, options: &StoreOptions) -> Result<My
     if url.path().trim_matches('/').is_empty() {
         return Err(refused(format!("`{shown}` names no database: mysql://USER@HOST/DATABASE")));
     }
-    // The error of sqlx may show a part of the URL.
+    // The error of sqlx may contain a part of the URL, so it is not shown.
     let mut found = MySqlConnectOptions::from_str(text)
         .map_err(|_| refused(format!("`{shown}` has an option that is not understood")))?
-        // What the server is set to, and strict besides: see `session_settings`.
+        // The SQL mode stays the server's, with strict mode added: see `session_settings`.
         .pipes_as_concat(false)
         .no_engine_substitution(false)
         .timezone(Some("+00:00".to_owned()));
@@ -104,7 +104,7 @@ fn connect_options(shown: &str, text: &str, options: &StoreOptions) -> Result<My
     Ok(found)
 }
 
-/// A host that is loopback, or a socket file: nobody stands between.
+/// Whether nothing lies between us and the server: a loopback host, or a socket file.
 fn is_local(url: &url::Url) -> bool {
     url.query_pairs().any(|(name, _)| name == "socket")
         || url.host_str().is_none_or(|host| {
@@ -113,11 +113,12 @@ fn is_local(url: &url::Url) -> bool {
         })
 }
 
-/// A frozen process loses its connection, and with it its locks, before those who wait for them
-/// give up; and those before they take the server for silent (R28).
+/// Timeouts in ascending order. The server drops the connection of a frozen process, and so its
+/// locks, before others give up waiting for these locks; and those give up before they conclude
+/// that the server does not answer (R28).
 struct Timeouts {
-    /// How long a statement of a handler may run, where the server can end it (MariaDB): longer
-    /// than the handler itself, which then ends first, as what it is.
+    /// How long a statement of a handler may run, where the server can end it (MariaDB). Longer
+    /// than the handler, so that the handler's own timeout comes first and is reported as such.
     statement: Duration,
     /// How long the server waits for the next statement.
     wait: Duration,
@@ -134,8 +135,8 @@ impl Timeouts {
     }
 }
 
-/// Settings of every connection, in one packet. Whatever the server's defaults are, and whatever a
-/// handler changed.
+/// The settings of every connection, in one packet. They override the server's defaults and the
+/// changes of a handler.
 fn session_settings(timeouts: &Timeouts) -> String {
     let (wait, lock_wait) = (timeouts.wait.as_secs(), timeouts.lock_wait.as_secs());
     format!(
@@ -167,8 +168,8 @@ mod tests {
         Ok(url.query_pairs().find(|(name, _)| name == "ssl-mode").map(|(_, value)| value.into_owned()).unwrap())
     }
 
-    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was
-    // looked at by nobody.
+    // Shown to fail by keeping the TLS mode where the host is loopback: then the authority was not
+    // used.
     #[test]
     fn an_authority_is_given_to_be_verified() {
         let with_ca = |url: &str| mode_of(&StoreOptions { ca_file: Some("ca.pem".into()), ..StoreOptions::new(url) });

@@ -1,11 +1,11 @@
-//! The Rust door: N messages with one statement, the limits of the database checked in that same
-//! statement.
+//! `enqueue` in Rust: any number of messages in one statement, which also checks the limits of the
+//! database.
 //!
-//! The messages travel as one JSON list, so the statement is the same for one message and for a
-//! thousand; everything in it is hexadecimal or base64, so neither the character set nor the SQL
+//! The messages are sent as one JSON list, so the statement is the same for one message and for a
+//! thousand. All values in it are hexadecimal or base64, so neither the character set nor the SQL
 //! mode of the caller's connection can change a byte. The statement writes all rows or none: none
 //! where a value of `oncebox_limits` is exceeded, or an id is too far from the database's clock.
-//! Only then does a second statement find out which.
+//! Only then does a second statement find out which limit it was.
 //!
 //! Not here: the SQL doors (`oncebox_enqueue_p`, `oncebox_enqueue`), which are in the migrations,
 //! with the same limits.
@@ -22,8 +22,8 @@ use crate::policy::hex::hex;
 use crate::store::headers::headers_json;
 use crate::store::{Enqueue, NewEmail};
 
-/// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that
-/// must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
+/// Lengths are twice those of the columns, because values are hexadecimal digits. Each limit that
+/// holds counts one row of `oncebox_limits`, so a missing row refuses every message.
 const INSERT: &str = "\
 insert into oncebox_outbox \
   (bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at) \
@@ -62,10 +62,10 @@ select cast(l.name as char) as name, cast(l.value as signed) as value, cast(@@ma
        timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6)) div 1000 as millis \
   from oncebox_limits l";
 
-/// What every server takes in one packet.
+/// A call up to this size fits the packet of any server, so the packet limit is not read first.
 const PACKET_UNASKED_MAX: i64 = 1_000_000;
 
-/// How often ids are made anew with the database's time before the door gives up.
+/// How often ids are made again with the database's time before the call fails.
 const TRIES_MAX: usize = 3;
 
 impl Enqueue for MySqlConnection {
@@ -73,7 +73,7 @@ impl Enqueue for MySqlConnection {
         let mut largest = Largest::default();
         for message in &mut messages {
             message.settle_trace()?;
-            // A context that was put together by hand may be anything; headers were looked at
+            // A trace context that was put together by hand may be malformed. Headers were checked
             // above.
             if let Some(trace) = &message.trace {
                 message.trace =
@@ -84,10 +84,11 @@ impl Enqueue for MySqlConnection {
             CEILINGS.check(message)?;
             largest.measure(message);
         }
-        // Ids are made here, by the clock of this host; the statement refuses them where it is off.
+        // Ids are made with the clock of this host; the statement refuses them where that clock is
+        // wrong.
         let mut made: Vec<Uuid> = messages.iter().map(|message| message.id.unwrap_or_else(Uuid::now_v7)).collect();
-        // What no default allows may not even fit into a packet, and a server that gets one too
-        // large hangs up.
+        // A message above every default limit may not even fit into a packet, and the server closes
+        // the connection on one that is too large. So the limits are checked first.
         if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
             self.explain(&messages, largest.all).await?;
         }
@@ -120,7 +121,7 @@ impl Enqueue for MySqlConnection {
                 }
             }
             let now = self.explain(&messages, largest.all).await?;
-            // No limit is broken: the clock of this host is off. The ids that were made get the
+            // No limit is broken, so the clock of this host is wrong: the ids made here get the
             // database's time.
             for (id, message) in made.iter_mut().zip(&messages) {
                 if message.id.is_none() {
@@ -139,10 +140,10 @@ impl Enqueue for MySqlConnection {
     }
 }
 
-/// What the statement found, by name.
+/// Finds out by name which limit a message breaks.
 trait Explain {
-    /// Gives the database's time in milliseconds where no limit is broken. `bytes` is what the call
-    /// weighs.
+    /// Returns the database's time in milliseconds where no limit is broken. `bytes` is the size of
+    /// the call.
     async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError>;
 }
 
@@ -187,8 +188,7 @@ impl Explain for MySqlConnection {
     }
 }
 
-/// What no value in the database can raise: everything else about a message is checked before
-/// anything is sent.
+/// Bounds that no value in the database can raise. Other limits are checked by the statement.
 const CEILINGS: Limits = Limits {
     topic_length_max: 249,
     key_bytes_max: 65_535,
@@ -200,8 +200,8 @@ const CEILINGS: Limits = Limits {
     message_bytes_max: usize::MAX,
 };
 
-/// The largest of each measure over all messages of a call: what the statement compares with the
-/// limits.
+/// The largest value of each measure over all messages of a call; the statement compares them with
+/// the limits.
 #[derive(Debug, Default)]
 struct Largest {
     topic: i64,
@@ -212,7 +212,7 @@ struct Largest {
     header_bytes: i64,
     content_type: i64,
     message: i64,
-    /// An upper bound of what all of them weigh together on their way.
+    /// An upper bound of the bytes of all messages as they are sent.
     all: i64,
 }
 
@@ -255,7 +255,7 @@ fn list(messages: &[NewMessage], ids: &[Uuid]) -> String {
         member("t", &message.topic);
         member("n", &message.kind);
         member("c", content_type(message));
-        // A member that is left out is null.
+        // A member that is left out is read as null.
         if let Some(key) = &message.key {
             member("k", key);
         }
@@ -276,7 +276,7 @@ fn list(messages: &[NewMessage], ids: &[Uuid]) -> String {
     list
 }
 
-/// RFC 4648, with padding: what `from_base64` of both servers takes.
+/// Base64 of RFC 4648 with padding, which `from_base64` of both servers accepts.
 fn push_base64(text: &mut String, bytes: &[u8]) {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     for chunk in bytes.chunks(3) {

@@ -2,13 +2,13 @@
 //!
 //! Guarantees:
 //!
-//! * What is new is decided by the unique key of fixed binary values and told by a random token of
-//!   the batch (R24); a server that shortens or changes a value under `insert ignore` is found out
-//!   by reading every row back, and by its warnings.
+//! * The unique key, over fixed binary values, decides what is new, and a random token marks the
+//!   rows that a batch inserted (R24). Every row is read back, and warnings are read, to detect a
+//!   server that shortens or changes a value under `insert ignore`.
 //! * The connection of a handler has `autocommit = 0`: after DDL, a raw COMMIT, a second START
-//!   TRANSACTION or a swallowed deadlock the next statements still stand in a transaction that we
-//!   roll back. A savepoint of a random name, set after the insert, must release without error: it
-//!   lives exactly as long as the transaction (R23).
+//!   TRANSACTION or a swallowed deadlock, the next statements are still in a transaction that we
+//!   roll back. A savepoint with a random name, set after the insert, must release without error:
+//!   it exists exactly as long as the transaction (R23).
 //!
 //! Not here: what does not run for every batch ([`crate::store::sql::inbox`]), and waiting messages
 //! ([`crate::store::sql::waiting`]).
@@ -37,39 +37,39 @@ use crate::store::{
     Admission, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
 };
 
-/// `autocommit = 0` until the connection is back in the pool, which sets it up anew.
+/// Sets `autocommit = 0`, until the pool sets the connection up again.
 pub(super) const START_HANDLER: &str = "set session autocommit = 0; start transaction";
 
-/// A row of the inbox was there already.
+/// The error number: the inbox has the row already.
 const DUPLICATE: u16 = 1062;
-/// A row is locked, and the statement was not to wait: MySQL's answer, and MariaDB's.
+/// A row is locked, and the statement was not to wait: the error numbers of MySQL and MariaDB.
 const LOCKED: [u16; 2] = [3572, 1205];
-/// There is no such savepoint: the transaction it stood in has ended.
+/// The error number: the savepoint does not exist, so its transaction has ended.
 pub(super) const NO_SAVEPOINT: u16 = 1305;
 
 /// The transaction around a handler.
 #[derive(Debug)]
 pub(super) struct MySqlInboxTx {
     transaction: Bounded<MySql>,
-    /// To ask about `transaction` where it does not answer.
+    /// Used to ask about `transaction` where its own connection does not answer.
     pool: BoundedPool<MySql>,
     consumer: ConsumerId,
     token: [u8; 16],
     savepoint: Option<String>,
     session: Option<ServerSession>,
     began: Instant,
-    /// When our rows were received.
+    /// The time at which our rows were received.
     received: Option<DbTime>,
-    /// The ids whose rows it inserted.
+    /// The ids whose rows this transaction inserted.
     ours: Vec<MessageId>,
-    /// The row of the inbox that [`InboxTx::finish`] inserted, of no message: that a waiting row is
-    /// gone does not tell who removed it.
+    /// An inbox row without a message, inserted by [`InboxTx::finish`] as proof of the commit: a
+    /// missing waiting row would not tell who removed it.
     mark: Option<MessageId>,
-    /// The server was seen at work for it when it was to be undone.
+    /// Set when the server was seen executing a statement of this transaction during `undo`.
     works: bool,
 }
 
-/// A connection as the server counts it, and which server that is: another one counts anew.
+/// The number of a connection and the server that gave it. Another server counts its own.
 #[derive(Debug)]
 struct ServerSession {
     id: u64,
@@ -77,22 +77,22 @@ struct ServerSession {
 }
 
 impl ServerSession {
-    /// What [`Self::of`] reads: two columns.
+    /// The two columns that [`Self::of`] reads.
     const COLUMNS: &str = "connection_id(), concat_ws('/', @@hostname, @@port, @@server_id)";
 
     fn of(row: &MySqlRow, first: usize) -> Result<Self, StoreError> {
         Ok(Self { id: row.try_get(first)?, server: row.try_get_unchecked(first + 1)? })
     }
 
-    /// Whether its number may be a stranger's on this server, which has been up for so long, while
-    /// the connection was begun so long ago.
+    /// Whether this number may belong to another connection: the server is another one, or it has
+    /// been up (`up`) no longer than the time since the connection began (`begun`).
     fn is_of_another(&self, server: &str, up: Duration, begun: Duration) -> bool {
         self.server != server || up <= begun
     }
 }
 
-/// Whether the server works for this connection, and waits neither for us to ask nor to listen. No
-/// row where it has ended.
+/// Whether the server executes a statement of this connection, and does not wait for its client. No
+/// row where the connection has ended.
 const WORKS: &str = "\
 select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net') \
   from information_schema.processlist where id = ?";
@@ -103,8 +103,8 @@ impl OwnInbox for MySqlStore {
 
     async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let (wait, most) = (self.lock_wait.as_secs().max(1), self.statement_max.as_secs());
-        // MariaDB alone can end a statement that writes: of a process that was killed it would hold
-        // its locks until it is done.
+        // Only MariaDB can end a writing statement by a time limit. Without it, the statement of a
+        // killed process would keep its locks until it is done.
         let start = format!(
             "set session innodb_lock_wait_timeout = {wait} /*M! , max_statement_time = {most} */; {START_HANDLER}"
         );
@@ -176,7 +176,7 @@ impl InboxTx for MySqlInboxTx {
             self.set_savepoint(None).await?;
             return Ok(Admission { known: Vec::new() });
         }
-        // Sorted: two batches with the same ids wait for each other instead of deadlocking.
+        // Sorted, so that two batches with the same ids wait for each other and do not deadlock.
         let mut sorted = entries.to_vec();
         sorted.sort_unstable_by_key(|entry| entry.id);
         let savepoint = savepoint_name();
@@ -204,8 +204,8 @@ impl InboxTx for MySqlInboxTx {
             Some((hash, true)) if *hash == entry.hash => Ok(None),
             Some((hash, false)) => Ok(Some(Known { hash: *hash })),
             Some(_) => Err(StoreError::Corrupt(format!("the inbox changed the content hash of {}", entry.id))),
-            // The row that made it a duplicate was purged in between: a transient failure, the
-            // batch comes again.
+            // The row that made the message a duplicate was purged in between: a transient error,
+            // so the batch runs again.
             None => Err(StoreError::Busy(sqlx::Error::Protocol(format!("the inbox row of {} went away", entry.id)))),
         };
         Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
@@ -283,14 +283,14 @@ impl InboxTx for MySqlInboxTx {
     }
 }
 
-/// What one of several statements in a packet gave.
+/// The result of one of several statements in a packet.
 struct Answer {
     rows: Vec<MySqlRow>,
     changed: u64,
 }
 
-/// What tells whether a transaction was committed: a row of the inbox that it inserted before any
-/// handler ran, and nobody else could.
+/// Identifies a transaction that may have been committed, by an inbox row that only this
+/// transaction could insert.
 struct Stands {
     consumer: ConsumerId,
     token: [u8; 16],
@@ -318,7 +318,8 @@ impl MySqlInboxTx {
         Stands { consumer: self.consumer, token: self.token, inserted }
     }
 
-    /// Ends the connection from another one, waits until it has ended, and then looks what it left.
+    /// Kills our connection from another one, waits until it has ended, and then reads whether it
+    /// committed.
     async fn end_from(&mut self, other: &mut Bounded<MySql>, stands: &Stands) -> Result<Undone, StoreError> {
         let (looks, pause) = LOOKS;
         for _ in 0..looks {
@@ -328,7 +329,8 @@ impl MySqlInboxTx {
                 None if self.works => return Ok(Undone::Whole),
                 None => return Ok(Undone::Lost),
             }
-            // It may have ended since.
+            // The connection may have ended meanwhile, so an error of `kill` counts only where it
+            // is transient.
             let id = self.session.as_ref().map(|session| session.id).unwrap_or_default();
             let killed = raw_sql(AssertSqlSafe(format!("kill {id}"))).run(&mut *other).await;
             if let Err(error) = killed.map_err(StoreError::from)
@@ -342,9 +344,9 @@ impl MySqlInboxTx {
         Err(StoreError::Busy(sqlx::Error::Protocol(why)))
     }
 
-    /// Whether the server works for our connection; none where that has ended, as all have that
-    /// began before the server did, or on another one that this one came in place of: their numbers
-    /// may be others' by now.
+    /// Whether the server executes a statement of our connection; none where the connection has
+    /// ended. It has ended too where the server was restarted or replaced since: its number may
+    /// belong to another connection there.
     async fn works_still(&self, other: &mut Bounded<MySql>) -> Result<Option<bool>, StoreError> {
         let Some(session) = &self.session else { return Ok(None) };
         let row = raw_sql("show global status like 'Uptime'").one(&mut *other).await?;
@@ -358,8 +360,8 @@ impl MySqlInboxTx {
         Ok(works.map(|works| works != 0))
     }
 
-    /// Inserts `mark`, a row of the inbox that only this transaction has, and sets the savepoint,
-    /// once a transaction: what was written before it is proven with it.
+    /// Inserts `mark`, an inbox row that only this transaction has, and sets the savepoint. Without
+    /// a mark, a savepoint that is set already stays. It proves all that was written before it.
     async fn set_savepoint(&mut self, mark: Option<MessageId>) -> Result<(), StoreError> {
         if self.savepoint.is_some() && mark.is_none() {
             return Ok(());
@@ -379,7 +381,7 @@ impl MySqlInboxTx {
         Ok(())
     }
 
-    /// Several statements in one packet, and what each gave.
+    /// Runs several statements in one packet, and returns the result of each.
     async fn run_all(&mut self, statements: String) -> Result<Vec<Answer>, StoreError> {
         let mut answers = Vec::new();
         let mut rows = Vec::new();
@@ -397,7 +399,7 @@ impl MySqlInboxTx {
     }
 }
 
-/// The blocked ones of some lanes, and what ages are judged by.
+/// Reads which of some lanes are blocked, and the times by which ages are judged.
 async fn standing(
     connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
@@ -429,13 +431,13 @@ async fn standing(
     Ok(Standing { blocked, bounds })
 }
 
-/// A name that no handler can have by chance.
+/// A random name, which no handler can use by chance.
 pub(super) fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
 }
 
-/// Insert, warnings, rows and savepoint in one packet. Nothing but numbers and hexadecimal digits
-/// goes into the text.
+/// Insert, warnings, rows and savepoint in one packet. The text contains only numbers and
+/// hexadecimal digits from outside.
 fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16], savepoint: &str) -> String {
     let (consumer, token) = (consumer.0, hex(&token));
     let value = |entry: &InboxEntry| {
@@ -455,8 +457,8 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
     )
 }
 
-/// One warning for each row that was there, and none of another kind (R24). A server keeps only the
-/// first of many warnings (`max_error_count`), but counts them all.
+/// Checks for one warning per existing row, and none of another kind (R24). A server keeps only the
+/// first warnings (`max_error_count`), but counts them all.
 fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &Answer) -> Result<(), StoreError> {
     for row in &warnings.rows {
         let code = row.try_get_unchecked::<i64, _>("Code")?;
@@ -482,8 +484,8 @@ fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &An
 mod tests {
     use super::*;
 
-    // Shown to fail by comparing how long the server has been up alone: after a failover to a
-    // replica that has been up for months, `kill` went to whoever had the number there.
+    // Shown to fail by comparing only the uptime: after a failover to a replica that had been up
+    // for months, `kill` hit another connection with the same number.
     #[test]
     fn a_connection_of_another_server_or_of_before_a_restart_is_not_looked_for() {
         let session = ServerSession { id: 7, server: "db1/3306/1".to_owned() };

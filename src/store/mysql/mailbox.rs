@@ -1,8 +1,8 @@
-//! The row of an e-mail, in the caller's transaction.
+//! Queues an e-mail in the caller's transaction.
 //!
 //! Guarantees: one row per unique key, decided by the key (the plain insert fails with 1062, which
-//! undoes that statement and nothing else on MySQL); a value that a server without strict mode
-//! would shorten is refused before.
+//! undoes only that statement on MySQL); a value that a server without strict mode would shorten is
+//! refused before.
 
 use sqlx::MySqlConnection;
 
@@ -13,9 +13,9 @@ use crate::store::NewEmail;
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
 const TEXT_BYTES_MAX: usize = 65_535;
 
-/// A row of its own kind in the caller's transaction; false where its key is there already.
+/// Inserts the e-mail. Returns false where its unique key is there already.
 pub(super) async fn queue(connection: &mut MySqlConnection, email: &NewEmail) -> Result<bool, StoreError> {
-    // The connection may be the application's own, in any SQL mode.
+    // The connection may be the application's, with any SQL mode, so lengths are checked here.
     for (what, value, max) in [
         ("unique key", &email.unique_key, UNIQUE_KEY_BYTES_MAX),
         ("recipient", &email.recipient, TEXT_BYTES_MAX),

@@ -1,10 +1,10 @@
-//! How messages of consumers stand in the tables: headers as JSON, names as bytes.
+//! How consumed messages are stored: headers as JSON, names as bytes.
 
 use crate::error::StoreError;
 use crate::policy::hex::{hex, unhex};
 
-/// Headers that arrived may have any bytes, and a name twice: pairs, with a third member where the
-/// value is not text.
+/// Received headers may have any bytes, and the same name twice. They are stored as pairs, with a
+/// third member where the value is not text.
 pub(super) fn arrived_to_json(headers: &[(String, Vec<u8>)]) -> String {
     let pair = |(name, value): &(String, Vec<u8>)| match std::str::from_utf8(value) {
         Ok(value) => serde_json::json!([name, value]),

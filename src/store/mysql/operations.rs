@@ -1,9 +1,9 @@
 //! Idempotency records, and the transaction of a transactional operation.
 //!
-//! Guarantees: the primary key of fixed binary values decides who executes (O16, R24); every other
-//! write is one statement that compares the epoch it saw; a transactional operation never waits for
-//! another claim of its key (O17), and its outcome is written only while the savepoint set after
-//! the claim stands (O1, R23).
+//! Guarantees: the primary key, of fixed binary values, decides who executes (O16, R24); every
+//! other write is one statement that compares the epoch it saw; a transactional operation does not
+//! wait for another claim of its key (O17), and its outcome is written only while the savepoint set
+//! after the claim exists (O1, R23).
 
 mod tx;
 
@@ -35,7 +35,7 @@ use crate::store::{
     OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
-/// A record of the key was there already.
+/// The error number: the key has a record already.
 pub(super) const DUPLICATE: u16 = 1062;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::MySql));
@@ -50,13 +50,13 @@ macro_rules! insert {
     };
 }
 
-/// A claim in a transaction of its own.
+/// Inserts a claim in a transaction of its own.
 const INSERT: &str = insert!();
-/// Of a transactional operation: it waits for nobody on MariaDB, and one second on MySQL, where
-/// [`tx`] sets that (O17).
+/// Inserts the claim of a transactional operation. It does not wait for a lock on MariaDB, and at
+/// most the one second that [`tx`] sets on MySQL (O17).
 const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
 
-/// A claim on a record that was seen; what must still hold follows.
+/// Claims a record that was read before. The condition that must still hold is appended.
 const RENEW: &str = "update oncebox_idempotency_request \
     set principal = ?, fingerprint = ?, mode = ?, state = 'IN_PROGRESS', epoch = epoch + 1, owner = ?, \
         lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, lease_seconds = ?, generation = ?, \
@@ -183,8 +183,9 @@ impl Keys for MySqlStore {
 }
 
 impl MySqlStore {
-    /// Judges the lease, and what late runs have said, under the lock of its row. Of a run that the
-    /// record agreed with nothing stays where the key is used anew: there is no conflict.
+    /// Claims under the lock of the row, so that the condition sees the lease and the evidence of
+    /// late runs. Where a completed key is used anew, evidence of its runs is deleted: it agrees
+    /// with the outcome.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         records::lock(&mut transaction, &claim.identity).await?;
@@ -222,7 +223,7 @@ impl Bridged for MySqlConnection {
         sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await?;
         match sqlx::raw_sql("release savepoint oncebox_stands").execute(self).await {
             Ok(_) => Ok(()),
-            // Outside of a transaction a savepoint is gone with its own statement.
+            // Without a transaction, the savepoint ended together with its own statement.
             Err(error) if number(&error) == Some(NO_SAVEPOINT) => {
                 Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
             }
@@ -284,7 +285,8 @@ async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Res
     records::look_and_body_of(&row)
 }
 
-/// Inserts by this statement, or renews; false where something else stands there.
+/// Inserts the claim with `statement`, or renews a record. Returns false where the condition does
+/// not hold.
 async fn stake(
     connection: &mut Bounded<sqlx::MySql>,
     statement: &'static str,
@@ -314,7 +316,7 @@ async fn stake(
     Ok(renew.run(connection).await?.rows_affected() == 1)
 }
 
-/// Seconds of the lease; none where the claim has no owner but its transaction.
+/// The seconds of the lease. None where the transaction itself owns the claim.
 fn lease(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
     owned.owner.map(|_| claim.lease.as_secs_f64())
 }
@@ -336,7 +338,7 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
         .bind(owned.operation_id.as_bytes().to_vec())
 }
 
-/// Writes the outcome, then a large body: two statements of one transaction.
+/// Writes the outcome, then a large body: two statements. The caller's transaction holds both.
 pub(super) async fn finish(
     connection: &mut Bounded<sqlx::MySql>,
     fence: &RecordFence,
@@ -372,7 +374,7 @@ fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
     bind(done, fence).bind(fence.unknown)
 }
 
-/// Keeps a large body, where there is one.
+/// The statement that stores a large body. None where the body is not large.
 fn keeping<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Option<Query<'q>> {
     let kept = columns.large()?;
     let keep = sqlx::query(

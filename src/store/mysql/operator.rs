@@ -1,4 +1,4 @@
-//! Of what an operator sees and does, what only MySQL and MariaDB know; the rest stands in
+//! The operator's acts and views that only MySQL and MariaDB can answer. The others are in
 //! [`crate::store::sql::operator`].
 
 use std::time::Duration;
@@ -12,14 +12,14 @@ use crate::store::bounded::Ask;
 use crate::store::sql::operator::{OperatorSql, Texts};
 use crate::store::{ActContext, Dialect, LockWait};
 
-/// Waits for a table, which every account sees of its own connections.
+/// Waits for a table. Every account sees those of its own connections.
 const TABLE_WAITS: &str = "\
 select cast(id as char) as connection, coalesce(left(info, 100), '') as statement, cast(time as double) as seconds, \
        cast(state as char) as holder \
   from information_schema.processlist \
  where db = database() and state like 'Waiting for%lock%' and time >= ? order by time desc limit 20";
 
-/// Waits for a row, which takes the right PROCESS to see.
+/// Waits for a row. Only accounts with the right PROCESS see them.
 const ROW_WAITS: &str = "\
 select cast(t.trx_mysql_thread_id as char) as connection, coalesce(left(t.trx_query, 100), '') as statement, \
        cast(timestampdiff(second, t.trx_wait_started, now()) as double) as seconds, 'waits for a row' as holder \
@@ -30,7 +30,8 @@ select cast(t.trx_mysql_thread_id as char) as connection, coalesce(left(t.trx_qu
 impl OperatorSql for MySqlStore {
     const TEXTS: Texts = Texts::any(Dialect::MySql);
 
-    /// Connections that wait for a lock; the server says for what, not always behind whom.
+    /// Connections that wait for a lock. The server tells what they wait for, not always who holds
+    /// it.
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
         Box::pin(async move {
             let mut connection = self.pool.acquire().await?;
@@ -38,7 +39,7 @@ impl OperatorSql for MySqlStore {
             for sql in [TABLE_WAITS, ROW_WAITS] {
                 let rows = match sqlx::query(sql).bind(longer_than.as_secs()).all(&mut connection).await {
                     Ok(rows) => rows,
-                    // Most accounts have not that right.
+                    // Most accounts do not have this right: then no row waits are listed.
                     Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
                     Err(error) => return Err(error.into()),
                 };

@@ -1,6 +1,6 @@
-//! What is MySQL's own of operations in phases: a phase is moved on only while the savepoint stands
-//! that was set when it began (O1), and what InnoDB ended by itself is told from what was
-//! committed.
+//! The part of phased operations that is specific to MySQL. A phase is moved on only while the
+//! savepoint set at its beginning exists (O1). A transaction that InnoDB itself ended is told apart
+//! from one that was committed.
 
 use std::any::Any;
 use std::time::Duration;
@@ -21,8 +21,8 @@ use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
 use crate::store::{Basis, Begun, Driven, KeyClaim, Outcome, Owned, Proof, Run};
 
-/// By which InnoDB ends a transaction that its owner did not: a lock that did not come (where the
-/// server is set so), a deadlock, also of XA and of group replication, a record that changed since
+/// Errors after which InnoDB may have ended the transaction by itself: a lock timeout (where the
+/// server is set so), a deadlock (also of XA and of group replication), a record that changed since
 /// it was read (MariaDB).
 const ENDING: [u32; 5] = [1205, 1213, 1614, 3101, 1020];
 
@@ -30,7 +30,7 @@ const ENDING: [u32; 5] = [1205, 1213, 1614, 3101, 1020];
 #[derive(Debug)]
 struct MySqlPhase {
     held: Held,
-    /// Whether statements wait shorter for locks than handlers were promised.
+    /// Whether the session still has a shorter lock wait than handlers were promised.
     waits_short: bool,
 }
 
@@ -39,9 +39,9 @@ impl MySqlPhase {
         Box::new(Self { held: Held::new(transaction), waits_short })
     }
 
-    /// What the last statement failed with, where by that InnoDB may have ended the transaction: a
-    /// deadlock above all. Asked before any other statement, which would be the last one then; and
-    /// of the server, because a handler may hide it in an error of its own.
+    /// The error of the last statement, where InnoDB may have ended the transaction because of it
+    /// (most often a deadlock). Call this before any other statement, which would replace the
+    /// warnings. The server is asked because a handler may hide the error in one of its own.
     async fn noted(&mut self) -> Result<Option<String>, StoreError> {
         let warnings = raw_sql("show warnings").all(&mut self.held.transaction).await?;
         for row in warnings {
@@ -83,9 +83,9 @@ impl PhaseStore for MySqlStore {
     }
 }
 
-/// Whether the mark is ours. Of a transaction that has one and has not ended the first statement
-/// says so at once, which MySQL knows no other way to do; what comes between the two is waited for
-/// as long as [`SHORT_WAIT`] says.
+/// Writes the mark. Returns false where the phase has a committed mark. The first statement fails
+/// at once where another transaction has a mark and has not ended; MySQL has no other way to learn
+/// this. A mark made between the two statements is waited for as long as [`SHORT_WAIT`] says.
 async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool, sqlx::Error> {
     let id = driven.operation_id.as_bytes().to_vec();
     let there = query("select 1 from oncebox_operation_phase where operation_id = ? for update nowait");
@@ -123,7 +123,8 @@ impl HeldPhase for MySqlPhase {
     }
 
     async fn undo(&mut self) -> Result<Proof, StoreError> {
-        // A question that is cut off, as by KILL QUERY, proves nothing: it is no `Busy`.
+        // A query that was interrupted, as by KILL QUERY, proves nothing, so `Busy` is not
+        // returned.
         let noted = self.noted().await.map_err(unproven)?;
         let proof = self.held.prove("rollback to").await.map_err(unproven)?;
         if proof != Proof::Ended {
@@ -131,7 +132,8 @@ impl HeldPhase for MySqlPhase {
         }
         match (self.held.nothing_committed().await.map_err(unproven)?, noted) {
             (true, Some(error)) => Err(StoreError::Busy(sqlx::Error::Protocol(error))),
-            // What ran after it waits for a COMMIT, which does not come.
+            // Statements after the end of the transaction need a COMMIT to take effect, and none
+            // comes.
             (true, None) => Ok(Proof::Aborted),
             (false, _) => Ok(proof),
         }
@@ -145,7 +147,7 @@ impl HeldPhase for MySqlPhase {
         None
     }
 
-    /// The savepoint has proven it before.
+    /// Adds nothing: `prove` has checked the savepoint before.
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
         failed.map_or(Ok(Proof::Same), Err)
     }

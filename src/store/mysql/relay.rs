@@ -1,18 +1,19 @@
-//! The outbox as its relay sees it: a table that holds only what is not proven (R10).
+//! The outbox for its relay: a table that holds only unproven rows (R10).
 //!
 //! Guarantees:
 //!
-//! * A read takes the first rows present, in position order, without a lower bound: a row with a
-//!   low position that commits late is new, because it is not in flight. What is in flight stands
-//!   in the memory of the session alone.
+//! * A read takes the first rows in position order, without a lower bound. A row with a low
+//!   position that commits late is recognised as new, because it is not in flight. Only the memory
+//!   of the session knows which rows are in flight.
 //! * A mark deletes exactly the positions that were read, through a join from their list that looks
-//!   each of them up by the primary key (R11): a range would delete rows never read, and an IN list
-//!   or a range waits for every open writer.
-//! * Every write begins with the row of the shard, where epoch and revision are still ours.
-//! * A position that a dead or held row has and a new row was given (the counter was set back) is
-//!   refused when it is read: the relay tells rows apart by it.
-//! * A read holds no more bytes than were asked for: where rows suddenly weigh more, it stops in
-//!   the middle (G11).
+//!   each up by the primary key (R11). A range would delete rows that were never read, and an IN
+//!   list or a range waits for every open writer.
+//! * Every write first updates the row of the shard, and ends where epoch and revision are not
+//!   ours.
+//! * A new row at the position of a dead or held row (the counter was set back) is refused when it
+//!   is read, because the relay identifies rows by position.
+//! * A read stops with the row that reaches the limit of bytes, also where rows suddenly become
+//!   larger (G11).
 //!
 //! Not here: gaps and fences, which this cursor does not need.
 
@@ -40,25 +41,26 @@ use crate::store::{
     RelaySession, RequestedAct,
 };
 
-/// A row with this position is there already.
+/// The error number: a row with this key is there already.
 const DUPLICATE: u16 = 1062;
-/// Requests taken at a time.
+/// The largest number of requests in one read.
 const REQUESTS_MAX: i64 = 1_000;
 
-/// One ownership of the outbox.
+/// One session: it owns the outbox.
 #[derive(Debug)]
 pub(super) struct MySqlSession {
     pool: BoundedPool<MySql>,
     epoch: i64,
-    /// The one this session wrote last: another one in the row means that somebody else wrote (R7).
+    /// The revision that this session wrote last. Another one in the row means that another process
+    /// wrote (R7).
     revision: i64,
     length: Duration,
-    /// Batches of the window that are not marked, each with its positions.
+    /// The batches of the window that are not marked, each with its positions.
     window: BTreeMap<u64, Vec<i64>>,
     in_flight: BTreeSet<i64>,
     batches: u64,
     read_bytes: usize,
-    /// Lowered while rows are so large that they reach the bytes of a read.
+    /// The most rows of a read. Lowered while rows are so large that they reach the limit of bytes.
     rows_max: usize,
 }
 
@@ -66,9 +68,9 @@ pub(super) struct MySqlSession {
 impl Outbox for MySqlStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
-        // The lock first, in a statement of its own: the time of a statement is that of its start,
-        // so one that waited for the lock would see a lease that was taken meanwhile end later than
-        // its length from "now", as if the clock had gone back.
+        // Takes the lock in a statement of its own. The time of a statement is that of its start:
+        // if it waited for the lock, a lease taken meanwhile would seem to end later than its full
+        // length from "now", and would count as expired.
         let locked: Option<i32> =
             sqlx::query_scalar("select shard_id from oncebox_shard where shard_id = ? for update")
                 .bind(request.shard)
@@ -126,7 +128,7 @@ impl Outbox for MySqlStore {
     }
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
-        // The mark deletes what it proves.
+        // Proven rows are not kept: the mark deletes them.
         Ok(Duration::ZERO)
     }
 
@@ -170,13 +172,14 @@ impl RelaySession for MySqlSession {
     }
 
     async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
-        // The position that the outbox is proven up to is only shown, so it may stand still.
+        // `scanned_to` is only shown here, so it need not move with every mark.
         let proven: Vec<i64> = match mark.through {
             Some(through) => self.window.range(..=through).flat_map(|(_, positions)| positions).copied().collect(),
             None => Vec::new(),
         };
         let mut transaction = self.pool.begin(START).await?;
-        // The row of the shard first: whoever is fenced waits here and changes nothing.
+        // The row of the shard first: a fenced session waits for its lock, and then changes
+        // nothing.
         let written = sqlx::query(
             "update oncebox_shard set revision = ?, lease_until = utc_timestamp(6) + interval ? microsecond, \
              scanned_to = greatest(scanned_to, ?), updated_at = if(?, utc_timestamp(6), updated_at) \
@@ -291,8 +294,8 @@ impl MySqlSession {
         mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
     }
 
-    /// The rows at these positions, the first ones that reach the bytes of a read. They were
-    /// committed when their positions were read, and only this session deletes them.
+    /// Reads the rows at these positions until they reach the limit of bytes. They were committed
+    /// when their positions were read, and only this session deletes them.
     async fn rows(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
         if positions.is_empty() {
             return Ok(Vec::new());
@@ -308,14 +311,15 @@ impl MySqlSession {
                 }
                 Err(error) => outcome = Err(error),
             }
-            // The server sends what was asked for, whatever it weighs: only the end of the
-            // connection stops it.
+            // The server sends all rows that were asked for; only the end of the connection stops
+            // it.
             if outcome.is_err() || bytes >= bytes_max { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         let query = sqlx::query(ROWS).bind(number_list(positions.iter().copied()));
         self.pool.acquire().await?.parts(query, take).await?;
         outcome?;
-        // So many are asked for next time, and twice as many when they leave room again.
+        // The next read asks for as many rows as fitted, and for twice as many once much room is
+        // left.
         if bytes >= bytes_max {
             self.rows_max = rows.len();
         } else if bytes < bytes_max / 4 {
@@ -338,9 +342,9 @@ select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, 
   left join oncebox_outbox_dead d force index (primary) on d.position = o.position \
  order by o.position";
 
-/// `eq_ref` by the primary key: no lock but on the rows themselves (R11). A test reads the plan.
-/// The index is forced because an optimizer prefers to scan a small table, which waits for every
-/// open writer.
+/// The plan is `eq_ref` by the primary key: only the rows themselves are locked (R11). A test reads
+/// the plan. The index is forced because an optimizer prefers to scan a small table, and a scan
+/// waits for every open writer.
 pub(super) const DELETE_PROVEN: &str = "\
 delete o from json_table(?, '$[*]' columns (position bigint path '$')) j \
   straight_join oncebox_outbox o force index (primary) on o.position = j.position";
@@ -360,8 +364,8 @@ select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, 
   from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
  order by d.position";
 
-/// The lane is computed as `message::lane_id` does: the length of the topic in eight bytes, the
-/// topic, the key.
+/// The lane id is computed as in `message::lane_id`: from the length of the topic in eight bytes,
+/// the topic, and the key.
 const DIVERT: &str = "\
 insert into oncebox_outbox_dead \
   (position, bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at, lane_id, \
@@ -431,7 +435,7 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
                 Diversion::HeldDestination { reason } => ("held", "destination", Some(reason), false),
             };
             let holds = u8::from(holds);
-            // A member that is left out is null.
+            // A member that is left out is read as null.
             let reason =
                 reason.map(|reason| format!(r#","r":"{}""#, hex(kept_error(reason).as_bytes()))).unwrap_or_default();
             format!(r#"{{"p":{position},"s":"{state}","c":"{cause}","h":{holds}{reason}}}"#)
@@ -457,7 +461,7 @@ fn diverted_row(row: &MySqlRow) -> Result<DivertedRow, StoreError> {
     })
 }
 
-/// Refuses a row of the outbox whose position a dead or held row has.
+/// Refuses a row of the outbox whose position belongs to a dead or held row.
 fn unused(row: &MySqlRow) -> Result<(), StoreError> {
     match row.try_get::<i64, _>("is_used")? {
         0 => Ok(()),

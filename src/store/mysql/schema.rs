@@ -1,13 +1,12 @@
 //! The schema: migrations that can be run twice, under a lock of the server, in a table of their
 //! own.
 //!
-//! DDL commits by itself on MySQL, so a migration that is cut off leaves a part of itself. Each
-//! statement can therefore be run again, and each file ends (the optional function: begins) with
-//! the row that says it was applied. The files are what the `mysql` client reads, `delimiter`
-//! included, so that `oncebox migrate print` can be piped into it.
+//! DDL commits by itself on MySQL, so an interrupted migration leaves a part of itself. Each
+//! statement can therefore run again, and each file ends (the optional function: begins) with the
+//! row that says it was applied. The files can be read by the `mysql` client, `delimiter` included,
+//! so `oncebox migrate print` can be piped into it.
 //!
-//! Not here: sqlx's migrator. It stops at a migration that was cut off and asks a person to repair
-//! it.
+//! Not here: sqlx's migrator. After an interrupted migration it stops and needs a manual repair.
 
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
@@ -47,11 +46,11 @@ const MIGRATIONS: &[MigrationText] = &[
 /// The migration whose last statement a server may forbid.
 const OPTIONAL: i64 = 3;
 
-/// Functions are forbidden under binary logging (1418, 1419), or the migrator may not make any
-/// (1044, 1142, 1227, 1370).
+/// Errors where functions are forbidden under binary logging (1418, 1419), or the migrator may not
+/// make any (1044, 1142, 1227, 1370).
 const FORBIDDEN: [u16; 6] = [1418, 1419, 1044, 1142, 1227, 1370];
 
-/// Seconds to wait for another migrator.
+/// The longest wait for another migrator, in seconds.
 const LOCK_SECONDS: i64 = 60;
 
 impl Schema for MySqlStore {
@@ -71,8 +70,8 @@ impl Schema for MySqlStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        // The lock ends with its connection, whatever happens: it is not given back to the pool. A
-        // migration, and the wait for another migrator, may take as long as they take.
+        // The connection does not go back to the pool, so the lock ends with it in any case. A
+        // migration has no time limit; the wait for another migrator ends after `LOCK_SECONDS`.
         let mut connection = self.pool.dedicated().await?;
         let locked: Option<i64> =
             sqlx::query_scalar("select get_lock(concat('oncebox/', left(sha2(database(), 256), 40)), ?)")
@@ -98,12 +97,12 @@ impl Schema for MySqlStore {
     }
 }
 
-/// The migrations that were applied.
+/// Reads which migrations were applied.
 pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
     let found = sqlx::query_scalar("select version from oncebox_migration order by version").all(connection).await;
     match found {
         Ok(found) => Ok(History(found.into_iter().map(|version| (version, None)).collect())),
-        // No such table.
+        // The migration table does not exist yet.
         Err(error) if number(&error) == Some(1146) => Ok(History::default()),
         Err(error) => Err(error.into()),
     }
@@ -112,7 +111,8 @@ pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, 
 async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> {
     let missing = applied(connection).await?.missing(MIGRATIONS)?;
     for migration in MIGRATIONS {
-        // A function that was forbidden is tried again: the setting may have changed.
+        // The optional function is tried again where it is missing: the server's setting may have
+        // changed.
         let is_there = !missing.contains(&migration.version);
         if is_there && (migration.version != OPTIONAL || has_function(connection).await?) {
             continue;
@@ -135,7 +135,7 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
     Ok(missing)
 }
 
-/// Whether the SQL door stands as a function too.
+/// Whether the SQL door exists as a function too.
 pub(super) async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
     let found: i64 = sqlx::query_scalar(
         "select count(*) from information_schema.routines \
@@ -156,8 +156,8 @@ pub(super) fn number(error: &sqlx::Error) -> Option<u16> {
     }
 }
 
-/// Splits a file as the `mysql` client does: at the delimiter at the end of a line, which
-/// `delimiter X` changes.
+/// Splits a file as the `mysql` client does: at a delimiter at the end of a line. A line `delimiter
+/// X` changes the delimiter.
 fn statements(sql: &str) -> Vec<String> {
     let (mut found, mut current, mut delimiter) = (Vec::new(), String::new(), ";".to_owned());
     for line in sql.lines() {

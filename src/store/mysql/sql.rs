@@ -1,4 +1,4 @@
-//! How MySQL and MariaDB runs the texts of [`crate::store::sql`].
+//! Runs the statements of [`crate::store::sql`] on MySQL and MariaDB.
 
 use chrono::{DateTime, NaiveDateTime, Utc};
 use futures::future::BoxFuture;
@@ -27,7 +27,7 @@ impl Row for MySqlRow {
         number.map(|number| i64::try_from(number).map_err(wrong)).transpose()
     }
 
-    /// Also from a column of bytes, which is how names and keys are kept.
+    /// Reads columns of bytes too, because names and keys are stored as bytes.
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError> {
         let bytes: Option<Vec<u8>> = sqlx::Row::try_get_unchecked(self, at)?;
         bytes.map(|bytes| super::text(&format!("number {at} of a row"), bytes)).transpose()
@@ -64,7 +64,7 @@ impl Row for MySqlRow {
     }
 }
 
-/// The statement of sqlx.
+/// Binds the values of a statement for sqlx.
 fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MySqlArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::MySql)?;
     Ok(values.into_iter().fold(query(text), |query, value| match value {
@@ -87,7 +87,7 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
     }))
 }
 
-/// A connection of the application.
+/// Runs statements on a connection of the application.
 impl Session for MySqlConnection {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
         Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })

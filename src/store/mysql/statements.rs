@@ -1,12 +1,12 @@
 //! Statements of the sql handler on MySQL and MariaDB.
 //!
-//! Values keep their digits. The server knows of no parameter what type it is to have, and counts
-//! with text as with a float: so a whole number is bound as an integer, signed or not, and any
-//! other as its digits cast to a DECIMAL of exactly so many. A time is bound as one, because no
-//! column takes the form that it has in a payload.
+//! Values keep their digits. The server does not know the type of a parameter, and treats text in
+//! arithmetic as a float. So a whole number is bound as an integer, signed or unsigned, and any
+//! other number as its digits, cast to a DECIMAL of exactly that scale. A time is bound as a time,
+//! because no column accepts its form in a payload.
 //!
-//! A table without transactions is refused: a row in it stays where its inbox row is rolled back,
-//! and comes again with it.
+//! A table without transactions is refused: its row would stay when the inbox row is rolled back,
+//! and be written again at the redelivery.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,15 +18,15 @@ use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
-/// Digits of a DECIMAL, and those of them behind the point.
+/// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;
 const SCALE_MAX: usize = 30;
 
-/// A statement, taken apart at its parameters.
+/// A statement, split at its parameters.
 #[derive(Debug)]
 pub struct MySqlStatement {
-    /// With a `?` for each parameter. Interned for the life of the program: a handler's statements
-    /// are few, and sqlx keeps prepared what is `'static`.
+    /// The text with a `?` for each parameter. Interned for the life of the program: a handler has
+    /// few statements, and sqlx caches only `'static` texts as prepared.
     plain: &'static str,
     pieces: Vec<Piece>,
 }
@@ -83,8 +83,8 @@ impl Statements for MySqlStore {
     }
 }
 
-/// Each word of the statement may be a table's name: one that is mentioned in a text only is
-/// refused as well.
+/// Takes each word of the statement for a possible table name. So a table named only inside a
+/// string literal is refused too.
 async fn refuse_tables_without_transactions(
     connection: &mut Bounded<MySql>,
     statement: &str,
@@ -114,7 +114,7 @@ async fn refuse_tables_without_transactions(
     }
 }
 
-/// The statement with something for each parameter.
+/// The statement with a text in place of each parameter.
 fn text(pieces: &[Piece], parameter: impl Fn(&str) -> String) -> String {
     let piece = |piece: &Piece| match piece {
         Piece::Text(text) => text.clone(),
@@ -123,22 +123,22 @@ fn text(pieces: &[Piece], parameter: impl Fn(&str) -> String) -> String {
     pieces.iter().map(piece).collect()
 }
 
-/// A number as the server holds it without loss.
+/// A number in the form that the server holds without loss.
 #[derive(Debug, PartialEq, Eq)]
 enum Exact {
     Signed(i64),
     Unsigned(u64),
-    /// Plain digits, so many of them behind the point.
+    /// Plain digits, and how many of them are after the point.
     Decimal {
         digits: String,
         scale: usize,
     },
-    /// More digits than a DECIMAL has: the column decides what becomes of the text.
+    /// More digits than a DECIMAL has: bound as text, which the column converts.
     Beyond,
 }
 
 impl Exact {
-    /// From the text of a JSON number.
+    /// Parses the text of a JSON number.
     fn of(text: &str) -> Self {
         if let Ok(number) = text.parse() {
             return Self::Signed(number);
@@ -156,7 +156,7 @@ fn decimal(text: &str) -> Option<Exact> {
     let (sign, mantissa) = mantissa.strip_prefix('-').map_or(("", mantissa), |mantissa| ("-", mantissa));
     let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let mut digits = format!("{whole}{fraction}");
-    // Where the point stands in `digits`.
+    // The place of the point in `digits`.
     let mut point = i64::try_from(whole.len()).ok()? + exponent;
     if point < 1 {
         let zeros = usize::try_from(1 - point).ok()?;

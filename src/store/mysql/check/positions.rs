@@ -1,10 +1,9 @@
-//! A counter of positions that stands behind a dead or held row, and rows that were given a
-//! position again (R7): after a restore, or `truncate table`.
+//! Repairs a counter of positions that is behind a dead or held row, and rows that got a used
+//! position (R7): after a restore, or `truncate table`.
 //!
-//! Guarantees: the counter is set above every position in use; the rows of the outbox go above all
-//! of them, in the order that they have, so that none stands before a held one of its key that came
-//! first; a relay that runs begins anew. A message that was on its way may be sent again, none is
-//! lost.
+//! Guarantees: the counter is set above every position in use. The rows of the outbox move above
+//! all of them in their old order, so that none is before an older held row of its key. A running
+//! relay starts again. A message under way may be sent again; none is lost.
 
 use sqlx::{AssertSqlSafe, MySql, Row, raw_sql};
 
@@ -14,11 +13,11 @@ use crate::store::mysql::START;
 use crate::store::{ActContext, Finding};
 
 const NAME: &str = "sequence behind cursor";
-/// Positions that are left free for what is written while the counter is being set.
+/// Positions kept free for messages that are written while the counter is being set.
 const ROOM: u64 = 1_000_000;
 
-/// The next position, the highest of a dead or held row, the first of those of both tables, and
-/// what the outbox holds.
+/// The next position, the highest one of a dead or held row, the lowest one that is in both tables,
+/// and the first and the last one of the outbox.
 const STATE: &str = "\
 select cast((select auto_increment from information_schema.tables \
               where table_schema = database() and table_name = 'oncebox_outbox') as unsigned), \
@@ -27,7 +26,7 @@ select cast((select auto_increment from information_schema.tables \
        cast((select min(position) from oncebox_outbox) as unsigned), \
        cast((select max(position) from oncebox_outbox) as unsigned)";
 
-/// From the last on: none takes the place of another.
+/// Moves the last row first, so that no row takes the position of another.
 const MOVE: &str = "update oncebox_outbox set position = position + ? where position < ? order by position desc";
 
 struct State {
@@ -50,7 +49,7 @@ impl State {
         Ok(Self { next: row.try_get(0)?, used: row.try_get(1)?, twice: row.try_get(2)?, rows })
     }
 
-    /// What is wrong with it.
+    /// Describes the fault; none where there is none.
     fn fault(&self) -> Option<String> {
         let used = self.used?;
         match (self.next, self.twice) {
@@ -64,19 +63,19 @@ impl State {
         }
     }
 
-    /// What stands above every position in use.
+    /// The highest position that is or was in use.
     fn top(&self) -> u64 {
         let last = self.rows.map(|(_, last)| last);
         self.used.max(last).max(self.next.map(|next| next.saturating_sub(1))).unwrap_or(0)
     }
 
-    /// By how much the rows of the outbox go up.
+    /// By how much the rows of the outbox are moved up.
     fn shift(&self) -> u64 {
         self.rows.map_or(0, |(first, _)| self.top() + 1 - first)
     }
 }
 
-/// Looks at the positions, and says what is wrong with them.
+/// Reads the positions, and reports a fault as a refusal.
 pub(super) async fn look(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
     let state = State::read(connection).await?;
     Ok(match (state.fault(), state.next, state.used) {
@@ -86,7 +85,8 @@ pub(super) async fn look(connection: &mut Bounded<MySql>) -> Result<Finding, Sto
     })
 }
 
-/// Mends it, or says what it would do; nothing where the counter is sound.
+/// Repairs the counter, or on a dry run describes the repair. Returns nothing where the counter is
+/// sound.
 pub(in crate::store::mysql) async fn mend(
     pool: &BoundedPool<MySql>,
     context: &ActContext,
@@ -97,8 +97,8 @@ pub(in crate::store::mysql) async fn mend(
     if context.dry_run {
         return Ok(vec![mended]);
     }
-    // This waits for every writer that is open: whoever draws a position from here on draws one
-    // above those that the rows get.
+    // This statement waits for every open writer. Positions drawn after it are above those that the
+    // moved rows get.
     let next = state.top() + state.rows.map_or(0, |(first, last)| last - first) + ROOM;
     let alter = AssertSqlSafe(format!("alter table oncebox_outbox auto_increment = {next}"));
     raw_sql(alter).run(&mut pool.acquire().await?).await?;
@@ -132,7 +132,8 @@ pub(in crate::store::mysql) async fn mend(
 }
 
 impl State {
-    /// The same of the rows below a position, once no other one can be given below it.
+    /// Reads the rows below a position that the counter has already passed, so that no more can
+    /// appear.
     async fn read_below(connection: &mut Bounded<MySql>, next: u64) -> Result<Self, StoreError> {
         let row = sqlx::query(
             "select cast((select max(position) from oncebox_outbox_dead) as unsigned), \

@@ -15,26 +15,26 @@ use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
-/// A row that somebody holds, and nobody waits for: 1205 on MariaDB, 3572 on MySQL.
+/// The error numbers of a lock that was not waited for: 1205 on MariaDB, 3572 on MySQL.
 const LOCKED: [u16; 2] = [1205, 3572];
 
-/// Whether somebody holds a row for which this did not wait longer.
+/// Whether the statement failed because another transaction has a row locked.
 pub(in crate::store::mysql) fn is_locked(error: &sqlx::Error) -> bool {
     number(error).is_some_and(|number| LOCKED.contains(&number))
 }
 
-/// MySQL has no wait of a statement's own: its shortest one of a session, until the claim stands.
-/// MariaDB has one, and does the same: what only MySQL did would be tested nowhere. A claim that is
-/// refused need not take it back, for its connection goes back to the pool, which sets it up anew
-/// ([`connect`](super::super::connect)); so the usual wait is never 1 here.
+/// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
+/// the claim is made. MariaDB has one, but takes the same path, so that the tests of both cover it.
+/// A refused claim does not restore the value: its connection goes back to the pool, which sets it
+/// up again ([`connect`](super::super::connect)). So the saved value is never 1.
 pub(in crate::store::mysql) const SHORT_WAIT: &str =
     "set @oncebox_lock_wait = @@session.innodb_lock_wait_timeout, session innodb_lock_wait_timeout = 1";
-/// What handlers were promised.
+/// Restores the lock wait that handlers were promised.
 pub(in crate::store::mysql) const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_wait";
 
-/// How many statements this session has run that may commit: all but those that are known not to,
-/// by the server's own count, of which statements inside procedures are part. InnoDB says nothing
-/// of a transaction that it has ended, so this is the only proof that nothing was committed.
+/// The number of statements of this session that may have committed: all kinds except those known
+/// not to. It is the server's own count, which includes statements inside procedures. InnoDB does
+/// not report that it ended a transaction, so this is the only proof that nothing was committed.
 macro_rules! may_have_committed {
     () => {
         "(select sum(variable_value) from /*M! information_schema.session_status */ /*!80000 performance_schema.session_status */ \
@@ -45,7 +45,7 @@ macro_rules! may_have_committed {
     };
 }
 
-/// From here on the handler's statements count.
+/// Stores the count; the handler's statements come after it.
 const COUNT: &str = concat!("set @oncebox_committed = ", may_have_committed!());
 const NOTHING_COMMITTED: &str =
     concat!("select cast(coalesce(@oncebox_committed = ", may_have_committed!(), ", false) as signed)");
@@ -57,16 +57,16 @@ pub(in crate::store) struct MySqlOperationTx {
     owned: Owned,
 }
 
-/// A transaction that must still be there when its outcome is written.
+/// A transaction, and the savepoint that proves later that it has not ended.
 #[derive(Debug)]
 pub(in crate::store::mysql) struct Held {
     pub(in crate::store::mysql) transaction: Bounded<MySql>,
-    /// Set right after the claim: effects are taken back to it, and it must be there when the
-    /// outcome is written.
+    /// Set right after the claim. Effects are rolled back to it, and it must exist when the outcome
+    /// is written.
     savepoint: String,
 }
 
-/// Locks without waiting, claims, and sets the savepoint.
+/// Takes the lock without waiting, claims, and sets the savepoint.
 pub(super) async fn begin_operation(
     store: &MySqlStore,
     claim: &KeyClaim,
@@ -84,7 +84,8 @@ pub(super) async fn begin_operation(
     })
 }
 
-/// A transaction in which the claim stands. Where the claim is refused, it ends before the answer.
+/// Begins a transaction that holds the claim. Where the claim is refused, the transaction is ended
+/// before this returns.
 pub(in crate::store::mysql) async fn staked(
     store: &MySqlStore,
     claim: &KeyClaim,
@@ -98,7 +99,7 @@ pub(in crate::store::mysql) async fn staked(
     Ok(begun)
 }
 
-/// The same, and statements wait for locks no longer than for the claim.
+/// As `staked`, but the short lock wait stays set.
 async fn staked_at_once(
     store: &MySqlStore,
     claim: &KeyClaim,
@@ -114,7 +115,7 @@ async fn staked_at_once(
             Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }
         Err(error) if is_locked(&error) => {
-            // Only the statement was rolled back (R27).
+            // MySQL rolled back only the statement, so the transaction is ended here (R27).
             transaction.rollback().await?;
             Ok(Begun::Locked)
         }
@@ -140,12 +141,13 @@ async fn try_claim(
 }
 
 impl Held {
-    /// A transaction in which only our own statements ran, until [`Self::hold`].
+    /// Wraps a transaction in which only our own statements ran; the handler runs after
+    /// [`Self::hold`].
     pub(in crate::store::mysql) fn new(transaction: Bounded<MySql>) -> Self {
         Self { transaction, savepoint: savepoint_name() }
     }
 
-    /// Sets the savepoint behind another statement, where there is one, and counts from there; one
+    /// Runs the statement `first`, if any, stores the count and sets the savepoint, all in one
     /// packet.
     pub(in crate::store::mysql) async fn hold(&mut self, first: &str) -> Result<(), StoreError> {
         let first = if first.is_empty() { String::new() } else { format!("{first}; ") };
@@ -154,14 +156,14 @@ impl Held {
         Ok(())
     }
 
-    /// Whether it is proven that nothing was committed since; see
+    /// Whether it is proven that nothing was committed since [`Self::hold`]; see
     /// [`OperationTx::nothing_committed`].
     pub(in crate::store::mysql) async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
         let proven: i64 = sqlx::query_scalar(NOTHING_COMMITTED).one(&mut self.transaction).await?;
         Ok(proven != 0)
     }
 
-    /// Runs `rollback to` or `release`: whether the savepoint is still there.
+    /// Runs `rollback to` or `release` on the savepoint. Returns `Ended` where it is gone.
     pub(in crate::store::mysql) async fn prove(&mut self, statement: &str) -> Result<Proof, StoreError> {
         let prove = AssertSqlSafe(format!("{statement} savepoint {}", self.savepoint));
         match raw_sql(prove).run(&mut self.transaction).await {
