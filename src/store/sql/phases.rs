@@ -1,12 +1,12 @@
 //! Operations in phases, on every database.
 //!
-//! Guarantees: of many that take an operation up one raises its epoch, under the lock of its row; a
-//! phase moves its operation on only in the transaction that it began in, and from the point and
-//! epoch that it knew (O1, O9); record and operation change together.
+//! Guarantees: of many processes that take an operation up, one raises its epoch, under the lock of
+//! its row. A phase moves its operation on only in the transaction that it began in, and from the
+//! point and epoch that it began with (O1, O9). Record and operation change together.
 //!
-//! What is each database's own: the claim of the record and its outcome, which are on the hot path;
-//! the mark of a run; and how it is proven that a transaction is still the one that began
-//! ([`PhaseStore`], [`HeldPhase`]).
+//! Not here, but in the folder of each database ([`PhaseStore`], [`HeldPhase`]): the claim of the
+//! record and its outcome, which are on the hot path; the mark of a run; and the proof that a
+//! transaction is still the one that began.
 
 mod tx;
 
@@ -32,7 +32,7 @@ use crate::store::{
     Phases, Proof, Run, StoredEvidence, StoredOperation, Taken,
 };
 
-/// What is a database's own of operations in phases.
+/// The part of operations in phases that each database implements itself.
 #[async_trait]
 pub(in crate::store) trait PhaseStore: SqlStore {
     /// Claims the record of a first phase, as for a transactional operation.
@@ -44,11 +44,11 @@ pub(in crate::store) trait PhaseStore: SqlStore {
         patience: Duration,
     ) -> Result<Begun<Box<dyn HeldPhase>>, StoreError>;
 
-    /// A transaction for a later phase in which no code but ours runs.
+    /// Begins the transaction of a later phase in which no handler runs.
     async fn begin_held(&self) -> Result<Box<dyn HeldPhase>, StoreError>;
 
-    /// A transaction for a later phase whose code is a handler's: it holds the mark of the run,
-    /// where the database has marks.
+    /// Begins the transaction of a later phase whose code is a handler's. It holds the mark of the
+    /// run, where the database has marks.
     async fn begin_marked(&self, driven: &Driven) -> Result<Run<Box<dyn HeldPhase>>, StoreError>;
 }
 
@@ -61,25 +61,27 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
     /// The sqlx connection, for statements of a handler.
     fn lend(&mut self) -> &mut (dyn Any + Send);
 
-    /// The handler begins here: sets the savepoint that effects are taken back to, and lets
-    /// statements wait for locks as long as handlers were promised.
+    /// Prepares the connection for the handler: sets the savepoint to which effects are taken back,
+    /// and the lock timeout that handlers were promised.
     async fn hold(&mut self) -> Result<(), StoreError>;
 
     /// Takes effects back, as [`PhaseTx::undo_effects`] says.
     async fn undo(&mut self) -> Result<Proof, StoreError>;
 
-    /// Whether it is still the transaction that began, before it moves on. A database that compares
-    /// [`Self::token`] in the statement that moves it asks nothing here.
+    /// Proves, before the operation is moved on, that this is still the transaction that began. A
+    /// database that compares [`Self::token`] in the statement that moves the operation runs no
+    /// statement here.
     async fn prove(&mut self) -> Result<Proof, StoreError>;
 
     /// The id of the transaction, which the statement that moves the operation compares as `:token`
     /// where the database has one.
     fn token(&self) -> Option<&str>;
 
-    /// What it proves that this statement has changed nothing, or has failed with an error.
+    /// Called when the statement that moves the operation changed no row, or failed with an error:
+    /// returns what that proves of the transaction.
     ///
     /// # Errors
-    /// That one, where the transaction is ours.
+    /// The given error, where the transaction is still ours.
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError>;
 
     /// Writes the outcome to the record, and its times to the operation ([`same_times`]).
@@ -98,7 +100,7 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
     async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
 }
 
-/// As [`operation_of`] reads it.
+/// An operation with its columns in the order of [`operation_of`].
 pub(in crate::store) const OPERATION: &str = "\
     select {micros n.at}, o.operation_id, r.tenant, r.operation, r.{key}, o.flow, o.flow_version, o.point, o.state, \
        o.command, o.command_kid, o.epoch, \
@@ -107,19 +109,19 @@ pub(in crate::store) const OPERATION: &str = "\
       from (select {clock} as at) n join oncebox.operation o on o.operation_id = :id \
       left join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id";
 
-/// As [`intent_of`] reads it.
+/// The intents of an operation, with their columns in the order of [`intent_of`].
 pub(in crate::store) const INTENTS: &str = "\
     select effect, strategy, provider_key, request, request_kid, adapter, adapter_version, {micros first_sent_at}, \
        {micros last_sent_at}, sends, outcome, undoes \
       from oncebox.operation_intent where operation_id = :id order by first_sent_at, effect";
 
-/// As [`evidence_of`] reads it.
+/// The evidence of an operation, with its columns in the order of [`evidence_of`].
 pub(in crate::store) const EVIDENCE: &str = "\
     select operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, {micros observed_at} \
       from oncebox.operation_evidence where operation_id = :id order by evidence_id";
 
-/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over
-/// (R22).
+/// No process drives the operation, and one may take it up. A lease that ends later than its full
+/// length from now was written before the clock went back, and is over (R22).
 macro_rules! is_free {
     () => {
         "o.parked is null and o.outcome_at is null and (o.owner is null or o.lease_until <= {clock} \
@@ -127,8 +129,8 @@ macro_rules! is_free {
     };
 }
 
-/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has
-/// no owner.
+/// The fence of every statement of a driver. A parked operation has no owner, and neither has one
+/// with an outcome.
 macro_rules! is_ours {
     () => {
         "o.operation_id = :id and o.epoch = :epoch and o.owner = :owner"
@@ -136,13 +138,13 @@ macro_rules! is_ours {
 }
 use is_ours;
 
-/// The row is locked by a statement of its own. On MySQL a statement that waits for a lock goes on
-/// with the time at which it began, and a lease granted meanwhile would seem to end later than it
-/// can (R22). On PostgreSQL the next statement sees what the lock was waited for.
+/// The row is locked by a statement of its own. On MySQL a statement that waited for a lock still
+/// uses the time at which it began, so a lease granted meanwhile would seem to end later than it
+/// can (R22). On PostgreSQL the next statement sees what the other transaction committed.
 const LOCK: &str = "select o.epoch from oncebox.operation o where o.operation_id = :id {lock}";
 
-/// The longest due first. Rows that somebody else is about to take are passed over; what they say
-/// is asked again when they are taken.
+/// Operations that are due, the longest due first. Rows that another transaction has locked are
+/// skipped. The statement that takes a row checks its conditions again.
 const DUE: &str = concat!(
     "select o.operation_id, o.epoch from oncebox.operation o {my: force index (operation_due)} \
       where o.flow = :flow and o.due_at <= {now} and o.flow_version {in ints :versions} and ",
@@ -196,8 +198,8 @@ const APPEND: &str = "insert into oncebox.operation_evidence \
       (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, observed_at) \
     values (:id, :effect, :epoch, :send, :kind, :verdict, :status, :bytes, :kid, {clock})";
 
-/// What asks to wait is said by the last answer alone: a provider that asks for it all day leaves
-/// one row. None of them proves anything.
+/// Keeps only the last answer that asks to wait: a provider that asks for it all day leaves one
+/// row. None of these answers proves anything.
 const FORGET_WAITS: &str = "delete from oncebox.operation_evidence \
     where operation_id = :id and effect = :effect and verdict = 'wait' and evidence_id < \
      (select last from (select max(evidence_id) as last from oncebox.operation_evidence \
@@ -257,7 +259,7 @@ impl<S: PhaseStore + Operations> Phases for S {
         lease: Duration,
         tenants: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
-        // Most questions find nothing: they need no transaction.
+        // Most polls find nothing, and a plain read is enough for them.
         if self.reader().await?.rows(due(flow, versions, 1, tenants)).await?.is_empty() {
             return Ok(Vec::new());
         }
@@ -328,7 +330,8 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 }
 
-/// Which operations of a flow are due, for at most `limit`; none of these tenants.
+/// The statement for at most `limit` operations of a flow that are due, without those of these
+/// tenants.
 pub(in crate::store) fn due(flow: &str, versions: &[u32], limit: u32, tenants: &[Vec<u8>]) -> Statement {
     let versions: Vec<i64> = versions.iter().copied().map(i64::from).collect();
     sql(DUE)
@@ -361,7 +364,7 @@ async fn take_due(
     Ok(taken)
 }
 
-/// A statement of a driver, with what [`is_ours`] compares.
+/// A statement of a driver, with the values bound that [`is_ours`] compares.
 fn ours(text: &'static str, driven: &Driven) -> Statement {
     sql(text).bind("id", driven.operation_id).bind("epoch", driven.epoch).bind("owner", driven.owner)
 }
@@ -390,7 +393,7 @@ pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid
     rows.first().map(|row| row.get(0)).transpose()
 }
 
-/// Takes an operation whose row is locked at this epoch, if it is free.
+/// Takes an operation whose row is locked at this epoch; none where it is not free.
 async fn take(
     session: &mut dyn Session,
     operation_id: Uuid,
@@ -402,7 +405,7 @@ async fn take(
     Ok((session.run(take).await? == 1).then_some(driven))
 }
 
-/// Gives an operation out of our hands; also where its record is gone.
+/// Gives up an operation as [`Phases::leave`] says, also where its record is gone.
 async fn leave_in(session: &mut dyn Session, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
     let (stage, due, parked) = leave.columns();
     let left = ours(LEAVE, driven)
@@ -420,7 +423,7 @@ async fn leave_in(session: &mut dyn Session, driven: &Driven, leave: Leave<'_>) 
     Ok(fenced)
 }
 
-/// Brings the record after its operation.
+/// Sets the state of the record to that of its operation's new stage.
 pub(in crate::store) async fn follow(
     session: &mut dyn Session,
     operation_id: Uuid,

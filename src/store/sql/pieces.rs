@@ -1,12 +1,14 @@
-//! Longer words of texts: pieces that several statements share, and the rows that a list names.
+//! The two longer words of texts: `{piece NAME}` and `{each ..}`. Pieces are texts that several
+//! statements share; `each` stands for the rows of a table that a list names.
 //!
-//! A piece is a text of its own, written as `{piece NAME}`.
+//! Guarantee: every piece can be written for every database. Not here: the short words (`sql`).
 
 use super::Writing;
 use crate::store::Dialect;
 
-/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
-/// then something did happen. A word of an operator overrules those before it.
+/// True where no run of the record that lost its lease has left evidence with one of these
+/// verdicts. Such evidence means that something did happen. Newer evidence of an operator overrules
+/// it.
 macro_rules! none_late {
     ($verdicts:literal) => {
         concat!(
@@ -32,8 +34,8 @@ const PIECES: [(&str, &str); 8] = [
     ("lease is over", LEASE_IS_OVER),
 ];
 
-/// The columns that [`look_of`](super::records::look_of) reads. The lease of a phased record is
-/// that of its operation.
+/// The columns that [`look_of`](super::records::look_of) reads. A phased record has the lease of
+/// its operation.
 const LOOK: &str = "{micros n.at}, {micros p.purged_below}, r.tenant, r.operation, r.{key}, r.principal, r.fingerprint, \
     r.mode, r.state, r.epoch, {micros coalesce(r.lease_until, o.lease_until)}, \
     {pg: (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint}\
@@ -43,13 +45,14 @@ const LOOK: &str = "{micros n.at}, {micros p.purged_below}, r.tenant, r.operatio
     {micros r.expires_at}, r.answer_status, r.schema_version, r.body, {micros r.body_expires_at}, r.resource_kind, \
     r.resource_id, r.resource_location";
 
-/// The records without an outcome, `r`; [`OPEN`] says that they are meant. On PostgreSQL they stand
-/// behind those that have one in the index by operation and time of the outcome, which is entered
-/// once for each operation: an index of their own would cost every claim an entry that is of no use
-/// milliseconds later.
+/// The records `r` without an outcome; a text that uses this piece also needs [`OPEN`]. PostgreSQL
+/// reads them from the index by operation and time of the outcome, where they follow the records
+/// with an outcome. It searches that index once for each operation. An index of their own would
+/// cost every claim an entry that is useless milliseconds later.
 ///
-/// From the last operation to the first, so that each is entered where they stand: at its front
-/// stand the entries of what was purged, until a vacuum.
+/// The operations are found from the last to the first, so that each search lands at the end of an
+/// operation's entries, where the open records are. The front holds entries of purged records until
+/// the next vacuum.
 const REQUESTS: &str = "{my lite: oncebox.idempotency_request as r}{pg: (with recursive operations (operation) as ( \
       (select r.operation from oncebox.idempotency_request r order by r.operation desc limit 1) \
       union all \
@@ -58,14 +61,14 @@ const REQUESTS: &str = "{my lite: oncebox.idempotency_request as r}{pg: (with re
         from operations o where o.operation is not null) \
     select r.* from operations o \
       join oncebox.idempotency_request r on r.operation = o.operation and r.outcome_at is null) r}";
-/// On MySQL by the column that its index begins with.
+/// A record without an outcome. MySQL tests the column with which its index begins.
 const OPEN: &str = "{pg lite: r.outcome_at is null}{my: r.open_since is not null}";
 
-/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says
-/// another thing than what was decided, or the operation failed with an effect that stands. Such an
-/// operation is listed, and is kept until it is judged. A mismatch went to an operator by itself,
-/// whose word about it is that judgement. That a duplicate was declined which an operator accepted
-/// says nothing of the send that it repeats. For evidence alone it is
+/// True where the operation `o` has a conflict that no person has judged: evidence of an effect
+/// contradicts the decision, or the operation failed with an effect that was not undone. Such an
+/// operation is listed, and kept until it is judged. A mismatch was shown to an operator already,
+/// so the operator's evidence about it is the judgement. After an operator accepted a duplicate, a
+/// failure of that second send proves nothing about the first one. The rule for evidence alone is
 /// [`Evidence::contradicts`](crate::policy::operation::provider::Evidence::contradicts).
 const CONFLICT: &str = "(o.outcome_at is not null and (exists (select 1 from oncebox.operation_evidence e \
       join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
@@ -89,18 +92,18 @@ const CONFLICT: &str = "(o.outcome_at is not null and (exists (select 1 from onc
              where w.operation_id = i.operation_id and w.kind = 'operator' and w.verdict = 'indefinite' \
                and w.effect in (i.effect, ''))))))";
 
-/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or
-/// a run that succeeded after its lease while the record says that it failed.
+/// True where operation and evidence must be kept although the record `r` is purged: the operation
+/// has a conflict, or a run succeeded after it lost its lease while the record says that it failed.
 const OUTLIVES: &str = "(exists (select 1 from oncebox.operation o where o.operation_id = r.operation_id and {piece conflict}) \
     or (r.state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE') and exists (select 1 from oncebox.operation_evidence e \
         where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))";
 
-/// A lease that is over, also one that was written before the clock went back.
+/// A lease that is over, or that was written before the clock went back (R22).
 const LEASE_IS_OVER: &str = "(lease_until <= {clock} or lease_until > {clock} + \
     {pg: lease_seconds * interval '1 second'}{my: interval round(lease_seconds * 1000000) microsecond}{lite: lease_ms})";
 
 impl Writing<'_> {
-    /// What a word becomes that is a piece, or names the rows of a list; none where it is neither.
+    /// Writes a `piece` or an `each`; returns none where the word is neither.
     pub(super) fn longer_word(&mut self, word: &'static str) -> Option<()> {
         if let Some(name) = word.strip_prefix("piece ") {
             let (_, piece) = PIECES.iter().find(|(known, _)| *known == name)?;
@@ -113,8 +116,9 @@ impl Writing<'_> {
         Some(())
     }
 
-    /// The rows of a table whose column is in a list, behind `from`; more conditions may follow. On
-    /// MySQL the list is joined: a condition on it would lock every row that it reads.
+    /// Writes, after `from`, the rows of a table whose column is in a list; more conditions may
+    /// follow. MySQL joins the list, because with a condition on it every row that is read would be
+    /// locked.
     fn rows_of(
         &mut self,
         (table, alias): (&'static str, &'static str),

@@ -1,12 +1,12 @@
-//! One step of a purge: a page of rows, and in one transaction the bound and those that may go
-//! (R31).
+//! One step of a purge of the inbox: reads a page of rows, then records the bound and deletes the
+//! rows that may go, in one transaction (R31).
 //!
-//! Guarantees: a page is bounded, read without a lock, and found by an index that begins with what
-//! may go: ids that carry a time by the key where a database has them apart, others by the time of
-//! receipt; rows go by exact id (R11), and only while they are still those of the past; the bound
-//! is there when the first of them is gone.
+//! Guarantees: a page is bounded, read without a lock, and found by an index whose first entries
+//! may go: timed ids (ids that carry a time) by the key where a database finds them so, all others
+//! by the time of receipt. Rows are deleted by exact id (R11), and only if they were still received
+//! before the bound. The bound is recorded before the first row is gone.
 //!
-//! Not here: whole partitions at once, which is for all consumers together.
+//! Not here: dropping whole partitions, which purges all consumers together.
 
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
@@ -20,21 +20,22 @@ use crate::store::inbox::first_id_at;
 use crate::store::sql::{Statement, sql};
 use crate::store::{ConsumerId, Purged, time_in_id};
 
-/// The inbox; on PostgreSQL ids that carry a time stand apart.
+/// The table of the inbox. PostgreSQL has a second one for timed ids.
 macro_rules! inbox {
     () => {
         "oncebox.inbox{pg: {if timed: _timed}{if untimed: _untimed}}"
     };
 }
 
-/// On SQLite an id that carries no time: as the index says it, word for word.
+/// On SQLite an id that carries no time. It is the condition of the index, word for word, so that
+/// SQLite uses that index.
 macro_rules! untimed {
     () => {
         "(substr(message_id, 7, 1) not between x'70' and x'7f' or substr(message_id, 9, 1) not between x'80' and x'bf')"
     };
 }
 
-/// Id, time of receipt, and whether its message still waits or is dead.
+/// A page of rows: id, time of receipt, and whether the message still waits or is dead.
 macro_rules! page {
     ($rest:expr) => {
         concat!(
@@ -49,16 +50,16 @@ macro_rules! page {
     };
 }
 
-/// Timed ids of the past only: on PostgreSQL the others are in later partitions, which no page
-/// touches.
+/// Timed ids of the past only. On PostgreSQL the other timed ids are in later partitions, which no
+/// page reads.
 pub(in crate::store) const PAGE_TIMED: &str = page!(concat!(
     "i.message_id > :after and i.message_id < :first {lite: and not ",
     untimed!(),
     "} order by i.message_id"
 ));
 
-/// What was received first. Only rows that are kept are passed over by their place; what may go is
-/// gone with its page.
+/// The rows that were received first. Each page starts after the last row that was kept; rows that
+/// may go were deleted with their page.
 pub(in crate::store) const PAGE_RECEIVED: &str = page!(concat!(
     "i.received_at < :below {if from: and i.received_at >= :from and (i.received_at > :from or i.message_id > :after)} \
      {lite: and ",
@@ -83,7 +84,7 @@ fn time(time: DbTime) -> DateTime<Utc> {
     DateTime::from_timestamp_micros(time.micros()).unwrap_or_default()
 }
 
-/// What of the rows of a page may go.
+/// The rows of a page that may go, and the bound to record for them.
 #[derive(Default)]
 struct Past {
     ids: Vec<Uuid>,
@@ -97,8 +98,8 @@ pub(super) async fn step<S: OwnInbox>(
     after: Option<MessageId>,
     rows_max: usize,
 ) -> Result<Purged, StoreError> {
-    // Timed ids come first; behind the last of them the id of nobody stands for the beginning of
-    // the others.
+    // Timed ids come first. After the last of them the nil id, which no message has, means the
+    // beginning of the others.
     let nobody = MessageId::from_uuid(Uuid::nil());
     let is_timed = S::PURGES_BY_KEY && after.is_none_or(|after| time_in_id(after).is_some());
     let of = |text| {
@@ -128,7 +129,8 @@ pub(super) async fn step<S: OwnInbox>(
             past.ids.push(id.uuid());
             past.bound = past.bound.max(Some(of_row));
         }
-        // What was received long ago may have an id of the present: it stays, and is passed over.
+        // A row that was received long ago may have an id of the present. It stays, and the next
+        // page starts after it.
         if is_timed || is_kept || of_row.is_none() {
             last = id;
         }

@@ -32,14 +32,15 @@ const BEGIN: &str = "insert into oncebox.operation (operation_id, epoch, owner, 
     select :id, :epoch, :owner, :digest, :flow, :version, :point, 'RECEIVED', :command, :kid, 0, \
        n.at + {span :lease}, {lease :lease}, n.at, n.at, n.at from (select {clock} as at) n";
 
-/// What fences the record, and where its operation stands.
+/// The fence of the record, and the epoch and point of its operation.
 const STANDING: &str = "\
     select r.key_digest, r.epoch, o.epoch, o.point, o.parked is null and o.outcome_at is null \
       from oncebox.operation o \
       join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
      where o.operation_id = :id and r.mode = 'phased'";
 
-/// From where its driver saw it, and only in the transaction that the phase began in.
+/// The operation is at the point that its driver read, and this is the transaction that the phase
+/// began in.
 macro_rules! from_here {
     () => {
         concat!(is_ours!(), " and o.point = :from {pg: and :token = pg_current_xact_id_if_assigned()::text}")
@@ -55,7 +56,7 @@ const END: &str = concat!(
     from_here!()
 );
 
-/// It moves on: a mark that is left says that it did not.
+/// Deletes the mark when the operation moves on, because a mark that is left says that it did not.
 const UNMARK: &str = "{pg my: delete from oncebox.operation_phase where operation_id = :id and epoch = :epoch}";
 
 const SETTLE: &str = "update oncebox.operation_intent set outcome = :outcome, settled_at = {clock} \
@@ -73,10 +74,10 @@ const SAME_TIMES: &str = "update oncebox.operation as o set \
                      where r.key_digest = o.key_digest and r.operation_id = o.operation_id) \
     where o.operation_id = :id";
 
-/// Asks whether a person must look at an operation first.
+/// Finds a row where a person must judge a conflict of the operation first.
 const HAS_CONFLICT: &str = "select 1 from oncebox.operation o where o.operation_id = :id and {piece conflict}";
 
-/// A version as the tables have room for it.
+/// A version as the tables store it; refused where it is larger than an `i32`.
 fn storable(version: u32) -> Result<i64, StoreError> {
     match i32::try_from(version) {
         Ok(version) => Ok(version.into()),
@@ -84,7 +85,7 @@ fn storable(version: u32) -> Result<i64, StoreError> {
     }
 }
 
-/// Claims, and inserts the operation.
+/// Claims the key, and inserts the operation.
 pub(super) async fn begin_first(
     store: &dyn PhaseStore,
     new: &NewOperation,
@@ -119,8 +120,8 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Settled::default() })))
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`:
-/// not that a run succeeded.
+/// Deletes the rows of an operation whose key is used anew or forgotten. With `but_late_runs`,
+/// evidence that a late run succeeded stays.
 pub(in crate::store) async fn forget(
     session: &mut dyn Session,
     operation_id: Uuid,
@@ -142,7 +143,7 @@ pub(in crate::store) async fn forget(
     Ok(())
 }
 
-/// Where an operation stands.
+/// Point and epoch of an operation, and the fence of its record.
 struct Standing {
     record: RecordFence,
     epoch: i64,
@@ -158,7 +159,7 @@ async fn standing(session: &mut dyn Session, operation_id: Uuid) -> Result<Optio
     Ok(Some(Standing { record, epoch: row.get(2)?, point: row.get(3)?, is_open: row.get(4)? }))
 }
 
-/// What fences the record of an operation.
+/// The fence of an operation's record; none where operation or record is gone.
 pub(in crate::store) async fn fence_of(
     session: &mut dyn Session,
     operation_id: Uuid,
@@ -166,8 +167,8 @@ pub(in crate::store) async fn fence_of(
     Ok(standing(session, operation_id).await?.map(|standing| standing.record))
 }
 
-/// Behind the outcome of a record: its operation has the same times, though each statement has read
-/// the clock (O3).
+/// After the outcome of a record was written, copies its times to the operation: each statement has
+/// read the clock itself, but both must have the same times (O3).
 ///
 /// # Errors
 /// [`StoreError::Corrupt`] where no record got its outcome.
@@ -191,10 +192,10 @@ impl SqlPhaseTx {
         Self::held(held, driven, record).await
     }
 
-    /// A run of a handler in a transaction that has its mark. Whether the operation is where its
-    /// driver saw it, and nobody else has driven it since, is asked under the mark, by a statement
-    /// that sees what was committed while the mark was waited for: whoever takes it up from now on
-    /// finds our mark, or waits for it, before it runs.
+    /// Begins the run of a handler in a transaction that has inserted its mark. Then a statement of
+    /// its own reads whether the operation is still at the point and epoch that its driver read; it
+    /// also sees what was committed while the insert of the mark waited. A process that takes the
+    /// operation up later finds our mark, or waits for it, before it runs the phase.
     pub(super) async fn run(
         mut held: Box<dyn HeldPhase>,
         driven: &Driven,
@@ -215,8 +216,8 @@ impl SqlPhaseTx {
         Ok(Self { held, driven: driven.clone(), record, settled: Settled::default() })
     }
 
-    /// Moves the operation, where this is the transaction that the phase began in: says whether it
-    /// is, and whether it moved.
+    /// Runs the statement that moves the operation, where this is the transaction that the phase
+    /// began in. Returns whether it is that transaction, and whether the operation was moved.
     async fn moved(&mut self, statement: Statement) -> Result<(Proof, Fenced), StoreError> {
         let proof = self.held.prove().await?;
         if proof != Proof::Same {
@@ -231,7 +232,7 @@ impl SqlPhaseTx {
         Ok((self.held.judge(failed).await?, Fenced::LostOwnership))
     }
 
-    /// Takes its mark away, and writes what was proven of its effects.
+    /// Deletes the mark, and writes the proven outcomes of effects.
     async fn settle_effects(&mut self) -> Result<(), StoreError> {
         let id = self.driven.operation_id;
         let session = self.held.session();
