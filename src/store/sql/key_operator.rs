@@ -1,8 +1,8 @@
 //! What an operator sees and does of keys and operations, on every database.
 //!
-//! Guarantees: a change, the operator's words and the audit row are one transaction; what is
-//! changed is locked by a statement of its own first, so that the change sees what was committed
-//! until then, and the time that it is.
+//! Guarantees: a change, the operator's evidence and the audit row are one transaction. Before a
+//! row is changed, a statement of its own locks it, so that the change sees what was committed
+//! until then, and the current time.
 
 use uuid::Uuid;
 
@@ -43,7 +43,8 @@ const OPERATIONS: &str = "select o.operation_id from oncebox.operation as o \
       {if older: and o.created_at < {now} - {span :older}} {if conflicts: and {piece conflict}} \
     order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit :limit";
 
-/// Evidence of something that happened, of which neither operation nor record is left that says so.
+/// Operations of which only evidence is left that something happened: there is no operation row,
+/// and no record that says so.
 const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evidence e \
     where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
       and not exists (select 1 from oncebox.operation o where o.operation_id = e.operation_id) \
@@ -106,7 +107,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
         if filter.is_of_all_conflicts() {
             found.orphans = orphans(&mut *reader, None, filter.limit).await?;
         }
-        // A pool may have one connection only.
+        // The pool may have only one connection, and each read below takes one.
         drop(reader);
         for row in rows {
             let id = row.get(0)?;
@@ -125,7 +126,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
             Some(word) => append(session, &word).await?,
-            // Its record is gone, and no purge comes for it any more.
+            // Its record is gone, so no purge would delete its rows later.
             None => forget(session, operation_id, false).await?,
         }
         end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
@@ -144,7 +145,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             KeyChange::Purge { against_evidence } => {
                 let fenced = forget_key(transaction.session(), seen, *against_evidence).await?;
                 if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
-                    // Above the time that the key carries.
+                    // The bound is exclusive, so it is just above the time in the key.
                     let above = DbTime::from_millis(at.millis() + 1);
                     super::expiry::raise_bound(transaction.session(), seen.identity.operation(), above).await?;
                 }
@@ -230,7 +231,8 @@ async fn change_operation(
     Ok(Fenced::Done)
 }
 
-/// Writes the audit row of what was done, and commits, or takes a dry run back.
+/// Writes the audit row, then commits; rolls back for a dry run, or where the fence refused the
+/// change.
 async fn end(
     mut transaction: Box<dyn Transaction>,
     fenced: Fenced,

@@ -1,10 +1,10 @@
 //! What an operator sees and does, on every database.
 //!
-//! Guarantees: an act and its audit row commit together; on the outbox only a request is written,
-//! which the owner of the shard carries out (R17); a message of a consumer that is redriven has its
-//! inbox row, so that a second copy is a duplicate (R31). What is counted is counted up to a bound.
+//! Guarantees: an act and its audit row commit together. An act on the outbox only writes a
+//! request, which the owner of the shard carries out (R17). A redriven message of a consumer has
+//! its inbox row, so a second copy is a duplicate (R31). Counts are bounded.
 //!
-//! Not here: who waits for a lock, and how positions are mended, which only the database knows.
+//! Not here: lock waits and the mending of positions, which each database implements itself.
 
 mod act;
 mod audit;
@@ -26,7 +26,7 @@ use crate::store::{
     OperatorAct, OperatorOutcome, Status,
 };
 
-/// How a database keeps text and ids that operators ask for.
+/// How a database keeps the texts and ids that operators search for.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::store) struct Texts {
     pub(in crate::store) dialect: Dialect,
@@ -37,12 +37,12 @@ pub(in crate::store) struct Texts {
 }
 
 impl Texts {
-    /// Of a database that holds any text.
+    /// For a database that can store any text.
     pub(in crate::store) const fn any(dialect: Dialect) -> Self {
         Self { dialect, stored: as_it_is, restored: as_it_stands }
     }
 
-    /// A name, as it is compared: MySQL keeps them as bytes.
+    /// A name as it is compared: MySQL keeps names as bytes.
     fn name(self, name: &str) -> Value {
         if self.dialect == Dialect::MySql { name.as_bytes().into() } else { name.into() }
     }
@@ -52,7 +52,7 @@ impl Texts {
         self.name(&(self.stored)(name))
     }
 
-    /// An id of an outbox row or of an audit row, which SQLite keeps as text.
+    /// An id of an outbox row or an audit row: SQLite keeps these as text.
     fn id(self, id: Uuid) -> Value {
         if self.dialect == Dialect::Sqlite { id.to_string().into() } else { id.into() }
     }
@@ -66,17 +66,17 @@ fn as_it_stands(text: String) -> String {
     text
 }
 
-/// For `{if name: ..}`: a missing value is not given.
+/// A value for `{if name: ..}`, which is left out where the value is missing.
 fn optional(value: Option<Value>) -> Value {
     value.unwrap_or(Value::Bool(false))
 }
 
-/// How many rows a list has at most.
+/// The limit of a list, as a value to bind.
 fn rows_max(limit: usize) -> i64 {
     i64::try_from(limit).unwrap_or(i64::MAX)
 }
 
-/// What of it is each database's own.
+/// The part of the operator's duty that each database implements itself.
 pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
     /// How this database keeps text and ids.
     const TEXTS: Texts;
@@ -90,7 +90,8 @@ pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
 
 impl<S: OperatorSql> Operator for S {
     async fn status(&self) -> Result<Status, StoreError> {
-        // The next question takes a connection of its own, which may be the only one.
+        // The reader is dropped first: the next query takes a connection of its own, and the pool
+        // may have only one.
         let status = status::read(&mut *self.reader().await?).await?;
         Ok(Status { emails_pending: self.emails_pending().await?, ..status })
     }

@@ -1,9 +1,9 @@
-//! Idempotency records beside the hot path: how a look reads them, how much is open and kept, and
-//! what frees a record, on every database.
+//! Idempotency records on every database, apart from the hot path: how a record is read, how many
+//! are open, how much is kept, and how a record is released or made UNKNOWN.
 //!
-//! Guarantees: a record that is changed is locked by a statement of its own first, so that the
-//! change sees what was committed until then, and the time that it is; every change compares the
-//! epoch that was seen (O4).
+//! Guarantees: before a record is changed, a statement of its own locks it. So the change sees
+//! everything that was committed until then, and the current time. Every change compares the epoch
+//! that was read before (O4).
 //!
 //! Not here: claim and outcome, which are each database's own.
 
@@ -20,8 +20,8 @@ use crate::policy::operation::{Identity, Record};
 use crate::store::operations::stored::{corrupt, unpack};
 use crate::store::{Basis, Dialect, Fenced, KeptBody, Look, OperationStats, Owned};
 
-/// What stands under a key, as [`look_of`] reads it, or [`look_and_body_of`] where small bodies
-/// stand in the row.
+/// The record of a key, as [`look_of`] reads it, or [`look_and_body_of`] where small bodies are in
+/// the row.
 pub(in crate::store) const FIND: &str = "select {piece look}\
     {pg my: , r.body_headers, r.body_bytes, r.body_format, r.body_kid} from (select {clock} as at) as n \
     left join oncebox.idempotency_purge as p on p.operation = :operation \
@@ -36,8 +36,8 @@ const BODY: &str = "{pg my: select body_headers, body_bytes, body_format, body_k
         {pg: and b.expires_at = r.body_expires_at} \
      where r.key_digest = :digest and r.epoch = :epoch and r.body_expires_at > {now}";
 
-/// The row is locked by a statement of its own: the next one sees what was committed until then,
-/// and the time that it is, which a statement that waited would not.
+/// Locks the row by a statement of its own. The next statement sees what was committed until then,
+/// and the current time; a statement that waited for the lock itself would not.
 const LOCK: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock}";
 
 const RELEASE: &str = "delete from oncebox.idempotency_request \
@@ -52,8 +52,8 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
 const OPEN_OF_TENANT: &str =
     "{pg: /* planned anew */ }select count(*) from {piece requests} where {piece open} and r.tenant = :tenant";
 
-/// On MySQL what has its outcome stands in the index of open records too, behind a null: by state
-/// and tenant.
+/// On MySQL the index of open records also has the records with an outcome: their first column is
+/// null, then come state and tenant.
 pub(in crate::store) const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as {my: signed}{pg lite: bigint}) \
     from oncebox.idempotency_request {my: force index (idempotency_request_open)} \
     where {my: open_since is null and state in ('COMPLETED', 'FAILED_REPLAYABLE') and }tenant = :tenant \
@@ -63,7 +63,8 @@ const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = '
     {micros min(case when r.state = 'IN_PROGRESS' then r.{my: open_since}{pg lite: created_at} end)}, {micros {now}}, \
     count(case when r.state = 'UNKNOWN_REQUIRES_RECOVERY' then 1 end) from {piece requests} where {piece open}";
 
-/// What must still hold of a record that was seen, for a claim on it; none for one that inserts.
+/// The condition that a record must still meet for a claim on this basis; none for a claim that
+/// inserts the record.
 pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'static str> {
     let holds = match basis {
         Basis::New => return None,
@@ -78,7 +79,7 @@ pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'
     Some(words(holds, dialect))
 }
 
-/// A row of the piece `look`: from the third column on null where there is no record.
+/// Reads a row of the piece `look`. From the third column on it is null where there is no record.
 pub(in crate::store) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
     let now: DbTime = row.get(0)?;
     let purged_below = row.get_opt(1)?;
@@ -122,7 +123,7 @@ fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, St
     Ok(StoredAnswer { status, schema_version: row.get(20)?, body })
 }
 
-/// The same where a small body stands behind it.
+/// As [`look_of`], for a row that ends with the columns of a small body.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreError> {
     const BODY: usize = 26;
@@ -134,7 +135,7 @@ pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreErr
     Ok(look)
 }
 
-/// From a column on: headers, bytes, format, key id.
+/// Reads a body from four columns: headers, bytes, format, key id.
 fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
     Ok(KeptBody {
         headers: unpack(&row.get::<Vec<u8>>(first)?)?,
@@ -144,7 +145,7 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
     })
 }
 
-/// The body of a record's answer; none where its life is over.
+/// The body of a record's answer; none where its time is over.
 pub(in crate::store) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
     let digest = record.identity.digest();
     let rows = store.reader().await?.rows(sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch)).await?;
@@ -156,7 +157,8 @@ pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identit
     session.rows(sql(LOCK).bind("digest", &identity.digest()[..])).await.map(drop)
 }
 
-/// Takes a claim away, unless a run of the same operation id has said that it ended.
+/// Deletes a claim, unless a late run of the same operation id has left evidence that it succeeded
+/// or failed.
 pub(in crate::store) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
     let mut transaction = store.begin_sql().await?;
     lock(transaction.session(), &owned.identity).await?;
@@ -166,7 +168,7 @@ pub(in crate::store) async fn release(store: &dyn SqlStore, owned: &Owned) -> Re
     Ok(Fenced::rows(changed))
 }
 
-/// Makes a record UNKNOWN that nobody completes any more.
+/// Makes a record UNKNOWN, as `Keys::mark_unknown` says.
 pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
     let mut transaction = store.begin_sql().await?;
     lock(transaction.session(), &seen.identity).await?;
@@ -186,7 +188,7 @@ pub(in crate::store) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &st
     store.reader().await?.one(sql(KEPT_OF_TENANT).bind("tenant", tenant.as_bytes())).await
 }
 
-/// How much is open.
+/// How many records have no outcome, and the age of the oldest in progress.
 pub(in crate::store) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
     let rows = store.reader().await?.rows(sql(STATS)).await?;
     let row = rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?;
@@ -198,8 +200,8 @@ pub(in crate::store) async fn operation_stats(store: &dyn SqlStore) -> Result<Op
     })
 }
 
-/// What runs that lost their lease have said of a run that the record agreed with: nothing of it
-/// stays where the key is used anew, for there is no conflict.
+/// Deletes the evidence of late runs when the key is used anew. It is called where that evidence
+/// agrees with the record, so that there is no conflict to keep.
 pub(in crate::store) async fn forget_runs(session: &mut dyn Session, operation_id: Uuid) -> Result<(), StoreError> {
     const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
     session.run(sql(FORGET).bind("operation", operation_id)).await.map(drop)

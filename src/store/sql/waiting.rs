@@ -2,13 +2,15 @@
 //!
 //! Guarantees:
 //!
-//! * Within a key only the oldest row that orders it is claimed, under the lock of its row, so a
-//!   head has one claim at a time. A head that somebody has locked is passed over, not waited for.
-//! * What stands behind has no due time, so that it costs a poll nothing; whoever removes a head
-//!   makes the next one due in the same transaction, and a sweep finds what a race left without.
-//! * Rows change by their number: an update that searches would wait for every open writer (R11).
+//! * Of a key only the head is claimed, under the lock of its row, so a head has one claim at a
+//!   time. A head that another transaction has locked is skipped, not waited for.
+//! * Rows behind a head have no due time, so a poll does not read them. The transaction that
+//!   removes a head makes the next row due, and a sweep finds heads that a race left without a due
+//!   time.
+//! * Rows are updated by their exact numbers: an update that searches would wait for every open
+//!   writer (R11).
 //!
-//! Not here: which retry comes when (`policy::retry`), acts of operators.
+//! Not here: when a retry is due (`policy::retry`), acts of operators.
 
 use std::time::Duration;
 
@@ -24,14 +26,16 @@ use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, Scope, Waiting}
 /// Rows that one sweep changes at most.
 const SWEEP_MAX: i64 = 1_000;
 
-/// Of a row of a key: it orders the key. On MySQL a row that does not has no lane.
+/// A condition on a row: it waits, or it is dead and holds, so later rows of its key stand behind
+/// it. On MySQL all other rows have no lane id, so the condition is empty.
 macro_rules! and_orders {
     ($row:literal) => {
         concat!(" {pg: and (", $row, ".state = 'waiting' or ", $row, ".holds)}{lite: and ", $row, ".blocks = 1}")
     };
 }
 
-/// Of a row `w`: it is within the scope. On MySQL names are bytes, compared as digits.
+/// A condition on a row `w`: its topic or place is in the scope. MySQL keeps names as bytes, so
+/// they are compared as hexadecimal digits.
 macro_rules! in_scope {
     () => {
         "({pg lite: w.topic {in texts :topics} or w.place {in texts :places}}\
@@ -39,14 +43,14 @@ macro_rules! in_scope {
     };
 }
 
-/// Of a row `w`: its kind is within the scope.
+/// A condition on a row `w`: its kind is in the scope.
 macro_rules! of_kinds {
     () => {
         "{pg lite: w.kind {in texts :kinds}}{my: json_contains(:kinds, json_quote(lower(hex(w.kind))))}"
     };
 }
 
-/// The rows `w` with a due time of a consumer, and which of them are heads within the scope.
+/// From `from` on: the first head `w` of a consumer that has a due time and is in the scope.
 macro_rules! heads {
     ($due:literal) => {
         concat!(
@@ -65,7 +69,7 @@ macro_rules! heads {
     };
 }
 
-/// Changes the rows `:rows`, by their numbers.
+/// An update of the rows `:rows`, by their numbers.
 macro_rules! update_rows {
     ($set:literal, $only:literal) => {
         concat!(
@@ -79,8 +83,8 @@ macro_rules! update_rows {
     };
 }
 
-/// The head that is due first; to claim it, of those that nobody has locked. Only heads are locked:
-/// plain order took two messages of a key at once.
+/// The head that is due first; with `locks`, of those that no other transaction has locked. Only
+/// heads are locked: when every row could be, two messages of a key were claimed at once.
 pub(in crate::store) const DUE_HEAD: &str = concat!(
     "select w.sequence, w.claim, ",
     message_columns!(),
@@ -95,7 +99,8 @@ pub(in crate::store) const NEXT_DUE: &str =
 pub(in crate::store) const CLAIM: &str =
     update_rows!("claim = :claim, due_at = {now} + {span :length}", "w.state = 'waiting'");
 
-/// What stands behind a head, and whether it was never tried and is in the scope.
+/// The rows behind a head, and for each whether it may be claimed with the head: it waits, was
+/// never tried or claimed, and its kind is in the scope.
 pub(in crate::store) const BEHIND: &str = concat!(
     "select w.sequence, w.state = 'waiting' and w.attempts = 0 and w.claim is null and w.due_at is null {if of_kinds: and ",
     of_kinds!(),
@@ -117,7 +122,7 @@ const COUNT: &str = "update oncebox.waiting set attempts = :attempts where seque
 const POSTPONE: &str = "update oncebox.waiting set claim = null, due_at = {now} + {span :after}, attempts = :attempts, \
     {pg my: error = :error,} history = {history history :attempts} where sequence = :sequence and claim = :claim";
 
-/// What stands behind a head has no due time; the head gets it back.
+/// Ends a claim. Rows with a key lose their due time here; `wake` then gives it back to the head.
 const GIVE_BACK: &str = update_rows!(
     "claim = null, due_at = case when lane_id is null then {now} end {if counts: , attempts = :tries}",
     "w.claim = :claim"
@@ -126,7 +131,8 @@ const GIVE_BACK: &str = update_rows!(
 const CLAIMED: &str = "select w.sequence, w.lane_id from oncebox.waiting w {my: force index (waiting_due)} \
     where w.consumer_id = :consumer and w.due_at is not null and w.claim = :claim";
 
-/// Whose row it is, and whether the same delivery is dead already.
+/// The consumer of a row that we have claimed, and whether a dead copy with the same id and content
+/// is there already.
 const OURS: &str = "select w.consumer_id, exists (select 1 from oncebox.waiting d \
         where d.consumer_id = w.consumer_id and d.message_id = w.message_id \
           and {pg lite: d.state = 'dead' and d.content_hash = w.content_hash}{my: d.dead_hash = w.content_hash}) \
@@ -142,7 +148,7 @@ const REMOVE: &str = "delete {my: w} from {my: json_table(:rows, '$[*]' columns 
       straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}{pg lite: oncebox.waiting as w} \
     where {pg lite: w.sequence {in ints :rows} and }w.claim = :claim and w.consumer_id = :consumer";
 
-/// The first row of each of some keys, where it waits without a due time.
+/// The first row of each of these keys, if it waits without a due time.
 pub(in crate::store) const TO_WAKE: &str = concat!(
     "select w.sequence from (select (select o.sequence from oncebox.waiting o {my: force index (waiting_lane)} \
         where o.consumer_id = :consumer and o.lane_id = {pg: l.lane_id}{my: unhex(l.lane_id)}{lite: unhex(l.value)}",
@@ -156,7 +162,7 @@ pub(in crate::store) const TO_WAKE: &str = concat!(
 
 pub(in crate::store) const MAKE_DUE: &str = update_rows!("due_at = {now}", "w.state = 'waiting' and w.due_at is null");
 
-/// Claims that end later than any claim can: the clock went back (R22).
+/// Claims that end later than any claim can, because the clock went back (R22).
 pub(in crate::store) const CLAIMED_TOO_LONG: &str = "select sequence from oncebox.waiting {my: force index (waiting_due)} \
     where consumer_id = :consumer and due_at > {now} + {span :claim_max} and claim is not null limit :most";
 
@@ -192,7 +198,7 @@ impl<S: OwnInbox> Waiting for S {
         scope: &Scope,
         claim: &Claim,
     ) -> Result<Option<ClaimedMessage>, StoreError> {
-        // Most questions find nothing: they need no transaction.
+        // Most polls find nothing, and a plain read is enough for them.
         if self.reader().await?.rows(in_scope(DUE_HEAD, consumer, scope)).await?.is_empty() {
             return Ok(None);
         }
@@ -235,7 +241,8 @@ impl<S: OwnInbox> Waiting for S {
         }
         let claimed = sql(CLAIM_BEHIND).bind("rows", numbers(&run)).bind("claim", claim.token);
         if self.run_alone(claimed.bind("length", claim.length)).await? != run.len() as u64 {
-            // Somebody came between: with a hole it would be no run.
+            // Another process claimed or changed one of the rows. Without it the others are no
+            // longer the next messages in order, so all are given back.
             self.give_back(consumer, &run).await?;
             run.clear();
         }
@@ -261,7 +268,8 @@ impl<S: OwnInbox> Waiting for S {
         let Some(first) = claimed.first() else { return Ok(0) };
         let mut transaction = self.begin_sql().await?;
         let mut given_back = 0;
-        // What was claimed together has the same number of tries, but for a head that was tried.
+        // Messages of one claim have the same number of tries, except for a head that was tried
+        // before.
         for group in claimed.chunk_by(|one, next| one.tries == next.tries) {
             let tries = group.first().map_or(0, |one| i64::from(one.tries));
             let back = sql(GIVE_BACK).bind("rows", numbers(group)).bind("claim", first.claim);
@@ -298,7 +306,7 @@ impl<S: OwnInbox> Waiting for S {
         let Some(row) = ours.first() else { return Ok(false) };
         let consumer = ConsumerId(row.get(0)?);
         if row.get(1)? {
-            // The same delivery is dead already: one row is enough.
+            // A dead copy is there already: one row is enough.
             session.run(removal(consumer, std::slice::from_ref(claimed), claimed.claim)).await?;
         } else {
             let buried = tried(BURY, claimed).bind("reason", reason).bind("error", error_text(error));
@@ -340,13 +348,13 @@ fn in_scope(text: &'static str, consumer: ConsumerId, scope: &Scope) -> Statemen
         .bind("kinds", Value::Foreigns(scope.kinds.clone().unwrap_or_default()))
 }
 
-/// A statement about one claimed row, and this try of it.
+/// A statement about one claimed row, with its claim and the number of this try bound.
 fn tried(text: &'static str, claimed: &ClaimedMessage) -> Statement {
     let attempts = i64::from(claimed.message.attempt);
     sql(text).bind("sequence", claimed.sequence).bind("claim", claimed.claim).bind("attempts", attempts)
 }
 
-/// Takes rows away whose claim stands; how many is the answer.
+/// The statement that deletes claimed rows while their claim stands.
 fn removal(consumer: ConsumerId, claimed: &[ClaimedMessage], claim: Uuid) -> Statement {
     sql(REMOVE).bind("rows", numbers(claimed)).bind("claim", claim).bind("consumer", consumer)
 }
@@ -356,8 +364,8 @@ fn to_wake(consumer: ConsumerId, lanes: &[[u8; 16]]) -> Statement {
     sql(TO_WAKE).bind("consumer", consumer).bind("lanes", lanes)
 }
 
-/// Makes the first row of these keys due, where it waits without a due time, in a transaction that
-/// may have taken away what stood before it.
+/// Makes the first row of each of these keys due, if it waits without a due time. It runs in a
+/// transaction that may have removed the row before it.
 pub(in crate::store) async fn wake(
     session: &mut dyn Session,
     consumer: ConsumerId,
@@ -373,8 +381,8 @@ pub(in crate::store) async fn wake(
     Ok(())
 }
 
-/// Removes claimed rows of one key in the handler's transaction, and makes the next of it due.
-/// False where the claim is not ours any more: then roll back.
+/// Removes claimed rows of one key in the handler's transaction, and makes the next row of the key
+/// due. False where the claim is not ours any more: then roll back.
 pub(in crate::store) async fn finish(
     session: &mut dyn Session,
     consumer: ConsumerId,
@@ -396,7 +404,7 @@ fn first_column(rows: &[Box<dyn Row>]) -> Result<Vec<i64>, StoreError> {
     rows.iter().map(|row| row.get(0)).collect()
 }
 
-/// Its number, something else, and the message.
+/// Reads a claimed message: its number in the first column, the message from the third on.
 fn claimed_of(row: &dyn Row, claim: &Claim, suspect: bool) -> Result<ClaimedMessage, StoreError> {
     let mut message = message_of(row, 2)?;
     let tries = message.attempt;

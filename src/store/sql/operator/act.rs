@@ -1,4 +1,4 @@
-//! Redrive, redrive under a new id, try now, bury, discard.
+//! The acts of an operator on messages: redrive, redrive under a new id, try now, bury, discard.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::store::operator::{BURIED, Redriven, redriven};
 use crate::store::sql::{Session, Value, sql};
 use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, Dialect, OperatorAct, OperatorOutcome};
 
-/// The header that names the id which a message had before.
+/// The header with the id that the message had before.
 const CAUSATION: &str = "oncebox-causation-id";
 
-/// Another copy of it that is dead: there is one dead row for a message id and its content.
+/// Another copy of the message that is dead: a message id and content hash has only one dead row.
 const DEAD_COPY: &str = "\
 select d.sequence from oncebox.waiting w join oncebox.waiting d on d.consumer_id = w.consumer_id \
    and d.message_id = w.message_id and d.content_hash = w.content_hash and d.state = 'dead' \
@@ -28,7 +28,7 @@ update oncebox.waiting set state = 'dead', dead_at = {now}, reason = :reason, du
        {pg: holds = lane_id is not null, }{my: dead_hash = content_hash, }claim = null \
  where sequence = :sequence and state = 'waiting' and (claim is null or due_at <= {now})";
 
-/// What was asked first is done.
+/// Writes a request, unless an earlier one is there: the first request is carried out.
 const REQUEST: &str = "\
 update oncebox.outbox_dead set requested = :requested, requested_at = {now}\
        {pg my: , requested_by = :actor}{pg: {if new_id: , edited = true}}\
@@ -48,8 +48,8 @@ update oncebox.waiting set message_id = :new_id, id_text = :id_text, content_has
        {my lite: headers = :headers} \
  where sequence = :sequence";
 
-/// The inbox row without which a second copy would be new. (On MySQL nothing else of it can be
-/// ignored: its values are of fixed length.)
+/// Inserts the inbox row; without it a second copy would be new. (On MySQL `ignore` hides no other
+/// error here: the values have fixed lengths.)
 const INBOX_ROW: &str = "\
 insert {my: ignore }into oncebox.{pg: {if is_timed: inbox_timed}{if is_untimed: inbox_untimed}}{my lite: inbox} \
        (consumer_id, message_id, content_hash{my: , batch_token}{my lite: , received_at}) \
@@ -64,7 +64,8 @@ update oncebox.waiting set state = 'waiting', reason = null, dead_at = null, cla
        due_at = {if is_head: {now}}{if is_behind: null} \
  where sequence = :sequence";
 
-/// The first row that keeps the order of a key, perhaps before or after another one.
+/// The first row of a key that orders it (waiting, or dead and holding), optionally before or after
+/// another row.
 const OF_LANE: &str = "\
 select sequence from oncebox.waiting {my: force index (waiting_lane)} \
  where consumer_id = :consumer and lane_id = :lane {pg: and (state = 'waiting' or holds)}{lite: and blocks = 1} \
@@ -79,7 +80,7 @@ update oncebox.waiting set due_at = {now} where sequence = :sequence and state =
 
 const DELETE: &str = "delete from oncebox.waiting where sequence = :sequence";
 
-/// Acts on what the filter finds. The caller commits, or not where it is a dry run.
+/// Acts on the messages that the filter finds. The caller commits, or rolls back a dry run.
 pub(super) async fn act(
     session: &mut dyn Session,
     texts: Texts,
@@ -110,7 +111,8 @@ pub(super) async fn act(
                 row.carry_out(session, &found.message, act).await?
             }
         };
-        // It changed since it was found, or something was asked for it already.
+        // The row changed since it was found, or has a request already: it is left out of the
+        // result.
         let Some(done) = done else { continue };
         outcome.add(&found.message, done);
         audit(session, texts, &found.message, act, done, context).await?;
@@ -118,7 +120,8 @@ pub(super) async fn act(
     Ok(outcome)
 }
 
-/// A message with its own id that is older than what inboxes remember may run twice (R31).
+/// Refuses to redrive a message under its own id where it is older than inboxes may remember: it
+/// could run twice (R31).
 fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActContext) -> Result<(), StoreError> {
     match (&found.row, act, context.redrive_age_max) {
         (FoundRow::Outbox { age, .. }, OperatorAct::Redrive, Some(max)) if *age > max => {
@@ -133,8 +136,8 @@ fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActContext) -> Res
     }
 }
 
-/// No more tries for a consumer's message. False where a process has its claim, or the same
-/// delivery is dead already.
+/// Makes a consumer's message dead. False where a process has its claim, or another copy is dead
+/// already.
 async fn bury(session: &mut dyn Session, texts: Texts, found: &Found) -> Result<bool, StoreError> {
     let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
     if !session.rows(sql(DEAD_COPY).bind("sequence", *sequence)).await?.is_empty() {
@@ -143,8 +146,8 @@ async fn bury(session: &mut dyn Session, texts: Texts, found: &Found) -> Result<
     Ok(session.run(sql(BURY).bind("reason", texts.name(BURIED)).bind("sequence", *sequence)).await? == 1)
 }
 
-/// Asks the owner of the outbox; false where the row is not dead any more or something was asked
-/// for it already.
+/// Writes a request for the owner of the shard. False where the row is not dead any more, or has a
+/// request already.
 async fn request(
     session: &mut dyn Session,
     texts: Texts,
@@ -172,7 +175,7 @@ async fn request(
     Ok(session.run(request).await? == 1)
 }
 
-/// A row of a consumer.
+/// A row of a consumer that an act changes.
 struct ConsumerRow<'a> {
     texts: Texts,
     sequence: i64,
@@ -181,7 +184,7 @@ struct ConsumerRow<'a> {
 }
 
 impl ConsumerRow<'_> {
-    /// Changes it at once; none where it is not dead any more.
+    /// Carries out the act at once; none where the row is not dead any more.
     async fn carry_out(
         &self,
         session: &mut dyn Session,
@@ -210,7 +213,7 @@ impl ConsumerRow<'_> {
         Ok(Some(redriven))
     }
 
-    /// Deletes it. What stood behind goes on.
+    /// Deletes the row, and makes the next one of its key due.
     async fn discard(&self, session: &mut dyn Session, consumer: i64, lane: Option<Uuid>) -> Result<(), StoreError> {
         session.run(sql(DELETE).bind("sequence", self.sequence)).await?;
         if let Some(next) = of_lane(session, consumer, lane, None, None).await? {
@@ -219,8 +222,9 @@ impl ConsumerRow<'_> {
         Ok(())
     }
 
-    /// Waiting again, tries counted from nothing. Only the first row of a key has a due time (R25):
-    /// this one where none stands before it, and then none that stands behind it.
+    /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
+    /// (R25). So this row is due now if no row is before it, and then the next row loses its due
+    /// time.
     async fn make_due(&self, session: &mut dyn Session, consumer: i64, lane: Option<Uuid>) -> Result<(), StoreError> {
         let is_behind = of_lane(session, consumer, lane, Some(self.sequence), None).await?.is_some();
         let due = sql(MAKE_DUE).bind("is_head", !is_behind).bind("is_behind", is_behind);
@@ -231,7 +235,7 @@ impl ConsumerRow<'_> {
         Ok(())
     }
 
-    /// Gives it a new id and perhaps a new payload; the answer is its new content hash.
+    /// Gives the row a new id and perhaps a new payload; returns its new content hash.
     async fn rename(
         &self,
         session: &mut dyn Session,
@@ -262,7 +266,7 @@ impl ConsumerRow<'_> {
     }
 }
 
-/// The first row that keeps the order of a key.
+/// Runs [`OF_LANE`]; none for a message without a key.
 async fn of_lane(
     session: &mut dyn Session,
     consumer: i64,
@@ -275,9 +279,9 @@ async fn of_lane(
     session.rows(asked).await?.first().map(|row| row.get(0)).transpose()
 }
 
-/// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a
-/// verdict left none, a new id has none: R31). None where it was inserted, else whether the row
-/// that stood there has this content.
+/// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (R31).
+/// A message that was too old or from the future has no inbox row, nor has a new id. Returns none
+/// where the row was inserted, otherwise whether the row that is there has the same content hash.
 async fn inbox_row(session: &mut dyn Session, consumer: i64, id: Uuid, hash: Uuid) -> Result<Option<bool>, StoreError> {
     let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
     let of = |text| sql(text).bind("consumer", consumer).bind("message_id", id).bind("hash", hash);

@@ -1,4 +1,4 @@
-//! What operators did: a row for each act, in the transaction of the act.
+//! The audit of operators: one row for each act, written in the transaction of the act.
 
 use uuid::Uuid;
 
@@ -18,7 +18,7 @@ insert into oncebox.audit (actor, act, reason, number, message_id, \
 values (:actor, :act, :reason, :number, :message_id, :place, \
        {pg: :detail::jsonb}{my lite: {now}, :new_id, :detail})";
 
-/// What was done, newest first.
+/// The audit rows, newest first.
 pub(super) async fn read(
     session: &mut dyn Session,
     texts: Texts,
@@ -42,7 +42,7 @@ pub(super) async fn read(
     rows.iter().map(|row| entry(&**row)).collect()
 }
 
-/// An act, as its audit row says it.
+/// The values of an audit row.
 pub(super) struct Act<'a> {
     pub(super) name: &'static str,
     /// The outbox or a consumer; on PostgreSQL the topic of a message.
@@ -50,9 +50,9 @@ pub(super) struct Act<'a> {
     pub(super) number: &'a str,
     pub(super) message_id: Uuid,
     pub(super) new_id: Option<Uuid>,
-    /// What else is known, in words.
+    /// The detail as text, for MySQL and SQLite.
     pub(super) detail: String,
-    /// The same for PostgreSQL, which keeps a document.
+    /// The detail as JSON, for PostgreSQL.
     pub(super) document: serde_json::Value,
 }
 

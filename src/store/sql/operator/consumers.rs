@@ -1,4 +1,4 @@
-//! A consumer that is gone is forgotten.
+//! Forgets a consumer that is gone: deletes its rows, and last its inbox and itself.
 
 use uuid::Uuid;
 
@@ -14,7 +14,7 @@ const COUNTS: &str = "\
 select (select count(*) from oncebox.waiting where consumer_id = :consumer), \
        (select count(*) from oncebox.inbox where consumer_id = :consumer)";
 
-/// Everything of it but its inbox.
+/// Deletes everything of the consumer except its inbox.
 const DELETES: [&str; 3] = [
     "delete from oncebox.waiting where consumer_id = :consumer",
     "delete from oncebox.attempt where consumer_id = :consumer",
@@ -23,7 +23,7 @@ const DELETES: [&str; 3] = [
 
 const RENAME: &str = "update oncebox.consumer set name = :name where consumer_id = :consumer";
 
-/// A page of its inbox, which is two tables on PostgreSQL.
+/// Deletes a page of its inbox, which is two tables on PostgreSQL.
 const PAGE: &str = "\
 {pg: delete from oncebox.{if is_timed: inbox_timed}{if is_untimed: inbox_untimed} where consumer_id = :consumer \
   and message_id in (select message_id from oncebox.{if is_timed: inbox_timed}{if is_untimed: inbox_untimed} \
@@ -34,7 +34,7 @@ const PAGE: &str = "\
 
 const LAST: &str = "delete from oncebox.consumer where consumer_id = :consumer";
 
-/// Forgets it, or counts what that would be.
+/// Forgets a consumer; for a dry run only counts its rows.
 pub(super) async fn forget(
     store: &dyn SqlStore,
     texts: Texts,
@@ -70,9 +70,9 @@ pub(super) async fn forget(
     };
     audit::write(session, texts, act, context).await?;
     transaction.commit().await?;
-    // Its inbox goes in pages: nobody else could write to SQLite meanwhile, and on PostgreSQL a
-    // transaction over all of it would hold vacuum back. Whoever is stopped here finds the name
-    // that it has now in the list, and forgets that.
+    // The inbox is deleted in pages: one transaction over all of it would block every other writer
+    // on SQLite, and hold back vacuum on PostgreSQL. If the process stops here, the list of
+    // consumers shows the changed name, and the operator forgets that one.
     for is_timed in [true, false] {
         let page = || of(PAGE).bind("is_timed", is_timed).bind("is_untimed", !is_timed);
         while store.run_alone(page()).await? > 0 {}

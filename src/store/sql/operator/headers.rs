@@ -1,4 +1,4 @@
-//! Headers of messages that arrived, as tables keep them: any bytes, in order, a name twice.
+//! Headers of messages that arrived, as tables keep them: any bytes, in order, with repeated names.
 //!
 //! PostgreSQL (where the statements write its arrays as JSON) and SQLite keep pairs of name and
 //! hexadecimal digits; MySQL pairs of name and text, with a third member where the value is digits.
@@ -8,7 +8,7 @@ use crate::error::StoreError;
 use crate::policy::hex::{hex, unhex};
 use crate::store::Dialect;
 
-/// Headers from JSON; none where there are none.
+/// Reads headers from JSON; an absent text is an empty list.
 pub(super) fn read(texts: Texts, json: Option<&str>) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
     let corrupt = || StoreError::Corrupt("the headers of a waiting row are no list of pairs".to_owned());
     let Some(json) = json else { return Ok(Vec::new()) };

@@ -1,6 +1,7 @@
-//! Dead, held and waiting messages on both sides, as a list.
+//! The list of dead, held and waiting messages, of the outbox and of consumers.
 //!
-//! Guarantee: what a list costs is bounded by its length, whatever stands behind what it shows.
+//! Guarantee: the cost of a list is bounded by its length, however many messages stand behind those
+//! that it shows.
 
 use std::time::Duration;
 
@@ -15,10 +16,11 @@ use crate::store::operator::{COUNTED_MAX, firsts};
 use crate::store::sql::{Row, Session, Statement, Value, sql};
 use crate::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
 
-/// What a list shows unless told otherwise.
+/// The length of a list where the filter has no limit.
 const LIMIT: usize = 100;
 
-/// Rows of the outbox in one state. Headers are bytes: plain SQL on SQLite may have written any.
+/// Rows of the outbox in one state. Headers are read as bytes, because plain SQL on SQLite may have
+/// written text that is not UTF-8.
 const OUTBOX: &str = "\
 select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', ''))}, t.topic, t.{key}, t.kind, t.reason, \
        {pg my: t.attempts}{lite: 0}, t.diverted_at, t.requested, {pg: t.history::text}{my: t.history}{lite: '[]'}, \
@@ -31,19 +33,20 @@ select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', 
    {if key: and t.{key} = :key }{if reason: and t.reason = :reason }\
  order by t.position limit :limit";
 
-/// How many of a key stand held behind a row of the outbox.
+/// How many rows of the same key are held behind a row of the outbox.
 const HELD_OF_KEY: &str = "\
 select count(*) from (select 1 from oncebox.outbox_dead \
   where {pg: topic = :topic and left(key, 512) = left(:key, 512) and key = :key and state = 'held'}\
         {my: lane_id = :lane and state = 'held'}{lite: topic = :topic and key = :key and state <> 'dead'} \
     and position > :position limit :max) b";
 
-/// How many of a topic are held from a position on.
+/// How many rows of a topic are held behind a position.
 const HELD_OF_TOPIC: &str = "\
 select count(*) from (select 1 from oncebox.outbox_dead \
   where topic = :topic and position > :position and {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) b";
 
-/// Rows of consumers in one state; the lane of those that others stand behind.
+/// Rows of consumers in one state. The last column is the lane id, for rows that others can stand
+/// behind.
 const CONSUMERS: &str = "\
 select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.reason, \
        {pg my: w.error}{lite: null}, w.attempts, coalesce(w.dead_at, w.stored_at), w.due_at, \
@@ -64,7 +67,7 @@ select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{k
 
 const CONSUMER_IDS: &str = "select consumer_id from oncebox.consumer {if consumer: where name = :consumer}";
 
-/// Those of a consumer that are tried next.
+/// The rows of a consumer that have a due time, first due first.
 const HEADS: &str = "\
 select w.sequence, w.due_at, w.lane_id \
   from oncebox.waiting w {my: force index (waiting_due)}{lite: indexed by oncebox_waiting_due} \
@@ -76,13 +79,13 @@ select sequence from oncebox.waiting {my: force index (waiting_lane)} \
  where consumer_id = :of and lane_id = :lane and sequence > :head and state = 'waiting' {lite: and blocks = 1} \
  order by sequence limit :left";
 
-/// How many stand behind a row of a consumer.
+/// How many rows stand behind a row of a consumer.
 const BEHIND: &str = "\
 select count(*) from (select 1 from oncebox.waiting {my: force index (waiting_lane)} \
   where consumer_id = :of and lane_id = :lane and sequence > :sequence and state = 'waiting' {lite: and blocks = 1} \
   limit :max) b";
 
-/// A number of `dead list`, taken apart.
+/// A number that `dead list` shows, such as `o17` or `c9`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Number {
     Outbox(i64),
@@ -105,7 +108,7 @@ impl Number {
     }
 }
 
-/// A message, and what an act needs of the row that it stands in.
+/// A message, and the values of its row that an act needs.
 #[derive(Debug)]
 pub(in crate::store) struct Found {
     pub(in crate::store) message: DeadMessage,
@@ -118,7 +121,7 @@ pub(super) enum FoundRow {
     Consumer { sequence: i64, key: Option<Vec<u8>>, headers: Vec<(String, Vec<u8>)> },
 }
 
-/// What is looked for.
+/// A search in outbox and consumers.
 struct Look<'a> {
     texts: Texts,
     filter: &'a DeadFilter,
@@ -126,7 +129,7 @@ struct Look<'a> {
     limit: usize,
 }
 
-/// Messages of both sides, oldest first.
+/// Finds messages in the outbox and of consumers, oldest first.
 pub(in crate::store) async fn find(
     session: &mut dyn Session,
     texts: Texts,
@@ -186,8 +189,8 @@ impl Look<'_> {
     }
 
     async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<Found>, StoreError> {
-        // To ask each row that stands whether a dead one is before it costs the more, the more are
-        // held: what waits is found by what is tried next.
+        // To check each row for a dead one before it would cost more the more rows are held. So
+        // waiting messages are found from the heads, which have a due time.
         let of_heads = state == DeadState::Waiting && self.number.is_none() && self.filter.message_id.is_none();
         let heads = if of_heads { self.waiting_of_heads(session).await? } else { Vec::new() };
         if of_heads && heads.is_empty() {
@@ -218,7 +221,7 @@ impl Look<'_> {
         Ok(found)
     }
 
-    /// Those that are tried next, and what stands behind them.
+    /// The numbers of the heads that are due first, and of the rows behind them, up to the limit.
     async fn waiting_of_heads(&self, session: &mut dyn Session) -> Result<Vec<i64>, StoreError> {
         let mut heads: Vec<(DateTime<Utc>, i64, i64, Option<Uuid>)> = Vec::new();
         for consumer in session.rows(sql(CONSUMER_IDS).bind("consumer", self.consumer())).await? {
@@ -264,8 +267,8 @@ impl Number {
 fn in_outbox(row: &dyn Row, state: DeadState) -> Result<Found, StoreError> {
     let position: i64 = row.get(0)?;
     let (age, reason): (i64, Option<String>) = (row.get(13)?, row.get_opt(5)?);
-    // What else is not UTF-8 becomes the replacement character rather than a row that nobody can
-    // ever see.
+    // Bytes that are not UTF-8 become the replacement character. An error would make the row
+    // invisible to operators.
     let headers = row.get_opt::<Vec<u8>>(10)?.map(|json| parse_headers(&String::from_utf8_lossy(&json)));
     let headers = headers.transpose()?.unwrap_or_default();
     let trace = |name: &str, value: Option<String>| value.map(|value| (name.to_owned(), value));

@@ -1,5 +1,5 @@
-//! How things stand: what `status` and `/metrics` show. Counts are bounded; beyond the bound they
-//! are estimates.
+//! Reads what `status` and `/metrics` show. Counts are exact up to a bound; beyond it they are that
+//! bound or an estimate.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::store::operator::{COUNTED_MAX, waiting_and_held};
 use crate::store::sql::{Row, Session, sql};
 use crate::store::{ConsumerStatus, ShardStatus, Status};
 
-/// The shards: only PostgreSQL has gaps.
+/// The shards. Only PostgreSQL has gaps.
 const SHARDS: &str = "\
 select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_from, bucket_to}, scanned_to, \
        {pg: (select count(*) from unnest(gaps))}{my lite: 0}, epoch, owner, {age lease_until}, \
@@ -16,8 +16,8 @@ select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_
        {age updated_at} \
   from oncebox.shard order by shard_id";
 
-/// What a shard has not proven: how many rows, up to a bound, and the age of the first. On
-/// PostgreSQL they are those at gaps and above the cursor, elsewhere all.
+/// The rows of a shard that are not proven: how many, up to a bound, and the age of the first. On
+/// PostgreSQL these are the rows in gaps and above the cursor, elsewhere all rows.
 const PENDING: &str = "\
 {pg: with shard as materialized (select * from oncebox.shard where shard_id = :shard), \
 gap_rows as ( \
@@ -35,7 +35,7 @@ select (select count(*) from gap_rows), (select count(*) from tail_rows), \
 {my lite: select 0, (select count(*) from (select 1 from oncebox.outbox limit :beyond) c), \
        {age (select created_at from oncebox.outbox order by position limit 1)}}";
 
-/// How many that may be, where they are more than were counted.
+/// An estimate of the same number, for more rows than were counted.
 const PENDING_ESTIMATE: &str = "\
 {pg: select greatest((select last_value from oncebox.outbox_position_seq) \
                      - (select scanned_to from oncebox.shard where shard_id = :shard), 0)}\
@@ -43,7 +43,8 @@ const PENDING_ESTIMATE: &str = "\
                        where table_schema = database() and table_name = 'oncebox_outbox'), 0)}\
 {lite: select coalesce(max(position) - min(position) + 1, 0) from oncebox.outbox}";
 
-/// The first that is held, on PostgreSQL of each cause, as its index has them.
+/// How many rows are held and dead, and the age of the first held one. PostgreSQL finds it for each
+/// cause, because its index begins with the cause.
 const DIVERTED: &str = "\
 select (select count(*) from (select 1 from oncebox.outbox_dead \
           where {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) h), \
@@ -56,10 +57,11 @@ select (select count(*) from (select 1 from oncebox.outbox_dead \
 
 const CONSUMERS: &str = "select consumer_id, name, {age seen_at} from oncebox.consumer order by name";
 
-/// One consumer at a time: guessed for many, the cost has PostgreSQL compile the statement, which
-/// takes half a second. What is held is counted from the dead rows that hold, which are few; on
-/// PostgreSQL a lane that has none behind is found out by the index, which only its order commends.
-/// SQLite counts no further than the bound, for it has no estimate.
+/// The counts of one consumer. For many at once PostgreSQL would estimate a high cost and compile
+/// the statement, which takes half a second. Held rows are counted from the dead rows that hold,
+/// which are few. On PostgreSQL `between` and `order by` make the planner use the index by lane
+/// also for a lane with no row behind. SQLite counts no further than the bound, because it has no
+/// estimate.
 const OF_CONSUMER: &str = "\
 select (select count(*) from (select 1 from oncebox.waiting where consumer_id = :of and state = 'waiting' limit :max) a), \
        (select count(*) from ( \
@@ -82,7 +84,7 @@ select (select count(*) from (select 1 from oncebox.waiting where consumer_id = 
        (select count(*) from (select 1 from oncebox.inbox where consumer_id = :of limit {pg my: :beyond}{lite: :max}) e), \
        {age (select stored_at from oncebox.waiting where consumer_id = :of and state = 'waiting' order by sequence limit 1)}";
 
-/// How many rows the inboxes of all consumers have.
+/// An estimate of the inbox rows of all consumers together.
 const INBOX_ESTIMATE: &str = "\
 {pg: select greatest(sum(greatest(c.reltuples, 0)), 0)::bigint from pg_class c \
  where c.oid = 'oncebox.inbox_untimed'::regclass \
@@ -91,7 +93,7 @@ const INBOX_ESTIMATE: &str = "\
                        where table_schema = database() and table_name = 'oncebox_inbox'), 0)}\
 {lite: select 0}";
 
-/// Everything but the e-mails.
+/// Reads everything of the status except the e-mails.
 pub(super) async fn read(session: &mut dyn Session) -> Result<Status, StoreError> {
     let shards = session.rows(sql(SHARDS)).await?;
     let shards = shards.iter().map(|row| shard(&**row)).collect::<Result<Vec<_>, _>>()?;
@@ -121,8 +123,8 @@ fn only(rows: &[Box<dyn Row>]) -> Result<&dyn Row, StoreError> {
 }
 
 fn shard(row: &dyn Row) -> Result<ShardStatus, StoreError> {
-    // A lease that ends later than its length from now was taken before the clock went back: nobody
-    // holds it (R22).
+    // A lease that ends later than its length from now was taken before the clock went back, and is
+    // over (R22).
     let left = row.get_opt::<i64>(7)?.map(std::ops::Neg::neg);
     let length: i64 = row.get_opt(8)?.unwrap_or(0);
     let left = left.filter(|left| *left > 0 && *left <= length);
@@ -158,8 +160,8 @@ async fn consumers(session: &mut dyn Session) -> Result<Vec<ConsumerStatus>, Sto
     let beyond = |consumer: &ConsumerStatus| consumer.inbox_rows > COUNTED_MAX.unsigned_abs();
     let large = consumers.iter().filter(|consumer| beyond(consumer)).count();
     if large > 0 {
-        // The server knows how many rows there are, not whose: what the small ones leave is shared
-        // out evenly.
+        // The server estimates all rows together, not those of each consumer. What remains after
+        // the exactly counted consumers is divided evenly among the large ones.
         let all: u64 = session.one(sql(INBOX_ESTIMATE)).await?;
         let small: u64 =
             consumers.iter().filter(|consumer| !beyond(consumer)).map(|consumer| consumer.inbox_rows).sum();
@@ -171,7 +173,7 @@ async fn consumers(session: &mut dyn Session) -> Result<Vec<ConsumerStatus>, Sto
     Ok(consumers)
 }
 
-/// A clock that went back shows as nothing, not as a negative age.
+/// Microseconds as seconds; a negative age, after a clock went back, is 0.
 pub(super) fn seconds(micros: i64) -> f64 {
     Duration::from_micros(u64::try_from(micros).unwrap_or(0)).as_secs_f64()
 }
