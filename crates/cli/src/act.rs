@@ -1,6 +1,6 @@
-//! What the commands have in common by which an operator acts: who, why, and how carefully.
+//! What all acts of an operator have in common: who, why, and how carefully.
 //!
-//! Not here: what is done (`store`).
+//! Not here: the act itself (`store`).
 
 use std::io::Write;
 
@@ -9,7 +9,7 @@ use clap::Args;
 use oncebox::app::AppError;
 use oncebox::store::ActContext;
 
-/// So many are acted on without a question.
+/// The most items that an act changes without a confirmation.
 const UNASKED_MAX: usize = 1;
 
 /// Who, why, and how carefully.
@@ -30,18 +30,20 @@ pub(super) struct Act {
 }
 
 impl Act {
-    /// Who and why, as a dry run or not.
+    /// The context of an act, with actor and reason.
     pub(super) fn context(&self, dry_run: bool) -> ActContext {
         let actor = self.by.clone().unwrap_or_else(actor);
         ActContext { actor, reason: self.why.clone(), dry_run, redrive_age_max: None }
     }
 
-    /// More than one: the count is typed, so that it was seen.
+    /// Asks for the count before an act on more than one item, unless `--yes` or `--dry-run` is
+    /// given. An error means that nothing may be done.
     pub(super) fn confirm(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
         if count <= UNASKED_MAX { Ok(()) } else { self.ask(count, what, verb) }
     }
 
-    /// As [`Act::confirm`], for what cannot be undone: on a terminal even one is asked for.
+    /// As [`Act::confirm`], for what cannot be undone: on a terminal it asks before a single item
+    /// too.
     pub(super) fn confirm_loss(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
         let is_asked = count > UNASKED_MAX || (count > 0 && std::io::IsTerminal::is_terminal(&std::io::stdin()));
         if is_asked { self.ask(count, what, verb) } else { Ok(()) }
@@ -67,14 +69,14 @@ impl Act {
     }
 }
 
-/// The user of this shell. A container may have no name for it.
+/// The user of this shell, or its number: a container may have no name for it.
 pub(super) fn actor() -> String {
     let named = ["USER", "LOGNAME"].into_iter().filter_map(|name| std::env::var(name).ok());
     let mut named = named.filter(|name| !name.trim().is_empty());
     named.next().unwrap_or_else(|| format!("uid {}", rustix::process::getuid().as_raw()))
 }
 
-/// What an operator may not do is refused for safety: exit code 4.
+/// Turns the refusal of an act into exit code 4.
 pub(super) fn refused(error: oncebox::StoreError) -> AppError {
     match error {
         oncebox::StoreError::Refused(why) => AppError::refused(why),

@@ -27,7 +27,7 @@ pub(super) struct AnswerArgs {
 }
 
 impl AnswerArgs {
-    /// The answer, with this file as body, and this status where none was given.
+    /// Reads the answer: this file is its body, and this its status where none was given.
     pub(super) fn read(&self, file: &Path, status: Option<u16>) -> Result<Answer, AppError> {
         let bytes = std::fs::read(file)
             .map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))?;

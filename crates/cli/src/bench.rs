@@ -1,11 +1,11 @@
 //! `oncebox bench`: what the promise costs, as ratios inside one run.
 //!
-//! Every figure is measured beside what it is compared with: the same messages, headers, servers
-//! and minutes, turn by turn, at least so many rounds as `--rounds` says. Rates by themselves say
-//! more about the machine than about the code.
+//! A figure with a baseline is measured beside it: the same messages, headers and servers, in
+//! turns, in as many rounds as `--rounds` says. A rate by itself says more about the machine than
+//! about the code.
 //!
-//! Promise: a database, topics, queues and groups of its own, all removed at the end; nothing is
-//! taken from counters of the programs that a benchmark measures.
+//! Promise: a benchmark has its own database, topics, queues and groups, and removes them at the
+//! end. No figure comes from the counters of the measured programs.
 
 mod append;
 mod bed;
@@ -94,7 +94,7 @@ pub(super) struct FaultArgs {
     stuck: u32,
 }
 
-/// What a benchmark has to know of its size.
+/// The size of a benchmark.
 #[derive(Debug, Clone, Copy)]
 struct Load {
     messages: usize,
@@ -122,7 +122,7 @@ impl BenchCommand {
 }
 
 pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    // Of faults that are made on purpose nobody is warned.
+    // Faults are made on purpose here, so their warnings are not logged.
     let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
     let place = bed::Place::find(common, log)?;
     match store_kind(&place.settings.database.url.0)? {
@@ -141,7 +141,7 @@ pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Outp
 async fn on<S: Yard>(command: &BenchCommand, place: bed::Place, output: Output) -> Result<(), AppError> {
     let mut bed = Bed::<S>::make(place).await?;
     let load = command.load();
-    // A Ctrl-C still removes what was made.
+    // After Ctrl-C, what was made is still removed.
     let measured = tokio::select! {
         measured = measure(command, &mut bed, load) => measured,
         _ = tokio::signal::ctrl_c() => Err(AppError::failed("stopped")),

@@ -92,7 +92,7 @@ enum Program {
 pub(super) fn run_named() -> ExitCode {
     let args = OnceboxArgs::parse();
     if args.output == Output::Json {
-        // What goes wrong, too, is read by a machine.
+        // A machine that reads JSON reads the errors too.
         speak(LogFormat::Json);
     }
     run(args.run())

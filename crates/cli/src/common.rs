@@ -5,7 +5,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use oncebox::app::AppError;
 pub(super) use oncebox::app::{CommonArgs, run};
 
-/// Prints a line of data to stdout; where it cannot be written, that is an error.
+/// Prints a line of data to stdout. If that fails, the command returns the error.
 macro_rules! data {
     ($($argument:tt)*) => {{
         use std::io::Write as _;
@@ -13,8 +13,8 @@ macro_rules! data {
     }};
 }
 
-/// What became of a line of data. A reader that went away (`oncebox dead list | head`) has what it
-/// wanted: the command ends without a word.
+/// The result of a printed line. Where the reader is gone (`oncebox dead list | head`), the command
+/// ends without a message.
 pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
     line.map_err(|error| match error.kind() {
         std::io::ErrorKind::BrokenPipe => AppError::stopped(""),
@@ -32,7 +32,7 @@ pub(super) enum Output {
     Json,
 }
 
-/// A table for people: on a terminal long cells are wrapped, in a pipe every row is one line.
+/// A table for people: on a terminal long cells are wrapped, elsewhere every row is one line.
 pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
     const WIDTH: u16 = 120;
     let mut table = Table::new();

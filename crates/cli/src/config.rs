@@ -1,4 +1,5 @@
-//! `oncebox config`: the template, and what is in force with its origin. Secrets are never shown.
+//! `oncebox config`: prints the template, or the settings in force with their origins. Secrets are
+//! never shown.
 
 use clap::Subcommand;
 use comfy_table::{Table, presets};
@@ -73,7 +74,7 @@ fn flatten(prefix: &str, value: &toml::Value, rows: &mut Vec<(String, toml::Valu
     }
 }
 
-/// URLs may hold passwords; properties of librdkafka may be passwords.
+/// Whether the value is redacted: URLs and properties of librdkafka may hold passwords.
 fn is_secret(path: &str) -> bool {
     path.ends_with("url") || path.contains("password") || path.contains("properties")
 }

@@ -1,4 +1,5 @@
-//! `oncebox consumers`: who has ever read here, who is there, and what a gone one left behind.
+//! `oncebox consumers`: which consumers ever started here, which of them are there, and how one
+//! that is gone is forgotten.
 
 use std::time::Duration;
 
@@ -65,11 +66,11 @@ fn list(consumers: &[ConsumerStatus], output: Output) -> Result<(), AppError> {
     Ok(())
 }
 
-/// A consumer that was not seen for so long is not there: each of its processes says every ten
-/// seconds that it is.
+/// A consumer that was not seen for this long is not there: each of its processes reports every ten
+/// seconds.
 pub(super) const ABSENT: Duration = Duration::from_secs(60);
 
-/// When a process of it was last there.
+/// When a process of this consumer was last seen, for people.
 pub(super) fn seen(consumer: &ConsumerStatus) -> String {
     let ago = Duration::from_secs(consumer.seen_seconds_ago as u64);
     match ago < ABSENT {

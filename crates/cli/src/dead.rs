@@ -210,8 +210,8 @@ impl Filter {
     }
 }
 
-/// The UUID of an id: of a text that is none it is made of the source and the text, as a consumer
-/// makes it.
+/// The UUID of a message id. Where the id is no UUID, it is made of the source and the text, as a
+/// consumer makes it.
 fn identity_of(id: &str, source: Option<&str>) -> Uuid {
     match (source, Uuid::try_parse(id)) {
         (None, Ok(uuid)) => uuid,
@@ -312,12 +312,12 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
     Ok(())
 }
 
-/// What is done, and how fast.
+/// An act, and how fast it is done.
 struct How<'a> {
     act: &'a OperatorAct,
-    /// At most so many a second.
+    /// At most this many messages a second.
     rate: Option<u32>,
-    /// So long for what becomes of them.
+    /// How long to wait for what becomes of the messages.
     wait: Duration,
 }
 
@@ -342,7 +342,7 @@ async fn act_on<S: Store>(
         let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
         vec![DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..which.filter.to_store(None) }]
     } else {
-        // By its number it is known in whatever state it is.
+        // A number selects a message in any state.
         let one = |number| DeadFilter { states: states(None), ..which.filter.to_store(Some(number)) };
         which.numbers.iter().map(|number| one(number)).collect()
     };
@@ -370,7 +370,7 @@ async fn act_on<S: Store>(
         _ => act.confirm(found.len(), what, "redriven")?,
     }
     let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
-    // First all of it as a dry run: a number that is refused leaves the others as they are.
+    // Runs everything as a dry run first: if one number is refused, the others stay as they are.
     let (mut numbers, mut already_handled) = carry_out(store, &filters, how, &dry_run).await?;
     if !act.dry_run {
         let context = ActContext { dry_run: false, ..dry_run };
@@ -429,12 +429,12 @@ async fn act_on<S: Store>(
 
 /// What became of a message that was redriven.
 enum Became {
-    /// It is gone from the list: its consumer handled it, or the broker has it.
+    /// It is gone from the list, because its consumer handled it.
     Handled,
     Sent,
     /// It is not known yet what became of it.
     Open,
-    /// It failed again: what it is now, and its error.
+    /// It failed again. It has this state now, and this error.
     Failed(DeadState, String),
 }
 
@@ -455,8 +455,8 @@ impl std::fmt::Display for Became {
     }
 }
 
-/// Looks until each of these is gone or was tried again, for so long. The last try of each before
-/// it was redriven is known.
+/// Waits until each message is gone or was tried again, at most for `wait`. `last_tries` has the
+/// last try of each before the redrive.
 async fn what_became<S: Store>(
     store: &S,
     mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
@@ -490,12 +490,12 @@ async fn what_became<S: Store>(
     }
 }
 
-/// One message, in whatever state it is.
+/// A filter for one message, in any state.
 fn by_number(number: &str) -> DeadFilter {
     DeadFilter { states: states(None), number: Some(number.to_owned()), limit: 1, ..DeadFilter::default() }
 }
 
-/// Acts on so many of these numbers a second; gives as [`carry_out`] does.
+/// Acts on at most `rate` of these numbers a second. Returns the same as [`carry_out`].
 async fn paced<S: Store>(
     store: &S,
     found: &[String],
@@ -518,8 +518,8 @@ async fn paced<S: Store>(
     Ok((numbers, already_handled))
 }
 
-/// Acts on every filter; gives the numbers, and those that were discarded because another copy was
-/// handled since.
+/// Acts on every filter. Returns the numbers of the messages, and those that were discarded because
+/// another copy was handled meanwhile.
 async fn carry_out<S: Store>(
     store: &S,
     filters: &[DeadFilter],

@@ -1,4 +1,4 @@
-//! `oncebox demo`: the promise, shown with kills.
+//! `oncebox demo`: shows the promise while processes are killed.
 //!
 //! Payments are taken (business row and message in one transaction), relayed, and consumed by a
 //! ledger and an e-mail consumer, each in a process of its own; deliveries are repeated on purpose;
@@ -61,7 +61,7 @@ pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> 
 
 async fn on<S: show::Tables>(args: &DemoArgs, place: stage::Place, output: Output) -> Result<(), AppError> {
     let stage = stage::Stage::set::<S>(place).await?;
-    // Told to stop, the show is dropped, and its processes with it.
+    // At a signal the show is dropped, and its processes with it.
     let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
     let shown = tokio::select! {
         shown = show::show::<S>(args, &stage) => Some(shown),

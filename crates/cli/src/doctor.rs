@@ -1,4 +1,4 @@
-//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something
+//! `oncebox doctor`: checks everything that the promise depends on. Exit code 3 where something
 //! breaks it, or is stuck.
 
 use std::path::Path;
@@ -70,7 +70,8 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
     }
 }
 
-/// The broker; none where it is a file that is not there: looking does not make it.
+/// Opens the broker. Returns None where the file of the embedded broker does not exist: `doctor`
+/// does not make it.
 async fn broker(settings: &Settings) -> Result<Option<AnyBroker>, AppError> {
     let file = settings.broker.url.0.strip_prefix("embedded://").filter(|file| !file.is_empty());
     match file.map(Path::new).filter(|file| !file.exists() && file.parent().is_some_and(is_directory)) {
@@ -87,7 +88,7 @@ async fn database(settings: &Settings, older_than: Duration) -> Result<Vec<Findi
     oncebox::with_store!(settings, None, |store| look(store, settings, older_than).await)
 }
 
-/// Says what is broken, asks, and mends it.
+/// Mends what is broken. Without `--yes` it only says what would be done.
 async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
     store.schema().await?.require()?;
     let actor = args.by.clone().unwrap_or_else(super::act::actor);
@@ -197,7 +198,7 @@ fn versions(live: &[Announced]) -> Vec<Finding> {
     found
 }
 
-/// What is not promised of an inbox that forgets (G8).
+/// Says what an inbox with a horizon cannot recognise (G8).
 fn horizon(consumer: &oncebox::app::config::ConsumerSettings) -> Option<Finding> {
     let horizon = consumer.horizon.duration()?;
     let name = format!("consumer {}: horizon", consumer.name);

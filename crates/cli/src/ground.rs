@@ -1,6 +1,6 @@
-//! A database of one's own beside the one that a URL names, for `demo` and `bench`.
+//! A separate database beside the one that a URL names, for `demo` and `bench`.
 //!
-//! Promise: a publisher of theirs never reads an outbox that others write.
+//! Promise: a publisher of `demo` or `bench` never reads an outbox that others write.
 
 use std::future::Future;
 use std::path::Path;
@@ -20,13 +20,13 @@ use oncebox::error::redact;
 use oncebox::observe::Health;
 use oncebox::store::{SchemaState, Store};
 
-/// A store that can have a database of its own beside the one that a URL names.
+/// A store that can make a separate database beside the one that a URL names.
 pub(super) trait Ground: Store {
-    /// Makes an empty database on the server of this URL, or for SQLite names a file in `dir`;
-    /// answers with its URL.
+    /// Makes an empty database on the server of this URL and returns its URL. For SQLite it only
+    /// names a file in `dir`.
     fn create_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;
 
-    /// Drops it again; a file goes with its directory.
+    /// Drops the database. A SQLite file is removed with its directory.
     fn drop_database(server: &str, name: &str) -> impl Future<Output = Result<(), AppError>> + Send;
 }
 
@@ -39,9 +39,9 @@ pub(super) struct OwnDatabase {
 }
 
 impl OwnDatabase {
-    /// Makes it on the server that the settings name, or in `dir` where that is a SQLite file.
-    /// Refused where the named database has an outbox with messages: whoever names one that is in
-    /// use did not mean to.
+    /// Makes the database on the server of the settings, or in `dir` for SQLite. Refused where the
+    /// named database has an outbox with messages: it is in use, so it was probably named by
+    /// mistake.
     pub(super) async fn make<S: Ground>(settings: &Settings, name: String, dir: &Path) -> Result<Self, AppError> {
         refuse_messages_of_others::<S>(settings).await?;
         let server = settings.database.url.clone();
@@ -50,7 +50,7 @@ impl OwnDatabase {
         Ok(Self { name, url, server })
     }
 
-    /// Drops the database from its server; a SQLite file goes with its directory.
+    /// Drops the database from its server. A SQLite file is removed with its directory.
     pub(super) async fn drop<S: Ground>(&self) -> Result<(), AppError> {
         S::drop_database(&self.server.0, &self.name).await.map_err(|error| error.on(&self.name))
     }

@@ -1,5 +1,5 @@
-//! `oncebox keys`: list, show, release, purge, resolve. A key is a secret of its client: its hash
-//! is shown, and itself only to who named it.
+//! `oncebox keys`: list, show, release, purge, resolve. A key is a secret of its client: only its
+//! hash is shown, and the key itself to a person who gave it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use oncebox::store::{KeyChange, KeyFilter, Look, Outcome, Store};
 
 /// How many digits of a hash are shown.
 const SHOWN: usize = 12;
-/// The fewest that name a key.
+/// The fewest digits that select a key.
 const NAMED_MIN: usize = 8;
 
 /// What to do with keys.
@@ -180,7 +180,7 @@ impl Which {
         self.tenant.is_some() && self.operation.is_some()
     }
 
-    /// The digest, or how it begins.
+    /// The digest, or the first bytes of it.
     fn digest(&self) -> Result<Vec<u8>, AppError> {
         match (&self.tenant, &self.operation) {
             (Some(tenant), Some(operation)) => {
@@ -358,7 +358,7 @@ async fn act_on<S: Store>(
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
     act.confirm(meant.len(), "keys", done)?;
-    // First all of it as a dry run: one that is refused leaves the others as they are.
+    // Runs everything as a dry run first: if one key is refused, the others stay as they are.
     for dry_run in [true, false] {
         if dry_run || !act.dry_run {
             for one in meant {

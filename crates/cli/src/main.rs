@@ -1,7 +1,7 @@
-//! What a person types: demo, migrate, status, doctor, dead, config, bench. Parse, wire, run: data
-//! goes to stdout, the rest to stderr.
+//! The program `oncebox`: the commands for people and scripts, such as `demo`, `migrate`, `status`,
+//! `doctor` and `dead`. Data goes to stdout, everything else to stderr.
 
-// What the commands do with a store has no user where none is built.
+// Without a store, parts of the commands are not used.
 #![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
 
 #[macro_use]

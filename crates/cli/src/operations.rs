@@ -1,5 +1,5 @@
-//! `oncebox operations`: list, show, retry, resolve. What a provider was sent is not shown, only
-//! that it was.
+//! `oncebox operations`: list, show, retry, resolve, judge. It does not show the bytes that were
+//! sent to a provider, only that they were sent.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -201,7 +201,7 @@ async fn one<S: Store>(store: &S, id: Uuid) -> Result<StoredOperation, AppError>
     found.ok_or_else(|| AppError::failed(format!("there is no operation {id}; `oncebox operations list` shows them")))
 }
 
-/// What was observed, as far as it can be read here.
+/// The observed bytes as text, or their size where they are encrypted.
 fn readable(sealed: &Sealed) -> String {
     match &sealed.kid {
         Some(kid) => format!("{} bytes, encrypted under {kid}", sealed.bytes.len()),
@@ -350,7 +350,7 @@ async fn retry<S: Store>(
         seen.push(one(store, *id).await?);
     }
     act.confirm(seen.len(), "operations", "taken up again")?;
-    // First all of it as a dry run: one that is refused leaves the others as they are.
+    // Runs everything as a dry run first: if one operation is refused, the others stay as they are.
     for dry_run in if act.dry_run { &[true][..] } else { &[true, false] } {
         for one in &seen {
             let done = store.retry(one, accept_duplicate, take_over, &act.context(*dry_run)).await;

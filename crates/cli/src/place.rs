@@ -1,7 +1,7 @@
-//! A directory, settings and child processes for what makes its own world: `demo` and `bench`.
+//! A directory, settings and child processes for `demo` and `bench`.
 //!
-//! Promise: they and their children use what stands on their own command line and nothing else. A
-//! file that may hold passwords is readable by its owner only.
+//! Promise: `demo` and `bench` and their children use only their own command line and files. A file
+//! that may hold passwords is readable by its owner only.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -13,7 +13,7 @@ use super::common::CommonArgs;
 use oncebox::app::AppError;
 use oncebox::app::config::{Secret, Settings};
 
-/// Makes a directory that only its owner enters.
+/// Makes a directory that only its owner can enter.
 pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new()
@@ -23,8 +23,8 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
         .map_err(|error| AppError::failed(format!("{} cannot be made: {error}", dir.display())))
 }
 
-/// The settings of the command line; database and broker are files in `dir` unless they are named
-/// there.
+/// The settings of the command line. Where it does not name a database or broker, that is a file in
+/// `dir`.
 pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<Settings, AppError> {
     let mut settings = common.load_command_line(log)?.settings;
     if common.database.is_none() {
@@ -36,13 +36,13 @@ pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<
     Ok(settings)
 }
 
-/// A SQLite file of this name in `dir`.
+/// The URL of a SQLite file with this name in `dir`.
 pub(super) fn file_url(dir: &Path, name: &str) -> Secret {
     Secret(format!("sqlite://{}", dir.join(format!("{name}.db")).display()))
 }
 
-/// This same program, to be started as a child: no setting reaches it but those of its own command
-/// line and file.
+/// A command that starts this program as a child, without the `ONCEBOX_` variables of the
+/// environment.
 pub(super) fn this_program() -> Result<Command, AppError> {
     let this =
         std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
@@ -52,12 +52,12 @@ pub(super) fn this_program() -> Result<Command, AppError> {
             command.env_remove(name);
         }
     }
-    // A parent that is interrupted leaves no process behind.
+    // A parent that is interrupted leaves no child behind.
     command.stdin(Stdio::null()).kill_on_drop(true);
     Ok(command)
 }
 
-/// Sends a signal to a child; one that has ended gets none.
+/// Sends a signal to a child, unless it has ended.
 pub(super) fn signal(child: &Child, signal: Signal) {
     let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
     if let Some(pid) = pid {
@@ -65,7 +65,7 @@ pub(super) fn signal(child: &Child, signal: Signal) {
     }
 }
 
-/// Settings as a file: URLs with passwords do not stand in command lines of processes.
+/// Writes the settings to a file, so that no password stands in the command line of a process.
 pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, AppError> {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt;

@@ -1,13 +1,13 @@
-//! Progress of what takes long, on stderr and only where a person looks.
+//! Progress of long commands, on stderr and only on a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Rounds of a benchmark.
+/// The progress of a benchmark, in rounds.
 #[derive(Debug)]
 pub(super) struct Rounds(ProgressBar);
 
 impl Rounds {
-    /// Shows that something begins.
+    /// Shows that a benchmark begins.
     pub(super) fn start(what: &'static str, rounds: u32) -> Self {
         let bar = ProgressBar::new(u64::from(rounds));
         if let Ok(style) = ProgressStyle::with_template("{msg}: round {pos} of {len} done, {elapsed}") {

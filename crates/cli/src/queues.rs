@@ -1,7 +1,6 @@
 //! `oncebox queues`: what an operator does with the queues of consumers on RabbitMQ.
 //!
-//! Guarantee: breaking a command off and running it again is safe; nothing is deleted that holds a
-//! message.
+//! Guarantee: a command may be interrupted and run again. No queue that holds a message is deleted.
 
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use super::common::{CommonArgs, Output, table};
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
 
-/// Between two looks at what is left.
+/// The pause between two checks of what is left.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Queues of consumers on RabbitMQ

@@ -1,4 +1,5 @@
-//! `oncebox status`: how things stand, and what of it is stuck as far as the database alone shows.
+//! `oncebox status`: counts what is in the tables, and shows what is stuck as far as the database
+//! alone can tell.
 
 use std::time::Duration;
 
@@ -48,7 +49,7 @@ async fn show<S: Store>(store: S, args: &StatusArgs, settings: &Settings, output
     Ok(())
 }
 
-/// What waits for longer than this, and who is not there.
+/// Lists what has waited for longer than this, and which shards and consumers have no process.
 fn stuck(status: &Status, older_than: Duration) -> Vec<String> {
     let is_old = |seconds: f64| seconds > older_than.as_secs_f64();
     let mut stuck = Vec::new();

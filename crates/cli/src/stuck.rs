@@ -1,6 +1,6 @@
-//! What stands and is carried on by nobody: the part of `doctor` that says why something is stuck.
+//! What is stuck, and why: a part of `doctor`.
 //!
-//! Promise: nothing is changed by looking, and every look is bounded.
+//! Promise: this changes nothing, and every query is bounded.
 
 use std::time::Duration;
 
@@ -9,11 +9,12 @@ use oncebox::app::AppError;
 use oncebox::app::config::Settings;
 use oncebox::store::{DeadFilter, DeadMessage, DeadState, Finding, Status, Store};
 
-/// How long the database may look at a statement of a handler. One on a table that is locked waits
-/// as handlers do.
+/// How long the database may take to prepare the statements of a handler. On a locked table this
+/// waits, as handlers do.
 const PREPARE_MAX: Duration = Duration::from_secs(3);
 
-/// What is stuck in the database, as it stands.
+/// Returns what is stuck in the database: the relay, held and waiting messages, sql handlers, waits
+/// for locks.
 pub(super) async fn look<S: Store>(
     store: &S,
     settings: &Settings,
@@ -52,7 +53,7 @@ pub(super) async fn look<S: Store>(
     Ok(findings)
 }
 
-/// Whether somebody carries on what is pending.
+/// Whether a relay works on the pending messages.
 fn relay(status: &Status, is_old: bool) -> Finding {
     let without_owner: Vec<String> =
         status.shards.iter().filter(|shard| shard.owner.is_none()).map(|shard| shard.shard.to_string()).collect();
@@ -92,7 +93,7 @@ fn messages(count: u64) -> String {
     if count == 1 { "1 message".to_owned() } else { format!("{count} messages") }
 }
 
-/// Whether the sql handlers of the configuration can still be prepared.
+/// Whether the database can still prepare the sql handlers of the configuration.
 async fn handlers<S: Store>(store: &S, settings: &Settings) -> Vec<Finding> {
     let mut findings = Vec::new();
     for consumer in &settings.consumer {

@@ -20,8 +20,8 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     let (topic, _) = bed.topic("append", &[]).await?;
     let maker = Arc::new(Maker::new(&topic, load));
     let progress = Rounds::start("append", load.rounds);
-    // A new connection of PostgreSQL compiles functions and reads its catalogue: for once, not for
-    // each transaction.
+    // Warms the connections up: a new connection of PostgreSQL compiles functions and reads its
+    // catalogue once, not for each transaction.
     for message in [true, false] {
         business(bed, &maker, message, S::WRITERS * 50).await?;
     }
@@ -63,7 +63,7 @@ async fn row_by_row<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Resul
     Ok(rate(count.div_ceil(BULK) * BULK, began.elapsed()))
 }
 
-/// Milliseconds of a transaction with one business write and so many messages.
+/// Milliseconds of a transaction with one business write and this many messages.
 async fn transactions<S: Yard>(bed: &Bed<S>, maker: &Maker, messages: usize, count: usize) -> Result<f64, AppError> {
     let began = Instant::now();
     for at in 0..count {

@@ -1,4 +1,4 @@
-//! Where a benchmark runs: a database of its own, topics of its own, both removed at the end.
+//! Where a benchmark runs: a separate database and separate topics, both removed at the end.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use oncebox::broker::Subscription;
 use oncebox::observe::Health;
 use oncebox::store::StoreOptions;
 
-/// Settings and names, before anything was made.
+/// Settings and names, before the database is made.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) settings: Settings,
@@ -23,7 +23,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Its own processes, too, log no more than `log`.
+    /// Reads the settings. The processes of the benchmark log no more than `log`, too.
     pub(super) fn find(common: &CommonArgs, log: &str) -> Result<Self, AppError> {
         let tag = format!("{:08x}", fastrand::u32(..));
         let dir = std::env::temp_dir().join(format!("oncebox-bench-{tag}"));
@@ -36,7 +36,7 @@ impl Place {
     }
 }
 
-/// A place with a database in it.
+/// A place, and the database that was made in it.
 #[derive(Debug)]
 pub(super) struct Bed<S: Yard> {
     pub(super) store: S,
@@ -44,10 +44,10 @@ pub(super) struct Bed<S: Yard> {
     pub(super) settings: Settings,
     tag: String,
     dir: PathBuf,
-    /// As they were given: with the URL of the server.
+    /// The settings as they were given, with the URL of the server.
     given: Settings,
     own: OwnDatabase,
-    /// The second one, once it was begun.
+    /// The second database, from the moment at which it may exist.
     second: Option<OwnDatabase>,
     made: Vec<Subscription>,
 }
@@ -84,16 +84,17 @@ impl<S: Yard> Bed<S> {
         }
     }
 
-    /// A store of its own, with connections that nobody else uses.
+    /// Another store on the same database, with its own connections.
     pub(super) async fn another_store(&self) -> Result<S, AppError> {
         connect(&self.settings).await
     }
 
-    /// A database beside this one, with the same tables and nothing in them; whoever asked for it
-    /// drops it, or [`Bed::clear`].
+    /// Makes a second, empty database with the same tables. The caller drops it, or [`Bed::clear`]
+    /// does.
     pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
         let second = OwnDatabase { name: format!("{}_b", self.own.name), ..self.own.clone() };
-        // Known before it is there: who is stopped in between leaves nothing behind.
+        // Stored before the database is made, so that nothing stays where the benchmark is stopped
+        // in between.
         self.second = Some(second.clone());
         let own = OwnDatabase::make::<S>(&self.given, second.name, &self.dir).await?;
         let mut settings = self.settings.clone();
@@ -103,7 +104,7 @@ impl<S: Yard> Bed<S> {
         Ok((store, own))
     }
 
-    /// A new topic that these consumers read; on RabbitMQ their queues stand before anything is
+    /// Makes a topic that these consumers read. On RabbitMQ their queues exist before anything is
     /// published.
     pub(super) async fn topic(&mut self, name: &str, consumers: &[&str]) -> Result<(String, Vec<String>), AppError> {
         let topic = format!("bench-{}-{name}-{}", self.tag, self.made.len());
@@ -133,7 +134,7 @@ impl<S: Yard> Bed<S> {
         place::write_config(&self.settings, &self.dir)
     }
 
-    /// Removes everything; what cannot be removed is named.
+    /// Removes everything, and reports what cannot be removed.
     pub(super) async fn clear(self) -> Result<(), AppError> {
         let topics = self.broker.remove(&self.made).await;
         self.store.close().await;

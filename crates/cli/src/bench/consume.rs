@@ -1,8 +1,8 @@
 //! Consuming: effects per second from the real broker.
 //!
-//! Both sides read the same topic, under names of their own, and update the same table; a side's
-//! clock runs from its first delivery to its last acknowledgement, so joining a group is nobody's
-//! cost.
+//! Both sides read the same topic, under different names, and update the same table. The clock of a
+//! side runs from its first delivery to its last acknowledgement, so that neither pays for joining
+//! a group.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ use oncebox::message::Message;
 use oncebox::observe::Health;
 use oncebox::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler};
 
-/// One transaction a message gets this share of the messages.
+/// The side with one transaction a message gets `messages / SLOW_SHARE` messages.
 const SLOW_SHARE: usize = 4;
 pub(super) const LINGER: Duration = Duration::from_millis(5);
 
@@ -63,7 +63,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     Ok(figures)
 }
 
-/// The consumer runtime, with so many lanes.
+/// Measures the consumer runtime with this many lanes.
 async fn consumer<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize, lanes: usize) -> Result<f64, AppError> {
     let watched = Watched::new(Arc::clone(&bed.broker));
     let options = ConsumerOptions {
@@ -80,7 +80,7 @@ async fn consumer<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize, 
     })
 }
 
-/// The loop that a first version has: begin, id, effect, commit, acknowledge.
+/// Measures the simple loop: begin, id, effect, commit, acknowledge.
 async fn by_hand<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize) -> Result<f64, AppError> {
     let subscription = Subscription::new(name, vec![topic.to_owned()]);
     let mut subscriber = bed.broker.subscriber(&subscription).await?;

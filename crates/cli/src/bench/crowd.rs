@@ -1,5 +1,5 @@
-//! Many at once: one piece of work after another, by so many tasks as are to stand for writers or
-//! clients.
+//! Many concurrent tasks, which stand for writers or clients. Each does one piece of work after
+//! another.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use tokio::task::JoinSet;
 use super::relay::rate;
 use oncebox::app::AppError;
 
-/// So many pieces of work, numbered downwards, by so many tasks; pieces per second. The first error
-/// ends it.
+/// Runs `count` pieces of work, numbered downwards, in `tasks` tasks. Returns the pieces per
+/// second, or the first error.
 pub(super) async fn crowd<W, F>(tasks: usize, count: usize, work: W) -> Result<f64, AppError>
 where
     W: Fn(usize) -> F + Send + Sync + 'static,

@@ -1,4 +1,4 @@
-//! Operations behind requests: what each kind adds to the same work without it.
+//! Operations behind requests: what each kind costs beside the same work without it.
 //!
 //! The work is a payment by the statements of the example service and one message, in a
 //! transaction, by as many clients as a service has. Both sides use one pool, synchronous commits,
@@ -29,7 +29,7 @@ use oncebox::operation::{
 
 /// How many clients send requests at the same time.
 pub(super) const CLIENTS: usize = 16;
-/// Duplicates of one request at once.
+/// The number of duplicates of one request at once.
 const DUPLICATES: usize = 1_000;
 
 /// The command of the benchmark.
@@ -38,7 +38,7 @@ const DUPLICATES: usize = 1_000;
 pub(super) struct Pay {
     pub(super) account: i64,
     pub(super) amount: i64,
-    /// What makes the request as large as it is said to be.
+    /// Fills the request up to the size that the benchmark says.
     pub(super) note: String,
 }
 
@@ -75,7 +75,7 @@ impl<S: Yard> DoorA<S> {
         Ok(Self { engine, pay, maker: Arc::clone(maker), scope })
     }
 
-    /// One request; whether its answer was replayed.
+    /// Sends one request. Returns whether its answer was replayed.
     async fn ask(&self, key: &str, command: Pay) -> Result<bool, AppError> {
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| AppError::failed(error.to_string()))?;
         let maker = Arc::clone(&self.maker);
@@ -113,7 +113,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     let maker = Arc::new(Maker::new(&topic, load));
     let door = Arc::new(DoorA::open(bed.store.clone(), &maker)?);
     let progress = Rounds::start("http", load.rounds);
-    // Statements are prepared and functions compiled once a connection, not once a request.
+    // Warms the connections up: each prepares its statements and compiles its functions once.
     bare(bed, &maker, load.messages / 10).await?;
     through(&door, load.messages / 10).await?;
     let (mut same_tx, mut replays, mut memory) = (Vec::new(), Vec::new(), Vec::new());
@@ -135,12 +135,12 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     Ok(figures)
 }
 
-/// Milliseconds that a client of so many waits for one of them.
+/// Milliseconds that each of the clients waits for one request.
 pub(super) fn milliseconds(rate: f64) -> f64 {
     CLIENTS as f64 * 1e3 / rate
 }
 
-/// So many pieces of work by all clients; pieces per second.
+/// Runs `count` pieces of work with all clients. Returns the pieces per second.
 pub(super) async fn clients<W, F>(count: usize, work: W) -> Result<f64, AppError>
 where
     W: Fn(usize) -> F + Send + Sync + 'static,
@@ -178,7 +178,7 @@ fn first(replayed: bool) -> Result<(), AppError> {
     if replayed { Err(AppError::failed("a first request was answered as a second one")) } else { Ok(()) }
 }
 
-/// Second requests of payments that were made before, per second.
+/// Replays per second: repeats requests of payments that were made before.
 async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
     let keys: Arc<Vec<String>> = Arc::new((0..CLIENTS * 8).map(|_| Uuid::now_v7().to_string()).collect());
     let ask = |expected: bool| {
@@ -198,15 +198,16 @@ async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, Ap
     clients(count, ask(true)).await
 }
 
-/// How many megabytes a thousand duplicates of one request with a body of 1 KB add to this process
-/// while the first runs.
+/// The megabytes by which a thousand duplicates of one request with a body of 1 KB raise the memory
+/// of this process while the first runs.
 async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
     let key = Uuid::now_v7().to_string();
     let before = resident(std::process::id())?;
     let mut tasks = JoinSet::new();
     for _ in 0..DUPLICATES {
         let (door, key) = (Arc::clone(door), key.clone());
-        // Some come while it runs, and are told so; the others get its answer.
+        // Some duplicates come while the first runs and are answered as in progress. The others get
+        // its answer.
         tasks.spawn(async move {
             let pay = Pay { account: 7, amount: 1_000, note: "x".repeat(1_024) };
             door.ask(&key, pay).await.is_ok_and(|replayed| !replayed)

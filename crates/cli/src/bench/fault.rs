@@ -1,8 +1,8 @@
-//! Faults: what the rest still gets while one thing is stuck, frozen, failed or killed, beside the
-//! same with nothing wrong.
+//! Faults: what everything else achieves while one thing is stuck, frozen, failed or killed, beside
+//! the same without a fault.
 //!
-//! Promise: both sides of a figure have the same servers, messages and round. What is frozen or
-//! killed is a process that the benchmark started itself.
+//! Promise: both sides of a figure have the same servers, messages and round. Only a process that
+//! the benchmark started is frozen or killed.
 
 mod failed;
 mod frozen;
@@ -19,17 +19,18 @@ use oncebox::app::AppError;
 
 pub(crate) use peer::{Role, run_role};
 
-/// Rows that go at a steady pace, or message by message, get this share of the messages.
+/// Measurements at a steady pace, or message by message, use `messages / SLOW_SHARE` messages.
 const SLOW_SHARE: usize = 10;
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stuck: u32) -> Result<Vec<Figure>, AppError> {
     let mut figures = Vec::new();
-    // The embedded broker makes a topic with its first message: none is missing.
+    // The embedded broker makes a topic with its first message, so no topic is missing.
     if bed.broker.name() != "embedded" {
         figures.extend(stuck::measure(bed, load, stuck).await?);
     }
     figures.extend(stuck::measure_silent(bed, load).await?);
-    // With a single writer, one that is frozen in its transaction locks the file for everybody.
+    // On a store with a single writer, a process that is frozen in a transaction locks the file for
+    // all.
     if S::WRITERS > 1 {
         figures.push(frozen::measure(bed, load).await?);
     }

@@ -17,20 +17,20 @@ pub(super) struct Figure {
     /// Median of value / baseline, round by round.
     ratio: Option<f64>,
     rounds: usize,
-    /// Of the ratio where there is one, else of the value.
+    /// The smallest ratio where there is a baseline, else the smallest value.
     min: f64,
     max: f64,
-    /// What the baseline is.
+    /// A description of the baseline.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<&'static str>,
-    /// What is wanted of the ratio where there is one, else of the value; of the value, too, where
-    /// it names the unit.
+    /// The target for the ratio where there is a baseline, else for the value. A target with a unit
+    /// is always one for the value.
     #[serde(skip_serializing_if = "Option::is_none")]
     target: Option<&'static str>,
 }
 
 impl Figure {
-    /// A figure beside its baseline; `pairs` are (value, baseline), one a round.
+    /// A figure with a baseline. `pairs` are (value, baseline), one for each round.
     pub(super) fn beside(name: &'static str, unit: &'static str, against: &'static str, pairs: &[(f64, f64)]) -> Self {
         let ratios: Vec<f64> = pairs.iter().map(|(value, baseline)| value / baseline).collect();
         Self {
@@ -47,7 +47,7 @@ impl Figure {
         }
     }
 
-    /// A figure that stands alone.
+    /// A figure without a baseline.
     pub(super) fn alone(name: &'static str, unit: &'static str, values: &[f64]) -> Self {
         Self {
             name,
@@ -63,7 +63,7 @@ impl Figure {
         }
     }
 
-    /// Says what is wanted.
+    /// Sets the target of the figure.
     #[must_use]
     pub(super) fn wanted(self, target: &'static str) -> Self {
         Self { target: Some(target), ..self }
@@ -80,7 +80,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     }
 }
 
-/// One JSON object a line, or a table.
+/// Prints the figures: one JSON object a line, or a table.
 pub(super) fn print(figures: &[Figure], output: Output) -> Result<(), AppError> {
     if output == Output::Json {
         for figure in figures {

@@ -1,6 +1,6 @@
 //! Claims beside many stored keys, and beside their purge.
 //!
-//! Two databases that differ in nothing but their number of keys take turns.
+//! Two databases that differ only in their number of keys take turns.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -98,7 +98,7 @@ async fn claims<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
     clients(count, one).await
 }
 
-/// The same while old keys are purged, batch after batch.
+/// Claims of new keys per second while old keys are purged, batch after batch.
 async fn beside_purge<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
     let (ended, purged) = (Arc::new(AtomicBool::new(false)), store.clone());
     let operation: OperationName = OLD.parse().map_err(failed)?;

@@ -25,7 +25,7 @@ use oncebox::{Consumer, ConsumerOptions, Handlers, Relay, RelayOptions, StoreErr
 
 /// Transactions that the writer commits per second.
 const RATE: u32 = 200;
-/// Messages before the first that counts: connections, caches and groups are warm after them.
+/// Messages before the first that counts, so that connections, caches and groups are warm.
 pub(super) const WARM: usize = 100;
 
 /// Percentiles of one round, in milliseconds.
@@ -106,7 +106,7 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, hint: bool) -> Result<Roun
     }))
 }
 
-/// Business write and message, at the rate; answers with the time of each commit.
+/// Commits a business write and a message at the steady rate. Returns the time of each commit.
 pub(super) async fn write<S: Yard>(
     store: &S,
     maker: &Maker,
@@ -131,7 +131,7 @@ pub(super) async fn write<S: Yard>(
     Ok(committed)
 }
 
-/// Waits until so many messages were acknowledged.
+/// Waits until this many messages were acknowledged.
 async fn settle(watched: &Watched, count: usize) -> Result<(), AppError> {
     let began = Instant::now();
     while watched.look(|notes| notes.acknowledged_at.len()) < count {
@@ -143,7 +143,7 @@ async fn settle(watched: &Watched, count: usize) -> Result<(), AppError> {
     Ok(())
 }
 
-/// The times below which these shares of all are, in milliseconds.
+/// Percentiles in milliseconds: the times below which these shares of all times are.
 pub(super) fn percentiles<const N: usize>(mut times: Vec<Duration>, shares: [f64; N]) -> [f64; N] {
     times.sort_unstable();
     shares.map(|share| {

@@ -1,5 +1,5 @@
-//! How much memory the publisher has while it drains a large outbox: the real program, in a process
-//! of its own.
+//! How much memory the publisher uses while it drains a large outbox: the real program, in a
+//! separate process.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::yard::Yard;
 use crate::place;
 use oncebox::app::AppError;
 
-/// Times the messages of a round.
+/// The outbox has this many times the messages of a round.
 const TIMES: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(600);
 
@@ -37,7 +37,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
             }
             break;
         }
-        // It may end between the two questions; the peak so far is then the peak.
+        // The process may end between the two readings. The peak so far is then the peak.
         if let Ok(bytes) = resident_peak(process) {
             peak = peak.max(bytes);
         }

@@ -1,8 +1,8 @@
 //! The relay: rows per second, CPU, log and dead row versions per row.
 //!
-//! A round appends the rows, then takes turns: the plain reader, the bare client, the relay. The
-//! loop that awaits each publish and updates each row is so slow that it gets a share of the rows;
-//! rates are compared, not times.
+//! A round appends the rows, then runs the plain reader, the bare client and the relay in turn. The
+//! loop that awaits each publish and updates each row is so slow that it gets only a part of the
+//! rows. Therefore rates are compared, not times.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,12 +20,12 @@ use oncebox::app::AppError;
 use oncebox::observe::Health;
 use oncebox::{Relay, RelayOptions};
 
-/// The loop a first version has gets this share of the rows.
+/// The simple loop gets `messages / SLOW_SHARE` rows, and at least 100.
 const SLOW_SHARE: usize = 50;
-/// What a careful user lets the client wait for company.
+/// How long the client waits to fill a batch, as a careful user sets it.
 const LINGER: Duration = Duration::from_millis(5);
 
-/// What one round found.
+/// The figures of one round.
 struct Round {
     relay: f64,
     producer: f64,
@@ -104,7 +104,8 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Round, AppError>
 
     let raw = bed.raw(LINGER).await?;
     let maker = Maker::new(&raw_topic, load);
-    // The first message of an idempotent producer waits for its id; nobody's rate.
+    // The first message of an idempotent producer waits for the producer's id, which no rate must
+    // include.
     raw.send_all(Arc::new(maker.rows(1_000))).await?;
     let rows = Arc::new(maker.rows(load.messages));
     let began = Instant::now();
@@ -147,7 +148,7 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Round, AppError>
     })
 }
 
-/// Enqueues so many messages; answers with the position before the first.
+/// Enqueues this many messages. Returns the position before the first.
 pub(super) async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<i64, AppError> {
     let mut last = 0;
     while let Some((position, _)) = bed.store.read_plainly(last).await?.last() {
@@ -164,7 +165,7 @@ pub(super) async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -
     Ok(last)
 }
 
-/// The loop that a first version has.
+/// The simple loop that a team writes first: publish, await, mark each row.
 async fn one_by_one<S: Yard>(bed: &Bed<S>, raw: &super::work::Raw, rows: usize) -> Result<f64, AppError> {
     let began = Instant::now();
     let mut sent = 0;

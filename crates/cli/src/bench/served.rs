@@ -1,7 +1,7 @@
 //! A transactional operation and the layer through HTTP, beside the same handler without them: one
-//! process, loopback, connections that stay open. And beside the least that a key costs whoever
-//! writes it by hand: a row of two columns, inserted and answered, that is compared with nothing,
-//! checked by nothing and never purged.
+//! process, loopback, connections that stay open. A second baseline is the least that a key costs
+//! when it is written by hand: a row of two columns is inserted and answered, but never compared,
+//! checked or purged.
 
 use std::sync::Arc;
 
@@ -31,13 +31,13 @@ use oncebox::operation::{Endpoint, Engine, Mode, Outcome, Reply, Route, Scope};
 
 impl JsonCommand for Pay {}
 
-/// What a handler needs.
+/// The state that a handler needs.
 struct Shop<S> {
     store: S,
     maker: Arc<Maker>,
 }
 
-/// The service, until it is dropped.
+/// A running service, which ends when this is dropped.
 struct Service {
     url: String,
     client: reqwest::Client,
@@ -96,7 +96,7 @@ impl Service {
         Ok(Self { url, client, served })
     }
 
-    /// Sends `count` requests to `path`, and answers with the requests per second.
+    /// Sends `count` requests to `path` and returns the requests per second.
     async fn ask(self: &Arc<Self>, path: &'static str, count: usize) -> Result<f64, AppError> {
         let service = Arc::clone(self);
         let one = move |_| {
@@ -112,7 +112,7 @@ impl Service {
                     .body(body.to_string());
                 let answer = request.send().await.map_err(failed)?;
                 let status = answer.status().as_u16();
-                // The connection is free again when the body was read.
+                // The connection can be used again once the body was read.
                 answer.bytes().await.map_err(failed)?;
                 if status == 201 { Ok(()) } else { Err(failed(format!("{path} was answered {status}"))) }
             }
@@ -125,7 +125,7 @@ fn failed(error: impl std::fmt::Display) -> AppError {
     AppError::failed(error.to_string())
 }
 
-/// Stands for verified authentication.
+/// Takes the place of verified authentication.
 async fn authenticate(mut request: Request, next: Next) -> Response {
     if let Ok(scope) = Scope::new("t1", "p1") {
         request.extensions_mut().insert(IdempotencyScope(scope));

@@ -7,7 +7,7 @@ mod postgres;
 #[cfg(feature = "sqlite")]
 mod sqlite;
 
-/// What every database does the same way, in its own dialect.
+/// Statements that every database has in its own dialect.
 ///
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
 /// message.
@@ -32,7 +32,7 @@ macro_rules! plain_sql {
             connection: &mut <Self::Db as sqlx::Database>::Connection,
             account: i64,
         ) -> Result<(), StoreError> {
-            // A write that hits nothing costs nothing: no figure would mean what it says.
+            // A write that changes no row costs nothing and would make every figure wrong.
             match sqlx::query($business).bind(account).execute(connection).await?.rows_affected() {
                 1 => Ok(()),
                 rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),

@@ -1,8 +1,8 @@
-//! A broker with a stopwatch: it notes when the first message went in and the last proof came out,
-//! and changes nothing, unless it is told to be silent of a topic.
+//! A broker with a stopwatch: it notes when the first message was sent and when the last was
+//! proven. It changes nothing, but it can keep the messages of one topic back.
 //!
-//! Promise: what is timed is the adapter of the programs; a note costs one clock reading per call,
-//! not per message.
+//! Promise: it times the adapter that the programs use. A note costs one reading of the clock for
+//! each call, not for each message.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +20,7 @@ use oncebox::broker::{
 use oncebox::error::BrokerError;
 use oncebox::message::{Arrived, OutgoingMessage};
 
-/// A moment, by the clock on the wall and by the CPU time of this process.
+/// A moment: the time, and the CPU time of this process until then.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Moment {
     pub(super) at: Instant,
@@ -36,7 +36,7 @@ impl Moment {
 /// What the watched broker has noted: times, and numbers of messages.
 #[derive(Debug, Default)]
 pub(super) struct Notes {
-    /// The publishing session is open and warm, and work begins.
+    /// When the first publishing session was open.
     pub(super) warm: Option<Moment>,
     pub(super) last_proof: Option<Moment>,
     pub(super) proven: usize,
@@ -44,7 +44,7 @@ pub(super) struct Notes {
     pub(super) first_delivery: Option<Moment>,
     pub(super) last_acknowledged: Option<Moment>,
     pub(super) deliveries: usize,
-    /// When each message was proven first, and acknowledged; filled only where each one is
+    /// When each message was first proven and when acknowledged. Filled only where each message is
     /// followed.
     pub(super) proven_at: HashMap<Uuid, Instant>,
     pub(super) acknowledged_at: HashMap<String, Instant>,
@@ -64,12 +64,12 @@ impl Watched {
         Self { broker, notes: Arc::default(), each: false, silent: None }
     }
 
-    /// Keeps the messages of this topic, and says nothing of them: neither taken nor refused.
+    /// Keeps the messages of this topic back and never settles them.
     pub(super) fn silent_of(self, topic: &str) -> Self {
         Self { silent: Some(topic.into()), ..self }
     }
 
-    /// Follows each message, at the cost of a map.
+    /// Follows each message, at the cost of an entry in a map.
     pub(super) fn each(broker: AnyBroker) -> Self {
         Self { each: true, ..Self::new(broker) }
     }
@@ -135,7 +135,7 @@ struct WatchedPublisher {
     publisher: Box<dyn Publisher>,
     watched: Watched,
     ids: HashMap<u64, Uuid>,
-    /// It has messages of a topic that it is silent of.
+    /// Messages of the silent topic were kept back.
     keeps: bool,
 }
 
@@ -163,7 +163,8 @@ impl Publisher for WatchedPublisher {
         let news = &settled[before..];
         if news.is_empty() {
             if self.keeps {
-                // What is in flight here is unknown to the broker, which has nothing to wait for.
+                // The broker does not know the messages that are kept back here, so its `settle`
+                // returns at once.
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
             return Ok(());
@@ -175,7 +176,7 @@ impl Publisher for WatchedPublisher {
             notes.refused += news.len() - proven;
             notes.last_proof = Some(now);
             if self.watched.each {
-                // What a later session sends again is there already.
+                // Only the first proof counts: a later session may send a message again.
                 for id in news.iter().filter(|one| one.outcome.is_ok()).filter_map(|one| self.ids.remove(&one.tag)) {
                     notes.proven_at.entry(id).or_insert(now.at);
                 }

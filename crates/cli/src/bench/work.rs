@@ -1,4 +1,4 @@
-//! What is sent, and who sends it without oncebox.
+//! The messages of the benchmarks, and clients that send them without oncebox.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use oncebox::message::{NewMessage, OutgoingMessage};
 /// The kind of every message.
 pub(super) const KIND: &str = "bench.row";
 
-/// Makes messages: keys are scattered, payloads are of one size and name an account.
+/// Makes messages: keys are random, payloads have one size and name an account.
 #[derive(Debug, Clone)]
 pub(super) struct Maker {
     topic: String,
@@ -73,7 +73,7 @@ pub(super) enum Raw {
     Kafka(oncebox::broker::kafka::RawProducer),
     #[cfg(feature = "rabbitmq")]
     Rabbit(Box<oncebox::broker::rabbitmq::RawPublisher>),
-    /// The embedded broker has no other client: its own session, without relay.
+    /// The embedded broker has no other client: this uses its session without the relay.
     Own(AnyBroker),
 }
 
@@ -97,7 +97,7 @@ impl Raw {
         }
     }
 
-    /// Sends all as fast as the client can, and waits for the last proof.
+    /// Sends all messages as fast as the client can, and waits for the last proof.
     pub(super) async fn send_all(&self, messages: Arc<Vec<OutgoingMessage>>) -> Result<(), AppError> {
         match self {
             #[cfg(feature = "kafka")]
@@ -123,7 +123,7 @@ impl Raw {
         }
     }
 
-    /// Sends one and waits for its proof.
+    /// Sends one message and waits for its proof.
     pub(super) async fn send_one(&self, message: OutgoingMessage) -> Result<(), AppError> {
         self.send_all(Arc::new(vec![message])).await
     }

@@ -1,6 +1,6 @@
-//! What a benchmark asks of a database besides the store: the plain SQL that a first version has.
+//! What a benchmark needs of a database besides the store: the plain SQL of a simple solution.
 //!
-//! Not here: anything of the relay or the consumer; this is what they are compared with.
+//! Not here: the relay and the consumer, which are compared with this.
 
 use std::future::Future;
 
@@ -11,28 +11,28 @@ use oncebox::message::OutgoingMessage;
 
 /// Accounts of the business table.
 pub(super) const ACCOUNTS: i64 = 1_000;
-/// What an account that pays has at first: enough for every payment.
+/// The first balance of an account that pays: enough for every payment.
 pub(super) const BALANCE: i64 = 1_000_000_000_000_000;
 
 /// A store that can be measured.
 pub(super) trait Yard: Ground {
-    /// Writers that make sense at once: SQLite has one.
+    /// The number of writers that make sense at once: SQLite has one.
     const WRITERS: usize;
 
-    /// Makes the business table and an inbox of one's own.
+    /// Makes the business table and the inbox of the simple solution.
     fn make_tables(&self) -> impl Future<Output = Result<(), AppError>> + Send;
 
-    /// The rows behind a position, as a plain reader has them: whole, in position order, at most a
+    /// The rows after a position, as a plain reader gets them: whole, in position order, at most a
     /// thousand.
     fn read_plainly(&self, after: i64) -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
 
     /// Copies the first rows of the outbox into a table with a status column.
     fn copy_with_status(&self, rows: usize) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// The first hundred rows of that table that are not marked.
+    /// The first hundred rows of the copied table that are not marked.
     fn read_unmarked(&self) -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
 
-    /// Marks one of them, in a transaction of its own.
+    /// Marks one row of the copied table, in its own transaction.
     fn mark(&self, position: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// One business write in a transaction.
@@ -41,12 +41,12 @@ pub(super) trait Yard: Ground {
         account: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// How many of these writes were ever committed.
+    /// How many business writes were ever committed.
     fn effects(&self) -> impl Future<Output = Result<usize, StoreError>> + Send;
 
-    /// A payment, by the four statements of `POST /payments` of the example service: its row,
-    /// unless one of its reference stands; that one; the account, unless it is there; its debit,
-    /// where it has enough (O14).
+    /// A payment, by the four statements of `POST /payments` of the example service: insert its
+    /// row, unless its reference exists; read that row; insert the account, unless it exists; debit
+    /// it, where it has enough (O14).
     fn pay(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         id: uuid::Uuid,
@@ -54,24 +54,23 @@ pub(super) trait Yard: Ground {
         amount: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// The least that a request under a key costs: its row, by hand, with nothing but the id.
+    /// The least that a claim costs when it is written by hand: a row with nothing but the id.
     fn claim_by_hand(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         id: uuid::Uuid,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// And its answer in that row.
+    /// Stores the answer in the row of the claim.
     fn answer_by_hand(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         id: uuid::Uuid,
         answer: Vec<u8>,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// A message handled in a transaction of its own, by hand: begin, id, effect, commit, each
-    /// awaited.
+    /// Handles a message by hand in its own transaction: begin, id, effect, commit, each awaited.
     fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Puts finished keys of long ago into the store, numbered from the first to before the second.
+    /// Stores old, finished keys, numbered from `from` to before `to`.
     fn fill_keys(&self, from: u64, to: u64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Bytes of log written so far, where the database tells.

@@ -1,5 +1,4 @@
-//! The verdict, counted from tables, files and broker. Nothing here looks at a counter of the
-//! programs.
+//! The verdict, counted from tables, files and broker. The counters of the programs are not used.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -161,7 +160,8 @@ pub(super) async fn count<S: Tables>(
 /// The payments as the till wrote them.
 pub(super) async fn payments<S: Tables>(store: &S, stage: &Stage) -> Result<Vec<PaymentRow>, AppError> {
     let table = stage.names.payments();
-    // One statement: the till may still be at work, and two would not see the same rows.
+    // One statement reads all rows: the till may still write, and two statements would not see the
+    // same rows.
     let rows =
         store.rows(&format!("select payment_id, message_id, account_id, number, amount_minor from {table}")).await?;
     let row = |(payment_id, message_id, account_id, number, amount_minor)| PaymentRow {
@@ -171,7 +171,7 @@ pub(super) async fn payments<S: Tables>(store: &S, stage: &Stage) -> Result<Vec<
     Ok(rows.into_iter().map(row).collect())
 }
 
-/// How often a number of an account does not follow the one before it.
+/// Counts how often a number of an account does not follow the one before it.
 fn inversions(of: impl Iterator<Item = (String, i64)>) -> u64 {
     let mut last: BTreeMap<String, i64> = BTreeMap::new();
     let mut inversions = 0;
@@ -185,7 +185,7 @@ fn inversions(of: impl Iterator<Item = (String, i64)>) -> u64 {
 fn email_files(stage: &Stage) -> Result<u64, AppError> {
     let directory = &stage.settings.email.directory;
     let failed = |error: std::io::Error| AppError::failed(format!("{}: {error}", directory.display()));
-    // Others may send from the same database: only receipts of this demo count.
+    // Other programs may send e-mails from the same database: only receipts of this demo count.
     let subject = format!("Subject: Receipt {}", stage.names.receipt(""));
     let mut files = 0;
     for entry in std::fs::read_dir(directory).map_err(failed)? {

@@ -1,5 +1,4 @@
-//! The demo's own processes: started from this same binary, killed by process id, stopped at the
-//! end.
+//! The processes of the demo: started from this binary, killed by process id, stopped at the end.
 
 use std::fs::File;
 use std::path::Path;
@@ -30,7 +29,7 @@ impl Process {
         Ok(Self { name, args: all, child, log })
     }
 
-    /// SIGKILL, wait until it is gone, and start again.
+    /// Sends SIGKILL, waits until the process is gone, and starts it again.
     pub(super) async fn kill_and_restart(&mut self) -> Result<(), AppError> {
         self.child
             .kill()
@@ -40,7 +39,7 @@ impl Process {
         Ok(())
     }
 
-    /// An error where the process ended by itself: it should run.
+    /// Returns an error where the process ended by itself.
     pub(super) fn check(&mut self) -> Result<(), AppError> {
         match self.child.try_wait() {
             Ok(None) => Ok(()),
@@ -51,7 +50,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end; an error unless it was 0.
+    /// Waits until the process ends. Returns an error unless its exit code is 0.
     pub(super) async fn finished(&mut self) -> Result<(), AppError> {
         let status = self.child.wait().await.map_err(|error| AppError::failed(error.to_string()))?;
         if status.success() {
@@ -60,12 +59,12 @@ impl Process {
         Err(AppError::failed(format!("the process {} failed ({status}); see {}", self.name, self.log.display())))
     }
 
-    /// True once it has ended.
+    /// True once the process has ended.
     pub(super) fn has_ended(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
-    /// SIGTERM; what does not end within the grace is killed.
+    /// Sends SIGTERM, and SIGKILL where the process does not end in time.
     pub(super) async fn stop(mut self) {
         place::signal(&self.child, rustix::process::Signal::TERM);
         if tokio::time::timeout(Duration::from_secs(10), self.child.wait()).await.is_err() {

@@ -1,5 +1,5 @@
-//! The cast: who takes payments, who keeps the ledger, who writes receipts. Each runs in a process
-//! of its own.
+//! The roles of the demo: one takes payments, one keeps the ledger, one writes receipts. Each runs
+//! in a process of its own.
 
 use std::collections::BTreeMap;
 
@@ -50,7 +50,7 @@ pub(crate) enum Role {
 pub(super) struct Payment {
     pub(super) payment_id: String,
     pub(super) account_id: String,
-    /// Counts the payments of the account: what order is checked by.
+    /// The number of the payment in its account, by which the order is checked.
     pub(super) number: i64,
     pub(super) amount_minor: i64,
     pub(super) currency: String,
@@ -92,7 +92,7 @@ async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppErr
         return take_payments(&store, &names, messages).await;
     }
     let name = names.consumer(role_name);
-    // Those of the demo and no others.
+    // Only the consumers of the demo run.
     settings.consumer.clear();
     let topics = [names.topic()];
     let handlers = if let Role::Ledger { .. } = role {
@@ -105,7 +105,7 @@ async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppErr
     run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop).await
 }
 
-/// Business row and message in one transaction, one by one, over many accounts in turn.
+/// Takes payments one by one: business row and message in one transaction, over many accounts.
 async fn take_payments<S: Store>(store: &S, names: &Names, messages: u64) -> Result<(), AppError> {
     let insert = format!(
         "insert into {} (payment_id, message_id, account_id, number, amount_minor) values (:payment, :message, :account, :number, :amount)",
@@ -115,7 +115,7 @@ async fn take_payments<S: Store>(store: &S, names: &Names, messages: u64) -> Res
     let accounts = (messages / 20).clamp(1, 100);
     let mut numbers = vec![0_i64; usize::try_from(accounts).unwrap_or(1)];
     for index in 0..messages {
-        // Scattered, not in turn: order is easily kept by accident when keys come round-robin.
+        // The accounts are chosen at random: with keys in turn, order might be kept by accident.
         let account = fastrand::usize(..numbers.len());
         numbers[account] += 1;
         let payment = Payment {
@@ -137,7 +137,7 @@ async fn take_payments<S: Store>(store: &S, names: &Names, messages: u64) -> Res
         loop {
             match take(store, &insert, &values, message.clone()).await {
                 Ok(()) => break,
-                // Nobody's failure: nothing was committed, the same again.
+                // A transient error: nothing was committed, so the same payment is tried again.
                 Err(error @ (oncebox::StoreError::Busy(_) | oncebox::StoreError::Unavailable(_))) => {
                     tracing::debug!(%error, "a payment is tried again");
                     tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -162,7 +162,7 @@ async fn take<S: Store>(
 }
 
 /// The ledger is the plain sql handler, as any team can configure it. Its table has no unique key
-/// on purpose: only the inbox stands between a second delivery and a second entry.
+/// on purpose: only the inbox prevents a second entry after a second delivery.
 async fn ledger<S: Store>(store: &S, names: &Names) -> Result<SqlHandler<S>, AppError> {
     let spec = SqlSpec {
         statements: vec![format!(

@@ -1,4 +1,5 @@
-//! The show: tables, cast, kills, duplicates, the end.
+//! Runs the demo: makes the tables, starts the processes, kills them, repeats messages, waits for
+//! the end.
 
 use std::future::Future;
 use std::time::{Duration, Instant};
@@ -22,13 +23,13 @@ use oncebox::store::StoreOptions;
 /// A row of payments or ledger: payment, a second text, account, number, amount.
 pub(super) type MoneyRow = (String, String, String, i64, i64);
 
-/// What the demo asks of its own tables.
+/// What a store must do for the tables of the demo.
 pub(super) trait Tables: Ground {
-    /// A key column that numbers its rows.
+    /// The SQL of a key column that numbers its rows.
     const ENTRY_ID: &'static str;
-    /// Where e-mail rows stand.
+    /// The table of the e-mail rows.
     const EMAIL_TABLE: &'static str;
-    /// The unique key of an e-mail row, as text.
+    /// The SQL of the unique key of an e-mail row, as text.
     const EMAIL_KEY: &'static str;
 
     fn rows(&self, sql: &str) -> impl Future<Output = Result<Vec<MoneyRow>, AppError>> + Send;
@@ -113,8 +114,8 @@ tables!(
     "convert(unique_key using utf8mb4)"
 );
 
-/// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine
-/// is slow.
+/// The show is given up when nothing has moved for this long. A kill costs a takeover, and a loaded
+/// machine is slow.
 const NOTHING_MOVES: Duration = Duration::from_secs(120);
 
 struct Show<'a, S: Tables> {
@@ -140,8 +141,8 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let topic = stage.names.topic();
     broker.declare(std::slice::from_ref(&topic)).await?;
     if !broker.is_log() {
-        // A queue receives what is published after it is bound: those of both consumers stand
-        // before the first payment.
+        // A queue gets only what is published after it is bound, so the queues of both consumers
+        // are made before the first payment.
         for role in ["ledger", "receipts"] {
             let subscription = Subscription::new(stage.names.consumer(role), vec![topic.clone()]);
             broker.subscriber(&subscription).await?.close().await;
@@ -184,7 +185,7 @@ async fn make_tables<S: Tables>(store: &S, stage: &Stage) -> Result<(), AppError
             "create table {payments} (payment_id varchar(64) primary key, message_id varchar(36) not null, {columns})"
         ))
         .await?;
-    // No unique key: nothing but the inbox keeps a second entry out.
+    // The table has no unique key, so that only the inbox prevents a second entry.
     let ledger = stage.names.ledger();
     store.run(&format!("create table {ledger} ({}, payment_id varchar(64) not null, {columns})", S::ENTRY_ID)).await
 }
@@ -199,7 +200,7 @@ fn bar(args: &DemoArgs) -> ProgressBar {
 }
 
 impl<S: Tables> Show<'_, S> {
-    /// Until every payment has its ledger entry and its e-mail file.
+    /// Goes on until every payment has its ledger entry and its e-mail file.
     async fn play(&mut self) -> Result<(), AppError> {
         let ledger = format!("select count(*) from {}", self.stage.names.ledger());
         let (mut last, mut moved_at) = ((0, 0, 0), Instant::now());
@@ -238,7 +239,8 @@ impl<S: Tables> Show<'_, S> {
         }
     }
 
-    /// All effects are there, all kills were made, and what was repeated has been delivered too.
+    /// Whether all effects are there, all kills were made, all duplicates were published, and the
+    /// ledger does not grow any more.
     async fn is_settled(&self, entries: u64, emails: u64, unsent: u64) -> Result<bool, AppError> {
         if entries < self.args.messages || emails < self.args.messages || unsent > 0 {
             return Ok(false);
@@ -246,7 +248,7 @@ impl<S: Tables> Show<'_, S> {
         if self.killed < self.args.kills || self.repeated < self.to_repeat(self.args.messages) {
             return Ok(false);
         }
-        // A quiet second: repeated deliveries that were wrongly handled would still show up.
+        // Waits for a second: a repeated delivery that was handled again would show now.
         let before = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
         tokio::time::sleep(Duration::from_secs(1)).await;
         let after = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
@@ -257,7 +259,7 @@ impl<S: Tables> Show<'_, S> {
         entries * u64::from(self.args.duplicates) / 100
     }
 
-    /// Puts messages that were handled into the broker again: the same id, the same bytes.
+    /// Publishes handled messages a second time, with the same ids and bytes.
     async fn repeat_some(&mut self, entries: u64) -> Result<(), AppError> {
         let due = self.to_repeat(entries.min(self.args.messages)).saturating_sub(self.repeated);
         if due == 0 || (due < 20 && entries < self.args.messages) {
@@ -307,7 +309,8 @@ impl<S: Tables> Show<'_, S> {
         Ok(())
     }
 
-    /// Kills are spread over the show: publisher, ledger and receipts in turn.
+    /// Kills a process when it is time: publisher, ledger and receipts in turn, spread over the
+    /// show.
     async fn kill_one(&mut self, entries: u64) -> Result<(), AppError> {
         let due_at = self.args.messages * u64::from(self.killed + 1) / u64::from(self.args.kills + 1);
         if self.killed >= self.args.kills || entries < due_at.min(self.args.messages) {

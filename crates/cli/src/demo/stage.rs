@@ -11,11 +11,11 @@ use oncebox::app::AppError;
 use oncebox::app::config::{Settings, Span};
 use oncebox::error::redact;
 
-/// Everything that is this demo's own.
+/// Everything that belongs to this demo only.
 #[derive(Debug)]
 pub(super) struct Stage {
     pub(super) dir: PathBuf,
-    /// Made by us, so removed by us.
+    /// The demo made the directory, so it removes it.
     dir_is_ours: bool,
     database: OwnDatabase,
     pub(super) config_file: PathBuf,
@@ -23,7 +23,7 @@ pub(super) struct Stage {
     pub(super) names: Names,
 }
 
-/// Names that no other demo has, so that several may run on one server.
+/// Names with a tag of their own, so that several demos may run on one server.
 #[derive(Debug, Clone)]
 pub(super) struct Names {
     pub(super) tag: String,
@@ -51,7 +51,7 @@ impl Names {
     }
 }
 
-/// Settings and directory, before anything was made.
+/// Settings and directory, before the database is made.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) settings: Settings,
@@ -71,7 +71,7 @@ impl Place {
         private_directory(&dir.join("logs"))?;
         let dir = std::path::absolute(&dir).map_err(|error| AppError::failed(error.to_string()))?;
         let mut settings = place::settings_in(common, &dir, "warn")?;
-        // Takeovers after a kill are what the viewer waits for: short here, longer by default.
+        // The viewer waits for each takeover after a kill, so the lease is short here.
         settings.publisher.lease = Span::seconds(2);
         settings.broker.embedded.session_timeout = Span::seconds(2);
         settings.broker.kafka.session_timeout = Span::seconds(6);
@@ -99,7 +99,7 @@ impl Stage {
         Ok(Self { dir, dir_is_ours, database, config_file, settings, names: Names { tag } })
     }
 
-    /// Removes database and files; what cannot be removed is named.
+    /// Removes database and files, and reports what cannot be removed.
     pub(super) async fn clear<S: Ground>(&self) {
         if let Err(error) = self.database.drop::<S>().await {
             eprintln!("the database {} could not be dropped: {error}", self.database.name);
@@ -111,7 +111,7 @@ impl Stage {
         }
     }
 
-    /// Says where everything is that is left behind.
+    /// Prints where everything is that stays.
     pub(super) fn leave(&self) {
         eprintln!("logs and files: {}; database: {}", self.dir.display(), redact(&self.database.url.0));
     }

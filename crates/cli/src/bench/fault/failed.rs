@@ -1,5 +1,5 @@
-//! A key whose first message failed: how fast what waits behind it goes once it is mended, beside a
-//! key that never failed.
+//! A key whose first message failed: how fast the messages behind it are handled once it succeeds,
+//! beside a key that never failed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -21,11 +21,11 @@ use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::{HandlerTx, MessageHandler};
 
-/// The most messages that stand behind the failed one: the database counts no more than twice that.
+/// The most messages behind the failed one: the database counts at most twice that.
 const BEHIND_MAX: usize = 5_000;
-/// Between two tries of the failed message.
+/// The time between two tries of the failed message.
 const RETRY: Duration = Duration::from_millis(500);
-/// How long storing them may take.
+/// How long it may take to store the waiting messages.
 const STORED_MAX: Duration = Duration::from_secs(300);
 
 #[derive(Debug, Default)]
@@ -35,7 +35,7 @@ struct State {
     began: OnceLock<Instant>,
 }
 
-/// Fails until it is mended.
+/// A handler that fails until `mended` is set.
 #[derive(Debug)]
 struct Failing(Arc<State>);
 

@@ -1,5 +1,5 @@
-//! A frozen peer with its transactions open: the rate of the one that survives, from the moment it
-//! has the other's partitions.
+//! A peer is frozen with its transactions open: the rate of the other consumer, from the moment at
+//! which it has the partitions of the peer.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::progress::Rounds;
 use oncebox::app::AppError;
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
-    // A key has an account of its own: rows that the frozen one has locked are those of its keys.
+    // Each key has its own account, so the frozen process locks only rows of its own keys.
     let load = Load { keys: load.keys.min(ACCOUNTS as u32), ..load };
     let progress = Rounds::start("a frozen peer", load.rounds);
     let mut pairs = Vec::new();
@@ -35,8 +35,8 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
     Ok(Figure::beside("fault.frozen_peer", "effects/s", against, &pairs).wanted(">= 0.5"))
 }
 
-/// Effects per second of the first third of the messages. The frozen one's keys stay behind: up to
-/// a batch of each of its lanes, which may be half of all messages where there are 1,000 keys.
+/// Effects per second of the first third of the messages. The keys of the frozen process wait: up
+/// to a batch of each of its lanes, which may be half of all messages where there are 1,000 keys.
 async fn survivor<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, messages: usize) -> Result<f64, AppError> {
     let before = bed.store.effects().await?;
     let options = options::<S>(name, topic)?;

@@ -1,5 +1,5 @@
-//! A kill -9 in the middle of a backlog: how soon the next process is up to speed, from the moment
-//! it has the partitions.
+//! A SIGKILL in the middle of a backlog: how soon the next process reaches half the usual rate,
+//! from the moment at which it has the partitions.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::bench::yard::Yard;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 
-/// The process is killed when it has begun this share of the messages.
+/// The process is killed when it has begun `messages / KILL_AT` messages.
 const KILL_AT: usize = 4;
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {

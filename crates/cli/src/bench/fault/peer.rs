@@ -1,4 +1,4 @@
-//! A consumer in a process of its own: to be frozen or killed while its transactions are open.
+//! A consumer in a separate process, to be frozen or killed while its transactions are open.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -25,11 +25,12 @@ use oncebox::message::Message;
 use oncebox::observe::Health;
 use oncebox::{HandlerTx, Handlers, MessageHandler};
 
-/// What it prints once its transactions stay open.
+/// What the process prints once its transactions stay open.
 const HALTED: &str = "halted";
-/// How long it may take until then.
+/// How long the process may take until it prints that.
 const HALT_MAX: Duration = Duration::from_secs(120);
-/// After so long the broker gives its partitions to another: the least that Kafka allows by itself.
+/// After this many seconds the broker gives the partitions to another consumer. Kafka allows no
+/// less by itself.
 const SESSION: u64 = 6;
 
 /// A process of the benchmark.
@@ -100,11 +101,11 @@ impl<S: Yard> MessageHandler<S> for Halting {
     }
 }
 
-/// That process; it is killed when this is dropped.
+/// The process of the consumer. It is killed when this is dropped.
 pub(super) struct Peer(Child);
 
 impl Peer {
-    /// Starts it, and waits until its transactions stay open.
+    /// Starts the process and waits until its transactions stay open.
     pub(super) async fn halted<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, halt: usize) -> Result<Self, AppError> {
         let mut child = place::this_program()?
             .arg("--config")
@@ -123,12 +124,12 @@ impl Peer {
         }
     }
 
-    /// SIGSTOP: it is there, and does nothing any more.
+    /// Sends SIGSTOP: the process stays and does nothing.
     pub(super) fn freeze(&self) {
         place::signal(&self.0, Signal::STOP);
     }
 
-    /// SIGKILL, and waits until it is gone.
+    /// Sends SIGKILL and waits until the process is gone.
     pub(super) async fn kill(mut self) -> Result<(), AppError> {
         let killed = self.0.kill().await;
         killed.map_err(|error| AppError::failed(format!("a consumer cannot be killed: {error}")))

@@ -15,11 +15,11 @@ use oncebox::app::config::{ConsumerSettings, Span};
 use oncebox::observe::Health;
 use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler};
 
-/// How long the broker may keep back what a frozen or killed process had.
+/// How long the broker may keep the messages of a frozen or killed process back.
 const DELIVERY_MAX: Duration = Duration::from_secs(180);
-/// How long effects are watched at most; what is not done then has no share in the rate.
+/// How long effects are watched at most. Later effects do not count in the rate.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The rate of a moment is that of the half second before it.
+/// The rate at a moment is that of the time before it, of this length.
 const WINDOW: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -29,7 +29,7 @@ pub(super) fn options<S: Yard>(name: &str, topic: &str) -> Result<ConsumerOption
     settings.options(S::WRITERS == 1, Span::seconds(20)).map_err(AppError::usage)
 }
 
-/// A consumer, until it is dropped.
+/// A running consumer, which ends when this is dropped.
 pub(super) struct Running {
     watched: Watched,
     stop: CancellationToken,
@@ -58,7 +58,7 @@ impl Running {
         Self { watched, stop, task }
     }
 
-    /// An error where it ended by itself: it should run.
+    /// Returns an error where the consumer ended by itself.
     pub(super) async fn check(&mut self) -> Result<(), AppError> {
         if !self.task.is_finished() {
             return Ok(());
@@ -67,7 +67,7 @@ impl Running {
         Err(AppError::failed("the consumer ended by itself"))
     }
 
-    /// When the broker gave it its first messages.
+    /// Waits until the broker delivers the first messages, and returns that moment.
     pub(super) async fn first_delivery(&mut self) -> Result<Instant, AppError> {
         let began = Instant::now();
         loop {
@@ -83,7 +83,8 @@ impl Running {
         }
     }
 
-    /// Follows the effects from this moment until there are so many, or the patience is over.
+    /// Follows the number of effects until it is `until`, at most for `PATIENCE`. Times count from
+    /// `since`.
     pub(super) async fn course<S: Yard>(
         &mut self,
         store: &S,
@@ -108,16 +109,16 @@ impl Running {
     }
 }
 
-/// How many effects there were at which time; never empty.
+/// The number of effects at each time. It has at least one entry.
 pub(super) struct Course(Vec<(Duration, usize)>);
 
 impl Course {
-    /// Effects per second, from how many there were before the first look to the last look.
+    /// Effects per second until the last look, with `before` effects at the start.
     pub(super) fn rate(&self, before: usize) -> f64 {
         self.0.last().map_or(f64::NAN, |(time, count)| rate_of(count - before, *time))
     }
 
-    /// Seconds until the rate of a moment was this; the end where it never was.
+    /// Seconds until the rate was this for the first time, or until the end where it never was.
     pub(super) fn reaches(&self, rate: f64) -> f64 {
         let fast = |(at, (time, count)): (usize, &(Duration, usize))| {
             let then = time.checked_sub(WINDOW)?;

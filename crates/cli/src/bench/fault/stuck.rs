@@ -1,7 +1,8 @@
-//! Topics without a route, or missing, or silent: how long another topic's messages take to the
-//! broker.
+//! Topics that have no route, are missing, or do not answer: how long the messages of another topic
+//! take to the broker meanwhile.
 //!
-//! The stuck side has a database of its own, so that what is held there is in nobody's way later.
+//! The side with the fault has a separate database, so that its held rows do not disturb later
+//! rounds.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,27 +24,27 @@ use oncebox::app::AppError;
 use oncebox::observe::Health;
 use oncebox::{Relay, RelayOptions, StoreError};
 
-/// How long messages may take after the last of them was written. One that is not in the broker
-/// then counts with the time it has waited so far.
+/// How long to wait after the last message was written. A message that is not in the broker then
+/// counts with the time that it has waited so far.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// A relay that ends waits no longer for the answer of a topic that gives none.
+/// How long a relay that ends waits for a topic that does not answer.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Median, 99th and 99.9th percentile from commit to broker, in milliseconds.
 type Times = [f64; 3];
 
-/// What there is beside the topic whose messages are timed.
+/// What else is sent, beside the topic whose messages are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Beside {
-    /// So many topics that got one message each just before, and refuse it.
+    /// This many topics, each with one message just before, which they refuse.
     Stuck(u32),
-    /// One topic with as many messages, which it takes.
+    /// One topic with as many messages, which it accepts.
     Answering,
-    /// One topic with as many messages, which neither takes nor refuses them.
+    /// One topic with as many messages, which it neither accepts nor refuses.
     Silent,
 }
 
-/// Measures another topic beside topics that refuse.
+/// Measures a topic beside topics that refuse their messages.
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stuck: u32) -> Result<Vec<Figure>, AppError> {
     let rounds = both_sides(bed, load, "a stuck topic", [Beside::Stuck(0), Beside::Stuck(stuck)]).await?;
     let against = "the same messages with no stuck topic";
@@ -51,7 +52,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stuck: u32) -
     Ok(figures(names, against, &rounds))
 }
 
-/// A topic that neither takes nor refuses while messages to it go on, as one below
+/// Measures a topic beside one that neither accepts nor refuses messages, as a topic below
 /// `min.insync.replicas`, or a queue without a majority.
 pub(super) async fn measure_silent<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
     let rounds = both_sides(bed, load, "a silent topic", [Beside::Answering, Beside::Silent]).await?;
@@ -94,7 +95,7 @@ fn figures(names: [&'static str; 3], against: &'static str, rounds: &[(Times, Ti
     vec![figure(0), figure(1).wanted("<= 1000 ms"), figure(2)]
 }
 
-/// From the commit of a message to the broker's proof.
+/// Measures the time from the commit of each message to the broker's proof.
 async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside) -> Result<Times, AppError> {
     let (topic, _) = bed.topic("flowing", &["sink"]).await?;
     let other = match beside {
@@ -144,7 +145,7 @@ async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside)
     Ok(percentiles(times, [0.5, 0.99, 0.999]))
 }
 
-/// Waits until these messages are in the broker, or the patience is over.
+/// Waits until these messages are in the broker, at most for `PATIENCE`.
 async fn proven(watched: &Watched, committed: &HashMap<Uuid, Instant>) {
     let began = Instant::now();
     let are_there = |notes: &Notes| committed.keys().all(|id| notes.proven_at.contains_key(id));

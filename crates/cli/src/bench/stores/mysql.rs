@@ -1,4 +1,4 @@
-//! MySQL and MariaDB.
+//! The plain SQL of the benchmarks for MySQL and MariaDB.
 
 use chrono::NaiveDateTime;
 use sqlx::mysql::MySqlRow;
@@ -34,7 +34,7 @@ fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
     Ok((row.try_get_unchecked(0)?, message))
 }
 
-/// Compared byte for byte.
+/// A text column that is compared byte for byte.
 const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin";
 
 impl Yard for MySqlStore {

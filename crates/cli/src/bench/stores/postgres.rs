@@ -1,4 +1,4 @@
-//! PostgreSQL.
+//! The plain SQL of the benchmarks for PostgreSQL.
 
 use std::time::{Duration, Instant};
 
@@ -84,7 +84,7 @@ impl Yard for PostgresStore {
     }
 
     async fn left_behind(&self) -> Result<Option<f64>, StoreError> {
-        // A backend reports what it did when it ends, at the latest.
+        // A server process reports its numbers when it ends, at the latest.
         let others = "select count(*) from pg_stat_activity
                        where datname = current_database() and backend_type = 'client backend' and state = 'idle'
                          and pid <> pg_backend_pid()";

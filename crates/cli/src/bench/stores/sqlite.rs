@@ -1,4 +1,4 @@
-//! SQLite.
+//! The plain SQL of the benchmarks for SQLite.
 
 use chrono::DateTime;
 use sqlx::sqlite::SqliteRow;
