@@ -1,25 +1,26 @@
-//! Connections whose server must answer within a bound. A frozen server, a half-open TCP
-//! connection, a cut cable: all say nothing, and sqlx, which has no read deadline, would wait for
+//! Connections whose server must answer within a bound. With a frozen server, a half-open TCP
+//! connection or a cut cable no answer comes, and sqlx, which has no read timeout, would wait for
 //! ever (R28).
 //!
 //! Guarantees:
 //!
-//! * Between two parts of an answer at most the answer timeout passes. Then the statement fails as
-//!   an I/O error that timed out: a transient failure, and of a COMMIT an unknown outcome (G10,
-//!   G12).
-//! * A connection goes back to the pool only when nothing is under way on it. One that fell silent
-//!   or broke, whose statement was dropped half way, or that is dropped inside a transaction, is
-//!   closed and never used again. So a `begin` may be dropped at any moment: a transaction that it
-//!   opened dies with its connection, and no later write is lost in it.
-//! * Giving a connection back is bounded too: a silent server keeps no place of the pool.
-//! * What a handler set of its session (`set`, `set role`, temporary tables, advisory locks) is set
-//!   back before the connection serves anybody else.
+//! * Between two parts of an answer at most the answer timeout passes. Then the statement fails
+//!   with an I/O error of kind `TimedOut`: a transient error, or an unknown outcome for a COMMIT
+//!   (G10, G12).
+//! * A connection goes back to the pool only when no statement runs on it. A connection that timed
+//!   out or broke, whose statement was dropped half way, or that is dropped inside a transaction,
+//!   is closed and never used again. So a `begin` may be dropped at any moment: the transaction
+//!   that it opened ends with its connection, and no later write is lost in it.
+//! * Returning a connection is bounded too: a server that does not answer keeps no place of the
+//!   pool.
+//! * What a handler changed in the session (`set`, `set role`, temporary tables, advisory locks) is
+//!   reset before the connection is used again.
 //!
-//! sqlx gives nobody its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this
+//! sqlx does not expose its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this
 //! side of a connection.
 //!
-//! Not here: what handlers and applications run on the plain connection, which the handler timeout
-//! bounds; migrations.
+//! Not here: statements of handlers and applications on the plain connection, which the handler
+//! timeout bounds; migrations.
 
 use std::borrow::BorrowMut;
 use std::fmt;
@@ -47,13 +48,14 @@ use crate::message::NewMessage;
 use crate::store::door::{Enqueue, commit_error, enqueue_all};
 use crate::store::hosts::{Hosts, Watch};
 
-/// A pooled connection that rested for longer is asked for a sign of life before it is used.
+/// A pooled connection that was idle for longer is pinged before it is used.
 const RESTED: Duration = Duration::from_secs(1);
-/// How long a sign of life, or a connection, may take; an answer to a statement may take longer.
+/// How long a ping may take; below, how long a connection may take. Both are bounded by the answer
+/// timeout too.
 const SIGN_OF_LIFE_MAX: Duration = Duration::from_secs(5);
 const CONNECT_MAX: Duration = Duration::from_secs(30);
 
-/// One part of an answer: the end of a statement, or a row.
+/// One part of an answer: the result of a statement, or a row.
 type Part<Db> = Either<<Db as Database>::QueryResult, <Db as Database>::Row>;
 
 /// A database behind a network.
@@ -63,7 +65,7 @@ pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
     where
         E: Execute<'q, Self> + 'q;
 
-    /// Has the server look at a statement.
+    /// Has the server parse a statement.
     fn prepare(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<Self::Statement>>;
 
     /// Whether the server takes writes, which a standby does not.
@@ -98,20 +100,20 @@ macro_rules! remote {
 }
 
 remote!("postgres", sqlx::Postgres, "select (not pg_is_in_recovery())::int::bigint");
-// From MariaDB 12 on it is a word.
+// MariaDB returns a word from version 12 on, not a number.
 remote!("mysql", sqlx::MySql, "select cast(@@global.read_only in ('0', 'OFF') as signed)");
 
-/// A pool of such connections.
+/// A pool of bounded connections.
 #[derive(Debug)]
 pub(super) struct BoundedPool<Db: Remote> {
     pool: Pool<Db>,
     answer_timeout: Duration,
-    /// The connection for signs of life.
+    /// The connection for pings.
     pulse: Arc<Mutex<Option<Bounded<Db>>>>,
-    /// What sets a session back that code which is not ours had in its hands. None where the pool
-    /// does it at every return.
+    /// The statements that reset a session after a handler used it. None where the pool resets it
+    /// at every return.
     reset: Option<Arc<str>>,
-    /// Looks which of several hosts is to be used, as long as anybody has the pool.
+    /// Switches between several hosts, as long as a clone of this pool exists.
     watch: Option<Arc<Watch>>,
 }
 
@@ -127,8 +129,8 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
     }
 }
 
-/// What every pool of ours has in common: connecting is bounded, and a connection that rested must
-/// give a sign of life. A sign before every use would cost a round trip.
+/// The options of every pool: connecting is bounded, and a connection that was idle is pinged
+/// before use. A ping before every use would cost a round trip.
 pub(super) fn pool_options<Db: Remote>(
     connections_max: u32,
     answer_timeout: Duration,
@@ -176,21 +178,21 @@ impl<Db: Remote> BoundedPool<Db> {
         Ok(connection)
     }
 
-    /// A connection out of the pool: it is shared with nobody, and never given back.
+    /// Takes a connection out of the pool for good: it is never returned.
     pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
         Ok(Bounded::new(Held::Own(Box::pin(self.pool.acquire()).await?.detach()), self.answer_timeout))
     }
 
-    /// A connection that is not the pool's: to ask about one that does not answer, even where it is
-    /// the pool's only one.
+    /// Makes a connection outside the pool. It can ask the server about a connection that does not
+    /// answer, even if that is the pool's only one.
     pub(super) async fn fresh(&self) -> sqlx::Result<Bounded<Db>> {
         let (options, limit) = (self.pool.connect_options(), self.answer_timeout.min(CONNECT_MAX));
         let connection = timeout(limit, options.connect()).await.map_err(|_| silent(limit))??;
         Ok(Bounded::new(Held::Own(connection), self.answer_timeout))
     }
 
-    /// Asks the server for a sign of life, on a connection beside the pool, which is kept for the
-    /// next time. A server that has too many connections is there.
+    /// Pings the server on a connection outside the pool, which is kept for the next ping. The
+    /// error "too many connections" counts as an answer.
     pub(super) async fn sign_of_life(&self) -> sqlx::Result<()> {
         if self.pool.is_closed() {
             return Err(sqlx::Error::PoolClosed);
@@ -210,8 +212,9 @@ impl<Db: Remote> BoundedPool<Db> {
         Ok(())
     }
 
-    /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest:
-    /// where it died in the pool, nothing was done yet, and the next one is taken.
+    /// Begins a transaction on a connection of the pool. A connection that was not idle long enough
+    /// for a ping may have died in the pool: then `BEGIN` fails before anything was done, and the
+    /// next one is taken.
     pub(super) async fn begin(&self, statement: impl SqlSafeStr) -> sqlx::Result<Bounded<Db>> {
         let statement = statement.into_sql_str();
         let mut others = self.pool.size();
@@ -225,8 +228,8 @@ impl<Db: Remote> BoundedPool<Db> {
         }
     }
 
-    /// Closes the pool; connections that are still used after the bound are closed when they come
-    /// back.
+    /// Closes the pool. Connections that are still in use after the answer timeout are closed when
+    /// they come back.
     pub(super) async fn close(&self) {
         drop(self.pulse.lock().await.take());
         if timeout(self.answer_timeout, self.pool.close()).await.is_err() {
@@ -235,8 +238,8 @@ impl<Db: Remote> BoundedPool<Db> {
     }
 }
 
-/// Whether a connection that rested in the pool had ended meanwhile. One that says nothing is no
-/// such case: the next one would be waited for as long.
+/// Whether a connection had ended while it was idle in the pool. A timeout is no such case, because
+/// the next connection would be waited for just as long.
 fn ended_at_rest(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(error) => error.kind() != io::ErrorKind::TimedOut,
@@ -246,30 +249,30 @@ fn ended_at_rest(error: &sqlx::Error) -> bool {
     }
 }
 
-/// Where a connection comes from, and goes back to.
+/// Whether a connection belongs to the pool.
 enum Held<Db: Database> {
     Pooled(PoolConnection<Db>),
     Own(Db::Connection),
 }
 
-/// In what state it is.
+/// The state of a bounded connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Rests,
-    /// A statement is under way, or was dropped under way.
+    /// A statement runs, or was dropped while it ran.
     Works,
-    /// Silent or broken: not used again.
+    /// It timed out or broke, and is not used again.
     GivenUp,
 }
 
-/// A connection whose server must answer.
+/// A connection whose server must answer within the answer timeout.
 pub(super) struct Bounded<Db: Remote> {
     held: Option<Held<Db>>,
     state: State,
     in_transaction: bool,
     answer_timeout: Duration,
     reset: Option<Arc<str>>,
-    /// Code that is not ours had the connection.
+    /// A handler has used the plain connection, so the session must be reset.
     lent: bool,
 }
 
@@ -279,14 +282,14 @@ impl<Db: Remote> Bounded<Db> {
         Self { held: Some(held), state, in_transaction, answer_timeout, reset, lent }
     }
 
-    /// The plain connection for code that is not ours: what that sets of the session is set back
-    /// before anybody else gets it.
+    /// The plain connection for a handler. The session is reset before the connection is used
+    /// again.
     pub(super) fn lend(&mut self) -> &mut Db::Connection {
         self.lent = true;
         self.plain()
     }
 
-    /// The plain connection: whoever uses it bounds his own statements.
+    /// The plain connection, without the bound: the caller bounds its own statements.
     pub(super) fn plain(&mut self) -> &mut Db::Connection {
         match &mut self.held {
             Some(Held::Pooled(connection)) => connection,
@@ -300,7 +303,7 @@ impl<Db: Remote> Bounded<Db> {
     /// # Cancel safety
     /// Dropped half way, the connection is closed with this value.
     pub(super) async fn begin(&mut self, statement: impl SqlSafeStr) -> sqlx::Result<()> {
-        // From here on: where the answer is lost, the transaction may be open.
+        // Set before the statement: if its answer is lost, the transaction may be open.
         self.in_transaction = true;
         let statement = Some(statement.into_sql_str());
         self.within(|connection| Box::pin(Db::TransactionManager::begin(connection, statement))).await
@@ -323,13 +326,13 @@ impl<Db: Remote> Bounded<Db> {
         done
     }
 
-    /// Has the server look at a statement.
+    /// Has the server parse a statement.
     pub(super) async fn prepare(&mut self, sql: impl SqlSafeStr) -> sqlx::Result<Db::Statement> {
         let sql = sql.into_sql_str();
         self.within(|connection| Db::prepare(connection, sql)).await
     }
 
-    /// Writes messages by the door of a connection.
+    /// Enqueues messages on this connection, in the transaction that is open.
     pub(super) async fn enqueue(&mut self, messages: Vec<NewMessage>) -> Result<(), StoreError>
     where
         Db::Connection: Enqueue,
@@ -337,7 +340,8 @@ impl<Db: Remote> Bounded<Db> {
         let written = self.within(|connection| {
             Box::pin(async move {
                 match enqueue_all(connection, messages).await {
-                    // Whether the connection is of use after it, is judged as of any statement.
+                    // Passed on as an sqlx error, so that `settle` gives the connection up as after
+                    // any statement.
                     Err(StoreError::Unavailable(error)) => Err(error),
                     written => Ok(written.map(drop)),
                 }
@@ -346,12 +350,12 @@ impl<Db: Remote> Bounded<Db> {
         written.await?
     }
 
-    /// Nothing will be heard on it any more: whatever is asked fails at once.
+    /// Gives the connection up: every later statement on it fails at once.
     pub(super) fn give_up(&mut self) {
         self.state = State::GivenUp;
     }
 
-    /// Ends the connection, politely.
+    /// Closes the connection with the closing message of its protocol.
     pub(super) async fn close(mut self) {
         let Some(held) = self.held.take() else { return };
         let closing = async move {
@@ -360,12 +364,12 @@ impl<Db: Remote> Bounded<Db> {
                 Held::Own(connection) => connection.close().await,
             }
         };
-        // It ends anyway.
+        // An error does not matter: the connection is closed in any case.
         let _ = timeout(self.answer_timeout.min(SIGN_OF_LIFE_MAX), closing).await;
     }
 
-    /// Runs a statement and hands over each part of its answer as it comes. After a break the
-    /// connection is of no further use: the rest of the answer is not waited for.
+    /// Runs a statement and passes each part of its answer to `take` as it arrives. After a break
+    /// the connection cannot be used again, because the rest of the answer was not read.
     pub(super) async fn parts<'q>(
         &mut self,
         query: impl Execute<'q, Db> + 'q,
@@ -425,8 +429,8 @@ impl<Db: Remote> Drop for Bounded<Db> {
         let fit = self.state == State::Rests && !self.in_transaction;
         let reset = self.reset.take().filter(|_| self.lent);
         match (tokio::runtime::Handle::try_current(), reset) {
-            // What sqlx does at a drop, but not for ever: what is dropped at the deadline is closed
-            // and leaves its place.
+            // What sqlx does at a drop, but with a timeout: a connection that cannot be returned in
+            // time is closed, and its place in the pool is free.
             (Ok(runtime), None) if fit => {
                 drop(runtime.spawn(timeout(self.answer_timeout, connection.return_to_pool())));
             }
@@ -438,8 +442,8 @@ impl<Db: Remote> Drop for Bounded<Db> {
     }
 }
 
-/// Sets the session back and returns the connection to its pool; one that does not answer, or will
-/// not, is closed.
+/// Resets the session and returns the connection to its pool; closes it where that fails or takes
+/// too long.
 async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<str>, limit: Duration) {
     let set_back = async {
         let mut parts = Db::send(&mut connection, sqlx::raw_sql(sqlx::AssertSqlSafe(reset.to_string())));
@@ -467,7 +471,7 @@ fn silent(limit: Duration) -> sqlx::Error {
     sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, what))
 }
 
-/// Where a statement may run: on a connection, or on whichever the pool gives.
+/// A place where a statement can run: a connection, or a pool that gives one.
 pub(super) trait Reach<Db: Remote>: Send {
     /// The connection, for as long as the statement runs.
     type Place: BorrowMut<Bounded<Db>> + Send;
@@ -491,14 +495,15 @@ impl<Db: Remote> Reach<Db> for &BoundedPool<Db> {
     }
 }
 
-/// A statement, and what its rows become: sqlx's `fetch_all` and the like, within the bound.
+/// Runs a statement and converts its rows, as sqlx's `fetch_all` and `fetch_one` do, but within the
+/// answer timeout.
 pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
-    /// What a row becomes.
+    /// The type that a row is converted to.
     type Answer: Send;
 
     fn answer(row: Db::Row) -> sqlx::Result<Self::Answer>;
 
-    /// Runs the statement and gives the answers of all its rows, in order.
+    /// Runs the statement and returns all its rows, converted, in order.
     fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
         async move {
             let (mut answers, mut wrong) = (Vec::new(), None);
@@ -517,17 +522,17 @@ pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
         }
     }
 
-    /// The first answer, where there is one.
+    /// The first row, where there is one.
     fn optional(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
         async move { Ok(self.all(place).await?.into_iter().next()) }
     }
 
-    /// The first answer; no row at all is the error `RowNotFound`.
+    /// The first row; no row at all is the error `RowNotFound`.
     fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
         async move { self.optional(place).await?.ok_or(sqlx::Error::RowNotFound) }
     }
 
-    /// Runs a statement and gives what it changed, without its rows.
+    /// Runs a statement and returns its result, without its rows.
     fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
         async move {
             let mut result = Db::QueryResult::default();

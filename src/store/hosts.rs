@@ -1,12 +1,12 @@
-//! Several hosts of one database: which of them is used.
+//! Chooses one of several hosts of a database, and switches to another one after a failover.
 //!
-//! Guarantees: they are tried in the order in which they stand in the URL, and the first one that
-//! answers and takes writes is used, a standby never. One that works is kept. Where it no longer
-//! answers or takes writes and another one does, all new connections are made there within seconds,
-//! and no connection that was made before is taken from the pool again.
+//! Guarantees: the hosts are tried in the order of the URL, and the first one that answers and
+//! takes writes is used; a standby never is. A host that works is kept. When it no longer answers
+//! or takes writes, and another one does, all new connections go there within seconds, and no older
+//! connection is taken from the pool again.
 //!
-//! Not here: replication. Which server is the one to write to is for the database and its operators
-//! to say; of two that take writes the first one is used.
+//! Not here: replication. The database and its operators decide which server takes writes; if two
+//! do, the first one is used.
 
 use std::fmt;
 use std::io;
@@ -20,11 +20,11 @@ use tokio::time::timeout;
 use super::bounded::{Bounded, Remote};
 use crate::error::{StoreError, classify};
 
-/// How long the only host may take at first; what is wrong is said then.
+/// How long the first connection may take if there is only one host. Then an error is returned.
 const ONE_MAX: Duration = Duration::from_secs(10);
-/// How long each of several may take.
+/// How long each host may take if there are several.
 const EACH_MAX: Duration = Duration::from_secs(3);
-/// How often the one that is used is looked at.
+/// The pause between two checks of the host that is used.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// How a connection to a database is made.
@@ -37,12 +37,12 @@ pub(super) struct Hosts<Db: Remote> {
     moved: Moved,
 }
 
-/// When the host was changed last.
+/// The time of the last change to another host.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Moved(Arc<Mutex<Option<Instant>>>);
 
 impl Moved {
-    /// How long ago; none where it never was.
+    /// How long ago the host was changed; none if it never was.
     pub(super) fn since(&self) -> Option<Duration> {
         Some(self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.elapsed())
     }
@@ -70,7 +70,7 @@ impl fmt::Display for Wrong {
 }
 
 impl<Db: Remote> Hosts<Db> {
-    /// Of hosts with the names that logs and errors have for them; there is one at least.
+    /// From at least one host, each with its name for logs and errors.
     pub(super) fn new(all: Vec<(String, Options<Db>)>) -> Self {
         Self { all, current: 0, moved: Moved::default() }
     }
@@ -79,13 +79,13 @@ impl<Db: Remote> Hosts<Db> {
         self.moved.clone()
     }
 
-    /// Connects once, to find out what is wrong at once, and chooses the host: a pool asks a server
-    /// that refuses connections again and again for 30 s, and then says only that time is up. An
-    /// only host is taken as it is: whether a standby is waited for, is not said here.
+    /// Connects once and chooses the host. So an error shows at once: a pool would retry a server
+    /// that refuses connections for 30 s, and then report only a timeout. A single host is used
+    /// even if it is a standby.
     ///
     /// # Errors
-    /// What the only host says; of several what each of them says, and that none is available where
-    /// one of them may be later.
+    /// The error of a single host. With several hosts: `StoreError::Unavailable` with the error
+    /// of each, where one of them may become available later; otherwise the error of the last one.
     pub(super) async fn choose(&mut self) -> Result<&Options<Db>, StoreError> {
         if let [(_, only)] = self.all.as_slice() {
             let connecting = async { only.connect().await?.close().await };
@@ -119,7 +119,7 @@ impl<Db: Remote> Hosts<Db> {
         Err(StoreError::Unavailable(sqlx::Error::Io(io::Error::other(said.join("; ")))))
     }
 
-    /// The error of a connection to a standby that was made where a primary is asked for.
+    /// Returns an error where there are several hosts and this connection leads to a standby.
     pub(super) async fn refuse_standby(several: bool, connection: &mut Db::Connection) -> sqlx::Result<()> {
         if several && !Db::is_writable(connection).await? {
             return Err(sqlx::Error::Io(io::Error::other("this host is a standby; another one is looked for")));
@@ -133,7 +133,7 @@ impl<Db: Remote> Hosts<Db> {
     }
 }
 
-/// A connection to a server that takes writes.
+/// Connects to a host, and returns what is wrong if it does not take writes.
 async fn writable<Db: Remote>(options: &Options<Db>) -> Result<Db::Connection, Wrong> {
     let connecting = async {
         let mut connection: Db::Connection = options.connect().await?;
@@ -148,7 +148,7 @@ async fn writable<Db: Remote>(options: &Options<Db>) -> Result<Db::Connection, W
     }
 }
 
-/// Looks whether the host that is used still is the one to be used; ends when it is dropped.
+/// A task that checks the host and switches to another one; it ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Watch(AbortHandle);
 
@@ -159,7 +159,7 @@ impl Drop for Watch {
 }
 
 impl Watch {
-    /// None where there is nothing to choose from.
+    /// Starts the task; none where there is only one host.
     pub(super) fn start<Db: Remote>(
         hosts: Hosts<Db>,
         pool: Pool<Db>,
@@ -177,7 +177,7 @@ async fn watch<Db: Remote>(mut hosts: Hosts<Db>, pool: Pool<Db>, pulse: Arc<toki
         let looked = match kept.take() {
             Some(mut connection) => match timeout(EACH_MAX, Db::is_writable(&mut connection)).await {
                 Ok(Ok(true)) => Ok(connection),
-                // The connection alone may be gone.
+                // Perhaps only the connection is gone, so the host gets a new one.
                 _ => writable::<Db>(options).await,
             },
             None => writable::<Db>(options).await,

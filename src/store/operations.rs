@@ -47,7 +47,7 @@ use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, PrincipalMark, Record};
 
-/// How long [`Operations::find_after_lost_commit`] looks for a commit whose reply was lost.
+/// How long `Operations::find_after_lost_commit` looks for a commit whose reply was lost.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 /// The pause between the first two looks. Each look makes a connection, so each pause is twice the
 /// previous one.
@@ -89,7 +89,7 @@ pub enum Basis<'a> {
     /// its lease has left evidence that it succeeded or failed ([`Keys::observe_run`]), and no
     /// operator has overruled it: what happened is not executed again.
     Reclaim(&'a Record),
-    /// As [`Self::Reclaim`], but only to write the outcome of such a late run: the claimer executes
+    /// As `Self::Reclaim`, but only to write the outcome of such a late run: the claimer executes
     /// nothing.
     Late(&'a Record),
     /// A terminal state whose time is over: the generation is raised, the operation id is a new one
@@ -134,7 +134,7 @@ impl From<&Owned> for RecordFence {
     }
 }
 
-/// The result of [`Keys::claim`].
+/// The result of `Keys::claim`.
 #[derive(Debug)]
 pub enum Claimed {
     /// The claim succeeded, and this process owns the record.
@@ -146,7 +146,7 @@ pub enum Claimed {
     Vanished,
 }
 
-/// The result of [`Operations::begin_operation`].
+/// The result of `Operations::begin_operation`.
 #[derive(Debug)]
 pub enum Begun<T> {
     /// This transaction holds the claim; no other one can have it at the same time.
@@ -302,7 +302,7 @@ impl KeyClaim {
     /// Refuses a mode for which this way of claiming would break a promise.
     ///
     /// # Errors
-    /// [`StoreError::Refused`], with the mode of the claim.
+    /// `StoreError::Refused`, with the mode of the claim.
     pub fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
         if modes.contains(&self.mode) {
             return Ok(());
@@ -345,7 +345,7 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// operation row, read in the same statement (O9).
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError>;
 
-    /// As [`Self::find`], but first waits for a transaction that is changing the record. A run that
+    /// As `Self::find`, but first waits for a transaction that is changing the record. A run that
     /// has written evidence of how it ended reads the record in this way. A process that frees a
     /// key locks the record before it reads the evidence. So either that process reads the
     /// evidence, or this read sees its change.
@@ -494,7 +494,7 @@ pub trait Operations: Keys {
     /// is probably new. The order is that of O15: where a record is there, it takes no lock and
     /// does not wait. None: a record is there, or another transaction holds the key; the
     /// transaction is rolled back and its connection is back in the pool. The caller then goes the
-    /// usual way, [`Keys::find`] and [`Self::begin_operation`]. So an adapter may always return
+    /// usual way, `Keys::find` and [`Self::begin_operation`]. So an adapter may always return
     /// none, as the default does.
     ///
     /// # Errors
@@ -534,7 +534,7 @@ pub trait Operations: Keys {
     }
 
     /// Reads on new connections, for a second, to learn whether a commit whose reply was lost took
-    /// effect. The unchanged record that the run began from counts as [`doubt::Look::Nothing`].
+    /// effect. The unchanged record that the run began from counts as `doubt::Look::Nothing`.
     async fn find_after_lost_commit(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
         let before = match basis {
             Basis::New => None,
@@ -573,7 +573,7 @@ pub trait Operations: Keys {
 ///
 /// The proof (O1, R23): an outcome is written only in the transaction that holds the claim. A
 /// handler that ended it by raw SQL, or swallowed an error that rolled it back, is detected. After
-/// any [`Proof`] but [`Proof::Same`], roll back; then [`Operations::find_after_lost_commit`] and
+/// any `Proof` but [`Proof::Same`], roll back; then [`Operations::find_after_lost_commit`] and
 /// [`Doubt`](doubt::Doubt) tell what follows.
 #[async_trait]
 pub trait OperationTx: Debug + Send {

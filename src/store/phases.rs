@@ -206,7 +206,7 @@ pub struct StoredEvidence {
     pub at: DbTime,
 }
 
-/// The result of [`Phases::take_operation`].
+/// The result of `Phases::take_operation`.
 #[derive(Debug)]
 pub enum Taken {
     /// This process drives it; it was read after the epoch was raised.
@@ -257,7 +257,7 @@ impl<'a> Leave<'a> {
     }
 }
 
-/// The result of [`Phases::begin_run`], which begins a phase with a handler's code.
+/// The result of `Phases::begin_run`, which begins a phase with a handler's code.
 #[derive(Debug)]
 pub enum Run<T> {
     /// It runs in this transaction, which holds its mark.
@@ -393,10 +393,10 @@ pub trait Phases: Operations {
 
     /// Begins a later phase whose code is a handler's. Where the server still has the transaction
     /// of another run of this operation (one whose connection was lost, or one of an earlier
-    /// driver), it returns [`Run::Unended`] after a second at most and holds no connection. On
+    /// driver), it returns `Run::Unended` after a second at most and holds no connection. On
     /// SQLite, with one writer at a time, it waits for its turn. Otherwise it inserts its mark, and
     /// checks that the operation is still at `point` in its epoch. A driver that was frozen while
-    /// another one ran the phase gets [`Run::Overtaken`]. Statements of the handler wait for locks
+    /// another one ran the phase gets `Run::Overtaken`. Statements of the handler wait for locks
     /// as long as in any other phase.
     ///
     /// # Errors
@@ -451,7 +451,7 @@ pub trait Phases: Operations {
     /// ask to wait, and so prove nothing, only the last one is kept.
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
-    /// Gives up an operation that this process drives, in one of the ways of [`Leave`].
+    /// Gives up an operation that this process drives, in one of the ways of `Leave`.
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError>;
 
     /// Gives the operation back as it stands, to be due again: [`Leave::HandBack`].
@@ -520,7 +520,7 @@ pub trait PhaseTx: Debug + Send {
     async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError>;
 
     /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts
-    /// as begun). Call it once, then commit. [`Fenced::LostOwnership`]: roll back. The [`Fenced`]
+    /// as begun). Call it once, then commit. [`Fenced::LostOwnership`]: roll back. The `Fenced`
     /// has a meaning only where the proof is [`Proof::Same`].
     ///
     /// # Errors

@@ -1,12 +1,12 @@
-//! What is forgotten of records and answers, in bounded batches (M99 to M101): bodies by their own
-//! end, records by their outcome (O23).
+//! Deletes expired bodies and records of operations in bounded batches (M99 to M101): bodies by the
+//! end of their own time, records by the time of their outcome (O23).
 //!
-//! Guarantees: a batch locks exact rows, waits for nobody, and deletes those rows and no range
-//! (R8, R11); only records with an outcome go, and the bound of the purge is recorded in the
-//! transaction that takes them. What is known of an operation with a conflict that nobody has
-//! judged stays behind, and so does evidence that comes while its record goes (O8).
+//! Guarantees: a batch locks exact rows, skips rows that others have locked, and deletes those rows
+//! and no range (R11). Only records with an outcome are deleted, and the same transaction records
+//! the bound of the purge. An operation with a conflict that nobody has judged stays, with its
+//! evidence. Evidence that arrives while its record is deleted stays too (O8).
 //!
-//! Not here: the partitions of PostgreSQL, by which it frees large bodies.
+//! Not here: the partitions with which PostgreSQL frees large bodies.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -27,7 +27,7 @@ const OLD_BODIES: &str =
 const EXPIRE_BODIES: &str = "delete {my: b }from {each idempotency_body b bytes key_digest :digests primary} \
     and b.expires_at < {now}";
 
-/// Small bodies, which stand in the rows of their claims.
+/// Records with an expired small body, which is in the row of the claim.
 const OLD_SMALL: &str = "select key_digest from oncebox.idempotency_request \
     where {pg: body_format is not null and body_expires_at}{my: body_end} < {now} \
     order by {pg: body_expires_at}{my: body_end} limit :limit {lock free}";
@@ -55,14 +55,15 @@ const DELETE_OPERATIONS: &str = "delete {my: o }from {each operation o ids opera
 const DELETE_INTENTS: &str = "delete {my: i }from {each operation_intent i ids operation_id :operations primary}";
 const DELETE_PHASES: &str = "delete {my: p }from {each operation_phase p ids operation_id :operations primary}";
 
-/// The bound of a purge, which is never lowered.
+/// Records the bound of a purge, which is never lowered.
 const BOUND: &str = "insert into oncebox.idempotency_purge (operation, purged_below) \
     values (:operation, {if kept: {now} - {span :kept} + {span :skew}}{if at: :at}) \
     {or update operation} \
       purged_below = {greatest}(oncebox.idempotency_purge.purged_below, {new purged_below})";
 
-/// Deletes one batch of bodies whose life is over; gives how many went. Those that have a table of
-/// their own PostgreSQL frees by its partitions; on SQLite all of them have.
+/// Deletes one batch of bodies whose time is over, and returns their number. Large bodies are in a
+/// table of their own, which PostgreSQL frees by partitions. On SQLite all bodies are in that
+/// table.
 pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
     Ok(match store.dialect() {
         Dialect::Postgres => expire_small(store, limit).await?,
@@ -106,7 +107,7 @@ pub(super) async fn raise_bound(
     session.run(bound).await.map(drop)
 }
 
-/// What a purge takes.
+/// The records that one purge deletes.
 #[derive(Default)]
 struct Batch {
     digests: Vec<Vec<u8>>,
@@ -115,7 +116,7 @@ struct Batch {
     phased: Vec<Uuid>,
 }
 
-/// One batch of one operation.
+/// Purges one batch of records of an operation, and returns their number.
 pub(in crate::store) async fn purge(
     store: &dyn SqlStore,
     operation: &OperationName,
@@ -145,12 +146,13 @@ pub(in crate::store) async fn purge(
     Ok(gone)
 }
 
-/// Deletes records that are locked, and what belongs to them.
+/// Deletes records that are locked, with their bodies, operations and evidence.
 async fn forget(session: &mut dyn Session, dialect: Dialect, batch: &Batch) -> Result<u64, StoreError> {
     let of_operations = |text, ids: &[Uuid]| sql(text).bind("operations", ids.to_vec());
     let of_keys = |text| sql(text).bind("digests", batch.digests.clone());
-    // First what evidence there is, then whether it outlives its record: of what comes later no row
-    // is deleted, and what comes between the two is judged.
+    // The evidence is listed first, and only listed rows are deleted, so evidence that arrives
+    // later stays. Whether an operation has a conflict is read after that, so evidence that arrives
+    // between the two reads is considered too.
     let mut evidence: Vec<(i64, Uuid)> = Vec::new();
     for row in session.rows(of_operations(EVIDENCE, &batch.operations)).await? {
         evidence.push((row.get(0)?, row.get(1)?));
@@ -162,15 +164,16 @@ async fn forget(session: &mut dyn Session, dialect: Dialect, batch: &Batch) -> R
 
     let gone = session.run(of_keys(DELETE_RECORDS)).await?;
     let mut more: Vec<Statement> = Vec::new();
-    // Whatever is left of the life of a body: the next run of its key begins at the same epoch
-    // again. PostgreSQL finds a body by its end too, and frees it with its partition.
+    // Bodies are deleted even if their time is not over: the next run of the key begins at the same
+    // epoch again, and would find the old body. PostgreSQL looks a body up by its end too, so it
+    // can leave the body to its partition.
     if dialect != Dialect::Postgres {
         more.push(of_keys(DELETE_BODIES));
     }
     if !batch.phased.is_empty() {
         more.push(of_operations(DELETE_OPERATIONS, &settled));
         more.push(of_operations(DELETE_INTENTS, &settled));
-        // On SQLite no phase is marked: there is one writer.
+        // SQLite has no marks of phases, because it has one writer.
         if dialect != Dialect::Sqlite {
             more.push(of_operations(DELETE_PHASES, &batch.phased));
         }

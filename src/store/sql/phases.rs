@@ -405,7 +405,7 @@ async fn take(
     Ok((session.run(take).await? == 1).then_some(driven))
 }
 
-/// Gives up an operation as [`Phases::leave`] says, also where its record is gone.
+/// Gives up an operation as `Phases::leave` says, also where its record is gone.
 async fn leave_in(session: &mut dyn Session, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
     let (stage, due, parked) = leave.columns();
     let left = ours(LEAVE, driven)

@@ -123,7 +123,7 @@ fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, St
     Ok(StoredAnswer { status, schema_version: row.get(20)?, body })
 }
 
-/// As [`look_of`], for a row that ends with the columns of a small body.
+/// As `look_of`, for a row that ends with the columns of a small body.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreError> {
     const BODY: usize = 26;

@@ -17,7 +17,8 @@ use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, Dialect, Oper
 /// The header with the id that the message had before.
 const CAUSATION: &str = "oncebox-causation-id";
 
-/// Another copy of the message that is dead: a message id and content hash has only one dead row.
+/// Another copy of the message that is dead. There is only one dead row for a message id and
+/// content hash.
 const DEAD_COPY: &str = "\
 select d.sequence from oncebox.waiting w join oncebox.waiting d on d.consumer_id = w.consumer_id \
    and d.message_id = w.message_id and d.content_hash = w.content_hash and d.state = 'dead' \
@@ -266,7 +267,7 @@ impl ConsumerRow<'_> {
     }
 }
 
-/// Runs [`OF_LANE`]; none for a message without a key.
+/// Runs `OF_LANE`; none for a message without a key.
 async fn of_lane(
     session: &mut dyn Session,
     consumer: i64,
