@@ -1,8 +1,7 @@
-//! The connection to Redis, and what is asked of the server before anything is trusted to it.
+//! The connection to Redis, and the checks of the server before it is used.
 //!
-//! Guarantees: a connection that failed, or did not answer in time, is never used again; the next
-//! call makes a new one, and asks the server behind it anew, which may be another one (failover,
-//! DNS).
+//! Guarantees: a connection that failed, or did not answer in time, is never used again. The next
+//! call makes a new one and checks its server again, which may be another one (failover, DNS).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,14 +21,14 @@ pub struct RedisOptions {
     pub url: String,
     /// A PEM file of certificate authorities to trust instead of the system's.
     pub ca_file: Option<PathBuf>,
-    /// What the name of every key begins with; another one is another store. Default `oncebox`.
+    /// The prefix of every key. Another prefix is another store. Default `oncebox`.
     pub prefix: String,
     /// How long the server may take to answer. Default 2 s.
     pub answer_timeout: Duration,
 }
 
 impl RedisOptions {
-    /// Defaults around a URL.
+    /// Options with defaults for this URL.
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
         let (url, prefix) = (url.into(), "oncebox".to_owned());
@@ -43,7 +42,7 @@ impl std::fmt::Debug for RedisOptions {
     }
 }
 
-/// Records in Redis. Clones share the connection.
+/// Idempotency records in Redis. Clones share the connection.
 #[derive(Clone)]
 pub struct RedisKeys {
     client: Client,
@@ -58,7 +57,7 @@ impl std::fmt::Debug for RedisKeys {
 }
 
 impl RedisKeys {
-    /// Connects, and refuses a server that may forget.
+    /// Connects, and refuses a server that may lose keys while it runs.
     ///
     /// # Errors
     /// [`StoreError::Refused`]: its `maxmemory_policy` is not `noeviction`, it is a replica or a
@@ -66,7 +65,7 @@ impl RedisKeys {
     /// answer.
     ///
     /// # Cancel safety
-    /// Safe.
+    /// Safe: nothing was written.
     pub async fn connect(options: RedisOptions) -> Result<Self, StoreError> {
         let client = client(&options)?;
         let keys = Self { client, options: Arc::new(options), connection: Arc::default() };
@@ -74,7 +73,8 @@ impl RedisKeys {
         Ok(keys)
     }
 
-    /// What may be asked again at any time, because a server's settings can change while it runs.
+    /// Checks the server again. Call it at any time, because settings can change while the server
+    /// runs.
     ///
     /// # Errors
     /// As [`RedisKeys::connect`].
@@ -99,7 +99,7 @@ impl RedisKeys {
         Ok(())
     }
 
-    /// Runs a script on the server; a lost connection says nothing of what it did.
+    /// Runs a script on the server. After a lost connection it is unknown whether the script ran.
     pub(super) async fn call<T: FromRedisValue>(
         &self,
         script: &Script,
@@ -123,8 +123,8 @@ impl RedisKeys {
         let mut connection = self.connection().await?;
         let done = work(&mut connection).await;
         if done.as_ref().is_err_and(|error| error.is_io_error() || error.is_unrecoverable_error()) {
-            // Whoever comes next connects anew; others may still be waiting for answers on this
-            // one.
+            // The next call connects again. Other calls may still wait for answers on this
+            // connection.
             *self.connection.lock().await = None;
         }
         done.map_err(store_error)
@@ -144,7 +144,7 @@ impl RedisKeys {
     }
 }
 
-/// Where the server is, and what it has to prove.
+/// The client for the URL, with the certificate authority that the server must prove.
 fn client(options: &RedisOptions) -> Result<Client, StoreError> {
     let url = options.url.as_str();
     let refused = |why: String| StoreError::Refused(format!("{}: {why}", redact(url)));
@@ -167,15 +167,14 @@ fn client(options: &RedisOptions) -> Result<Client, StoreError> {
     Client::build_with_tls(url, tls).map_err(said)
 }
 
-/// What an error of Redis means. A connection that was lost says nothing of a script that was sent
-/// over it.
+/// Maps an error of Redis. After a lost connection it is unknown whether the script ran.
 fn store_error(error: RedisError) -> StoreError {
-    /// The server is there and cannot serve now.
+    /// The server is reachable but cannot serve now.
     const WAIT: [&str; 9] =
         ["READONLY", "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
-    /// A person must act.
+    /// A person must change something.
     const REFUSED: [&str; 3] = ["NOAUTH", "WRONGPASS", "NOPERM"];
-    // As rustls says it; the client keeps only its text.
+    // The text of rustls; the client keeps nothing else of that error.
     if error.to_string().contains("invalid peer certificate") {
         return StoreError::Refused(format!(
             "the certificate of Redis is not trusted ({error}); set `ca_file` to its authority, and use the host name that \

@@ -1,12 +1,12 @@
 //! Idempotency records in Redis.
 //!
-//! A record is a hash, its body another one with a time to live of its own; two sorted sets name
-//! what runs and what is unknown. What is over goes by itself, so the cleaner's calls find nothing
-//! to do; how far back keys may have been forgotten is derived from the first outcome of an
-//! operation and its shortest retention (O23).
+//! A record is a hash; its body is another hash with a time to live of its own. Two sorted sets
+//! list the keys in progress and the unknown ones. Redis removes expired keys itself, so the
+//! cleaner's calls find nothing to do. From which time on keys may have been forgotten follows from
+//! the first outcome of an operation and its shortest retention (O23).
 //!
-//! Guarantees: see the room. The parts of an identity stand beside its digest, and are compared by
-//! the engine (O16).
+//! Guarantees: those of `redis`. The parts of an identity are stored beside its digest, and the
+//! engine compares them (O16).
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -27,12 +27,12 @@ use crate::store::{
 };
 use async_trait::async_trait;
 
-/// How far the clock of a key's maker may be ahead: the default of
-/// [`Route::id_skew`](crate::policy::operation::Route::id_skew), until the sweep of an operation
-/// has said that its route allows more.
+/// How far the clock of the host that made a key may be ahead: the default of
+/// [`Route::id_skew`](crate::policy::operation::Route::id_skew). A purge stores a larger value
+/// where the route allows more.
 const ID_SKEW: Duration = Duration::from_secs(60);
 
-/// The fields of a hash.
+/// The fields of a Redis hash.
 struct Fields(HashMap<String, Vec<u8>>);
 
 fn corrupt(error: impl std::fmt::Display) -> StoreError {
@@ -104,7 +104,7 @@ impl Fields {
 }
 
 fn micros(duration: Duration) -> Vec<u8> {
-    // Below 2^53, which a script's numbers hold: 285 years.
+    // Below 2^53 (285 years), because a script's numbers are exact only up to there.
     duration.as_micros().min(1 << 53).to_string().into_bytes()
 }
 
@@ -126,7 +126,7 @@ impl RedisKeys {
         [self.key("record", &name), self.key("body", &name)]
     }
 
-    /// What runs, what is unknown, the counter of epochs.
+    /// The keys of the sets in progress and unknown, and of the counter of epochs.
     fn shared(&self) -> [String; 3] {
         [self.key("all", "running"), self.key("all", "unknown"), self.key("all", "epoch")]
     }
@@ -136,7 +136,7 @@ impl RedisKeys {
     }
 }
 
-/// The epoch and the owner, as the scripts compare them.
+/// The epoch and the owner in the form that the scripts compare.
 fn fence(owned: &Owned) -> [Vec<u8>; 2] {
     [text(owned.epoch), owned.owner.map(text).unwrap_or_default()]
 }
@@ -187,7 +187,7 @@ impl Keys for RedisKeys {
         let (basis, seen) = match basis {
             Basis::New => ("new", 0),
             Basis::TakeOver(seen) => ("take_over", seen.epoch),
-            // A guard keeps no evidence.
+            // A guard keeps no evidence, so both cases are the same.
             Basis::Reclaim(seen) | Basis::Late(seen) => ("reclaim", seen.epoch),
             Basis::Anew(seen) => ("anew", seen.epoch),
         };
@@ -260,7 +260,7 @@ impl Keys for RedisKeys {
 
     async fn take_back(&self, claim: &KeyClaim, _: Basis<'_>) -> Result<Fenced, StoreError> {
         let ([record, body], [running, _, _]) = (self.records_of(&claim.identity), self.shared());
-        // Which epoch it got, its answer would have said.
+        // The answer that would have told the epoch was lost, so none is given.
         let args = [Vec::new(), text(claim.owner), text(name(&claim.identity))];
         self.fenced(&scripts::RELEASE, &[record, body, running], &args).await
     }
@@ -271,12 +271,13 @@ impl Keys for RedisKeys {
         self.fenced(&scripts::MARK_UNKNOWN, &[record, running, unknown, epochs], &args).await
     }
 
-    /// Nothing: bodies go at their time.
+    /// Does nothing: Redis removes bodies when their time is over.
     async fn expire_bodies(&self, _limit: u32) -> Result<u64, StoreError> {
         Ok(0)
     }
 
-    /// Records go at their time; what is kept is up to which key they went.
+    /// Deletes nothing, because Redis removes expired records. Stores only how far clocks may be
+    /// ahead.
     async fn purge_keys(
         &self,
         operation: &OperationName,

@@ -1,15 +1,16 @@
-//! The scripts, one for each change, and the names of the keys that they touch.
+//! The scripts, one for each change, and the keys that they use.
 //!
-//! Guarantees: a script that changes a record compares epoch and owner first, one that takes a lost
-//! claim back the owner; times are the server's, in microseconds.
+//! Guarantees: a script that changes a record first compares its epoch, and a script of the owner
+//! the owner too. Only the release after a lost answer compares the owner alone. Times are the
+//! server's, in microseconds.
 //!
-//! Not here: what a record's fields mean (`operations`).
+//! Not here: the meaning of a record's fields (`operations`).
 
 use std::sync::LazyLock;
 
 use redis::Script;
 
-/// What every script begins with.
+/// Builds a script; every script begins with these lines.
 macro_rules! script {
     ($($part:expr),* $(,)?) => {
         LazyLock::new(|| {
@@ -23,7 +24,8 @@ macro_rules! script {
     };
 }
 
-/// A lease that is over, also one that was written before the clock went back (R22).
+/// Whether a lease is over. One that ends later than its full length from now is over too: the
+/// clock was set back (R22).
 macro_rules! over {
     () => {
         "local function over(ends, length)\n\
@@ -33,8 +35,7 @@ macro_rules! over {
     };
 }
 
-/// Ends with 0 unless the record is IN_PROGRESS and ours: KEYS[1], ARGV[1] the epoch, ARGV[2] the
-/// owner.
+/// Returns 0 unless the record KEYS[1] is IN_PROGRESS with the epoch ARGV[1] and the owner ARGV[2].
 macro_rules! fence {
     () => {
         "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n\
@@ -42,22 +43,22 @@ macro_rules! fence {
     };
 }
 
-/// KEYS: forgotten. ARGV: how far clocks of clients may be ahead. It is never lowered.
+/// KEYS: forgotten. ARGV: how far clocks of clients may be ahead. A stored value is never lowered.
 pub(super) static SKEW: LazyLock<Script> = script!(
     "local skew = redis.call('HGET', KEYS[1], 'skew')\n",
     "if not skew or tonumber(skew) < tonumber(ARGV[1]) then redis.call('HSET', KEYS[1], 'skew', ARGV[1]) end\n",
     "return 0\n",
 );
 
-/// KEYS: record, forgotten. Gives: now, first outcome, shortest metadata's life, longest skew,
-/// fields.
+/// KEYS: record, forgotten. Returns now, the first outcome, the shortest life of metadata, the
+/// largest skew, and the fields of the record.
 pub(super) static FIND: LazyLock<Script> = script!(
     "local g = redis.call('HMGET', KEYS[2], 'first', 'metadata', 'skew')\n",
     "return {whole(now), g[1], g[2], g[3], redis.call('HGETALL', KEYS[1])}\n",
 );
 
-/// KEYS: record, body. ARGV: epoch. Gives the body's fields; none where its time is over, also
-/// before it has gone.
+/// KEYS: record, body. ARGV: epoch. Returns the body's fields; none where its time is over, even if
+/// Redis has not removed it yet.
 pub(super) static BODY: LazyLock<Script> = script!(
     "local r = redis.call('HMGET', KEYS[1], 'epoch', 'body_until')\n",
     "if r[1] ~= ARGV[1] or not r[2] or tonumber(r[2]) <= now then return {} end\n",
@@ -65,7 +66,7 @@ pub(super) static BODY: LazyLock<Script> = script!(
 );
 
 /// KEYS: record, body, running, unknown, epoch. ARGV: basis, epoch seen, name, length of the lease,
-/// then fields and values. Gives the epoch, or nothing where what must hold does not.
+/// then fields and values. Returns the new epoch, or nothing where the basis does not hold.
 pub(super) static CLAIM: LazyLock<Script> = script!(
     over!(),
     "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created')\n",
@@ -86,7 +87,7 @@ pub(super) static CLAIM: LazyLock<Script> = script!(
     "  end\n",
     "  if not holds then return false end\n",
     "end\n",
-    // The first write, and the only one that a full server refuses.
+    // This is the first write. A full server refuses it, so nothing is half written.
     "local epoch = redis.call('INCR', KEYS[5])\n",
     "redis.call('DEL', KEYS[1], KEYS[2])\n",
     "redis.call('HSET', KEYS[1], 'epoch', epoch, 'created', created, 'lease_until', whole(now + ARGV[4]), 'lease_length', ARGV[4],\n",
@@ -104,8 +105,8 @@ pub(super) static HEARTBEAT: LazyLock<Script> = script!(
 );
 
 /// KEYS: record, body, running, unknown, forgotten. ARGV: epoch, owner, name, state, life of the
-/// answer, of the metadata, of the body (each empty where there is none), the number of the
-/// record's fields and values, these, and the body's.
+/// answer, of the metadata and of the body (each empty where there is none), the number of
+/// arguments that are fields and values of the record, these, and those of the body.
 pub(super) static FINISH: LazyLock<Script> = script!(
     fence!(),
     "local ttl, metadata, body_ttl, parts = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])\n",
@@ -124,15 +125,15 @@ pub(super) static FINISH: LazyLock<Script> = script!(
     "  redis.call('HSET', KEYS[2], 'epoch', ARGV[1], unpack(ARGV, 9 + parts))\n",
     "  redis.call('PEXPIRE', KEYS[2], whole(math.max(math.ceil(body_ttl / 1000), 1)))\n",
     "end\n",
-    // From when on records of the operation may be forgotten, and after how long at least.
+    // Stores since when records of the operation may be forgotten, and their shortest life.
     "redis.call('HSETNX', KEYS[5], 'first', whole(now))\n",
     "local shortest = redis.call('HGET', KEYS[5], 'metadata')\n",
     "if not shortest or tonumber(shortest) > tonumber(metadata) then redis.call('HSET', KEYS[5], 'metadata', metadata) end\n",
     "return 1\n",
 );
 
-/// KEYS: record, body, running. ARGV: epoch, owner, name. Who lost the answer to his claim does not
-/// know its epoch, and gives none: the token is new for each claim, so it says as much.
+/// KEYS: record, body, running. ARGV: epoch, owner, name. The epoch is empty after a lost answer to
+/// a claim; the owner's token is new for each claim, so it suffices.
 pub(super) static RELEASE: LazyLock<Script> = script!(
     "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n",
     "if (ARGV[1] ~= '' and f[1] ~= ARGV[1]) or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n",
@@ -153,8 +154,8 @@ pub(super) static MARK_UNKNOWN: LazyLock<Script> = script!(
     "return 1\n",
 );
 
-/// KEYS: running, unknown. Gives: how many run, since when the oldest one, how many are unknown,
-/// now.
+/// KEYS: running, unknown. Returns how many run, since when the oldest one, how many are unknown,
+/// and now.
 pub(super) static STATS: LazyLock<Script> = script!(
     "local oldest = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')\n",
     "return {redis.call('ZCARD', KEYS[1]), oldest[2] or false, redis.call('ZCARD', KEYS[2]), whole(now)}\n",
