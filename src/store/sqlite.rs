@@ -2,17 +2,18 @@
 //!
 //! Guarantees:
 //!
-//! * WAL, `synchronous = FULL`, `BEGIN IMMEDIATE` around every write: what was committed survives,
-//!   and no transaction is upgraded half way (which fails at once, whatever the busy timeout).
-//! * Processes of oncebox take turns at the file and leave room for others (R14).
-//! * One writer at a time means that positions commit in order: a plain cursor is exact. One shard,
-//!   bucket 0.
-//! * The limits of a message are triggers (R13), so that a plain insert is the same door as
+//! * WAL, `synchronous = FULL`, and `BEGIN IMMEDIATE` around every write: what was committed
+//!   survives, and no read transaction is upgraded to a write (which would fail at once, whatever
+//!   the busy timeout).
+//! * Processes of oncebox take turns at the file and leave time for other writers (R14).
+//! * There is one writer at a time, so positions commit in order and a plain cursor is exact. There
+//!   is one shard, with bucket 0.
+//! * Triggers apply the limits of a message (R13), so a plain insert is checked like
 //!   [`crate::store::enqueue`].
 //!
-//! Text in the database must be UTF-8. A statement that runs inside a handler holds the write lock
-//! of the whole file: keep handlers short. Applications that write on their own begin with
-//! `BEGIN IMMEDIATE` too.
+//! Text in the database must be UTF-8. A handler holds the write lock of the whole file while it
+//! runs: keep handlers short. Applications that write on their own begin with `BEGIN IMMEDIATE`
+//! too.
 //!
 //! Not here: the embedded broker, which is another file with its own turns.
 
@@ -41,8 +42,8 @@ macro_rules! now_ms {
         "cast(round(unixepoch('subsec') * 1000) as integer)"
     };
 }
-/// The rows `i` = 0, 1, ... of a bound blob of fixed-size parts, as a common table expression named
-/// `n`: how a statement takes many ids at once. `$blob` is the parameter, `$size` the size of a
+/// A common table expression `n` with the rows `i` = 0, 1, ... of a bound blob of fixed-size parts:
+/// this is how a statement takes many ids at once. `$blob` is the parameter, `$size` the size of a
 /// part. An empty blob gives one part that matches nothing.
 macro_rules! parts {
     ($blob:literal, $size:literal) => {
@@ -51,7 +52,7 @@ macro_rules! parts {
 }
 use {now_ms, parts};
 
-/// A duration in whole milliseconds, as the tables have it.
+/// A duration in whole milliseconds, as the tables store it.
 fn millis(duration: std::time::Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX / 4).min(i64::MAX / 4)
 }

@@ -1,4 +1,4 @@
-//! Settings of a SQLite file that the promises rest on (R1, R7, R13, R28).
+//! Checks settings of a SQLite file that the promises need (R1, R7, R13, R28).
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use super::connect::SqliteStore;
 use crate::error::StoreError;
 use crate::store::{Base, Finding, Schema};
 
-/// The triggers that are the limits.
+/// The triggers that apply the limits.
 const TRIGGERS: [&str; 4] =
     ["oncebox_outbox_limits", "oncebox_outbox_complete", "oncebox_outbox_immutable", "oncebox_outbox_keep"];
-/// A turn that does not come for so long is worth a look: handlers have 2 s.
+/// A longer wait for the turn is reported: handlers have 2 s.
 const TURN_LONG: Duration = Duration::from_secs(5);
 
 pub(super) async fn check(store: &SqliteStore) -> Result<Vec<Finding>, StoreError> {
@@ -62,7 +62,8 @@ async fn triggers(store: &SqliteStore) -> Result<Finding, StoreError> {
             .fetch_all(store.pool())
             .await?;
     let known: String = SqliteStore::migrations().iter().map(|migration| migration.sql).collect();
-    // SQLite keeps the text, but for the words CREATE TRIGGER, which it writes itself.
+    // SQLite keeps the text of a trigger, except for the words CREATE TRIGGER, which it writes
+    // itself.
     let as_made = |sql: &str| sql.get("CREATE TRIGGER ".len()..).is_some_and(|sql| known.contains(sql));
     let stands = |name: &&&str| made.iter().any(|(made, sql)| made == **name && as_made(sql));
     let missing: Vec<&str> = TRIGGERS.iter().filter(|name| !stands(name)).copied().collect();
@@ -111,7 +112,8 @@ async fn below_cursor(store: &SqliteStore) -> Result<Finding, StoreError> {
     })
 }
 
-/// A frozen process keeps the write lock, and nothing in SQLite can end its transaction (R28).
+/// Checks the turn. A frozen process keeps the write lock, and nothing in SQLite can end its
+/// transaction (R28).
 async fn turn(store: &SqliteStore) -> Finding {
     match store.take_turn(TURN_LONG).await {
         Ok(_) => Finding::ok("turn", "the write turn is free, or comes soon"),

@@ -17,8 +17,8 @@ use crate::store::{Base, StoreOptions};
 /// How long a statement waits for the write lock, and a transaction for its turn.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What code that is not ours may leave on a connection: temporary tables and triggers (they shadow
-/// ours), attached files, settings.
+/// What foreign code may leave on a connection: temporary tables and triggers (which hide ours),
+/// attached files, settings.
 const STATE: &str = "\
 select (select count(*) from sqlite_temp_schema) || ' ' || \
   (select count(*) from pragma_database_list where name not in ('main', 'temp')) || ' ' || \
@@ -28,7 +28,7 @@ select (select count(*) from sqlite_temp_schema) || ' ' || \
   (select * from pragma_read_uncommitted) || ' ' || (select * from pragma_synchronous) || ' ' || (select * from pragma_busy_timeout) || ' ' || \
   (select * from pragma_trusted_schema) || ' ' || (select * from pragma_writable_schema) || ' ' || (select * from pragma_temp_store)";
 
-/// A SQLite file that holds an outbox, an inbox, or both.
+/// The store on SQLite: a file with an outbox, an inbox and operations. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct SqliteStore {
     shared: Arc<Shared>,
@@ -39,7 +39,7 @@ struct Shared {
     pool: Pool<Sqlite>,
     path: PathBuf,
     create: bool,
-    /// Opened with the first write, so that looking at a missing database leaves no lock file.
+    /// Opened at the first write, so that a look at a missing database creates no lock file.
     turn: OnceLock<Turn>,
 }
 
@@ -56,7 +56,7 @@ impl SqliteStore {
         let turn = match self.shared.turn.get() {
             Some(turn) => turn,
             None => {
-                // Beside the file itself, by whatever link it was named.
+                // The lock files are beside the real file, whatever link names it.
                 let database = self.shared.path.canonicalize().unwrap_or_else(|_| self.shared.path.clone());
                 let mut path = database.into_os_string();
                 path.push(".oncebox-lock");
@@ -67,7 +67,7 @@ impl SqliteStore {
         turn.take(patience).await
     }
 
-    /// Whether there is, or may be made, a file to open.
+    /// Whether the file exists, or may be created.
     pub(super) fn can_open(&self) -> bool {
         self.shared.create || self.shared.path.exists()
     }
@@ -78,15 +78,15 @@ impl Base for SqliteStore {
 
     const NAME: &'static str = "sqlite";
 
-    /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement: one
-    /// that is missing is not made (unless `options.create`), and shows as
+    /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement. A
+    /// missing file is not created (unless `options.create` is set), and is reported as
     /// [`crate::store::SchemaState::Missing`].
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where the URL is none of a file that this process can write to.
+    /// [`StoreError::Refused`] where the URL does not name a file that oncebox can write to.
     ///
     /// # Cancel safety
-    /// Nothing is lost.
+    /// Nothing is lost: no file is opened yet.
     async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
         let url = &options.url;
         let parsed = SqliteConnectOptions::from_str(url)
@@ -129,14 +129,15 @@ impl Base for SqliteStore {
             .after_release(move |connection: &mut sqlx::SqliteConnection, _| {
                 let fresh = Arc::clone(&fresh);
                 Box::pin(async move {
-                    // A rollback may still stand in the queue of the connection's thread.
+                    // Waits until a rollback in the queue of the connection's thread has run.
                     connection.ping().await?;
-                    // A transaction that was ended behind sqlx's back leaves its count of open ones
-                    // wrong: not used again.
+                    // A transaction that ended without sqlx leaves its count of open transactions
+                    // wrong: such a connection is not used again.
                     if connection.is_in_transaction() {
                         return Ok(false);
                     }
-                    // Nor one that a handler changed: what it left would be the next one's.
+                    // Nor is a connection whose state a handler changed: the next user would
+                    // inherit it.
                     let state: String = query_scalar(STATE).fetch_one(connection).await?;
                     Ok(fresh.get().is_none_or(|fresh| *fresh == state))
                 })

@@ -1,13 +1,12 @@
-//! The Rust door of SQLite: one statement a call, whatever the number of messages.
+//! `enqueue` in Rust on SQLite: one statement per call, whatever the number of messages.
 //!
-//! Several messages go in as one blob that holds all their parts and one JSON array that says where
-//! each part stands, so that a call is one statement without a bound on the number of messages but
-//! SQLite's on the size of a value (1,000,000,000 bytes for all messages of a call together).
-//! Positions ascend in the order given: `json_each` walks an array in its order, and AUTOINCREMENT
-//! counts up as rows arrive.
+//! Several messages are sent as one blob with all their parts, and one JSON array with the place of
+//! each part. So only SQLite's limit on the size of a value bounds a call (1,000,000,000 bytes for
+//! all its messages). Positions ascend in the order given: `json_each` reads an array in order, and
+//! AUTOINCREMENT counts up as rows arrive.
 //!
-//! The limits are the triggers' (R13): nothing of a call is written when one of its messages breaks
-//! one.
+//! The triggers apply the limits (R13): where one message of a call breaks a limit, nothing of the
+//! call is written.
 
 use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
@@ -20,8 +19,8 @@ use crate::store::{Enqueue, NewEmail};
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
 
-/// `?1` the blob of parts, `?2` the places: for each message seven pairs of start (from 1) and
-/// length, null for no part.
+/// `?1` is the blob of parts, `?2` their places: for each message seven pairs of start (from 1) and
+/// length, null where a part is missing.
 const MANY: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type)
 select cast(substr(?1, m.value ->> 0, m.value ->> 1) as text), cast(substr(?1, m.value ->> 2, m.value ->> 3) as text),
@@ -30,7 +29,7 @@ select cast(substr(?1, m.value ->> 0, m.value ->> 1) as text), cast(substr(?1, m
        cast(substr(?1, m.value ->> 12, m.value ->> 13) as text)
   from json_each(?2) as m";
 
-/// A message as the columns have it.
+/// A message in the form of the columns.
 struct Row {
     id: Uuid,
     message: NewMessage,
@@ -45,7 +44,7 @@ impl Row {
     }
 }
 
-/// All parts of all messages, one behind the other.
+/// All parts of all messages, concatenated, and their places.
 #[derive(Default)]
 struct Parts {
     bytes: Vec<u8>,

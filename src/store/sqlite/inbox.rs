@@ -1,9 +1,9 @@
 //! The inbox of SQLite: what runs for every batch, and the transaction around a handler.
 //!
-//! Guarantees: the ids of a batch go in with one statement, sorted, and the unique key answers
+//! Guarantees: the ids of a batch are inserted with one sorted statement, and the unique key tells
 //! which are new (R24). A handler cannot commit by itself: SQLite refuses every commit but ours on
-//! its connection, and a savepoint of a random name that must still be there proves before COMMIT
-//! that the transaction is the one that was begun (R23).
+//! its connection. A savepoint with a random name proves before COMMIT that the transaction is the
+//! one that was begun (R23).
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -28,17 +28,17 @@ use crate::store::{
     Admission, Base, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
 };
 
-/// How long a rollback is waited for.
+/// The longest wait for a rollback.
 const UNDO_MAX: Duration = Duration::from_secs(5);
 
-/// Which of these ids stand in the inbox.
+/// Reads which of these ids are in the inbox.
 pub(super) const KNOWN: &str = concat!(
     "with recursive ",
     parts!("?2", 16),
     " select message_id from n join oncebox_inbox on consumer_id = ?1 and message_id = substr(?2, 1 + i * 16, 16)"
 );
 
-/// Inserts ids and hashes, and gives the ids that were new.
+/// Inserts ids and hashes, and returns the ids that were new.
 pub(super) const ADMIT: &str = concat!(
     "with recursive ",
     parts!("?2", 32),
@@ -48,14 +48,14 @@ pub(super) const ADMIT: &str = concat!(
     " from n where length(?2) > 0 on conflict do nothing returning message_id, received_at"
 );
 
-/// Purge bound, now, skew.
+/// Reads the purge bound, the time now, and the allowed skew of ids.
 const BOUNDS: &str = concat!(
     "select purged_below, ",
     now_ms!(),
     ", (select value from oncebox_limits where name = 'id_skew_seconds') from oncebox_consumer where consumer_id = ?"
 );
 
-/// Which of these lanes have a message that blocks.
+/// Reads which of these lanes have a blocking message.
 pub(super) const BLOCKED: &str = concat!(
     "with recursive ",
     parts!("?2", 16),
@@ -63,7 +63,7 @@ pub(super) const BLOCKED: &str = concat!(
              where consumer_id = ?1 and lane_id = substr(?2, 1 + i * 16, 16) and blocks = 1)"
 );
 
-/// Ids behind each other, as `parts` takes them apart.
+/// Concatenates ids in the form that `parts` splits.
 fn bytes_of(ids: &[MessageId]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.bytes()).collect()
 }
@@ -90,7 +90,7 @@ impl OwnInbox for SqliteStore {
         known.iter().map(|id| message_id(id)).collect()
     }
 
-    /// There is one writer at a time: nobody waits for a row.
+    /// Always false: there is one writer at a time, so no row is locked by another transaction.
     async fn are_contested(&self, _: ConsumerId, _: &[MessageId]) -> Result<bool, StoreError> {
         Ok(false)
     }
@@ -116,12 +116,12 @@ async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Resu
 pub(super) struct SqliteInboxTx {
     write: Write,
     consumer: ConsumerId,
-    /// Set right after BEGIN, so it covers the inbox rows, and what `finish` removes, whichever
-    /// comes first.
+    /// Set right after BEGIN, so that it covers the inbox rows and the rows that `finish` removes,
+    /// in whichever order they are written.
     savepoint: String,
-    /// Which ids were new.
+    /// The ids that were new.
     admitted: Option<HashSet<MessageId>>,
-    /// When their rows were received.
+    /// The time at which their rows were received.
     received: Option<DbTime>,
 }
 
@@ -195,13 +195,13 @@ impl InboxTx for SqliteInboxTx {
         if error.is_transient() {
             return Err(error);
         }
-        // A refused commit was rolled back, so nothing of this transaction can be committed.
+        // A refused commit was rolled back, so nothing of this transaction can be committed any
+        // more.
         Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
     }
 
-    /// Nobody but us can commit on this connection, and there is no server that could be away: a
-    /// statement that still runs is interrupted, and a connection that will not roll back is not
-    /// used again.
+    /// Always `Whole`: only we can commit on this connection, and no server can be away. A running
+    /// statement is interrupted, and a connection that does not roll back is not used again.
     async fn undo(&mut self) -> Result<Undone, StoreError> {
         match tokio::time::timeout(UNDO_MAX, self.write.undo()).await {
             Ok(Ok(())) => {}
@@ -221,7 +221,7 @@ impl InboxTx for SqliteInboxTx {
 }
 
 impl SqliteInboxTx {
-    /// The hashes that stand in the inbox for ids that are not new.
+    /// Reads the stored hashes of the ids that are not new.
     async fn hashes(&mut self, ids: &[MessageId]) -> Result<Vec<(MessageId, [u8; 16])>, StoreError> {
         if ids.is_empty() {
             return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! The row of an e-mail, in the caller's transaction.
+//! Queues an e-mail in the caller's transaction.
 
 use sqlx::query;
 use sqlx::sqlite::SqliteConnection;
@@ -7,7 +7,7 @@ use super::now_ms;
 use crate::error::StoreError;
 use crate::store::NewEmail;
 
-/// A row of its own kind in the caller's transaction; false where its key is there already.
+/// Inserts the e-mail. Returns false where its unique key is there already.
 pub(super) async fn queue(connection: &mut SqliteConnection, email: &NewEmail) -> Result<bool, StoreError> {
     let insert = query(concat!(
         "insert into oncebox_email (unique_key, recipient, subject, body, due_at, created_at) values (?, ?, ?, ?, ",

@@ -1,8 +1,8 @@
-//! How messages stand in the tables: headers as JSON, times as milliseconds, ids as text or bytes.
+//! How messages are stored: headers as JSON, times as milliseconds, ids as text or bytes.
 //!
-//! Outbox headers are one JSON object of strings, trace context among them, so that every door
-//! writes the same; reading lifts the trace context out. Headers that arrived from a broker may be
-//! any bytes: those are pairs of name and hexadecimal digits.
+//! Outbox headers are one JSON object of strings that includes the trace context, so that every
+//! writer stores the same form; reading separates the trace context again. Received headers may
+//! have any bytes: they are stored as pairs of name and hexadecimal digits.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ use crate::error::StoreError;
 use crate::message::{Headers, TraceContext, wire};
 use crate::store::headers::{headers_json, parse_headers};
 
-/// Headers as one JSON object. A name given twice is written twice, so that the trigger sees it.
+/// Headers as one JSON object. A repeated name is written twice, so that the trigger sees it.
 pub(super) fn headers_to_json(headers: &Headers, trace: Option<&TraceContext>) -> String {
     let mut all = headers.clone();
     if let Some(trace) = trace {
@@ -23,10 +23,10 @@ pub(super) fn headers_to_json(headers: &Headers, trace: Option<&TraceContext>) -
     headers_json(&all).unwrap_or_else(|| "{}".to_owned())
 }
 
-/// Headers from JSON, in the order in which they stand, the trace context apart.
+/// Reads headers from JSON, in their order, and separates the trace context.
 pub(super) fn headers_from_json(json: &[u8]) -> Result<(Headers, Option<TraceContext>), StoreError> {
-    // The door refuses half surrogates and NUL; what else is not UTF-8 becomes the replacement
-    // character rather than a row that nobody can ever read.
+    // The trigger refuses half surrogates and NUL. Other bytes that are not UTF-8 become the
+    // replacement character; otherwise the row could never be read.
     let mut headers = parse_headers(&String::from_utf8_lossy(json))?;
     let mut take = |wanted: &str| {
         let at = headers.iter().position(|(name, _)| name.eq_ignore_ascii_case(wanted))?;
@@ -37,13 +37,13 @@ pub(super) fn headers_from_json(json: &[u8]) -> Result<(Headers, Option<TraceCon
     Ok((headers, trace))
 }
 
-/// Headers as they arrived, any bytes: `[["name","68657820"], ...]`.
+/// Received headers with any bytes: `[["name","68657820"], ...]`.
 pub(super) fn arrived_to_json(headers: &[(String, Vec<u8>)]) -> Result<String, StoreError> {
     let pairs: Vec<(&str, String)> = headers.iter().map(|(name, value)| (name.as_str(), to_hex(value))).collect();
     serde_json::to_string(&pairs).map_err(|error| StoreError::Corrupt(format!("headers: {error}")))
 }
 
-/// The way back of [`arrived_to_json`].
+/// Reads what [`arrived_to_json`] has written.
 pub(super) fn arrived_from_json(json: &str) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
     let corrupt = || StoreError::Corrupt("headers of a waiting row are not as they were written".to_owned());
     let pairs: Vec<(String, String)> = serde_json::from_str(json).map_err(|_| corrupt())?;
@@ -64,17 +64,17 @@ fn from_hex(hex: &str) -> Option<Vec<u8>> {
     Some(digits.chunks_exact(2).map(|pair| pair[0] * 16 + pair[1]).collect())
 }
 
-/// A time of the database.
+/// A time from the database's milliseconds.
 pub(super) fn time_from_millis(millis: i64) -> Result<DateTime<Utc>, StoreError> {
     DateTime::from_timestamp_millis(millis).ok_or_else(|| StoreError::Corrupt(format!("{millis} is no time")))
 }
 
-/// A message id that stands as text.
+/// A message id from its text form.
 pub(super) fn uuid_from_text(text: &str) -> Result<Uuid, StoreError> {
     Uuid::try_parse(text).map_err(|_| StoreError::Corrupt(format!("`{text}` is no message id")))
 }
 
-/// Sixteen bytes that stand as a blob.
+/// Sixteen bytes from a blob column.
 pub(super) fn sixteen(bytes: &[u8]) -> Result<[u8; 16], StoreError> {
     bytes.try_into().map_err(|_| StoreError::Corrupt(format!("{} bytes stand where 16 belong", bytes.len())))
 }

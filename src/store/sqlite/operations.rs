@@ -1,9 +1,10 @@
 //! Idempotency records, and the transaction of a transactional operation.
 //!
-//! Guarantees: the primary key decides who executes, and one writer at a time makes every fenced
-//! statement see what is. A transactional operation has no IN_PROGRESS: a duplicate waits its turn
-//! and finds the outcome (O18). A handler cannot commit by itself, and the savepoint set after the
-//! claim must still be there when the outcome is written (O1, R23).
+//! Guarantees: the primary key decides who executes, and with one writer at a time every fenced
+//! statement sees the current state. A transactional operation is never seen IN_PROGRESS: a
+//! duplicate waits for its turn and then finds the outcome (O18). A handler cannot commit by
+//! itself, and the savepoint set after the claim must still exist when the outcome is written (O1,
+//! R23).
 
 mod tx;
 
@@ -54,7 +55,7 @@ macro_rules! insert {
     };
 }
 
-/// A claim on a record that was seen; what must still hold follows.
+/// Claims a record that was read before. The condition that must still hold is appended.
 const RENEW: &str = concat!(
     "update oncebox_idempotency_request \
      set principal = ?2, fingerprint = ?3, mode = ?4, state = 'IN_PROGRESS', epoch = ?5, owner = ?6, lease_until = ?7 + ",
@@ -101,7 +102,7 @@ impl Keys for SqliteStore {
         let owned = claim.owned(basis);
         let mut write = self.write().await?;
         if stake(write.connection(), claim, basis, &owned).await? {
-            // Of a run that the record agreed with nothing stays where the key is used anew.
+            // Evidence of a completed key's runs is deleted: it agrees with the outcome.
             if let Basis::Anew(seen) = basis
                 && seen.state == State::Completed
             {
@@ -189,7 +190,8 @@ impl Bridged for SqliteConnection {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        // Two statements, which stand or fall together whatever the caller does with an error.
+        // A nested transaction, so that both statements take effect together or not at all, even if
+        // the caller ignores an error.
         let mut both = self.begin().await?;
         let fenced = finish(&mut both, &owned.into(), outcome, retention).await?;
         both.commit().await?;
@@ -197,8 +199,8 @@ impl Bridged for SqliteConnection {
     }
 
     async fn stands(&mut self) -> Result<(), StoreError> {
-        // Here a savepoint would begin a transaction of its own.
-        // BEGIN inside a transaction fails, and changes nothing.
+        // Tries BEGIN, which fails inside a transaction and changes nothing. A savepoint is no test
+        // here: outside of a transaction it would begin one.
         if sqlx::raw_sql("begin").execute(&mut *self).await.is_err() {
             return Ok(());
         }
@@ -261,7 +263,7 @@ async fn find(connection: &mut SqliteConnection, identity: &Identity) -> Result<
     records::look_of(&find.fetch_one(connection).await?)
 }
 
-/// Inserts or renews the claim; false where something else stands there.
+/// Inserts or renews the claim. Returns false where the key has a record, or must not be renewed.
 async fn stake(
     connection: &mut SqliteConnection,
     claim: &KeyClaim,
@@ -285,7 +287,7 @@ async fn stake(
     Ok(renew.execute(connection).await?.rows_affected() == 1)
 }
 
-/// The lease; none where the claim has no owner but its transaction.
+/// The lease in milliseconds. None where the transaction itself owns the claim.
 fn lease(claim: &KeyClaim, owned: &Owned) -> Option<i64> {
     owned.owner.map(|_| millis(claim.lease))
 }
@@ -305,7 +307,7 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, owned: &Owned) -> Query
         .bind(owned.operation_id.as_bytes().to_vec())
 }
 
-/// Writes the outcome, then the body.
+/// Writes the outcome, then the body. The caller's transaction holds both.
 pub(super) async fn finish(
     connection: &mut SqliteConnection,
     fence: &RecordFence,

@@ -1,4 +1,4 @@
-//! Of what an operator sees and does, what only SQLite knows; the rest stands in
+//! The operator's acts and views that only SQLite can answer. The others are in
 //! [`crate::store::sql::operator`].
 
 mod mend;
@@ -16,7 +16,7 @@ impl OperatorSql for SqliteStore {
     const TEXTS: Texts = Texts::any(Dialect::Sqlite);
 
     fn waits(&self, _: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
-        // A file does not tell who has it locked; whoever waits for it gives up after the busy
+        // SQLite does not tell who has the file locked. A waiting statement gives up after the busy
         // timeout.
         Box::pin(async { Ok(Vec::new()) })
     }

@@ -1,6 +1,6 @@
-//! What is SQLite's own of operations in phases: a phase is moved on only while the savepoint
-//! stands that was set when it began (O1). It holds the turn and the write lock of the file, and no
-//! transaction of a phase is committed but by us: there is no mark.
+//! The part of phased operations that is specific to SQLite. A phase is moved on only while the
+//! savepoint set at its beginning exists (O1). Its transaction holds the turn and the write lock of
+//! the file, and only we can commit it, so no mark is needed.
 
 use std::any::Any;
 use std::time::Duration;
@@ -80,7 +80,7 @@ impl HeldPhase for SqlitePhase {
         None
     }
 
-    /// The savepoint has proven it before.
+    /// Adds nothing: `prove` has checked the savepoint before.
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
         failed.map_or(Ok(Proof::Same), Err)
     }

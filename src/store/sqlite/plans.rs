@@ -1,5 +1,5 @@
-//! The plans of what runs for every batch or poll: a lookup for each id or lane, never a walk over
-//! a table that grows.
+//! Tests of query plans: what runs for every batch or poll looks up each id or lane, and never
+//! scans a table that grows.
 #![allow(clippy::unwrap_used)]
 
 use sqlx::{AssertSqlSafe, Row, query};
@@ -11,7 +11,7 @@ use crate::store::sql::operator::{OperatorSql, list};
 use crate::store::sql::{mailbox, phases, records, sql, waiting};
 use crate::store::{Base, DeadFilter, DeadState, Dialect, Schema, StoreOptions};
 
-/// A text with every value that these texts ask for, so that all of it is written.
+/// The text for SQLite. It gets a value for every name that these texts use.
 fn words(text: &'static str) -> &'static str {
     let ones = [
         "consumer",
@@ -37,9 +37,9 @@ fn words(text: &'static str) -> &'static str {
     ones.into_iter().fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
 }
 
-/// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a
-/// consumer (R25); without `oncebox_operation_due`, recovery over all operations; without
-/// `oncebox_idempotency_request_kept`, the quota over all records.
+/// Shown to fail: without the index `oncebox_waiting_lane` two statements scanned the rows of a
+/// consumer (R25); without `oncebox_operation_due`, recovery scanned all operations; without
+/// `oncebox_idempotency_request_kept`, the quota scanned all records.
 #[tokio::test]
 async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     let directory = tempfile::tempdir().unwrap();
@@ -80,7 +80,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         let plan = query(AssertSqlSafe(format!("explain query plan {sql}"))).fetch_all(store.pool()).await.unwrap();
         let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
         assert!(!steps.is_empty(), "{name}");
-        // All rows of a consumer are a table too.
+        // A scan of all rows of a consumer counts as a scan too.
         let is_walk = |step: &&String| {
             let whole = ["SCAN oncebox_", "SCAN w", "SCAN o"].iter().any(|walk| step.starts_with(walk));
             whole || step.contains("oncebox_waiting_first")
@@ -90,8 +90,8 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     assert!(walks.is_empty(), "{walks:#?}");
 }
 
-/// Shown by: no such index, or one whose condition is written in other words (the page walks the
-/// ids of a consumer by the key).
+/// Shown to fail: without the index, or with an index whose condition is written in other words,
+/// the page scans the ids of a consumer by the key.
 #[tokio::test]
 async fn a_purge_of_ids_without_a_time_reads_what_was_received_first() {
     let directory = tempfile::tempdir().unwrap();
@@ -110,8 +110,8 @@ async fn a_purge_of_ids_without_a_time_reads_what_was_received_first() {
     }
 }
 
-/// Shown by: asking each row that waits whether a dead one is before it, and counting all that
-/// stands behind (some millions of steps each).
+/// Shown to fail: by asking for each waiting row whether a dead one is before it, and by counting
+/// all rows behind one (some millions of steps each).
 #[tokio::test]
 async fn a_list_costs_no_more_the_more_is_held() {
     let directory = tempfile::tempdir().unwrap();

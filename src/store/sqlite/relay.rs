@@ -1,14 +1,14 @@
-//! The outbox of SQLite as its relay sees it.
+//! The outbox of SQLite for its relay.
 //!
-//! One writer means that positions commit in order, so a plain cursor is exact. A proven row is
-//! deleted, by its exact position, in the transaction that moves the cursor past it (R18), so the
-//! table holds only what is not proven.
+//! There is one writer at a time, so positions commit in order and a plain cursor is exact. A
+//! proven row is deleted, by its exact position, in the transaction that moves the cursor past it
+//! (R18), so the table holds only unproven rows.
 //!
 //! Guarantees: every write checks epoch and revision; a claim is a commit of our own with
-//! `synchronous = FULL`, begun after the read, so that what is about to be published is on disk
-//! even if its writer did not sync (R5).
+//! `synchronous = FULL`, begun after the read, so that the rows about to be sent are on disk even
+//! if their writer did not sync (R5).
 //!
-//! Not here: gaps (SQLite has none), what a mark writes (`mark`).
+//! Not here: gaps (SQLite has none), and what a mark writes (`mark`).
 
 mod held;
 mod mark;
@@ -35,14 +35,14 @@ use crate::store::{
     Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
-/// The fence and the next rows, in one snapshot. The outer join gives the fence also where there is
-/// no row.
+/// The fence and the next rows, in one snapshot. The outer join returns the fence even where there
+/// is no row.
 pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
              s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
              o.created_at from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 \
              where s.shard_id = ?2 order by o.position limit ?3";
 
-/// One ownership of the only shard.
+/// One session: it owns the only shard.
 #[derive(Debug)]
 pub(super) struct SqliteSession {
     store: SqliteStore,
@@ -54,7 +54,7 @@ pub(super) struct SqliteSession {
     read_bytes: usize,
     read_to: i64,
     batches: u64,
-    /// Batches that are read and not marked, oldest first; those without rows are left out.
+    /// Batches that are read and not marked, oldest first. Batches without rows are left out.
     window: VecDeque<Batch>,
 }
 
@@ -110,7 +110,7 @@ impl Outbox for SqliteStore {
     }
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
-        // The mark deletes what it proves.
+        // Proven rows are not kept: the mark deletes them.
         Ok(Duration::ZERO)
     }
 
@@ -126,7 +126,7 @@ impl SqliteSession {
         StoreError::Fenced(format!("{what}: the lease of `{owner}` (epoch {epoch}, revision {revision}) is gone"))
     }
 
-    /// The first line of every answer: whether the shard is as this session left it.
+    /// Checks the first row of an answer: the shard must be as this session left it.
     fn check_fence(&self, row: &SqliteRow) -> Result<(), StoreError> {
         let seen = Fence { epoch: row.try_get(0)?, revision: row.try_get(1)? };
         let mine = Fence { epoch: self.epoch, revision: self.revision };
@@ -145,7 +145,7 @@ impl SqliteSession {
 #[async_trait]
 impl RelaySession for SqliteSession {
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
-        // One more than asked for tells whether there is more.
+        // One row more than asked for tells whether there are more.
         let read = query(READ);
         let limit = i64::try_from(rows_max).unwrap_or(i64::MAX - 1) + 1;
         let mut rows = Vec::new();
@@ -197,7 +197,7 @@ impl RelaySession for SqliteSession {
         held::held(self.store.pool(), positions, self.read_bytes).await
     }
 
-    /// Nothing to do: marks delete what they prove, and SQLite moves its log into the file by
+    /// Does nothing: marks delete what they prove, and SQLite moves its log into the file by
     /// itself.
     async fn tidy(&mut self) -> Result<(), StoreError> {
         Ok(())

@@ -1,7 +1,7 @@
 //! Migrations of the SQLite store, in a table of their own.
 //!
-//! All that is missing is applied in one `BEGIN IMMEDIATE` transaction: the write lock makes it
-//! safe to run at once, and a migration that fails leaves nothing behind.
+//! All missing migrations are applied in one `BEGIN IMMEDIATE` transaction. The write lock makes
+//! concurrent migrators safe, and a migration that fails leaves nothing behind.
 
 use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 
@@ -67,7 +67,7 @@ impl SqliteStore {
     }
 }
 
-/// The statement that notes a migration as applied.
+/// The statement that records a migration as applied.
 fn row(migration: &MigrationText) -> String {
     let hex = hex(&checksum(migration));
     let MigrationText { version, description, serves_from, .. } = migration;

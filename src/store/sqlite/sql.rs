@@ -1,5 +1,5 @@
-//! How SQLite runs the texts of [`crate::store::sql`]: what writes, with the write lock from its
-//! beginning on.
+//! Runs the statements of [`crate::store::sql`] on SQLite. A writing transaction holds the write
+//! lock from its beginning.
 
 use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
@@ -63,7 +63,7 @@ impl Row for SqliteRow {
     }
 }
 
-/// The statement of sqlx.
+/// Binds the values of a statement for sqlx.
 fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::Sqlite)?;
     values.into_iter().try_fold(query(text), |query, value| {
@@ -97,7 +97,7 @@ async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result
     Ok(bound(statement)?.execute(connection).await?.rows_affected())
 }
 
-/// A connection of the application, or of a transaction.
+/// Runs statements on a connection of the application, or of a transaction.
 impl Session for SqliteConnection {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
         Box::pin(async move { rows(self, &statement).await })

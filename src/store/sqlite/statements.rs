@@ -1,8 +1,8 @@
 //! Statements of the sql handler on SQLite.
 //!
 //! Values keep their digits: a whole number that fits is bound as an integer, any other number as
-//! its text. Nothing passes through a float on the way; what the column makes of it is SQLite's: it
-//! has no decimal type, so a column that must keep more than fifteen digits is declared TEXT.
+//! its text. No value passes through a float here. SQLite itself has no decimal type, so a column
+//! that must keep more than fifteen digits is declared TEXT.
 
 use std::collections::BTreeMap;
 
@@ -17,8 +17,8 @@ use crate::store::{Base, Dialect, Piece, SqlValue, Statements};
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]
 pub struct SqliteStatement {
-    // Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared
-    // what is `'static`.
+    // Interned for the life of the program: a handler has few statements, and sqlx caches only
+    // `'static` texts as prepared.
     sql: &'static str,
     names: Vec<String>,
 }

@@ -1,8 +1,8 @@
-//! A write transaction: the turn, `BEGIN IMMEDIATE`, and the way out.
+//! A write transaction: waits for the turn, runs `BEGIN IMMEDIATE`, and ends in order.
 //!
-//! Guarantees: beginning is never cancelled inside sqlx, even if the caller is (R28); the turn is
-//! given back only after the transaction ended, also when this is dropped; a connection whose
-//! transaction did not end as it should is not used again (see `connect`).
+//! Guarantees: the beginning is never cancelled inside sqlx, even if the caller is (R28); the turn
+//! is given back only after the transaction ended, also when this is dropped; a connection whose
+//! transaction did not end in order is not used again (see `connect`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,8 +15,8 @@ use crate::error::StoreError;
 use crate::flock;
 use crate::store::Base;
 
-/// After so many steps of SQLite's machine a running statement looks whether it is to go on: some
-/// ten microseconds.
+/// The number of steps of SQLite's virtual machine between two checks whether a statement may go
+/// on: about ten microseconds.
 const PROGRESS_OPS: i32 = 1_000;
 
 /// A transaction that holds SQLite's write lock. Dropped without commit, it rolls back.
@@ -32,18 +32,19 @@ struct Held {
     turn: flock::Held,
 }
 
-/// Watches a connection while code that is not ours runs on it.
+/// Controls a connection while foreign code runs on it.
 #[derive(Debug, Default)]
 struct Guard {
-    /// Set once the transaction has ended: the connection belongs to somebody else.
+    /// Set once the transaction has ended. From then on the hooks allow everything, for the next
+    /// user of the connection.
     ended: AtomicBool,
-    /// Set by [`Write::commit`]: every other commit is refused, be it a raw COMMIT, or a statement
-    /// that commits by itself because something ended the transaction before.
+    /// Set by [`Write::commit`]. Every other commit is refused: a raw COMMIT, or a statement that
+    /// commits by itself because the transaction was ended before it.
     committing: AtomicBool,
-    /// Whether a commit was refused.
+    /// Set when a commit was refused.
     refused: AtomicBool,
-    /// Set by a rollback: a statement that still runs is interrupted. It may be one of a handler
-    /// that was given up, and it holds the write lock of the whole file (R28).
+    /// Set by a rollback: a running statement is interrupted. It may belong to a handler that was
+    /// given up, and it holds the write lock of the whole file (R28).
     interrupted: AtomicBool,
 }
 
@@ -62,13 +63,14 @@ impl Guard {
 }
 
 impl SqliteStore {
-    /// Takes the turn and begins.
+    /// Waits for the turn and begins a transaction.
     pub(super) async fn write(&self) -> Result<Write, StoreError> {
         if !self.can_open() {
             return Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())));
         }
         let store = self.clone();
-        // A dropped caller leaves the beginning to finish, and its result rolls back.
+        // If the caller is dropped, the beginning still completes, and its transaction is rolled
+        // back.
         to_its_end(async move {
             let turn = store.take_turn(BUSY_TIMEOUT).await.map_err(sqlx::Error::Io)?;
             let transaction = store.pool().begin_with("BEGIN IMMEDIATE").await?;
@@ -79,7 +81,7 @@ impl SqliteStore {
 }
 
 impl Write {
-    /// The connection, inside the transaction.
+    /// The connection, with the transaction open.
     pub(super) fn connection(&mut self) -> &mut SqliteConnection {
         match &mut self.held {
             Some(held) => &mut held.transaction,
@@ -88,7 +90,7 @@ impl Write {
     }
 
     /// From now on only [`Write::commit`] commits: SQLite turns any other commit on this connection
-    /// into a rollback. And a rollback interrupts what runs.
+    /// into a rollback. A rollback by us interrupts a running statement.
     pub(super) async fn guard(&mut self) -> Result<(), StoreError> {
         let guard = Arc::new(Guard::default());
         let mut handle = self.connection().lock_handle().await?;
@@ -103,7 +105,7 @@ impl Write {
         Ok(())
     }
 
-    /// Whether a commit was refused.
+    /// Whether a commit of foreign code was refused.
     pub(super) fn was_commit_refused(&self) -> bool {
         let guard = self.held.as_ref().and_then(|held| held.guard.as_ref());
         guard.is_some_and(|guard| guard.refused.load(Ordering::SeqCst))
@@ -122,7 +124,7 @@ impl Write {
         self.undo().await
     }
 
-    /// Rolls back, and gives the turn back: nothing can be asked of it afterwards.
+    /// Rolls back, and gives the turn back. Afterwards this value must not be used for statements.
     pub(super) async fn undo(&mut self) -> Result<(), StoreError> {
         match self.held.take() {
             Some(held) => to_its_end(held.rollback()).await,
@@ -131,7 +133,7 @@ impl Write {
     }
 }
 
-/// In a task of its own: a caller that gives up does not leave a connection half way.
+/// Runs the work in a task of its own, so that a cancelled caller leaves no connection half way.
 async fn to_its_end<T: Send + 'static>(
     work: impl Future<Output = Result<T, StoreError>> + Send + 'static,
 ) -> Result<T, StoreError> {
@@ -154,12 +156,12 @@ impl Held {
             guard.interrupted.store(true, Ordering::SeqCst);
         }
         let outcome = self.transaction.rollback().await;
-        // Only now: statements of a handler that was given up may have stood in the queue of the
-        // connection's thread.
+        // The guard ends only here: statements of a handler that was given up may have waited in
+        // the queue of the connection's thread.
         end(self.guard);
         drop(self.turn);
         match outcome {
-            // An interrupted statement took the transaction with it. Its connection is not used
+            // The interrupted statement has rolled the transaction back. Its connection is not used
             // again (see `connect`).
             Err(sqlx::Error::Database(error)) if error.message().contains("no transaction is active") => Ok(()),
             outcome => Ok(outcome?),
@@ -184,7 +186,7 @@ impl Drop for Write {
     }
 }
 
-/// The connection goes back to the pool, where its next user is free.
+/// Ends the guard: the connection returns to the pool, and its next user may commit.
 fn end(guard: Option<Arc<Guard>>) {
     if let Some(guard) = guard {
         guard.ended.store(true, Ordering::SeqCst);

@@ -15,7 +15,7 @@ use crate::message::NewMessage;
 use crate::policy::operation::retention::Retention;
 use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof, enqueue_all};
 
-/// A transaction in which one claim stands. It holds the turn and the write lock of the file.
+/// A transaction that holds one claim, the turn, and the write lock of the file.
 #[derive(Debug)]
 pub(in crate::store) struct SqliteOperationTx {
     write: Write,
@@ -23,12 +23,12 @@ pub(in crate::store) struct SqliteOperationTx {
     savepoint: Savepoint,
 }
 
-/// Set right after the claim: effects are taken back to it, and it must be there when the outcome
-/// is written (O1).
+/// The savepoint set right after the claim. Effects are rolled back to it, and it must exist when
+/// the outcome is written (O1).
 #[derive(Debug)]
 pub(in crate::store::sqlite) struct Savepoint(String);
 
-/// Waits for the turn, then claims.
+/// Waits for the turn, then claims and sets the savepoint.
 pub(super) async fn begin(
     store: &SqliteStore,
     claim: &KeyClaim,
@@ -47,7 +47,8 @@ pub(super) async fn begin(
     })
 }
 
-/// A transaction in which the claim stands, and which only we commit.
+/// Begins a guarded transaction that holds the claim. Returns `Locked` where the turn did not come
+/// within `patience`.
 pub(in crate::store::sqlite) async fn staked(
     store: &SqliteStore,
     claim: &KeyClaim,
@@ -55,7 +56,7 @@ pub(in crate::store::sqlite) async fn staked(
     owned: &Owned,
     patience: Duration,
 ) -> Result<Begun<Write>, StoreError> {
-    // Given up, the beginning goes on in its own task, and what it began is rolled back.
+    // After a timeout the beginning goes on in its own task, and is rolled back.
     let Ok(write) = tokio::time::timeout(patience, store.write()).await else { return Ok(Begun::Locked) };
     let mut write = write?;
     write.guard().await?;
@@ -68,18 +69,18 @@ pub(in crate::store::sqlite) async fn staked(
 }
 
 impl Savepoint {
-    /// A name that no other has.
+    /// A savepoint with a unique name.
     pub(in crate::store::sqlite) fn new() -> Self {
         Self(format!("oncebox_{}", uuid::Uuid::now_v7().simple()))
     }
 
-    /// Sets it in the transaction.
+    /// Sets the savepoint in the transaction.
     pub(in crate::store::sqlite) async fn set(&self, write: &mut Write) -> Result<(), StoreError> {
         raw_sql(AssertSqlSafe(format!("savepoint {}", self.0))).execute(write.connection()).await?;
         Ok(())
     }
 
-    /// Runs `rollback to` or `release`: whether it is still there.
+    /// Runs `rollback to` or `release` on the savepoint. Returns `Aborted` where it is gone.
     pub(in crate::store::sqlite) async fn prove(
         &self,
         write: &mut Write,
@@ -91,9 +92,9 @@ impl Savepoint {
         if error.is_transient() {
             return Err(error);
         }
-        // It was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk,
-        // `raise(rollback)`); and under the guard no other commit than ours succeeds, so nothing
-        // that ran after it can stand.
+        // The transaction was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk,
+        // `raise(rollback)`). Under the guard only our commit succeeds, so nothing that ran later
+        // can take effect.
         Ok(Proof::Aborted)
     }
 }
@@ -112,7 +113,7 @@ impl OperationTx for SqliteOperationTx {
         self.savepoint.prove(&mut self.write, "rollback to").await
     }
 
-    /// Under the guard no commit but ours succeeds.
+    /// Always true: under the guard only our own commit succeeds.
     async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
         Ok(true)
     }

@@ -1,5 +1,5 @@
-//! A sequence of positions that stands behind the cursor, and rows that the relay has passed
-//! unread.
+//! Repairs a sequence of positions that is behind the cursor, and lets the relay read rows again
+//! that it has passed unread.
 
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{query, query_as};
@@ -10,8 +10,8 @@ use crate::store::ActContext;
 use crate::store::sqlite::now_ms;
 
 /// Raises the sequence to the highest position that was ever used, and sets the cursor back before
-/// the first row that stands: the outbox holds only what is not proven. The caller commits, or
-/// rolls a dry run back.
+/// the first row: the outbox holds only unproven rows. Returns what was repaired. The caller
+/// commits, or rolls back on a dry run.
 pub(super) async fn sequence(
     connection: &mut SqliteConnection,
     context: &ActContext,
@@ -39,7 +39,7 @@ pub(super) async fn sequence(
         ));
     }
     if let Some(first) = first.filter(|first| *first <= scanned_to) {
-        // A session that runs is fenced: it would go on above.
+        // Fences a running session, which would continue above the old cursor.
         query("update oncebox_shard set scanned_to = ?, epoch = epoch + 1, revision = revision + 1, owner = null, lease_until = 0")
             .bind(first - 1)
             .execute(&mut *connection)

@@ -8,7 +8,7 @@ use super::outbox_row;
 use crate::error::StoreError;
 use crate::store::{Diversion, DivertedRow, OperatorRequest, OutboxRow, RequestedAct};
 
-/// At most this many requests are read at once; the rest comes with the next question.
+/// The most requests of one read. The next read returns the others.
 const REQUESTS_MAX: i64 = 1_000;
 
 pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {

@@ -10,7 +10,7 @@ use crate::store::sqlite::write::Write;
 use crate::store::sqlite::{millis, now_ms};
 use crate::store::{Diversion, Mark};
 
-/// By exact positions: never a row that was not read.
+/// Deletes by exact positions, so never a row that was not read.
 pub(in crate::store::sqlite) const DELETE: &str =
     "delete from oncebox_outbox where position in (select value from json_each(?))";
 
@@ -36,8 +36,8 @@ impl SqliteSession {
         Ok(())
     }
 
-    /// How many batches of the window the mark covers; a mark that cannot be meant is refused
-    /// before anything is written.
+    /// Returns how many batches of the window the mark covers. An impossible mark is refused before
+    /// anything is written.
     fn marked(&self, mark: &Mark) -> Result<usize, StoreError> {
         let through = mark.through.unwrap_or(0);
         if through > self.batches {
@@ -60,7 +60,8 @@ impl SqliteSession {
     async fn apply(&self, write: &mut Write, mark: &Mark, marked: usize) -> Result<(), StoreError> {
         let batches = || self.window.iter().take(marked);
         if let Some(scanned_to) = batches().next_back().and_then(|batch| batch.positions.last()) {
-            // Before the rows go: a trigger keeps what stands above the cursor.
+            // The cursor moves before the rows are deleted: a trigger refuses to delete rows above
+            // it.
             let cursor =
                 concat!("update oncebox_shard set scanned_to = ?, updated_at = ", now_ms!(), " where shard_id = ?");
             query(cursor).bind(scanned_to).bind(self.shard).execute(write.connection()).await?;
@@ -86,7 +87,7 @@ impl SqliteSession {
     }
 }
 
-/// Copies rows whole. All of them, or the mark fails: a row that is not there was never proven and
+/// Copies rows whole. Where one of them is missing the mark fails: that row was never proven and
 /// would be lost.
 async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
     let copy = query(concat!(
@@ -101,7 +102,8 @@ async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]
     check_all(copied, diverted.len(), "diverted")
 }
 
-/// Changes the state of dead and held rows; a request of an operator that led here is done.
+/// Changes the state of dead and held rows. The operator's request for such a row is done, so it is
+/// cleared.
 async fn change(connection: &mut SqliteConnection, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
     let change = query(concat!(
         "update oncebox_outbox_dead set state = d.value ->> 'state', holds = d.value ->> 'holds', ",
