@@ -285,8 +285,8 @@ async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Res
     records::look_and_body_of(&row)
 }
 
-/// Inserts the claim with `statement`, or renews a record. Returns false where the key has a record,
-/// or must not be renewed.
+/// Inserts the claim with `statement`, or renews a record. Returns false where the key has a
+/// record, or one that must not be renewed.
 async fn stake(
     connection: &mut Bounded<sqlx::MySql>,
     statement: &'static str,

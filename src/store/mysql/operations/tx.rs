@@ -156,7 +156,7 @@ impl Held {
         Ok(())
     }
 
-    /// Whether it is proven that nothing was committed since [`Self::hold`]; see
+    /// Whether it is proven that nothing was committed since `hold`; see
     /// [`OperationTx::nothing_committed`].
     pub(in crate::store::mysql) async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
         let proven: i64 = sqlx::query_scalar(NOTHING_COMMITTED).one(&mut self.transaction).await?;
