@@ -229,7 +229,7 @@ impl InboxTx for PostgresTx {
         };
         let known = entries.iter().map(|entry| {
             // The row was purged between the two statements. It was there a moment ago, so the
-            // message is a duplicate, and its own hash stands in for the purged one.
+            // message is a duplicate; its own hash is returned, because the stored one is gone.
             let hash = || stood.get(&entry.id).copied().unwrap_or(entry.hash);
             (!new.contains(&entry.id.uuid())).then(|| Known { hash: hash() })
         });

@@ -2,10 +2,11 @@
 //!
 //! Guarantees: new ranges begin at least one whole range above the last position drawn (inbox:
 //! above database time plus `id_skew`), so no statement that began before the ATTACH can meet them;
-//! every wait for a lock is at most [`LOCK_WAIT`], and the step is tried again later; space is
-//! freed by TRUNCATE of partitions that are wholly proven, without gaps, and older than the
-//! retention. Where a partition fills slowly, or is the DEFAULT partition and never empty, its old
-//! rows are deleted page by page. Ranges are made beside a DEFAULT partition of any size.
+//! every wait for a lock that blocks writers or readers is at most [`LOCK_WAIT`], and the step is
+//! tried again later; space is freed by TRUNCATE of partitions that are wholly proven, without
+//! gaps, and older than the retention. Where a partition fills slowly, or is the DEFAULT partition
+//! and never empty, its old rows are deleted page by page. Ranges are made beside a DEFAULT
+//! partition of any size.
 //!
 //! Not here: where rows go while a range is missing (to the DEFAULT partitions), and the purge of
 //! inbox rows.
@@ -21,13 +22,13 @@ use super::connect::BEGIN;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 
-/// No statement here waits longer for a lock, and so nobody who queues behind it does either.
+/// The longest wait for a lock that blocks others, and so their longest wait behind it.
 const LOCK_WAIT: &str = "set local lock_timeout = '150ms'; set local statement_timeout = '5s'";
 /// Taken by every process that makes or frees partitions of this database. Without it, two that
 /// make the same partition at once would get unclear catalogue errors (23505 and 42710 were seen);
 /// the second of two in a row gets 42P07.
 const ONE_AT_A_TIME: &str = "select pg_advisory_xact_lock(x'6f6e636570617274'::bit(64)::bigint)";
-/// How often the partitions are looked at while nothing is missing.
+/// The pause between two looks at the partitions while none is missing.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// The pause after a lock was not obtained.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);

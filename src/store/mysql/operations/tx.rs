@@ -115,7 +115,7 @@ async fn staked_at_once(
             Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }
         Err(error) if is_locked(&error) => {
-            // MySQL rolled back only the statement, so the transaction is ended here (R27).
+            // Only the statement was rolled back, so the transaction is ended here (R27).
             transaction.rollback().await?;
             Ok(Begun::Locked)
         }
