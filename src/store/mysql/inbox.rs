@@ -361,7 +361,7 @@ impl MySqlInboxTx {
     }
 
     /// Inserts `mark`, an inbox row that only this transaction has, and sets the savepoint. Without
-    /// a mark, a savepoint that is set already stays. It proves all that was written before it.
+    /// a mark, an existing savepoint stays. The savepoint proves all that was written before it.
     async fn set_savepoint(&mut self, mark: Option<MessageId>) -> Result<(), StoreError> {
         if self.savepoint.is_some() && mark.is_none() {
             return Ok(());
