@@ -11,7 +11,8 @@
 //! proves. [`Capabilities`] says where brokers differ. A case that a broker cannot meet at all
 //! passes without doing anything.
 //!
-//! Not here: faults of a single broker (its own test file), what the runtime does about refusals.
+//! Not here: faults of a single broker, which its own test file has, and what the runtime does
+//! about refusals.
 
 mod consuming;
 mod groups;

@@ -1,5 +1,5 @@
-//! For authors of adapters: what a store and a broker must do, as suites of tests that run on any,
-//! and both in memory for tests of what stands above them.
+//! For authors of adapters: suites of tests that every store and every broker must pass, and both
+//! in memory for tests of code that uses them.
 //!
 //! | for | see |
 //! |---|---|
@@ -9,8 +9,8 @@
 //! | tests above a broker, with its faults as switches | [`memory::MemoryBroker`] |
 //! | tests above a store of keys | [`MemoryKeys`] |
 //!
-//! A suite becomes tests by one line in the adapter's test file, which needs `tokio` with its
-//! macros.
+//! One line in the test file of an adapter makes the tests of a suite. The file needs `tokio` with
+//! its macros.
 
 pub mod broker;
 pub mod memory;

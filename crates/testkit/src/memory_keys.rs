@@ -1,9 +1,10 @@
-//! Idempotency records in the memory of one process: for tests of what stands above a store (M59).
+//! Idempotency records in the memory of one process, for tests of code that uses a store of keys
+//! (M59).
 //!
-//! Promise: what the suite asks of every store, by a lock around a map. Nothing outlives the
-//! process, so it is never one for a service.
+//! Promise: does what the suite asks of every store of keys, with a lock around a map. Nothing
+//! outlives the process, so it is not for a service.
 //!
-//! Not here: a transactional operation, which needs a database's transaction.
+//! Not here: transactional operations, which need the transaction of a database.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +26,7 @@ use oncebox::store::{
     Owned, StoredEvidence,
 };
 
-/// Records in memory. Clones share them.
+/// A store of keys in memory. Its clones share the records.
 #[derive(Clone, Default)]
 pub struct MemoryKeys {
     book: Arc<Mutex<Book>>,
@@ -54,7 +55,7 @@ fn now() -> DbTime {
 }
 
 impl Row {
-    /// The record as it is read now: a body whose time is over is gone, whether it was taken away
+    /// The record as it is read now. A body whose lifetime is over is gone, whether it was removed
     /// or not.
     fn read(&self, now: DbTime) -> Record {
         let mut record = self.record.clone();
@@ -66,7 +67,7 @@ impl Row {
         record
     }
 
-    /// Whether a claim on what was seen may be made.
+    /// Whether a claim with this basis is still possible on the record.
     fn holds(&self, basis: Basis<'_>, now: DbTime) -> bool {
         let record = &self.record;
         let (seen, holds) = match basis {
@@ -88,7 +89,7 @@ impl MemoryKeys {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the record that is owned, if it still is.
+    /// Changes the record if this owner still has it.
     fn fenced(&self, owned: &Owned, change: impl FnOnce(&mut Book, [u8; 32], DbTime)) -> Fenced {
         let (mut book, digest) = (self.book(), owned.identity.digest());
         let ours = book.rows.get(&digest).is_some_and(|row| {
@@ -102,7 +103,7 @@ impl MemoryKeys {
     }
 }
 
-/// What is kept of an answer, and its body.
+/// The part of an answer that a record keeps.
 fn stored(answer: &Answer) -> StoredAnswer {
     let body = match &answer.body {
         AnswerBody::Kept(_) => StoredBody::Kept,

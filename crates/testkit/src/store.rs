@@ -1,15 +1,17 @@
-//! The store suite: what every adapter must do, as tests that run on any of them.
+//! The store suite: tests of what every store adapter must do.
 //!
 //! An adapter implements [`Fixture`] for its tests and writes
-//! `oncebox_testkit::store_conformance!(MyFixture);`: one test for each case, named by the sentence
-//! that it proves, each on a database of its own. Cases whose name begins with `r` and a number
-//! carry a rule of the design; `g` and a number, a promise.
+//! `oncebox_testkit::store_conformance!(MyFixture);`. This makes one test for each case, named
+//! after the sentence that it proves, each on its own database. A case whose name begins with `r`
+//! and a number proves that rule of the design; with `g` and a number, that promise.
 //!
-//! The limits of messages are data ([`limit_cases`]), so that every SQL door of an adapter runs the
-//! same table (R34).
+//! `Shown by: ...` and `Shown to fail: ...` name the defects with which the case failed.
 //!
-//! Not here: what only one database has (plans, settings of a server, fences of a cursor), which
-//! stands in the adapter's tests.
+//! The limits of messages are a table ([`limit_cases`]), so that every SQL door of an adapter runs
+//! the same cases (R34).
+//!
+//! Not here: what only one database has (plans, settings of a server, fences of a cursor). The
+//! adapter's own tests have that.
 #![allow(clippy::unwrap_used)]
 
 pub mod door;
@@ -49,41 +51,40 @@ use oncebox::store::{Base, Keys, Store};
 /// The connection of a fixture's database.
 pub type Connection<F> = <<<F as Fixture>::Store as Base>::Db as Database>::Connection;
 
-/// What only a test needs of a database.
+/// A private database of a test, with what only a test needs of it.
 pub trait Fixture: Sized + Send + Sync + 'static {
     /// The store under test.
     type Store: Store;
 
-    /// What stands before the names of oncebox's tables: `oncebox_` or `oncebox.`.
+    /// The prefix of the names of oncebox's tables: `oncebox_` or `oncebox.`.
     const PREFIX: &'static str;
 
     /// Whether two transactions can write at the same time.
     const CONCURRENT_WRITERS: bool;
 
-    /// How the server ends a connection: a query for the number of the connection that asks, and
-    /// the statement that ends number `{}`. None where there is no server, and so no connection
-    /// that could be lost.
+    /// How the server ends a connection: a query for the number of its own connection, and the
+    /// statement that ends number `{}`. None where there is no server, so that no connection can be
+    /// lost.
     const KILL: Option<(&'static str, &'static str)>;
 
-    /// Whether nothing stays of what a handler writes after it ended its transaction by a raw
-    /// ROLLBACK. Where the database commits each such statement by itself, it must at least be
-    /// found out.
+    /// Whether the writes of a handler after its own raw ROLLBACK are undone. Where false, the
+    /// database commits each such statement by itself, and the proof must answer `Ended`.
     const UNDOES_WHAT_FOLLOWS: bool = true;
 
-    /// Makes a private, empty database, without the schema. None where the service that it needs is
-    /// not there.
+    /// Makes a private, empty database, without the schema. None where the service that it needs
+    /// does not run.
     fn empty() -> impl Future<Output = Option<Self>> + Send;
 
-    /// A store connected to it, as another process would have one.
+    /// Connects another store to the database, as another process would.
     fn connect(&self) -> impl Future<Output = Self::Store> + Send;
 
-    /// A transaction as an application begins it.
+    /// Begins a transaction as an application does.
     fn begin(store: &Self::Store) -> impl Future<Output = Transaction<'static, <Self::Store as Base>::Db>> + Send;
 
-    /// Runs SQL as it is and gives the number of rows it changed.
+    /// Runs SQL unchanged and returns the number of rows that it changed.
     fn run(connection: &mut Connection<Self>, sql: &str) -> impl Future<Output = Result<u64, sqlx::Error>> + Send;
 
-    /// Runs a query that gives one whole number.
+    /// Runs a query that returns one whole number.
     fn number(connection: &mut Connection<Self>, sql: &str) -> impl Future<Output = Result<i64, sqlx::Error>> + Send;
 
     /// Makes the lease of shard 0 end this many seconds from now, by the database's clock.
@@ -93,30 +94,31 @@ pub trait Fixture: Sized + Send + Sync + 'static {
     fn remove(self) -> impl Future<Output = ()> + Send;
 }
 
-/// What only a test needs of a store of keys. Every [`Fixture`] gives one: its [`Trial`].
+/// A private store of keys, with what only a test needs of it. Every [`Fixture`] has one: its
+/// [`Trial`].
 pub trait KeysFixture: Sized + Send + Sync + 'static {
     /// The store under test.
     type Store: Keys;
 
-    /// A private, empty store. None, with a line `SKIPPED: case (why)` on stderr, where the service
-    /// that it needs is not there.
+    /// Makes a private, empty store. None, with a line `SKIPPED: case (why)` on stderr, where the
+    /// service that it needs does not run.
     fn start(case: &str) -> impl Future<Output = Option<Self>> + Send;
 
     /// The store that the cases run on.
     fn store(&self) -> &Self::Store;
 
-    /// Whether records and bodies go at their time without a cleaner.
+    /// Whether the store itself removes records and bodies at their time, without a cleaner.
     fn forgets_by_itself(&self) -> bool {
         false
     }
 
-    /// Whether a cleaner takes bodies away one by one.
+    /// Whether a cleaner removes bodies in batches.
     fn bodies_go_in_batches(&self) -> bool {
         !self.forgets_by_itself()
     }
 
-    /// Makes every stored lease say that its length is a second, whatever its end is: as if the
-    /// clock had gone back.
+    /// Sets the length of every stored lease to a second and keeps its end, as if the clock had
+    /// gone back.
     fn shorten_leases(&self) -> impl Future<Output = ()> + Send;
 
     /// How many records are stored.
@@ -125,11 +127,11 @@ pub trait KeysFixture: Sized + Send + Sync + 'static {
     /// How many bodies are stored.
     fn bodies(&self) -> impl Future<Output = i64> + Send;
 
-    /// Takes the store away. Not called when a case fails.
+    /// Removes the store. Not called when a case fails.
     fn end(self) -> impl Future<Output = ()> + Send;
 }
 
-/// One test for each case of a store of keys, on a fixture:
+/// Makes one test for each case of a store of keys, on a fixture:
 /// `oncebox_testkit::keys_conformance!(MyFixture);`. A whole store has them in
 /// [`store_conformance!`](crate::store_conformance) already.
 #[macro_export]
@@ -175,7 +177,7 @@ macro_rules! keys_conformance {
     };
 }
 
-/// One test for each case of the suite, on a fixture:
+/// Makes one test for each case of the suite, on a fixture:
 /// `oncebox_testkit::store_conformance!(MyFixture);`.
 #[macro_export]
 macro_rules! store_conformance {

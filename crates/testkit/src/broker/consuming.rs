@@ -15,7 +15,7 @@ use oncebox::adapter::position::{Break, Position};
 use oncebox::broker::{Broker, Delivery, Event, PartitionId, Subscription};
 use oncebox::message::OutgoingMessage;
 
-/// After so long without an event, a case takes it that nothing comes.
+/// How long no event must come before a case concludes that none will.
 const QUIET: Duration = Duration::from_millis(700);
 
 /// The subscriber starts before the topic exists. It waits, or ends and is subscribed again; once
@@ -25,7 +25,7 @@ pub async fn publisher_and_subscriber_start_in_any_order(fixture: &dyn Fixture) 
     let topic = case.name("any-order");
     let subscription = Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.clone()]);
     let consuming = tokio::spawn(consume_all(std::sync::Arc::clone(&case.broker), subscription.clone(), 20));
-    // The time for the subscriber to do what it does before the topic is declared.
+    // Gives the subscriber time to act before the topic is declared.
     tokio::time::sleep(Duration::from_millis(300)).await;
     case.broker.declare(std::slice::from_ref(&topic)).await.expect("topics are declared");
     case.publish_once_it_is_there(rows(&topic, 3, 0, 20)).await;
@@ -130,7 +130,7 @@ pub async fn caught_up_says_so_once_what_stood_there_was_delivered(fixture: &dyn
     empty.assigned().await;
     case.within("an empty topic to be caught up with", async {
         while !empty.subscriber.caught_up().await.expect("an answer") {
-            // An adapter learns of it only while its events are taken.
+            // An adapter may learn this only while its events are taken.
             if let Ok(event) = tokio::time::timeout(Duration::from_millis(50), empty.subscriber.next()).await {
                 empty.take(event.expect("the subscriber stands"), true).await;
             }
@@ -252,7 +252,7 @@ pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound_of_bytes(
                     in_flight.clear();
                     subscriber = subscribe().await;
                 }
-                // Nothing more comes: as much as may be is in flight.
+                // No more deliveries come, so the bound is reached.
                 Err(_) => {
                     for delivery in in_flight.drain(..) {
                         subscriber.acknowledge(&delivery.source, delivery.sequence).await.expect("it is taken");
@@ -293,8 +293,8 @@ pub async fn next_may_be_dropped_at_any_point_and_no_event_is_lost(fixture: &dyn
     reader.close().await;
 }
 
-/// The database was restored to an earlier state, or a commit of offsets was lost: what one of the
-/// two does not know as done comes again.
+/// The database was restored to an earlier state, or a commit of offsets was lost. Consuming begins
+/// at the lower of the two positions, so what either does not know as done comes again.
 pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.offsets {

@@ -10,7 +10,7 @@ use super::harness::{Case, number, row, rows};
 use oncebox::message::wire::{ONCEBOX_HASH, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time, parse_time};
 use oncebox::message::{Arrived, IdRule, Message, MessageId, OutgoingMessage, TraceContext, content_hash};
 
-/// Messages at the limits of what is allowed.
+/// Messages whose parts are as small or as large as allowed.
 fn edges(topic: &str) -> Vec<OutgoingMessage> {
     let base = || row(topic, Some("acc-7"), 0);
     let trace = TraceContext {

@@ -23,7 +23,7 @@ pub fn every(n: usize) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static 
     }
 }
 
-/// Every row, so that the fault meets each message.
+/// Every row, so that the fault applies to each message.
 pub fn any() -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     |_| true
 }

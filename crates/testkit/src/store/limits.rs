@@ -5,7 +5,7 @@ use uuid::Uuid;
 use oncebox::error::StoreError;
 use oncebox::message::NewMessage;
 
-/// A value as a SQL door may be given it.
+/// A value that a caller may give to a SQL door.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RawValue {
     /// The column or parameter is left out.
@@ -16,11 +16,11 @@ pub enum RawValue {
     Text(String),
     /// The value is given as bytes.
     Bytes(Vec<u8>),
-    /// A number where none belongs.
+    /// A number in place of text or bytes.
     Number(i64),
 }
 
-/// A message as a SQL door may be given it. Headers are JSON text.
+/// A message that a caller may give to a SQL door. Headers are JSON text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawMessage {
     /// The topic as it is given to the door.
@@ -39,14 +39,15 @@ pub struct RawMessage {
     pub message_id: RawValue,
 }
 
-/// One case: a message, and the names of the limit that may refuse it; none where it must be taken.
+/// One case: a message, and the names of the limits that may refuse it. Without a name, the message
+/// must be taken.
 #[derive(Debug, Clone)]
 pub struct LimitCase {
-    /// What it is about.
+    /// What the case tests, in a few words.
     pub name: String,
     /// The message that the door is given.
     pub message: RawMessage,
-    /// Any of these names; empty: the message is taken.
+    /// The limits of which any may refuse it. Empty: the message is taken.
     pub refused_by: Vec<&'static str>,
 }
 
@@ -57,7 +58,7 @@ impl LimitCase {
         self.refused_by.is_empty()
     }
 
-    /// The message for the Rust door, where its types can say it.
+    /// The message for the Rust door. None where its types cannot express it.
     #[must_use]
     pub fn as_new_message(&self) -> Option<NewMessage> {
         let raw = &self.message;
@@ -94,10 +95,11 @@ impl LimitCase {
         Some(message)
     }
 
-    /// Checks what a door said.
+    /// Checks the answer of a door.
     ///
     /// # Panics
-    /// Where it took what is to be refused, refused what is to be taken, or named another limit.
+    /// Where the door took a message that it must refuse, refused one that it must take, or named
+    /// another limit.
     pub fn check<T: std::fmt::Debug>(&self, answer: &Result<T, StoreError>) {
         let name = &self.name;
         match answer {
@@ -112,8 +114,8 @@ impl LimitCase {
     }
 }
 
-/// The pairs of a flat JSON object of strings as it is written, doubled names included; none where
-/// it is anything else.
+/// The pairs of a flat JSON object of strings, with a name that occurs twice kept twice. None where
+/// the JSON is anything else.
 fn pairs(json: &str) -> Option<Vec<(String, String)>> {
     struct Pairs;
 
@@ -138,7 +140,7 @@ fn pairs(json: &str) -> Option<Vec<(String, String)>> {
     deserializer.end().ok().map(|()| pairs)
 }
 
-/// What a case changes of a message that is in order.
+/// The cases so far. Each changes one part of a valid message.
 struct Cases(Vec<LimitCase>);
 
 impl Cases {

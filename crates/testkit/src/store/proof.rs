@@ -246,7 +246,7 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
 /// message dead. Shown to fail where a waiting row that is gone counts as committed by the handler.
 pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fixture>(trial: &Trial<F>) {
     if !F::CONCURRENT_WRITERS {
-        return; // Nobody else writes before this transaction is undone.
+        return; // With a single writer, no peer writes before this transaction is undone.
     }
     let case = "a_head_that_another_process_finished_is_not_told_as_committed";
     let consumer = trial.consumer("c").await;

@@ -141,7 +141,7 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
                 let message = new_message(&format!("w{writer}"), format!("{writer}:{written}"));
                 oncebox::store::enqueue(&mut *tx, message).await.unwrap();
                 if written % 5 == 4 {
-                    drop(tx); // Rolled back on purpose: nobody will see it.
+                    drop(tx); // Rolled back on purpose: this row must never come.
                 } else {
                     oncebox::store::commit(tx).await.unwrap();
                 }

@@ -1,4 +1,4 @@
-//! A case's own database, and the short ways to do what most cases do.
+//! The private database of a case, and short helpers for what most cases do.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use oncebox::store::{
     ParkAs, Parked, RelaySession, Schema, Scope,
 };
 
-/// How long a case waits for what must come.
+/// How long a case waits for something that must happen.
 pub(super) const DEADLINE: Duration = Duration::from_secs(20);
 /// A lease that no case outlives.
 pub(super) const LEASE: Duration = Duration::from_secs(600);
@@ -32,11 +32,11 @@ pub struct Trial<F: Fixture> {
 }
 
 impl<F: Fixture> Trial<F> {
-    /// A database with the schema, and a table `effect (message, note)` for the effects of
-    /// handlers. None, with a line on stderr, where the service is not there.
+    /// Makes a database with the schema, and a table `effect (message, note)` for the effects of
+    /// handlers. None, with a line on stderr, where the service does not run.
     pub async fn start(case: &str) -> Option<Self> {
         let trial = Self::start_empty(case).await?;
-        // The cases of the schema begin without it.
+        // The cases of the schema begin without a schema.
         let without = ["a_new_database_has_no_schema", "migrat"];
         if !without.iter().any(|prefix| case.starts_with(prefix)) {
             trial.store.migrate().await.unwrap();
@@ -54,7 +54,7 @@ impl<F: Fixture> Trial<F> {
         Some(Self { fixture, store })
     }
 
-    /// Drops the database. Not called when a case fails, so that what it left can be looked at.
+    /// Drops the database. Not called when a case fails, so that its rows can be examined.
     pub async fn end(self) {
         self.store.close().await;
         self.fixture.remove().await;
@@ -74,13 +74,13 @@ impl<F: Fixture> Trial<F> {
         changed
     }
 
-    /// Asks for a number.
+    /// Runs a query that returns a number.
     pub async fn number(&self, sql: &str) -> i64 {
         let mut connection = self.store.pool().acquire().await.unwrap();
         F::number(&mut connection, sql).await.unwrap()
     }
 
-    /// How many effects stand for a message.
+    /// How many effects of a message are in the table.
     pub async fn effects(&self, message: &str) -> i64 {
         self.number(&format!("select count(*) from effect where message = '{message}'")).await
     }
@@ -98,24 +98,24 @@ impl<F: Fixture> Trial<F> {
         ids
     }
 
-    /// The session of an owner, who must get it.
+    /// Opens the session of an owner. The case fails where the lease is not free.
     pub async fn session(&self, owner: &str) -> Session {
         taken(self.store.open(&lease(owner)).await.unwrap())
     }
 
-    /// Takes the session away from its owner: the lease has ended.
+    /// Ends the lease of the current owner and opens a session for this one.
     pub async fn take_over(&self, owner: &str) -> Session {
         F::set_lease_end(&self.store, -1).await;
         self.session(owner).await
     }
 
-    /// Registers a consumer with this name and gives its number in the database.
+    /// Registers a consumer with this name and returns its number in the database.
     pub async fn consumer(&self, name: &str) -> ConsumerId {
         self.store.register(&spec(name)).await.unwrap()
     }
 
-    /// Has the server end this connection. False where there is no server: then the case says so,
-    /// and has nothing to show.
+    /// Makes the server end this connection. False where there is no server: the case prints that
+    /// and proves nothing.
     pub async fn end_connection(&self, case: &str, connection: &mut Connection<F>) -> bool {
         let Some((number, kill)) = F::KILL else {
             eprintln!("{case}: {} has no connections that could be lost", F::Store::NAME);
@@ -185,7 +185,7 @@ pub(super) fn lease(owner: &str) -> LeaseRequest {
     LeaseRequest::new(owner, LEASE)
 }
 
-/// The session of an answer that must give one.
+/// The session in an answer, which must have one.
 pub(super) fn taken(answer: LeaseAnswer) -> Session {
     match answer {
         LeaseAnswer::Taken(session) => session,
@@ -261,8 +261,8 @@ pub(super) fn due() -> ParkAs {
     ParkAs::Due(Duration::ZERO)
 }
 
-/// Reads, claiming after each read as a relay does, until so many rows came; gives them and the
-/// last batch.
+/// Reads, with a claim after each read as the relay does, until this many rows came. Returns the
+/// rows and the last batch.
 pub(super) async fn read_rows(session: &mut Session, wanted: usize) -> (Vec<OutboxRow>, u64) {
     let began = std::time::Instant::now();
     let mut rows = Vec::new();
@@ -291,7 +291,7 @@ pub(super) async fn read_nothing(session: &mut Session) -> u64 {
     batch
 }
 
-/// A mark through a batch.
+/// A mark up to and with this batch.
 pub(super) fn through(batch: u64) -> Mark {
     Mark { through: Some(batch), ..Mark::default() }
 }
@@ -301,7 +301,7 @@ pub(super) fn payloads(rows: &[OutboxRow]) -> Vec<String> {
     rows.iter().map(|row| String::from_utf8_lossy(&row.message.payload).into_owned()).collect()
 }
 
-/// Asks until the answer is there.
+/// Repeats a question until it has an answer. Fails at the deadline.
 pub(super) async fn eventually<T, A: Future<Output = Option<T>>>(what: &str, mut ask: impl FnMut() -> A) -> T {
     let began = std::time::Instant::now();
     loop {
