@@ -30,7 +30,6 @@ pub(super) struct Act {
 }
 
 impl Act {
-    /// The context of an act, with actor and reason.
     pub(super) fn context(&self, dry_run: bool) -> ActContext {
         let actor = self.by.clone().unwrap_or_else(actor);
         ActContext { actor, reason: self.why.clone(), dry_run, redrive_age_max: None }

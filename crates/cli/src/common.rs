@@ -13,8 +13,8 @@ macro_rules! data {
     }};
 }
 
-/// The result of a printed line. Where the reader is gone (`oncebox dead list | head`), the command
-/// ends without a message.
+/// Returns the result of a printed line. Where the reader is gone (`oncebox dead list | head`), the
+/// command ends without a message.
 pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
     line.map_err(|error| match error.kind() {
         std::io::ErrorKind::BrokenPipe => AppError::stopped(""),

@@ -7,7 +7,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 pub(super) struct Rounds(ProgressBar);
 
 impl Rounds {
-    /// Shows that a benchmark begins.
     pub(super) fn start(what: &'static str, rounds: u32) -> Self {
         let bar = ProgressBar::new(u64::from(rounds));
         if let Ok(style) = ProgressStyle::with_template("{msg}: round {pos} of {len} done, {elapsed}") {
@@ -18,7 +17,6 @@ impl Rounds {
         Self(bar)
     }
 
-    /// Counts one more round as done.
     pub(super) fn next(&self) {
         self.0.inc(1);
     }

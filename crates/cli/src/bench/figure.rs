@@ -5,14 +5,13 @@ use serde::Serialize;
 use crate::common::{Output, table};
 use oncebox::app::AppError;
 
-/// One line of the output.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Figure {
     name: &'static str,
     /// Median over the rounds.
     value: f64,
     unit: &'static str,
-    /// Median of what it is compared with, in the same unit.
+    /// Median of the baseline, in the same unit.
     baseline: Option<f64>,
     /// Median of value / baseline, round by round.
     ratio: Option<f64>,
@@ -47,7 +46,6 @@ impl Figure {
         }
     }
 
-    /// A figure without a baseline.
     pub(super) fn alone(name: &'static str, unit: &'static str, values: &[f64]) -> Self {
         Self {
             name,
@@ -63,7 +61,6 @@ impl Figure {
         }
     }
 
-    /// Sets the target of the figure.
     #[must_use]
     pub(super) fn wanted(self, target: &'static str) -> Self {
         Self { target: Some(target), ..self }

@@ -131,7 +131,6 @@ pub(super) async fn write<S: Yard>(
     Ok(committed)
 }
 
-/// Waits until this many messages were acknowledged.
 async fn settle(watched: &Watched, count: usize) -> Result<(), AppError> {
     let began = Instant::now();
     while watched.look(|notes| notes.acknowledged_at.len()) < count {

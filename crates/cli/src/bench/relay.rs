@@ -25,7 +25,6 @@ const SLOW_SHARE: usize = 50;
 /// How long the client waits to fill a batch, as a careful user sets it.
 const LINGER: Duration = Duration::from_millis(5);
 
-/// The figures of one round.
 struct Round {
     relay: f64,
     producer: f64,

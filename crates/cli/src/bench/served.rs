@@ -31,7 +31,6 @@ use oncebox::operation::{Endpoint, Engine, Mode, Outcome, Reply, Route, Scope};
 
 impl JsonCommand for Pay {}
 
-/// The state that a handler needs.
 struct Shop<S> {
     store: S,
     maker: Arc<Maker>,
@@ -177,7 +176,7 @@ impl<S: Yard> Shop<S> {
     }
 }
 
-/// The same as a transactional operation.
+/// Makes a handler that runs the payment as a transactional operation.
 fn through<S: Yard>(
     door: TypedOperation<S, Pay>,
     maker: Arc<Maker>,

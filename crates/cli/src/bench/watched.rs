@@ -50,7 +50,7 @@ pub(super) struct Notes {
     pub(super) acknowledged_at: HashMap<String, Instant>,
 }
 
-/// The broker, and what was noted of it.
+/// The broker, with the notes about it.
 #[derive(Debug, Clone)]
 pub(super) struct Watched {
     broker: AnyBroker,

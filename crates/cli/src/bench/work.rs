@@ -12,7 +12,6 @@ use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError};
 use oncebox::message::{NewMessage, OutgoingMessage};
 
-/// The kind of every message.
 pub(super) const KIND: &str = "bench.row";
 
 /// Makes messages: keys are random, payloads have one size and name an account.
@@ -28,7 +27,6 @@ impl Maker {
         Self { topic: topic.to_owned(), keys: load.keys, filler: "x".repeat(load.size) }
     }
 
-    /// A message to enqueue.
     pub(super) fn message(&self) -> NewMessage {
         let key = fastrand::u32(..self.keys);
         NewMessage::text(&self.topic, KIND, self.payload(key)).with_key(format!("acc-{key}"))

@@ -35,7 +35,6 @@ pub(super) trait Yard: Ground {
     /// Marks one row of the copied table, in its own transaction.
     fn mark(&self, position: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// One business write in a transaction.
     fn business(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         account: i64,

@@ -29,7 +29,6 @@ pub(super) struct Verdict {
     seconds: f64,
 }
 
-/// A row of the payment table.
 #[derive(Debug, Clone)]
 pub(super) struct PaymentRow {
     pub(super) message_id: String,

@@ -59,7 +59,6 @@ impl Process {
         Err(AppError::failed(format!("the process {} failed ({status}); see {}", self.name, self.log.display())))
     }
 
-    /// True once the process has ended.
     pub(super) fn has_ended(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(Some(_)))
     }

@@ -1,4 +1,4 @@
-//! Cases of the inbox: what is new, what is known, what waits (R24, R26, R31, R32, G7).
+//! Cases of the inbox: which messages are new, known or waiting (R24, R26, R31, R32, G7).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

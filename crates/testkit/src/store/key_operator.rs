@@ -42,7 +42,6 @@ fn failed() -> Outcome {
     Outcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
 }
 
-/// The number of audit rows of an act.
 async fn audits<F: Fixture>(trial: &Trial<F>, act: &str) -> i64 {
     let where_ = format!("where act = '{act}' and actor = 'on-call' and reason = 'as agreed'");
     trial.number(&format!("select count(*) from {} {where_}", trial.table("audit"))).await
@@ -69,7 +68,7 @@ fn is_refused(done: &Result<(), StoreError>) -> bool {
 
 /// Each filter finds what it names, and nothing else.
 ///
-/// Shown by: each condition left out.
+/// Shown by: a query without one of its conditions.
 pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
     let open = edge(trial, "open", State::InProgress).await;
     let done = edge(trial, "done", State::Completed).await;
@@ -103,7 +102,7 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
 
 /// A key that may have had an effect is never forgotten (O11).
 ///
-/// Shown by: `change_key` asked without `act_on_key`; the intents not asked for.
+/// Shown by: calling `change_key` without `act_on_key`; not checking the intents.
 pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened<F: Fixture>(trial: &Trial<F>) {
     let (release, purge) =
         (KeyChange::Release { against_evidence: false }, KeyChange::Purge { against_evidence: false });
@@ -174,7 +173,8 @@ pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
 /// Each filter finds what it names. A conflict is evidence that contradicts the outcome of the
 /// effect, or, where that has none, of the operation.
 ///
-/// Shown by: each condition left out; conflicts without the outcome of the intent.
+/// Shown by: a query without one of its conditions; conflicts that ignore the outcome of the
+/// intent.
 pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: Fixture>(trial: &Trial<F>) {
     let parked = outstanding(trial, &new_operation("parked", LONG)).await;
     trial.store.park(&parked, "not found").await.unwrap();
@@ -229,8 +229,8 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
 /// The table accepts every word of a verdict and no other. A mismatch contradicts any outcome until
 /// an operator has judged it.
 ///
-/// Shown by: a word left out of the table's check; a mismatch left out of the conflicts, or listed
-/// after an operator's word.
+/// Shown by: a table that does not allow one of the words; a list of conflicts without mismatches,
+/// or with one that an operator has judged.
 pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it_is_judged<F: Fixture>(
     trial: &Trial<F>,
 ) {
@@ -292,8 +292,8 @@ type Shape = (&'static str, Option<&'static str>, bool, Stage);
 /// functions: for all combinations of up to three answers about an effect, and for each way in
 /// which the effect and its operation ended.
 ///
-/// Shown to fail: with a waiver of no send in particular that counts for a waived one; and by a
-/// statement that does not ask whether a declined send was a duplicate that an operator accepted.
+/// Shown to fail: with a waiver without a send that counts like one for a send; with a statement
+/// that does not check whether an operator had accepted the declined send as a duplicate.
 pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: &Trial<F>) {
     let (table, from) = (trial.table("operation_evidence"), trial.table("operation"));
     let mut shapes: Vec<Shape> = Vec::new();
@@ -390,7 +390,7 @@ pub async fn r22_an_operator_may_change_what_a_clock_that_went_back_left_owned<F
 
 /// Parked operations come first, then those without an outcome, whatever the age of the others.
 ///
-/// Shown by: an order without what is parked, and one without what has no outcome.
+/// Shown by: an order that ignores parked operations, or those without an outcome.
 pub async fn what_waits_for_a_person_is_listed_first_then_what_is_open<F: Fixture>(trial: &Trial<F>) {
     let ended = outstanding(trial, &new_operation("ended", LONG)).await;
     let mut tx = trial.store.begin_phase(&ended).await.unwrap();
@@ -410,7 +410,7 @@ pub async fn what_waits_for_a_person_is_listed_first_then_what_is_open<F: Fixtur
 /// A retry makes an operation due at once and counts its attempts anew. Where its effect may not be
 /// repeated, the operator must accept a duplicate, and this is stored as evidence (O6).
 ///
-/// Shown by: no fence by the lease; no look at the strategy.
+/// Shown by: a retry that does not check the lease, or the strategy.
 pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     assert_eq!(trial.store.begin_send(&driven, "charge").await.unwrap(), Some(2));
@@ -463,7 +463,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
 /// One commit, fenced, writes operation, record, body and the evidence of the operator. It is
 /// refused while somebody drives the operation, or against the evidence.
 ///
-/// Shown by: no fence by the lease, the epoch, or the evidence.
+/// Shown by: a statement that does not check the lease, the epoch, or the evidence.
 pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>(trial: &Trial<F>) {
     let new = new_operation("k", LONG);
     let driven = outstanding(trial, &new).await;
@@ -508,8 +508,8 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
 /// An operation is not failed against an effect that is settled as done, the strongest evidence,
 /// unless the operator overrules it. It is then listed as a conflict.
 ///
-/// Shown by: the evidence of settled effects left out; a list that compares evidence with the
-/// outcome of its effect alone.
+/// Shown by: ignoring settled effects; a list that compares evidence only with the outcome of its
+/// effect.
 pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
@@ -538,8 +538,8 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
 /// The purge records the time inside the key, whatever the clock of the client and the skew of the
 /// route.
 ///
-/// Shown by: a bound by the outcome and a skew of its own (a key from beyond it looks new, and
-/// executes again).
+/// Shown by: a bound made of the time of the outcome and a fixed skew (a key beyond it looks new,
+/// and executes again).
 pub async fn a_key_that_was_purged_by_hand_is_too_old_however_far_its_clock_was_ahead<F: Fixture>(trial: &Trial<F>) {
     let at = std::time::SystemTime::now() + LONG;
     let since = at.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();

@@ -1,6 +1,5 @@
-//! Cases of idempotency records that are claimed and finished by statements of their own (O2 to O4,
-//! O11, O16, O23, M29 to M42, M99, M100): what [`Keys`] must do, whether it stands in a database or
-//! not.
+//! Cases of idempotency records that are claimed and finished by separate statements (O2 to O4,
+//! O11, O16, O23, M29 to M42, M99, M100): what every [`Keys`] must do, in a database or elsewhere.
 
 use std::time::Duration;
 
@@ -19,7 +18,6 @@ use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyCl
 
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// A lease that is over at once.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 /// Lifetimes that no case outlives.
 pub(super) const KEPT: Retention = Retention { ttl: LONG, body: LONG, metadata: LONG };
@@ -210,8 +208,8 @@ pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: KeysF
 /// The heartbeat, outcome and release of an old owner change nothing, and those of the new owner
 /// do.
 ///
-/// Shown to fail: without `epoch =` in the UPDATE of a finish, on PostgreSQL and on SQLite. Shown
-/// by: one that does not compare the token.
+/// Shown to fail: a `finish` whose UPDATE does not compare the epoch, on PostgreSQL and on SQLite.
+/// Shown by: one that does not compare the token.
 pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(trial: &F) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
@@ -255,7 +253,7 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(tria
 
 /// The token that was sent identifies the claim: where the answer was lost, nobody knows its epoch.
 ///
-/// Shown by: a token that the store makes, or comparing the epoch (Redis): the claim stays.
+/// Shown by: a token that the store makes, or a comparison of the epoch (Redis): the claim stays.
 pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>(trial: &F) {
     let lost = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     // Nothing to release yet.
@@ -403,7 +401,7 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
 /// A purge removes no record by its age alone: one that runs or is unknown stays. It records its
 /// bound (O23), and its batches are bounded.
 ///
-/// Shown by: a purge by age where there is no outcome (PostgreSQL).
+/// Shown by: a purge by age alone (PostgreSQL).
 pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial: &F) {
     let operation = claim(Mode::Edge, "k", 1).identity.operation().clone();
     let (running, unknown) = (claim(Mode::Edge, "running", 1), claim(Mode::Edge, "unknown", 1));

@@ -46,7 +46,7 @@ fn outcome(state: State) -> Outcome {
 /// Transactional operations, operators and time have a case of their own on stores whose times can
 /// be set (`m31_every_statement_changes_a_record_as_the_machine_is_drawn`).
 ///
-/// Shown by: a finish that does not ask for the state; a take-over of an outcome.
+/// Shown by: a `finish` that does not check the state; a take-over of a record with an outcome.
 pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixture>(trial: &F) {
     const OUTCOMES: [State; 4] =
         [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
@@ -146,7 +146,7 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
 /// The clock of a client was ahead by more than the usual skew, but by no more than its route
 /// allows. Once the record is gone, a late retry of the key is too old and does not look new.
 ///
-/// Shown by: on Redis the usual skew for all routes.
+/// Shown by: using the usual skew for all routes on Redis.
 pub async fn o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone<F: KeysFixture>(trial: &F) {
     let (ahead, id_skew) = (Duration::from_secs(300), LONG);
     let time = (std::time::SystemTime::now() + ahead).duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();

@@ -18,7 +18,7 @@ use oncebox::store::{
 /// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
 /// and its record UNKNOWN_REQUIRES_RECOVERY.
 ///
-/// Shown by: `parked` not asked for in either way of taking.
+/// Shown by: not checking `parked` in `take_operation` or `take_due`.
 pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Trial<F>) {
     let new = new_operation("k", LONG);
     let driven = outstanding(trial, &new).await;
@@ -132,7 +132,7 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
 /// The provider took the money, and the operation ended as failed. Neither the purge nor a client
 /// that uses the key anew removes the evidence before a person has judged it.
 ///
-/// Shown by: a purge, or a claim anew, that takes the evidence with its record.
+/// Shown by: a purge, or a new use of the key, that removes the evidence with its record.
 pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial: &Trial<F>) {
     let operation: OperationName = "create_payment".parse().unwrap();
     let gone = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };

@@ -58,7 +58,7 @@ pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Tr
 /// A run that lost its lease has reported by evidence that it ended. Its key is not released, even
 /// if something else was found out elsewhere.
 ///
-/// Shown by: a release that does not look at the evidence.
+/// Shown by: a release that does not check the evidence.
 pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fixture>(trial: &Trial<F>) {
     for (key, ended, released) in [
         ("indefinite", "indefinite", Fenced::Done),
@@ -87,7 +87,7 @@ pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fix
 /// not execute the key again, and the key is not released, unless an operator overrules the
 /// evidence.
 ///
-/// Shown by: a renewal, or a release by hand, that does not look at the evidence.
+/// Shown by: a retry, or a release by an operator, that does not check the evidence.
 pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
     let failed = Outcome::FailedRetryable { error_code: None };
@@ -151,7 +151,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
 /// key is used anew. Where the record says that the run failed, the evidence stays until a person
 /// has judged it.
 ///
-/// Shown by: a claim that leaves, or takes away, the evidence of both.
+/// Shown by: a claim that keeps, or removes, the evidence in both cases.
 pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise<F: Fixture>(
     trial: &Trial<F>,
 ) {

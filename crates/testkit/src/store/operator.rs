@@ -174,7 +174,7 @@ pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: 
 }
 
 /// Each act is refused while a process handles the message, and writes an audit row when it is
-/// done. Shown by: an act whatever the row says.
+/// done. Shown by: an act that ignores the state of the row.
 pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process_runs_it<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
     let consumer = trial.consumer("ledger").await;

@@ -17,7 +17,6 @@ use oncebox::store::{
 
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// A lease that is over at once.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 /// How long a case waits for its turn to write.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
@@ -87,7 +86,6 @@ async fn begin<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Tx {
     }
 }
 
-/// An operation at the point `LOCAL`, driven by us.
 pub(super) async fn local<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Driven {
     let mut tx = begin(trial, new).await;
     let driven = tx.driven().clone();
@@ -118,7 +116,6 @@ pub(super) async fn outstanding<F: Fixture>(trial: &Trial<F>, new: &NewOperation
     driven
 }
 
-/// The operation, which must be there.
 pub(super) async fn stored<F: Fixture>(trial: &Trial<F>, driven: &Driven) -> StoredOperation {
     trial.store.operation(driven.operation_id).await.unwrap().unwrap()
 }
@@ -143,7 +140,7 @@ fn apart(operation: StoredOperation) -> StoredOperation {
 /// Before the commit nothing of the operation is there, and after it everything. A duplicate is
 /// refused meanwhile.
 ///
-/// Shown by: the operation inserted by a connection of its own.
+/// Shown by: inserting the operation on another connection.
 pub async fn o22_claim_command_operation_and_first_phase_commit_together<F: Fixture>(trial: &Trial<F>) {
     let new = new_operation("k", LONG);
     for commit in [false, true] {
@@ -186,7 +183,7 @@ pub async fn o22_claim_command_operation_and_first_phase_commit_together<F: Fixt
 /// One of twenty drives it, also where the driver before died. A lease that ended counts as an
 /// attempt; an operation that was handed back does not.
 ///
-/// Shown by: taking without looking at the lease.
+/// Shown by: a take-over that does not check the lease.
 pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(trial: &Trial<F>) {
     let live = local(trial, &new_operation("live", LONG)).await;
     assert!(
@@ -228,7 +225,7 @@ pub async fn r22_a_lease_of_an_operation_longer_than_its_length_is_over<F: Fixtu
 /// Each due operation is taken once, the longest due first. An operation that is not due, of
 /// another flow, or of a version that the worker does not have is not taken.
 ///
-/// Shown by: versions not compared; rows not fenced by their lease.
+/// Shown by: a query without the versions; a statement not fenced by the lease.
 pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<F: Fixture>(trial: &Trial<F>) {
     let mut due = Vec::new();
     for number in 0..40 {
@@ -271,7 +268,7 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
 /// The operations of such a tenant are not taken, however long they are due. Those of other tenants
 /// are.
 ///
-/// Shown to fail: with the tenants compared with nothing.
+/// Shown to fail: with a query that ignores the tenants to leave out.
 pub async fn a_tenant_that_has_its_share_is_left_out<F: Fixture>(trial: &Trial<F>) {
     let mut due = Vec::new();
     for (number, tenant) in ["t1", "t1", "t2", "t1", "t3"].into_iter().enumerate() {
@@ -294,7 +291,7 @@ pub async fn a_tenant_that_has_its_share_is_left_out<F: Fixture>(trial: &Trial<F
 /// An old driver changes nothing, in every fenced statement. The evidence that it brings is kept
 /// (O8).
 ///
-/// Shown by: each statement without the epoch, and without the token.
+/// Shown by: each statement without its comparison of the epoch, and of the token.
 pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_kept<F: Fixture>(trial: &Trial<F>) {
     let new = new_operation("k", Duration::from_millis(400));
     let old = outstanding(trial, &new).await;
@@ -336,7 +333,7 @@ pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_k
 
 /// A phase that comes second does not move on, and its effects are rolled back.
 ///
-/// Shown by: the UPDATE without the point.
+/// Shown by: an UPDATE that does not compare the point.
 pub async fn o9_a_phase_moves_on_only_from_the_point_it_knew<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     for finish in [false, true] {
@@ -362,7 +359,7 @@ pub async fn o9_a_phase_moves_on_only_from_the_point_it_knew<F: Fixture>(trial: 
 /// The bytes of an intent come back unchanged. A second effect with the same name, or with the same
 /// provider's key, is refused together with its phase.
 ///
-/// Shown by: the request stored as text; no unique key.
+/// Shown by: storing the request as text; having no unique key.
 pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     let every_byte = Sealed { bytes: (0..=255).collect(), kid: Some("k9".to_owned()) };
@@ -393,7 +390,7 @@ pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(t
 
 /// Each send gets a new number, whoever begins it. An effect that is settled is not sent.
 ///
-/// Shown by: a number counted outside of the statement.
+/// Shown by: counting the number outside the statement.
 pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let racing = (0..20).map(|_| trial.store.begin_send(&driven, "charge"));
@@ -425,7 +422,7 @@ pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(tria
 /// After each step the state of the record fits the stage of the operation (O9). Both have the
 /// outcome, and the record has its body (M49).
 ///
-/// Shown by: the record left as it is by each of the steps.
+/// Shown by: each of the steps without its change of the record.
 pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixture>(trial: &Trial<F>) {
     let new = new_operation("k", LONG);
     let check = |driven: Driven, stage: Stage| {
@@ -531,7 +528,7 @@ pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effect
 /// The proof finds this, whatever the handler did. What the handler committed stays, so the
 /// operation is parked and no phase runs again.
 ///
-/// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
+/// Shown by: not comparing the transaction id; taking a lost savepoint for proof.
 pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let ends: [&[&str]; 5] =
         [&["commit"], &["commit", "begin"], &["rollback"], &["rollback", "begin"], &["commit", "start transaction"]];
@@ -577,7 +574,7 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
 /// The number of the send is free again for the driver of the operation. No other driver can take a
 /// send back, and only the last send can be taken back.
 ///
-/// Shown by: no fence by the epoch; no look at the number.
+/// Shown by: a statement that does not compare the epoch, or the number of the send.
 pub async fn a_send_that_did_not_leave_is_taken_back_by_its_driver_alone<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let back =

@@ -15,8 +15,8 @@ use oncebox::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
 /// An operation that cannot be read is parked, and the others are taken. An operation without its
 /// record can still be parked.
 ///
-/// Shown by: ending with its error: all three stay, for ever; leaving none without its record; a
-/// listing that ends with its error.
+/// Shown by: a query that fails at the first unreadable operation, so that all three stay for ever;
+/// one that does not take an operation without its record; a list that fails in the same way.
 pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_taken<F: Fixture>(trial: &Trial<F>) {
     let mut due = Vec::new();
     for key in ["corrupt", "gone", "sound"] {
@@ -47,7 +47,7 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
 /// The transaction that parks reads all evidence that came before. Evidence that comes later is
 /// stored at once, and `unpark` then waits for that transaction and takes the operation back.
 ///
-/// Shown by: un-parking without the lock of the row (on PostgreSQL it stayed parked).
+/// Shown by: `unpark` without a lock on the row (on PostgreSQL the operation stayed parked).
 pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     assert_eq!(trial.store.unpark(driven.operation_id).await.unwrap(), Fenced::LostOwnership, "it is not parked");
@@ -83,7 +83,7 @@ pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(tr
 
 /// An operation that is handed back without a new time keeps its due time (O9).
 ///
-/// Shown by: due at once where nothing else is said (PostgreSQL).
+/// Shown by: making it due at once where no time is given (PostgreSQL).
 pub async fn o9_what_is_left_as_it_was_due_is_due_when_it_was<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     trial.store.hand_back(&driven, Due { after: Some(LONG), attempt: false }).await.unwrap();

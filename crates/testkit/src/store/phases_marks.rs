@@ -52,8 +52,8 @@ async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, ac
 /// another driver, behind another point, and after parking for a reason that says nothing of the
 /// phase. It is removed when an operator accepts a duplicate and lets the operation go on.
 ///
-/// Shown by: no mark; any reason that takes it away; a phase of another epoch that takes it away;
-/// no reason that does.
+/// Shown by: no mark; a mark that every reason removes, that a phase of another epoch removes, or
+/// that no reason removes.
 pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixture>(trial: &Trial<F>) {
     let old = local(trial, &new_operation("k", LONG)).await;
     let mut tx = begun(trial, &old, "LOCAL").await;
@@ -84,7 +84,7 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
 /// A run that was lost or failed leaves no mark, so the phase is begun again. A run that moved on
 /// removes its mark, so the next phase is begun.
 ///
-/// Shown by: a mark that is left by what moves on.
+/// Shown by: a phase that moves on without removing its mark.
 pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     for _ in 0..2 {
@@ -114,7 +114,8 @@ pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture
 /// `Unended` is answered before the server's usual lock wait is over. On a store with a single
 /// writer, the new run waits for the earlier one.
 ///
-/// Shown by: a look at committed marks instead of the insert of one; the usual wait for the mark.
+/// Shown by: a SELECT of committed marks in place of the INSERT of one; the usual lock wait at that
+/// INSERT.
 pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>(trial: &Trial<F>) {
     for commits in [false, true] {
         let driven = local(trial, &new_operation(&format!("k{commits}"), LONG)).await;
@@ -142,7 +143,8 @@ pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>
 /// committed, and the operation was parked; or it moved on; or the frozen driver's own COMMIT,
 /// whose answer was lost, took effect.
 ///
-/// Shown by: no look under the mark (a handler that commits by itself did so twice).
+/// Shown by: not reading the operation again under the mark (a handler that commits by itself did
+/// so twice).
 pub async fn o9_a_driver_that_was_overtaken_begins_no_run<F: Fixture>(trial: &Trial<F>) {
     let old = local(trial, &new_operation("k", SHORT)).await;
     let (new, _) = taken(trial, old.operation_id).await;

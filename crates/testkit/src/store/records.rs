@@ -75,7 +75,8 @@ async fn state<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<State> 
     look.record.map(|record| record.state_at(look.now))
 }
 
-/// Shown by: lifetimes that count from the claim.
+/// Each lifetime counts from the outcome, also three days after the claim. Shown by: lifetimes that
+/// count from the claim.
 pub async fn o3_every_lifetime_counts_from_the_outcome<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::Edge, "recovered", 1);
     let owner = owned(trial, &claim, Basis::New).await;
@@ -97,7 +98,8 @@ pub async fn o3_every_lifetime_counts_from_the_outcome<F: Fixture>(trial: &Trial
     }
 }
 
-/// Shown by: a purge by `metadata` alone.
+/// A record stays until the promised time, also when shorter lifetimes are set later. Shown by: a
+/// purge by `metadata` alone.
 pub async fn m98_a_time_that_was_promised_holds_when_the_settings_are_shortened<F: Fixture>(trial: &Trial<F>) {
     let claim = ended(trial, "promised", &completed(), &RETENTION).await;
     let shortened = Retention { ttl: seconds(10), body: seconds(10), metadata: seconds(20) };
@@ -107,7 +109,7 @@ pub async fn m98_a_time_that_was_promised_holds_when_the_settings_are_shortened<
     assert_eq!((purged(trial, &claim, &shortened).await, state(trial, &claim).await), (1, None));
 }
 
-/// Shown by: a purge by age where there is no outcome.
+/// A record without an outcome is never purged. Shown by: a purge by age alone.
 pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fixture>(trial: &Trial<F>) {
     let running = claim(Mode::Edge, "running", 1);
     owned(trial, &running, Basis::New).await;
@@ -132,7 +134,7 @@ pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fix
 
 /// Once a record is gone, a late retry of its key is too old. It must never look new.
 ///
-/// Shown by: a bound without the skew; one that lies further back.
+/// Shown by: a bound without the skew; a bound that is too low.
 pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(trial: &Trial<F>) {
     let skew = seconds(60);
     // Only the skew raises the bound above the time of the key: the outcome is older than the
@@ -306,8 +308,8 @@ async fn act<F: Fixture>(
 /// Does each act on a record in each state, by its owner or by a former owner. The state machine
 /// must allow each change, and each change that the machine allows for these events must be seen.
 ///
-/// Shown by: a finish that does not ask for the state; a purge of UNKNOWN; a release by a stranger;
-/// a take-over of an outcome.
+/// Shown by: a `finish` that does not check the state; a purge of an unknown record; a release by
+/// somebody who is not the owner; a take-over of a record with an outcome.
 pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fixture>(trial: &Trial<F>) {
     let mut from = vec![Before::Nothing];
     from.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Before::Owned(mode), Before::Stale(mode)]));

@@ -259,7 +259,7 @@ async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
 /// A handler ends its transaction in every way that it can, with and without an undo of its
 /// effects. It never completes.
 ///
-/// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
+/// Shown by: not comparing the transaction id; taking a lost savepoint for proof.
 pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(trial: &Trial<F>) {
     let ends: [&[&str]; 6] = [
         &["commit"],

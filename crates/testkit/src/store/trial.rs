@@ -66,7 +66,7 @@ impl<F: Fixture> Trial<F> {
         format!("{}{name}", F::PREFIX)
     }
 
-    /// Runs SQL in a transaction of its own.
+    /// Runs SQL in its own transaction. Returns the number of rows that it changed.
     pub async fn run(&self, sql: &str) -> u64 {
         let mut tx = self.begin().await;
         let changed = F::run(&mut tx, sql).await.unwrap();
@@ -199,7 +199,6 @@ pub(super) fn spec(name: &str) -> ConsumerSpec {
     ConsumerSpec { name: name.to_owned(), id_rule: "envelope".to_owned(), accept: false }
 }
 
-/// A message to enqueue.
 pub(super) fn new_message(key: &str, payload: impl Into<String>) -> NewMessage {
     NewMessage::text("payments", "payment.created", payload).with_key(key)
 }

@@ -106,7 +106,6 @@ async fn failed<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize) ->
     Ok(course.rate(before))
 }
 
-/// How many messages of this consumer wait.
 async fn waiting<S: Yard>(bed: &Bed<S>, name: &str) -> Result<usize, AppError> {
     let consumers = bed.store.status().await?.consumers;
     let waiting = consumers.iter().find(|one| one.name == name).map_or(0, |one| one.waiting);

@@ -82,8 +82,8 @@ impl Yard for MySqlStore {
                from numbers, (select utc_timestamp(6) - interval 30 day as t) long_ago"
         );
         let mut connection = self.pool().acquire().await?;
-        // MariaDB stops a recursion after 1,000 rounds, unless it is told to go on; MySQL has
-        // another name for it.
+        // MariaDB stops a recursion after 1,000 rounds unless this setting allows more. MySQL has
+        // another name for the setting.
         for deep in ["set max_recursive_iterations = 4294967295", "set cte_max_recursion_depth = 4294967295"] {
             let _one_of_the_two_is_known = sqlx::raw_sql(deep).execute(&mut *connection).await;
         }
