@@ -1,19 +1,19 @@
-//! Duty: what an operator sees and does of keys and operations. One implementation of each act;
-//! command line and library call it.
+//! Duty: what an operator reads and changes of keys and operations. Each act has one
+//! implementation, which command line and library call.
 //!
 //! Guarantees:
 //!
-//! * An act is one transaction with its audit row, fenced by the epoch of what was seen: who was
-//!   quicker has won, and the operator is told to look again. A dry run does all of it and takes it
-//!   back.
-//! * What may have had an effect is never forgotten: a key that runs, one whose outcome is unknown,
-//!   and any operation with an intent stay (O11).
-//! * An operation is sent again by its worker, under the same rule as ever
-//!   ([`Strategy::next`](crate::policy::operation::provider::Strategy::next)); beyond it only where
-//!   a duplicate is accepted, by name and with a reason (O6).
-//! * A word of an operator is evidence of kind `operator` (O8), appended in the same transaction.
+//! * An act is one transaction with its audit row, fenced by the epoch that the operator read. If
+//!   the row has changed since, the act is refused, and the operator must read again. A dry run
+//!   does everything and rolls back.
+//! * What may have had an effect is never forgotten: a key in progress, a key whose outcome is
+//!   unknown, and any operation with an intent stay (O11).
+//! * Only the worker of an operation sends again, by its usual rule
+//!   ([`Strategy::next`](crate::policy::operation::provider::Strategy::next)). It goes beyond that
+//!   rule only where an operator accepts a duplicate, with name and reason (O6).
+//! * What an operator states is evidence of kind `operator` (O8), appended in the same transaction.
 //!
-//! Not here: how these are printed (`cli`), and dead messages ([`Operator`](super::Operator)).
+//! Not here: printing (`cli`), and dead messages ([`Operator`](super::Operator)).
 
 use std::future::Future;
 use std::time::Duration;
@@ -29,7 +29,7 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::versions::Announced;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 
-/// Which idempotency keys an operator asks for; the conditions hold together.
+/// Which idempotency keys an operator asks for; all conditions must be met.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KeyFilter {
     /// Only those whose digest begins with these bytes.
@@ -38,17 +38,18 @@ pub struct KeyFilter {
     pub tenant: Option<String>,
     /// Only of this operation.
     pub operation: Option<OperationName>,
-    /// Only in this state; [`State::Expired`] is asked of the clock.
+    /// Only in this state. [`State::Expired`] is not stored: the clock decides.
     pub state: Option<State>,
     /// Only claimed longer ago than this.
     pub older_than: Option<Duration>,
-    /// Only those that can be purged: an outcome, no intent, and no late run that says otherwise.
+    /// Only those that can be purged: they have an outcome and no intent, and no late run succeeded
+    /// against that outcome.
     pub forgettable: bool,
     /// At most this many.
     pub limit: u32,
 }
 
-/// Which phased operations an operator asks for; the conditions hold together.
+/// Which phased operations an operator asks for; all conditions must be met.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OperationFilter {
     /// Only the operation with this id; `None`: any.
@@ -61,8 +62,8 @@ pub struct OperationFilter {
     pub stage: Option<Stage>,
     /// Only those that wait for an operator.
     pub parked: bool,
-    /// Only those that failed with an effect that stands, or whose evidence contradicts their
-    /// outcome, and that no person has judged (O8).
+    /// Only those with a conflict that no person has judged: they failed with an effect that was
+    /// not undone, or their evidence contradicts their outcome (O8).
     pub conflicts: bool,
     /// Only begun longer ago than this.
     pub older_than: Option<Duration>,
@@ -70,21 +71,22 @@ pub struct OperationFilter {
     pub limit: u32,
 }
 
-/// Operations that were asked for.
+/// The operations that match an `OperationFilter`.
 #[derive(Debug, Default)]
 pub struct FoundOperations {
     /// Those that wait for an operator first, then what has no outcome, each oldest first.
     pub operations: Vec<StoredOperation>,
-    /// Whose rows are not what was written, and why: nobody drives them, so an operator must see
-    /// them.
+    /// The ids of operations whose rows cannot be read, and why. No worker drives them, so an
+    /// operator must see them.
     pub unreadable: Vec<(Uuid, String)>,
-    /// With conflicts: the ids of operations of which nothing is left but evidence that something
+    /// In a list of conflicts: the ids of operations of which only evidence is left that something
     /// happened.
     pub orphans: Vec<Uuid>,
 }
 
 impl FoundOperations {
-    /// Adds what was read under this id. One that cannot be read does not hide the others.
+    /// Adds the operation that was read under this id. One that cannot be read does not hide the
+    /// others.
     pub(super) fn add(
         &mut self,
         id: Uuid,
@@ -99,16 +101,17 @@ impl FoundOperations {
     }
 }
 
-/// What is done with a key.
+/// An act of an operator on a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeyChange {
-    /// Forgotten: the next request under it executes.
+    /// The record is deleted: the next request with this key executes.
     Release {
-        /// Whether a failure is forgotten though a run that lost its lease says that it succeeded.
+        /// Whether a failure is forgotten although a run that lost its lease succeeded.
         against_evidence: bool,
     },
-    /// Forgotten, and recorded up to the time inside the key, so that a late retry of it is
-    /// recognised (O23). A key without a time is of an operation that does not judge ages.
+    /// The record is deleted, and the bound of the purge is raised above the time inside the key,
+    /// so that a late retry is recognised as expired (O23). Without a time in the key no bound is
+    /// recorded: its operation does not judge ages.
     Purge {
         /// The same as in [`Self::Release`].
         against_evidence: bool,
@@ -119,19 +122,21 @@ pub enum KeyChange {
         outcome: Outcome,
         /// How long answer, body and metadata are kept, counted from now.
         retention: Retention,
-        /// Whether a run that lost its lease may have said the opposite.
+        /// Whether the outcome is written although a run that lost its lease ended with the
+        /// opposite.
         against_evidence: bool,
     },
 }
 
-/// What is done with an operation.
+/// An act of an operator on an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OperationChange {
-    /// Due at once, its attempts counted anew; the operator's words, if any, are evidence.
+    /// It is due at once, with no attempts counted. What the operator states, if anything, is
+    /// evidence.
     GoOn {
         /// The rows that are appended to the evidence of the operation.
         evidence: Vec<NewEvidence>,
-        /// The stage that it goes on at, where that is another one.
+        /// The stage at which it goes on, where that changes.
         stage: Option<Stage>,
         /// Whether a live lease is taken away.
         take_over: bool,
@@ -149,12 +154,12 @@ pub enum OperationChange {
     },
 }
 
-/// What an operator says of an operation.
+/// What an operator found out about an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolution {
-    /// How it ended: its outcome is written as given, and no phase runs any more.
+    /// How the operation ended: this outcome is written, and no phase runs any more.
     Ended(Outcome, Retention),
-    /// What became of one effect: the worker goes on with the flow from there.
+    /// Whether one effect happened: the worker goes on with the flow from there.
     Effect {
         /// The name of the effect within its operation.
         effect: String,
@@ -164,7 +169,7 @@ pub enum Resolution {
 }
 
 impl KeyFilter {
-    /// The least and the greatest digest that is meant.
+    /// The smallest and the greatest digest that begin with the given bytes.
     pub(super) fn digests(&self) -> (Vec<u8>, Vec<u8>) {
         let filled = |with: u8| {
             let mut digest = self.digest.clone();
@@ -174,7 +179,7 @@ impl KeyFilter {
         (filled(0), filled(0xff))
     }
 
-    /// Whether only records without outcome are meant, of which there are few.
+    /// Whether only records without an outcome match, of which there are few.
     pub(super) fn is_of_open_state(&self) -> bool {
         matches!(self.state, Some(State::InProgress | State::UnknownRequiresRecovery))
     }
@@ -189,7 +194,7 @@ impl KeyFilter {
 }
 
 impl OperationFilter {
-    /// Whether conflicts are meant, of whatever operation.
+    /// Whether the filter asks for the conflicts of all operations.
     pub(super) fn is_of_all_conflicts(&self) -> bool {
         self.conflicts
             && self.operation_id.is_none()
@@ -199,7 +204,7 @@ impl OperationFilter {
     }
 }
 
-/// What the audit row of an act says.
+/// The values of an act's audit row.
 #[derive(Debug)]
 pub(super) struct Audit<'a> {
     /// The word for it.
@@ -210,7 +215,7 @@ pub(super) struct Audit<'a> {
     pub(super) digest: Option<[u8; 32]>,
     /// The id of the run that the act was on.
     pub(super) operation_id: Uuid,
-    /// What it was before.
+    /// The state before the act.
     pub(super) detail: String,
 }
 
@@ -256,7 +261,7 @@ impl OperationChange {
         }
     }
 
-    /// The stage that it leads to; none where that stays.
+    /// The new stage; none where the stage stays.
     pub(super) fn stage(&self) -> Result<Option<Stage>, StoreError> {
         match self {
             Self::GoOn { stage, .. } => Ok(*stage),
@@ -295,7 +300,7 @@ impl OperationChange {
     }
 }
 
-/// The word for a send that may have arrived and is repeated all the same.
+/// The verdict for a send that may have arrived and is repeated all the same.
 const WAIVED: &str = "waived";
 
 fn word(outcome: &Outcome) -> &'static str {
@@ -321,28 +326,30 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 
 /// Duty: operating keys and operations.
 pub trait KeyOperator: Phases {
-    /// Records, oldest claim first, none of them without. Quick where a digest, or a state without
-    /// outcome, or none but few records are meant; else it reads the table.
+    /// The records that match, oldest claim first; each result has a record. It is quick with a
+    /// digest or with a state without an outcome. With any other filter it reads the whole table.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
     /// Operations with intents and evidence: first those that wait for an operator, then what has
     /// no outcome, each oldest first.
     fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
 
-    /// What processes have said of the fingerprints that they read and write, those that said it in
-    /// the last [`LIVE_FOR`](crate::policy::operation::versions::LIVE_FOR) by database time; by
-    /// operation and process (O21).
+    /// Which fingerprints live processes read and write, by operation and process (O21). A process
+    /// is live if it announced them within the last
+    /// [`LIVE_FOR`](crate::policy::operation::versions::LIVE_FOR) of database time.
     fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
 
-    /// Says that a person has looked at a conflict: it is listed no more, and goes with its record;
-    /// what has no record any more goes at once. With its audit row.
+    /// Records that a person has judged a conflict, with an audit row. The operation is listed no
+    /// more, and is deleted with its record; if the record is gone, the operation is deleted at
+    /// once.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it has no outcome yet, or nothing is known of it.
+    /// [`StoreError::Refused`]: the operation has no outcome yet, or nothing is known of this id.
     fn judge(&self, operation_id: Uuid, context: &ActContext) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// One change of a record with its audit row, fenced by epoch and state as seen. What it may
-    /// not be used for is refused by [`Self::act_on_key`]; here the statement hits or does not.
+    /// Changes a record and writes the audit row, fenced by the epoch that was read.
+    /// [`Self::act_on_key`] refuses changes that are not allowed; this method only runs the
+    /// statement and returns whether the fence held.
     fn change_key(
         &self,
         seen: &Record,
@@ -350,8 +357,9 @@ pub trait KeyOperator: Phases {
         context: &ActContext,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// One change of an operation with its audit row, fenced by its epoch, by its lease unless that
-    /// is taken over, and by the number of its evidence rows: what came since was not judged (O8).
+    /// Changes an operation and writes the audit row. It is fenced by the epoch, by the lease
+    /// unless that is taken over, and by the number of evidence rows, because the operator has not
+    /// judged newer evidence (O8).
     fn change_operation(
         &self,
         seen: &StoredOperation,
@@ -362,10 +370,10 @@ pub trait KeyOperator: Phases {
     /// Releases, purges or resolves a key.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it runs; its outcome is unknown (only `resolve` ends that); it has
-    /// an intent; what is resolved has its outcome, or is an operation in phases; a run of it that
-    /// lost its lease has said the opposite, and `against_evidence` is not given; it has changed
-    /// meanwhile.
+    /// [`StoreError::Refused`]: the key is in progress; its outcome is unknown (only `resolve` ends
+    /// that); it has an intent; `resolve` on a record that has its outcome, or on an operation in
+    /// phases; a run that lost its lease ended with the opposite, and `against_evidence` is not
+    /// given; the record has changed since it was read.
     fn act_on_key(
         &self,
         seen: &Record,
@@ -415,15 +423,17 @@ pub trait KeyOperator: Phases {
         }
     }
 
-    /// Gives an operation to its worker again, at once and with its attempts counted anew. What may
-    /// be sent, the worker decides as ever. `accept_duplicate`: the sends that may have arrived are
-    /// waived, so that it is sent again beyond that rule, perhaps a second time. That is no proof
-    /// that they did not arrive.
+    /// Makes an operation due for its worker at once, with no attempts counted. The worker decides
+    /// by its usual rule what may be sent. With `accept_duplicate` the sends that may have arrived
+    /// are waived: the worker sends again beyond that rule, so the effect may happen twice. The
+    /// waiver is no proof that those sends did not arrive.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not
-    /// given; every effect that is open can be neither repeated nor asked for, and no duplicate is
-    /// accepted; it has changed meanwhile.
+    /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
+    /// given; its first phase was never committed as a whole; a handler ended the transaction of a
+    /// phase, and no duplicate is accepted; an open effect has the strategy `none`, and no
+    /// duplicate is accepted; a duplicate is accepted and no effect is open; it has changed since
+    /// it was read.
     fn retry(
         &self,
         seen: &StoredOperation,
@@ -438,7 +448,7 @@ pub trait KeyOperator: Phases {
                     "its first phase was never committed as a whole: what it did may be done, so resolve it",
                 );
             }
-            // What its handler committed by itself is there, and its point was not moved (O1).
+            // The handler committed its writes by itself, but the point was not moved (O1).
             let ended = seen.parked.as_deref().is_some_and(|reason| reason.ends_with(ENDED));
             if ended && !accept_duplicate {
                 return refused(
@@ -461,20 +471,20 @@ pub trait KeyOperator: Phases {
                     intent.intent.effect
                 ));
             }
-            // UNKNOWN without an intent is a phase of ours that was given up.
+            // UNKNOWN without an intent: a phase before any call of a provider was given up.
             let stage = (seen.intents.is_empty() && seen.stage == Stage::Unknown).then_some(Stage::Local);
             let change = OperationChange::GoOn { evidence, stage, take_over };
             changed(self.change_operation(seen, &change, context).await?)
         }
     }
 
-    /// Says how an operation ended, or what became of one of its effects.
+    /// Records how an operation ended, or whether one of its effects happened.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not
-    /// given; there is no such effect, or it is settled; the evidence says the opposite, or it is
-    /// to fail while an effect stands, and `against_evidence` is not given; it has changed
-    /// meanwhile.
+    /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
+    /// given; there is no such effect, or it is settled; the evidence says the opposite, or a
+    /// failure is recorded while an effect was not undone, and `against_evidence` is not given; it
+    /// has changed since it was read.
     fn resolve(
         &self,
         seen: &StoredOperation,
@@ -530,11 +540,11 @@ fn may_change(seen: &StoredOperation, take_over: bool) -> Result<(), StoreError>
     Ok(())
 }
 
-/// Evidence decides, unless it is said that it does not (O8).
+/// Refuses a verdict that evidence contradicts, unless the operator forces it (O8).
 fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forced: bool) -> Result<(), StoreError> {
     let opposite = if verdict == "success" { "failure" } else { "success" };
     let contradicts = seen.evidence.iter().map(|row| &row.evidence).find(|row| {
-        // What the flow has settled already, it has decided by that evidence.
+        // For a settled effect the flow has already decided from this evidence.
         let settled = seen.intents.iter().any(|intent| intent.intent.effect == row.effect && intent.outcome.is_some());
         row.kind != "run" && row.verdict == opposite && !settled && effect.is_none_or(|effect| effect == row.effect)
     });
@@ -547,11 +557,11 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
     }
 }
 
-/// An operation does not fail while an effect of it stands, as its own phases may not say either
-/// (O13).
+/// Refuses a failure while an effect of the operation has succeeded and was not undone. The phases
+/// of the operation have the same rule (O13).
 ///
 /// # Errors
-/// Refused, with the effect that stands.
+/// `StoreError::Refused`, with the name of that effect.
 pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
     let undone = |effect: &str| {
@@ -569,7 +579,7 @@ pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     }
 }
 
-/// The word of an operator who has looked at a conflict.
+/// The evidence of an operator who has judged a conflict.
 pub(super) fn judgement(seen: &StoredOperation, context: &ActContext) -> Result<NewEvidence, StoreError> {
     if seen.outcome_at.is_none() {
         return refused(format!("it is {}: there is no outcome to judge; resolve it", seen.stage.as_str()));
@@ -588,20 +598,20 @@ pub(super) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audi
     }
 }
 
-/// There is neither an operation of this id nor evidence that is all that is left of one.
+/// The error for an id with neither an operation nor left-over evidence.
 pub(super) fn nothing_known(operation_id: Uuid) -> StoreError {
     StoreError::Refused(format!(
         "there is nothing to judge of {operation_id}: `oncebox operations list --conflicts` shows what is"
     ))
 }
 
-/// A run that lost its lease says otherwise.
+/// Why an act is refused: a run that lost its lease ended with this verdict.
 fn ended_late(verdict: &str) -> String {
     format!("a run of it that lost its lease ended with {verdict}; `oncebox keys show` has it")
 }
 
-/// The word of an operator who resolves a key against what late runs have said: they keep it no
-/// longer from being run again.
+/// The evidence of an operator who resolves a key against late runs. After it those runs no longer
+/// prevent the key from running again.
 pub(super) fn overruled(seen: &Record, outcome: &Outcome, context: &ActContext) -> NewEvidence {
     let verdict = match outcome {
         Outcome::Completed(_) => "success",
@@ -612,7 +622,7 @@ pub(super) fn overruled(seen: &Record, outcome: &Outcome, context: &ActContext) 
     word_of(seen.operation_id, seen.epoch, ("", 0), verdict, context)
 }
 
-/// A word of the operator, with who and why.
+/// Evidence of the operator, with name and reason.
 fn says(seen: &StoredOperation, effect: &str, send: u32, verdict: &str, context: &ActContext) -> NewEvidence {
     word_of(seen.operation_id, seen.epoch, (effect, send), verdict, context)
 }

@@ -1,5 +1,5 @@
-//! Duty: what an operator sees and does. One implementation of each act; command line, dashboard
-//! and library call it.
+//! Duty: what an operator reads and changes. Each act has one implementation, which command line,
+//! dashboard and library call.
 
 use std::future::Future;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::Base;
 use crate::error::StoreError;
 use crate::policy::horizon::Verdict;
 
-/// One shard as it stands.
+/// The state of one shard.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct ShardStatus {
     /// The number of the shard, from 0.
@@ -25,7 +25,7 @@ pub struct ShardStatus {
     pub gaps: u64,
     /// Raised by every new owner; a write under an older epoch changes nothing.
     pub epoch: i64,
-    /// Owner, where the lease is held.
+    /// The owner, where the lease is not over.
     pub owner: Option<String>,
     /// What is left of the lease, seconds.
     pub lease_seconds_left: f64,
@@ -33,21 +33,21 @@ pub struct ShardStatus {
     pub cursor_age_seconds: f64,
 }
 
-/// So many rows of a kind are counted one by one, so that a look costs the same however many there
-/// are.
+/// The bound up to which rows of a kind are counted one by one, so that the cost of a status is
+/// bounded.
 pub(super) const COUNTED_MAX: i64 = 10_000;
 
-/// Everything that `oncebox status` and `/metrics` show of a database. Each number is counted up to
-/// 10,000, which then means that or more; `pending` and `inbox_rows` are estimated beyond.
+/// Everything that `oncebox status` and `/metrics` show of a database. Rows are counted up to
+/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
-    /// Every shard of the outbox, as it stands.
+    /// The state of every shard of the outbox.
     pub shards: Vec<ShardStatus>,
     /// Rows not yet proven, diverted rows not counted.
     pub pending: u64,
     /// Age of the oldest of them, seconds.
     pub oldest_pending_age_seconds: f64,
-    /// Outbox rows held behind a dead one, or because their destination is blocked.
+    /// Outbox rows held behind a dead one, or because their topic cannot be sent to.
     pub held: u64,
     /// How long ago the first of them was enqueued, seconds.
     pub oldest_held_age_seconds: f64,
@@ -59,7 +59,7 @@ pub struct Status {
     pub emails_pending: u64,
 }
 
-/// One consumer as it stands.
+/// The state of one consumer.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct ConsumerStatus {
     /// The name of the consumer, under which it registered.
@@ -68,19 +68,19 @@ pub struct ConsumerStatus {
     pub waiting: u64,
     /// Waiting messages that stand behind a dead one.
     pub held: u64,
-    /// How long ago the first of all these was stored, seconds.
+    /// How long ago the first message that waits or is held was stored, seconds.
     pub oldest_waiting_age_seconds: f64,
     /// Messages of the consumer that are stored as dead.
     pub dead: u64,
     /// Inbox rows of the consumer; above 10,000 an estimate, on SQLite 10,000.
     pub inbox_rows: u64,
-    /// When one of its processes was last there, in seconds before now; it says so every ten
+    /// How many seconds ago one of its processes was last seen; each notes its presence every ten
     /// seconds.
     pub seen_seconds_ago: f64,
 }
 
-/// The first rows of each topic, by their places in a list that is in position order: what is held
-/// for its destination stands behind the first of it.
+/// The indexes of the first row of each topic, in a list in position order. Rows that are held for
+/// their destination stand behind the first one of their topic.
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(super) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<usize> {
     let mut seen = std::collections::HashSet::new();
@@ -88,15 +88,15 @@ pub(super) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<u
     topics.enumerate().filter_map(is_first).collect()
 }
 
-/// What waits and what is held, from how many stand, how many of them are held and how many are due
-/// some time, each counted up to [`COUNTED_MAX`].
+/// The numbers of waiting and of held messages, from three counts: all rows in state `waiting`,
+/// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`].
 pub(super) fn waiting_and_held(stand: i64, held: i64, due: i64) -> (u64, u64) {
     let others = stand - held;
     let waiting = if stand < COUNTED_MAX { others } else { others.max(due) };
     (u64::try_from(waiting).unwrap_or(0), u64::try_from(held).unwrap_or(0))
 }
 
-/// On which side a message is dead.
+/// Where a message is dead: in the outbox, or with a consumer.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeadPlace {
@@ -110,18 +110,18 @@ pub enum DeadPlace {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeadState {
-    /// Refused for what it is, or given up after its last try.
+    /// Refused because of the message itself, or given up after its last try.
     #[default]
     Dead,
-    /// Stands behind a dead one, or its destination takes nothing; in the outbox also behind a held
-    /// one.
+    /// Stands behind a dead message of its key, in the outbox also behind a held one, or its topic
+    /// cannot be sent to.
     Held,
-    /// A consumer's: tried again when it is due, or stands behind one that is.
+    /// Only of a consumer: it is tried again when it is due, or stands behind such a message.
     Waiting,
 }
 
 impl DeadState {
-    /// The reason of a consumer's message that is not dead, which has none of its own.
+    /// The reason of a consumer's message that is not dead: its row stores none.
     pub(crate) fn reason_of_consumer(self, has_next_try: bool) -> &'static str {
         match (self, has_next_try) {
             (Self::Held, _) => "stands behind a dead one of its key",
@@ -131,12 +131,12 @@ impl DeadState {
     }
 }
 
-/// Which messages that could not be sent or handled.
+/// Which dead, held or waiting messages an operator asks for; all conditions must be met.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DeadFilter {
-    /// Only in these states; empty: dead ones.
+    /// Only in these states; empty means dead.
     pub states: Vec<DeadState>,
-    /// Only this one, by the number that `dead list` shows: `o17` (outbox position) or `c9`
+    /// Only the message with the number that `dead list` shows: `o17` (outbox position) or `c9`
     /// (consumer row).
     pub number: Option<String>,
     /// Only with this message id.
@@ -154,13 +154,14 @@ pub struct DeadFilter {
 }
 
 impl DeadFilter {
-    /// The states that are looked for.
+    /// The states to search for.
     pub(crate) fn states(&self) -> &[DeadState] {
         if self.states.is_empty() { &[DeadState::Dead] } else { &self.states }
     }
 }
 
-/// The part of an error that a database keeps: its first 4,096 bytes.
+/// The part of an error that a database keeps: at most its first 4,096 bytes, cut between
+/// characters.
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(crate) fn kept_error(error: &str) -> &str {
     &error[..error.floor_char_boundary(4_096)]
@@ -182,13 +183,13 @@ pub struct HistoryEntry {
 pub struct DeadMessage {
     /// `o<position>` for the outbox, `c<sequence>` for a consumer: what `dead list` shows.
     pub number: String,
-    /// Which of the three.
+    /// Whether it is dead, held or waiting.
     pub state: DeadState,
     /// On which side it stands: in the outbox, or with a consumer.
     pub place: DeadPlace,
     /// The id under which it is published or deduplicated.
     pub message_id: Uuid,
-    /// The id as its producer sent it, where it is written in another way.
+    /// The id as its producer sent it, where its text is not that of `message_id`.
     pub sent_id: Option<String>,
     /// The topic that the message belongs to.
     pub topic: String,
@@ -202,16 +203,17 @@ pub struct DeadMessage {
     pub error: Option<String>,
     /// Tries that were counted so far.
     pub attempts: u32,
-    /// When it became what it is.
+    /// When it became dead or held; for a waiting message, when it was stored.
     pub dead_at: DateTime<Utc>,
-    /// When it is tried next; a held one goes on with what holds it, and one that is held for its
-    /// destination when a trial of its topic succeeds: one is made after 30 s, or after the
-    /// publisher's probe interval where that is longer.
+    /// When it is tried next. None for a held message: it goes on with the message before it, or,
+    /// if held for its destination, when a trial of its topic succeeds. A trial is made after 30 s,
+    /// or after the publisher's probe interval where that is longer.
     pub next_try: Option<DateTime<Utc>>,
-    /// How many stand behind it, of its key; behind the first that is held for its destination, how
-    /// many of its topic are held. Counted up to 10,000, which then means that or more.
+    /// How many messages of its key stand behind it. For the first message of a topic that is held
+    /// for its destination: how many of the topic are held behind it. Counted up to 10,000, which
+    /// means 10,000 or more.
     pub behind: u64,
-    /// What was requested and not yet done.
+    /// The request of an operator that is not carried out yet.
     pub requested: Option<String>,
     /// Error history, oldest first.
     pub history: Vec<HistoryEntry>,
@@ -224,29 +226,29 @@ pub struct DeadMessage {
     pub content_type: Option<String>,
 }
 
-/// What an operator does with messages that could not be sent or handled. One of a consumer that
-/// waits or is held is buried first, in the same transaction, and then treated as a dead one; one
-/// that a process handles at this moment is refused.
+/// An act of an operator on dead, held or waiting messages. A consumer's message that waits or is
+/// held is buried first, in the same transaction, and then treated as dead. A message that a
+/// process is handling now is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OperatorAct {
-    /// Again, with the same id: inboxes still deduplicate.
+    /// Send or handle it again, with the same id: inboxes still deduplicate.
     Redrive,
-    /// Again, edited or unchanged, under a new id; the old one becomes the causation id header
-    /// `oncebox`-side.
+    /// Send or handle it again, edited or unchanged, under a new id. The old id goes into the
+    /// header `oncebox-causation-id`.
     RedriveAs {
         /// The id that the message is sent or handled under from now on.
         id: Uuid,
         /// The new payload, where it is edited.
         payload: Option<Vec<u8>>,
     },
-    /// No more tries: dead, until something else is done with it.
+    /// No more tries: it is dead until another act.
     Bury,
-    /// Forgotten; what stands behind goes on.
+    /// Delete it; the messages behind it go on.
     Discard,
 }
 
 impl OperatorAct {
-    /// As audit rows name it.
+    /// The name of the act in audit rows.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Redrive => "redrive",
@@ -256,10 +258,11 @@ impl OperatorAct {
         }
     }
 
-    /// Whether the message has to be buried before this act: it is a consumer's, and not dead.
+    /// Whether the message must be buried before this act, because it belongs to a consumer and is
+    /// not dead.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where the act has no meaning for the message as it stands.
+    /// [`StoreError::Refused`] where the act has no meaning for a message in this state.
     pub(super) fn buries(&self, message: &DeadMessage) -> Result<bool, StoreError> {
         let refused = |why: &str| Err(StoreError::Refused(format!("{}: {why}", message.number)));
         let is_dead = message.state == DeadState::Dead;
@@ -280,7 +283,7 @@ impl OperatorAct {
         }
     }
 
-    /// A message that cannot be buried now.
+    /// The error for a message that cannot be buried now.
     pub(super) fn runs_now(message: &DeadMessage) -> StoreError {
         StoreError::Refused(format!(
             "{}: a process handles it at this moment, or another copy of it is dead; look again with `oncebox dead list`",
@@ -292,17 +295,17 @@ impl OperatorAct {
 /// The reason of a message that an operator buried.
 pub(super) const BURIED: &str = "buried";
 
-/// What becomes of a consumer's dead message that an operator sends on.
+/// The result of a redrive of a consumer's dead message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Redriven {
-    /// It is no longer dead: it waits for its next try.
+    /// It waits for its next try.
     Waits,
     /// Another copy of it was handled after this one was stored as dead: it is discarded.
     AlreadyHandled,
 }
 
 impl Redriven {
-    /// What an audit row says beside the act: what the message was dead for.
+    /// The detail of the audit row: why the message was dead, and whether it was discarded.
     pub(super) fn detail(self, reason: &str) -> String {
         match self {
             Self::Waits => reason.to_owned(),
@@ -311,10 +314,11 @@ impl Redriven {
     }
 }
 
-/// Decides from the inbox row that stood before the act inserted one: none, or whether its content
-/// is that of the message.
+/// Decides what a redrive does. `stood` tells of the inbox row that was there before the act
+/// inserted one: none, or whether it has the content of the message.
 ///
-/// A verdict on the age of an id leaves no inbox row; every other dead message has its own.
+/// A message that was too old or from the future has no inbox row; every other dead message has its
+/// own.
 pub(super) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool>) -> Result<Redriven, StoreError> {
     let is_renamed = matches!(act, OperatorAct::RedriveAs { .. });
     match stood {
@@ -331,10 +335,10 @@ pub(super) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool
     }
 }
 
-/// What an act did.
+/// The result of an act.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct OperatorOutcome {
-    /// Numbers of the messages concerned.
+    /// Numbers of the messages that were acted on.
     pub numbers: Vec<String>,
     /// Those of them that a redrive discarded: another copy was handled since.
     pub already_handled: Vec<String>,
@@ -343,7 +347,7 @@ pub struct OperatorOutcome {
 }
 
 impl OperatorOutcome {
-    /// Notes what became of one message.
+    /// Adds the result for one message.
     pub(super) fn add(&mut self, message: &DeadMessage, done: Redriven) {
         self.numbers.push(message.number.clone());
         if done == Redriven::AlreadyHandled {
@@ -352,23 +356,24 @@ impl OperatorOutcome {
     }
 }
 
-/// Who acts, why, and within which bounds. Every act writes an audit row.
+/// Who acts, why, and within which limits. Every act writes an audit row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ActContext {
     /// The person or program that acts, for the audit row.
     pub actor: String,
     /// Why the act is done, for the audit row.
     pub reason: String,
-    /// Only say what would be done.
+    /// Only report what would be done.
     pub dry_run: bool,
     /// Longest age of a dead outbox row that may be redriven with its own id.
     pub redrive_age_max: Option<Duration>,
 }
 
-/// A consumer was seen within this time: a process of it is there, or may come back by itself.
+/// A consumer that was seen within this time counts as present: a process of it runs, or may come
+/// back by itself.
 pub const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
 
-/// What a consumer left behind that is forgotten with it.
+/// What was deleted with a consumer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Forgotten {
     /// Messages that waited, were held or dead.
@@ -378,13 +383,13 @@ pub struct Forgotten {
 }
 
 impl Forgotten {
-    /// The name of a consumer that is being forgotten: whoever starts under its old name is a new
-    /// one.
+    /// The name of a consumer that is being forgotten. A process that starts with the old name
+    /// registers a new consumer.
     pub(super) fn name(consumer: i32) -> String {
         format!("(forgotten {consumer})")
     }
 
-    /// Refused while a process of the consumer may be there.
+    /// Refuses to forget a consumer while a process of it may run.
     pub(super) fn check(name: &str, seen_seconds_ago: f64) -> Result<(), StoreError> {
         if seen_seconds_ago >= CONSUMER_PRESENT.as_secs_f64() {
             return Ok(());
@@ -400,24 +405,24 @@ impl Forgotten {
     }
 }
 
-/// What a person did.
+/// One act of an operator, as the audit shows it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct AuditEntry {
     /// When, by the database's clock.
     pub at: DateTime<Utc>,
     /// The person or program that acted.
     pub actor: String,
-    /// What: `redrive`, `discard`, `release`, ...
+    /// The name of the act: `redrive`, `discard`, `release`, ...
     pub act: String,
     /// Why it was done, as the operator said it.
     pub reason: String,
-    /// Of what: a topic, the outbox, a consumer, an operation.
+    /// What the act was on: a topic, the outbox, a consumer, an operation.
     pub place: String,
     /// The number that a list showed, or the hash of a key; empty where neither was named.
     pub number: String,
     /// The message or the operation; nil where the act was on neither.
     pub message_id: Uuid,
-    /// What else is known of it.
+    /// Further details, such as the state before the act.
     pub detail: String,
 }
 
@@ -430,12 +435,13 @@ pub struct LockWait {
     pub statement: String,
     /// For how long, seconds.
     pub seconds: f64,
-    /// Who holds the lock, as far as the server tells: number, name of the program, what it does.
+    /// The connections that hold the lock, as far as the server tells: number, name of the program,
+    /// what it does.
     pub holders: Vec<String>,
 }
 
 impl DeadMessage {
-    /// The id of a message as text, where it is not the one that we give it.
+    /// The text of an id, where it does not parse to the id that we use.
     pub(crate) fn sent_id(id: Uuid, text: String) -> Option<String> {
         (text.parse() != Ok(id)).then_some(text)
     }
@@ -443,23 +449,23 @@ impl DeadMessage {
 
 /// Duty: what an operator sees of a database, and the acts on it.
 pub trait Operator: Base {
-    /// How shards, consumers, dead messages and e-mails stand now.
+    /// The current state of shards, consumers, dead messages and e-mails.
     fn status(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
 
-    /// Connections to this database that wait for a lock for so long, as far as the server tells: a
-    /// handler that hangs in one is in no table.
+    /// Connections that have waited for a lock for longer than this, as far as the server tells. No
+    /// table shows a handler that hangs in a lock.
     fn lock_waits(&self, longer_than: Duration) -> impl Future<Output = Result<Vec<LockWait>, StoreError>> + Send;
 
-    /// What operators did, newest first; with an id, to this message or operation alone.
+    /// The acts of operators, newest first; with an id only those on this message or operation.
     fn audit(&self, id: Option<Uuid>, limit: usize)
     -> impl Future<Output = Result<Vec<AuditEntry>, StoreError>> + Send;
 
-    /// Forgets a consumer that is gone: its waiting, held and dead messages, what its inbox
-    /// remembers, its name. One that starts under its name is a new one. With `dry_run` it is only
-    /// counted.
+    /// Forgets a consumer that is gone: deletes its waiting, held and dead messages, its inbox and
+    /// its name. A consumer that starts with the same name is a new one. With `dry_run` the rows
+    /// are only counted.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where it is not known, or a process of it was there within
+    /// [`StoreError::Refused`] where the consumer is not known, or was seen within
     /// [`CONSUMER_PRESENT`].
     fn forget_consumer(
         &self,
@@ -470,15 +476,16 @@ pub trait Operator: Base {
     /// Messages that could not be sent or handled, oldest first.
     fn dead(&self, filter: &DeadFilter) -> impl Future<Output = Result<Vec<DeadMessage>, StoreError>> + Send;
 
-    /// Mends positions that the relay would never read: a sequence that stands behind the cursor is
-    /// set above it, and messages that took a position which the relay has passed come before it
-    /// again, in their order. What was sent may be sent again, nothing is lost. Gives a sentence
-    /// for each thing that was mended, and leaves an audit row; with `dry_run` nothing is written.
+    /// Repairs positions that the relay would never read: a sequence that is behind the cursor is
+    /// set above it, and messages at positions that the relay has passed are put before it again,
+    /// in order. Some messages may be sent a second time, none is lost. Returns a sentence for each
+    /// repair and writes an audit row; with `dry_run` nothing is written.
     fn mend(&self, context: &ActContext) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
 
-    /// Acts on the dead messages of a filter, writes an audit row for each. On outbox rows it
-    /// writes a request that the owner of the shard carries out; consumer rows change at once
-    /// (redrive: due now; discard: gone, next one due).
+    /// Acts on the messages that match a filter, with an audit row for each. For outbox rows it
+    /// writes a request that the owner of the shard carries out. Consumer rows change at once
+    /// (redrive: due now, or behind an earlier message of its key; discard: deleted, and the next
+    /// message is due).
     fn act(
         &self,
         filter: &DeadFilter,
