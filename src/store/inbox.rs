@@ -1,9 +1,10 @@
 //! Duty: the inbox and the transaction around a handler.
 //!
-//! The order is fixed (R24): begin, admit (insert first, sorted), blocked keys and purge bound,
-//! handlers, prove (R23), commit. The unique key decides what is new; nothing is decided from a
-//! SELECT. A purge records its bound before, or with, the first row it takes, so that whoever finds
-//! such a message new finds it too old as well (R31, G8).
+//! The order is fixed (R24): begin, admit (insert first, sorted), read blocked keys and purge
+//! bound, run handlers, prove (R23), commit. The unique key decides what is new; nothing is decided
+//! from a SELECT. A purge records its bound before, or together with, its first deletion. So a
+//! message whose row was purged seems new, but the same transaction also finds it too old (R31,
+//! G8).
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -42,7 +43,7 @@ impl ConsumerSpec {
     /// Whether the stored id rule is to be replaced by this one.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where it is another one, and nobody accepted that.
+    /// [`StoreError::Refused`] where the stored rule is another one, and `accept` is not set.
     pub(crate) fn changes(&self, stored: &str) -> Result<bool, StoreError> {
         if stored == self.id_rule || self.accept {
             return Ok(stored != self.id_rule);
@@ -64,10 +65,10 @@ pub struct InboxEntry {
     pub hash: ContentHash,
 }
 
-/// What the inbox already had for an id.
+/// The inbox row that was already there for an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Known {
-    /// The hash that stands in the inbox: another one is an alarm.
+    /// The stored content hash: if the message has another one, that is an alarm.
     pub hash: ContentHash,
 }
 
@@ -79,27 +80,26 @@ pub struct Admission {
     pub known: Vec<Option<Known>>,
 }
 
-/// What may stand in the way of messages that are new, asked in a statement of its own after their
+/// What may keep new messages from running. It is read by a statement of its own after their inbox
 /// rows were inserted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Standing {
-    /// Of the lanes asked about, those with a waiting message or a dead one that holds.
+    /// Those of the given lanes that have a waiting message, or a dead one that holds.
     pub blocked: HashSet<[u8; 16]>,
-    /// What `policy::horizon` judges ages by.
+    /// The bounds from which `policy::horizon` judges ages.
     pub bounds: Bounds,
 }
 
-/// What one step of a purge did.
+/// The result of one step of a purge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Purged {
-    /// Rows that are gone.
+    /// How many rows were deleted.
     pub rows: u64,
-    /// The last id that was looked at: the next step goes on behind it. None where this was the
-    /// last step.
+    /// The id after which the next step goes on. None where this was the last step.
     pub next: Option<MessageId>,
 }
 
-/// As what a message is stored instead of being handled now.
+/// In which state a message is stored that is not handled now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ParkAs {
     /// A head that is due after this time.
@@ -125,11 +125,11 @@ pub struct Parked {
     pub park_as: ParkAs,
     /// Tries that were counted so far.
     pub attempts: u32,
-    /// What the last try said.
+    /// The error of the last try.
     pub error: Option<String>,
 }
 
-/// What the check before COMMIT found (R23).
+/// The result of the check before COMMIT (R23).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
     /// The same transaction, all our inbox rows in it.
@@ -137,32 +137,32 @@ pub enum Proof {
     /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the
     /// handler's failure.
     Aborted,
-    /// The transaction is another one than the one that inserted our rows: the handler ended it.
-    /// [`InboxTx::undo`] tells whether it committed them: if so the message is dead as
-    /// `transaction-ended`, else the batch is tried again.
+    /// This is not the transaction that inserted our rows: the handler ended that one.
+    /// [`InboxTx::undo`] tells whether the handler committed them. If so, the message becomes dead
+    /// as `transaction-ended`; otherwise the batch is tried again.
     Ended,
 }
 
-/// What became of a transaction that this program did not commit.
+/// How a transaction ended that we did not commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undone {
     /// Nothing of it stays.
     Whole,
-    /// Nothing of it stays. Its connection was lost while the server had nothing to do for it: a
-    /// failure that a handler saw on it is transient.
+    /// Nothing of it stays. Its connection was lost while no statement ran for it on the server. An
+    /// error that a handler got from it is transient.
     Lost,
     /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was
     /// undone. Its inbox rows say nothing about whether its messages were handled.
     Committed,
 }
 
-/// How long a connection may take to roll back before the server is asked on another one to end it:
-/// a handler that ran out of time may have left a statement running.
+/// How long a rollback may take before the server is told, on another connection, to end this one.
+/// A handler that ran out of time may have left a statement running.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) const ROLLBACK_MAX: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// How often [`InboxTx::undo`] looks whether the server has ended a transaction, and the pause
-/// between two looks.
+/// How often [`InboxTx::undo`] checks whether the server has ended a transaction, and the pause
+/// between two checks.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) const LOOKS: (u32, std::time::Duration) = (50, std::time::Duration::from_millis(100));
 
@@ -173,20 +173,20 @@ pub struct Holding {
     pub topic: Arc<str>,
     /// The number of the partition within its topic.
     pub partition: i32,
-    /// A token of this assignment alone: an owner that lost the partition changes nothing of the
-    /// next one's row.
+    /// A token unique to this assignment: an owner that lost the partition cannot change the row
+    /// for the next owner.
     pub owner: Uuid,
 }
 
-/// What stood in the row of a partition when it was assigned.
+/// The row of a partition as it was when the partition was assigned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Opened {
-    /// It was open, so its last owner did not end cleanly (R26).
+    /// Whether it was open, so that its last owner did not end cleanly (R26).
     pub was_open: bool,
-    /// Where the consumer stood, where a position was kept.
+    /// The stored position; none where none was kept.
     pub position: Option<Position>,
-    /// The position was kept under another id rule than the consumer has now: what has the same
-    /// coordinates has another id.
+    /// Whether the position was stored under another id rule than the consumer has now: messages at
+    /// the same coordinates then have other ids.
     pub has_new_ids: bool,
 }
 
@@ -196,18 +196,19 @@ pub fn time_in_id(id: MessageId) -> Option<DbTime> {
     id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
 }
 
-/// The first id that can carry this time: what a v7 id before it carries is of the past.
+/// The smallest id that carries this time: every smaller v7 id carries an earlier time.
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
     MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
 }
 
-/// How long a statement inside a handler's transaction waits for a lock: well below the handler's
-/// time, so that a wait for somebody else's transaction ends as what it is, which counts no try.
+/// How long a statement inside a handler's transaction waits for a lock. It is well below the
+/// handler timeout, so that a wait for another transaction ends as a lock timeout, which counts no
+/// attempt.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) fn lock_wait(handler_timeout: Duration) -> Duration {
-    // Of no time at all a server would make a wait without end.
+    // Not zero: a server takes zero as no limit.
     (handler_timeout / 2).clamp(Duration::from_millis(100), Duration::from_secs(5))
 }
 
@@ -216,43 +217,42 @@ pub(super) fn lock_wait(handler_timeout: Duration) -> Duration {
 /// The consumer is compiled once, for any store: a call costs a boxed future beside its round trip.
 #[async_trait]
 pub trait Inbox: Debug + Send + Sync {
-    /// Registers a consumer at its first start and gives its number.
+    /// Returns the number of a consumer, and registers it at its first start.
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the stored id rule is another one.
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError>;
 
-    /// Notes that a process of this consumer is there. False where an operator forgot the consumer
-    /// meanwhile, or a process with another id rule was accepted for it.
+    /// Records that a process of this consumer is running. False where an operator has forgotten
+    /// the consumer, or another id rule was accepted for it, since it was registered.
     async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError>;
 
-    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise
-    /// needs. Dropped before it returns, it leaves no connection that is inside a transaction to
-    /// anybody else (R28).
+    /// Begins a transaction, READ COMMITTED, on a connection with the session settings that the
+    /// promises need. If the call is dropped before it returns, no connection goes back to the pool
+    /// inside a transaction (R28).
     async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
 
     /// Which of these ids have a committed inbox row: for suspicion (R26), never for deduplication.
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
 
-    /// True where another transaction that has not ended inserted one of these ids: whoever admits
-    /// it waits for that. Asked without waiting, and changes nothing.
+    /// True where another transaction inserted one of these ids and has not ended: an `admit` of
+    /// that id would wait for it. This call itself does not wait, and changes nothing.
     async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
 
-    /// What ages are judged by now, outside any transaction: where a purge begins.
+    /// The current bounds for ages, read outside any transaction. A purge begins with them.
     async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
-    /// Takes away up to `rows_max` tries of messages that have their inbox row: they were handled
-    /// or stored by somebody who did not know of the tries. Gives how many.
+    /// Deletes up to `rows_max` attempt rows of messages that have their inbox row: a process that
+    /// did not know of the attempts handled or stored them. Returns how many rows were deleted.
     async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError>;
 
-    /// Whether at least so many dead messages of this consumer stand.
+    /// Whether this consumer has at least `rows` dead messages.
     async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError>;
 
-    /// One step of a purge up to `below`, in whole milliseconds: looks at up to `rows_max` inbox
-    /// rows of this consumer behind the id `after` and takes those that `policy::horizon` lets go
-    /// and whose message does not wait and is not dead. The bound of what it takes is recorded in
-    /// the same transaction, and never lowered. Rows of other consumers, and their bounds, stay:
-    /// what one of them remembers is its own affair.
+    /// One step of a purge up to `below`, in whole milliseconds. It reads up to `rows_max` inbox
+    /// rows of this consumer after the id `after`, and deletes those that `policy::horizon` allows,
+    /// unless their message waits or is dead. The bound of the deleted rows is recorded in the same
+    /// transaction, and never lowered. Rows and bounds of other consumers do not change.
     async fn purge(
         &self,
         consumer: ConsumerId,
@@ -261,22 +261,22 @@ pub trait Inbox: Debug + Send + Sync {
         rows_max: usize,
     ) -> Result<Purged, StoreError>;
 
-    /// Counts a try in a transaction of its own, before the handler runs, and gives the number of
+    /// Counts a try in a transaction of its own, before the handler runs, and returns the number of
     /// this try (1 for the first).
     async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError>;
 
-    /// Counts the first try of each of these, in one transaction of its own, before they run
-    /// together. One that has a try counted already is left as it is, so that asked twice it counts
-    /// once.
+    /// Counts the first try of each of these messages, in one transaction of its own, before they
+    /// run together. A message that has a try counted already is left as it is, so a repeated call
+    /// counts nothing more.
     async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: a transient
     /// failure, or a stop.
     async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError>;
 
-    /// Notes what a failed try said, in a transaction of its own, and counts the try where
-    /// `counted` is set (it was not counted by [`Inbox::begin_attempt`]); gives the number of tries
-    /// so far.
+    /// Stores the error of a failed try, in a transaction of its own. It also counts the try where
+    /// `counted` is set, for a try that [`Inbox::begin_attempt`] did not count. Returns the number
+    /// of tries so far.
     async fn failed_attempt(
         &self,
         consumer: ConsumerId,
@@ -288,17 +288,18 @@ pub trait Inbox: Debug + Send + Sync {
     /// Tries counted so far for these ids; ids without any are left out.
     async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError>;
 
-    /// Notes that a partition was assigned, to be held under this owner from now on.
+    /// Opens the row of a partition that was assigned, under this owner, and returns what the row
+    /// was before.
     async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError>;
 
-    /// Remembers where the consumer stands in partitions, each under its own owner; what another
-    /// owner holds meanwhile is left alone. Called only after everything before the positions is
-    /// committed, in transactions of its own: whatever part of its writes a database keeps, a
-    /// position never stands there without the effects before it.
+    /// Stores the positions of partitions, each fenced by its owner; a partition that another owner
+    /// has by now is not changed. It is called only after everything before the positions is
+    /// committed, and uses a transaction of its own. So even if a database loses its last writes,
+    /// no position is stored without the effects before it.
     async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError>;
 
-    /// Notes a clean end, unless another owner has the partition, and the position where it is
-    /// given.
+    /// Closes the row of a partition in order, with the position where it is given, unless another
+    /// owner has the partition.
     async fn close_assignment(
         &self,
         consumer: ConsumerId,
@@ -318,8 +319,9 @@ pub trait InboxTx: Send {
     /// At most one call.
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError>;
 
-    /// Which of these lanes (see [`Message::lane_id`]) are blocked, and what ages are judged by. A
-    /// statement of its own, after the insert: it sees what whoever was waited for has committed.
+    /// Which of these lanes (see [`Message::lane_id`]) are blocked, and the bounds for ages. It is
+    /// a statement of its own after the insert, so it sees what a transaction committed for which
+    /// the insert waited.
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError>;
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
@@ -330,34 +332,36 @@ pub trait InboxTx: Send {
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Removes claimed waiting messages, those of one key and one claim, and makes the next of the
+    /// Removes claimed waiting messages of one key and one claim, and makes the next message of the
     /// key due. False where the claim is not ours any more: then roll back.
     async fn finish(&mut self, claimed: &[super::ClaimedMessage]) -> Result<bool, StoreError>;
 
-    /// Deletes the attempt rows of messages that are done with.
+    /// Deletes the attempt rows of messages that are handled or stored.
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
     async fn prove(&mut self) -> Result<Proof, StoreError>;
 
-    /// Ends the transaction without a commit, after code that is not ours ran in it, and tells
-    /// whether that code had committed it before. Where its connection does not answer, the server
-    /// is asked on a fresh one, and told to end what still runs for it: when this returns, nothing
-    /// of the transaction can be committed any more.
+    /// Ends the transaction without a commit, after a handler ran in it, and tells whether the
+    /// handler had committed it before. If the connection does not answer, the server is told on a
+    /// new connection to end what still runs for the old one. When this returns `Ok`, nothing of
+    /// the transaction can be committed any more.
     ///
     /// # Errors
-    /// It is not known yet. Ask again: until then the messages must not be tried again, for inbox
-    /// rows that the handler committed would make them duplicates.
+    /// The end of the transaction is not known yet: call it again. Until it succeeds the messages
+    /// must not be tried again, because inbox rows that the handler committed would make them
+    /// duplicates.
     async fn undo(&mut self) -> Result<Undone, StoreError>;
 
     /// Commits.
     ///
     /// # Errors
-    /// [`StoreError::CommitUnknown`] where the connection was lost: redelivery finds out.
+    /// [`StoreError::CommitUnknown`] where the connection was lost: the redelivery shows whether it
+    /// was committed.
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
-    /// Rolls back, explicitly; an error of it closes the connection. For what only we wrote in;
-    /// after a handler, [`Self::undo`].
+    /// Rolls back; if that fails, the connection is closed. It is for a transaction in which no
+    /// handler ran; after a handler call [`Self::undo`].
     async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
 }
 

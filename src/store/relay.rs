@@ -1,13 +1,13 @@
 //! Duty: the outbox as its relay sees it.
 //!
-//! A session is one ownership of one shard, from the lease that raised the epoch to the first
-//! doubt. It reads new rows in position order, claims them with a synchronous commit of its own
-//! begun after the read (R5), and marks them in order once the broker has proven them. What the
-//! cursor is (gaps and fences, rows present, plain position) is the adapter's own.
+//! A session owns one shard, from the lease that raised the epoch to the first doubt. It reads new
+//! rows in position order, claims them with a synchronous commit that begins after the read (R5),
+//! and marks them in order once the broker has proven them. Each adapter has its own kind of cursor
+//! (gaps and fences, rows that are present, plain position).
 //!
 //! Guarantees: every write is fenced by epoch and revision ([`StoreError::Fenced`] ends the
-//! session, nothing changed); a committed message is read until a mark has proven it or moved it,
-//! whole, to dead or held.
+//! session, and nothing was changed). A committed message is read again until a mark has recorded
+//! it as proven, or moved it as a whole to the dead and held table.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use async_trait::async_trait;
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 
-/// Who asks for a shard, and for how long at a time.
+/// A request for the lease of a shard.
 #[derive(Debug, Clone)]
 pub struct LeaseRequest {
     /// The shard; 0 is the only one on MySQL and SQLite.
@@ -26,13 +26,13 @@ pub struct LeaseRequest {
     pub owner: String,
     /// Length of the lease, in database time.
     pub length: Duration,
-    /// Bytes of messages that one read gives at most, unless the first alone is larger: bounds
-    /// memory whatever the number of rows (G11).
+    /// How many bytes of messages one read returns at most, unless the first message alone is
+    /// larger. It bounds memory for any number of rows (G11).
     pub read_bytes: usize,
 }
 
 impl LeaseRequest {
-    /// Of the first shard, with reads of 4 MiB.
+    /// A request for the first shard, with reads of 4 MiB.
     pub fn new(owner: impl Into<String>, length: Duration) -> Self {
         Self { shard: 0, owner: owner.into(), length, read_bytes: 4 << 20 }
     }
@@ -43,7 +43,7 @@ impl LeaseRequest {
 pub enum LeaseAnswer {
     /// The shard is ours: the epoch was raised in a synchronous transaction.
     Taken(Box<dyn RelaySession>),
-    /// Somebody else's, for at most this long unless renewed.
+    /// Another owner has the lease, for at most this long unless it is renewed.
     HeldBy {
         /// The name of the owner.
         owner: String,
@@ -57,7 +57,7 @@ pub enum LeaseAnswer {
 /// A row to publish.
 #[derive(Debug, Clone)]
 pub struct OutboxRow {
-    /// Its position: order, identity of the row.
+    /// The position of the row, which is its order and its identity.
     pub position: i64,
     /// The first byte of the hash of its key, or of its id; a shard owns a range of buckets.
     pub bucket: u8,
@@ -65,7 +65,7 @@ pub struct OutboxRow {
     pub message: OutgoingMessage,
 }
 
-/// What one read gave: a batch of the window, possibly without rows of ours.
+/// The result of one read: a batch of the window, possibly without rows of this shard.
 #[derive(Debug)]
 pub struct ReadBatch {
     /// Number of this batch within the session, ascending by one.
@@ -74,15 +74,15 @@ pub struct ReadBatch {
     pub rows: Vec<OutboxRow>,
     /// True where there was more to read.
     pub more: bool,
-    /// True where a claim must follow within a second although there are no rows (gaps found, rows
-    /// of other shards).
+    /// True where a claim must follow within a second although there are no rows (gaps were found,
+    /// or rows of other shards).
     pub needs_claim: bool,
 }
 
-/// Why a row leaves the way to the broker.
+/// Why a row is not sent for now: dead or held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Diversion {
-    /// Refused for what it is; with `holds` later rows of its key follow it as held.
+    /// The broker refused the message itself; with `holds` later rows of its key become held.
     Dead {
         /// Why the broker refused it.
         reason: String,
@@ -98,19 +98,19 @@ pub enum Diversion {
     },
 }
 
-/// What a mark does, in one fenced transaction.
+/// The changes that a mark makes in one fenced transaction.
 #[derive(Debug, Clone, Default)]
 pub struct Mark {
     /// The cursor moves to the end of this batch; all batches up to it are wholly proven or
     /// diverted here.
     pub through: Option<u64>,
-    /// Rows of those batches that are copied whole to the dead and held table.
+    /// Rows of those batches that are copied as a whole to the dead and held table.
     pub diverted: Vec<(i64, Diversion)>,
     /// Positions of dead or held rows that the broker has proven now: they leave that table.
     pub released: Vec<i64>,
     /// Rows of the dead and held table whose state changes (a released row that was refused again).
     pub changed: Vec<(i64, Diversion)>,
-    /// Dead rows that an operator discarded; the decision is kept.
+    /// Rows of that table that an operator discarded; the decision is kept.
     pub discarded: Vec<i64>,
 }
 
@@ -139,13 +139,14 @@ pub struct DivertedRow {
     pub diversion: Diversion,
 }
 
-/// What an operator asked for a dead row, or, to be rid of it, for a held one.
+/// What an operator requested for a dead row. For a held row only `Self::Discard` can be
+/// requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestedAct {
-    /// Publish it again, with the same id or the one the operator's command put there, then what
-    /// stands behind it.
+    /// Publish it again, with its id or the new id that the operator's command wrote, then the rows
+    /// behind it.
     Redrive,
-    /// Forget it, then publish what stands behind it.
+    /// Delete it, then publish the rows behind it.
     Discard,
 }
 
@@ -155,11 +156,11 @@ pub enum RequestedAct {
 pub struct OperatorRequest {
     /// Position of the row.
     pub position: i64,
-    /// The topic of the row that is meant.
+    /// The topic of the row.
     pub topic: String,
     /// The key of the row; `None` where it has none.
     pub key: Option<String>,
-    /// What the operator wants to be done.
+    /// What the owner of the shard has to do.
     pub act: RequestedAct,
 }
 
@@ -168,15 +169,15 @@ pub struct OperatorRequest {
 /// The relay is compiled once, for any store: a call costs a boxed future beside its round trip.
 #[async_trait]
 pub trait Outbox: Debug + Send + Sync {
-    /// Takes the lease of a shard in one synchronous transaction, or says who has it. A lease that
-    /// ends later than now plus its length counts as expired: the clock went back (R22). The same
-    /// owner takes its own lease again at once.
+    /// Takes the lease of a shard in one synchronous transaction, or returns its current owner. A
+    /// lease that ends later than now plus its length counts as expired, because the clock went
+    /// back (R22). The same owner can take its own lease again at once.
     ///
     /// # Cancel safety
     /// A dropped call may have taken the lease; the next one of the same owner takes it again.
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError>;
 
-    /// How long rows that were proven are kept, and so can be sent again.
+    /// How long proven rows are kept, so that they can be sent again.
     async fn proven_kept(&self) -> Result<Duration, StoreError>;
 
     /// The ids of all shards.
@@ -190,37 +191,38 @@ pub trait Outbox: Debug + Send + Sync {
 /// No method may be dropped before it returns unless the session is dropped with it.
 #[async_trait]
 pub trait RelaySession: Debug + Send {
-    /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach the bytes that were
-    /// asked for. Fenced: the epoch is checked in the same statement.
+    /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach `read_bytes` of the
+    /// request. It is fenced: the same statement checks the epoch.
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError>;
 
     /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark
     /// where one is due.
     async fn claim(&mut self, mark: Mark) -> Result<(), StoreError>;
 
-    /// Rows of the dead and held table that hold something, in position order, at most `limit`:
-    /// loaded at the start of a session. A row that is dead under policy `skip` holds nothing and
-    /// counts for nothing here.
+    /// Rows of the dead and held table that hold later rows, in position order, at most `limit`.
+    /// They are loaded at the start of a session. A row that is dead under policy `skip` holds
+    /// nothing, and is neither returned nor counted.
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError>;
 
-    /// Requests of operators that wait, in position order.
+    /// Requests of operators that are not carried out yet, in position order.
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError>;
 
-    /// These dead and held rows, whole, in position order, to be published again; a row that is
-    /// gone is left out, and so are the last ones where the others reach the bytes of a read.
+    /// These dead and held rows with their messages, in position order, to be published again. Rows
+    /// that are gone are left out. So are the last ones, where the rows before them reach
+    /// `read_bytes`.
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError>;
 
-    /// Housekeeping between reads, bounded and never in the way of the application: partitions
-    /// ahead, proven rows deleted.
+    /// Housekeeping between reads: makes partitions ahead, and deletes proven rows. It is bounded
+    /// and does not block the application.
     async fn tidy(&mut self) -> Result<(), StoreError>;
 
-    /// Positions that may still appear, where they are at least half as many as may be; a store
-    /// whose positions have no gaps never says so.
+    /// The open gaps, where there are at least half as many as the bound allows; none otherwise,
+    /// and always none in a store whose positions have no gaps.
     async fn open_gaps(&mut self) -> Result<Option<OpenGaps>, StoreError> {
         Ok(None)
     }
 
-    /// Gives the lease back, so that a standby need not wait. Fenced.
+    /// Releases the lease, so that a standby need not wait for its end. It is fenced.
     async fn release(self: Box<Self>) -> Result<(), StoreError>;
 }
 
@@ -229,14 +231,14 @@ pub trait RelaySession: Debug + Send {
 pub struct OpenGaps {
     /// The number of ranges of positions that may still be filled.
     pub open: usize,
-    /// So many may be; then reads cover nothing new.
+    /// The bound: when it is reached, reads return no new positions.
     pub max: usize,
     /// The oldest transaction that may still write, in words, where one is seen.
     pub held_by: Option<String>,
 }
 
-/// Of positions with the bytes of their messages, the first ones: as many as it takes to reach
-/// `bytes_max`, and at least one.
+/// From pairs of position and message size, the first positions until their sizes reach
+/// `bytes_max`; at least one.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn first_within(weights: Vec<(i64, i64)>, bytes_max: usize) -> Vec<i64> {
     let mut bytes = 0;
