@@ -1,7 +1,7 @@
-//! One text of SQL for three databases: what is not on the hot path is written once, against this
-//! port. Each database's folder says how it runs a text (`sql.rs` there).
+//! One SQL text for three databases: statements that are not on the hot path are written once,
+//! against the traits here. The file `sql.rs` in the folder of each database runs them.
 //!
-//! A text is SQL that all three know, with these words of ours:
+//! A text is SQL that all three databases know, with these words of ours:
 //!
 //! | in the text | becomes |
 //! |---|---|
@@ -25,15 +25,15 @@
 //! | `{if name: ..}` | only where the value is true, or there |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
-//! Lists are arrays on PostgreSQL, and a JSON array elsewhere, ids and bytes in hexadecimal: a text
-//! may also read `:name` by `json_table` or `json_each`.
+//! A list is bound as an array on PostgreSQL. Elsewhere it is a JSON array, with ids and bytes in
+//! hexadecimal, so a text may also read `:name` by `json_table` or `json_each`.
 //!
-//! A text that has no words for a database does nothing there.
+//! A text that is empty for a database does nothing there.
 //!
 //! Guarantees:
 //!
-//! * Values are bound, never spliced; a text is `'static`, so a server keeps prepared no more
-//!   statements than there are texts.
+//! * Values are bound, never spliced. A text is `'static`, so the number of prepared statements on
+//!   a server is bounded.
 //! * On SQLite everything that writes runs in a transaction that begins with the write lock.
 //!
 //! Not here: statements of the hot path (the relay's read and claim, admission to the inbox, the
@@ -68,7 +68,7 @@ use crate::error::StoreError;
 use crate::policy::hex::hex;
 use crate::policy::operation::retention::Retention;
 
-/// A value to bind; a missing one is a null of its type.
+/// A value to bind; `None` is a null of its type.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::store) enum Value {
     Bool(bool),
@@ -79,11 +79,12 @@ pub(in crate::store) enum Value {
     Bytes(Option<Vec<u8>>),
     /// A point in time, as tables store times.
     Time(Option<DateTime<Utc>>),
-    /// The time that a message carries: exact, also where tables store times less exactly.
+    /// The time that a message carries. It is exact, also in a database whose tables store other
+    /// times less exactly.
     SentAt(Option<DateTime<Utc>>),
-    /// Text that came from elsewhere: any characters, and bytes on MySQL.
+    /// Text that came with a message: it may have any characters, and is stored as bytes on MySQL.
     Foreign(Option<String>),
-    /// Headers as they arrived, of any bytes: a JSON list of pairs.
+    /// Headers as they arrived, with any bytes: a JSON list of pairs.
     Headers(Vec<(String, Vec<u8>)>),
     /// A length of time, only inside `{span :name}`.
     Span(Option<Duration>),
@@ -92,11 +93,11 @@ pub(in crate::store) enum Value {
     Ids(Vec<Uuid>),
     ManyBytes(Vec<Vec<u8>>),
     Texts(Vec<String>),
-    /// Of [`Value::Foreign`]: in hexadecimal where that is bytes.
+    /// A list of [`Value::Foreign`], in hexadecimal where these are bytes.
     Foreigns(Vec<String>),
 }
 
-/// Text that came from elsewhere.
+/// A value for text that came with a message.
 pub(in crate::store) fn foreign(text: &str) -> Value {
     Value::Foreign(Some(text.to_owned()))
 }
@@ -196,14 +197,14 @@ lists_from! {
     String => Texts;
 }
 
-/// A text and its values.
+/// A text with the values that are bound to it.
 #[derive(Debug, Clone)]
 pub(in crate::store) struct Statement {
     text: &'static str,
     values: Vec<(&'static str, Value)>,
 }
 
-/// A text, to which values are bound.
+/// A statement of this text, without values yet.
 pub(in crate::store) fn sql(text: &'static str) -> Statement {
     Statement { text, values: Vec::new() }
 }
@@ -214,7 +215,7 @@ pub(in crate::store) fn words(text: &'static str, dialect: Dialect) -> &'static 
 }
 
 impl Statement {
-    /// Binds what stands as `:name` in the text.
+    /// Binds the value of `:name` in the text.
     #[must_use]
     pub(in crate::store) fn bind(mut self, name: &'static str, value: impl Into<Value>) -> Self {
         self.values.push((name, value.into()));
@@ -240,20 +241,20 @@ impl Statement {
 #[derive(Debug)]
 struct Written {
     text: &'static str,
-    /// The value of each placeholder, in order.
+    /// The name of the value for each placeholder, in order.
     names: Vec<&'static str>,
 }
 
-/// Texts as they were written for a database: each is made once, and lives as long as the program,
-/// as sqlx wants it of what it keeps prepared.
+/// Texts as they were written for a database. Each is made once and lives as long as the program,
+/// because sqlx requires that of statements that it keeps prepared.
 static WRITTEN: LazyLock<Mutex<WrittenTexts>> = LazyLock::new(Mutex::default);
 
-/// By text, database, and which values are given, in the order in which they were bound.
+/// The key: the text, the database, and for each bound value whether it is given.
 type WrittenTexts = HashMap<(&'static str, u8, u64), Arc<Written>>;
 
 fn written(statement: &Statement, dialect: Dialect) -> Arc<Written> {
     let given = |bits, (_, value): &(_, Value)| bits << 1 | u64::from(value.is_given());
-    // What makes no difference to the text is no part of the key.
+    // Without an `{if ..}` the text is the same whatever is given.
     let given = if statement.text.contains("{if ") { statement.values.iter().fold(0, given) } else { 0 };
     let mut all = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
     let written = all.entry((statement.text, dialect as u8, given)).or_insert_with(|| {
@@ -311,7 +312,7 @@ impl Writing<'_> {
         self.text.push_str(rest);
     }
 
-    /// What a word in braces becomes.
+    /// Writes what a word in braces becomes.
     fn word(&mut self, word: &'static str) {
         use Dialect::{MySql, Postgres, Sqlite};
         if let Some((of, inside)) = word.split_once(':').filter(|(of, _)| of.split(' ').all(is_a_database)) {
@@ -369,7 +370,8 @@ impl Writing<'_> {
             self.history(history, attempt);
         } else if self.longer_word(word).is_none() {
             self.write(match (word, self.dialect) {
-                // Of the statement: compared with the clock itself, no index is read by a time.
+                // The start of the statement: an index cannot be used to compare a time with the
+                // running clock.
                 ("now", Postgres) => "statement_timestamp()",
                 ("clock", Postgres) => "clock_timestamp()",
                 ("now" | "clock", MySql) => "utc_timestamp(6)",
@@ -382,9 +384,9 @@ impl Writing<'_> {
                 ("key", _) => "key",
                 ("lock", Postgres | MySql) => "for update",
                 ("lock free", Postgres | MySql) => "for update skip locked",
-                // The transaction has the write lock of the whole file.
+                // Not needed: the transaction has the write lock of the whole file.
                 ("lock" | "lock free", Sqlite) => "",
-                // A test writes every text for every database.
+                // Found by a test, which writes every piece for every database.
                 _ => "{unknown word}",
             });
         }
@@ -396,7 +398,7 @@ impl Writing<'_> {
         self.text.push_str(after);
     }
 
-    /// That what stands before is in a list.
+    /// Writes the condition that the expression before it is in a list.
     fn one_of(&mut self, of: &str, list: &'static str) {
         let is_hex = matches!(of, "ids" | "bytes");
         match self.dialect {
@@ -443,7 +445,7 @@ fn begins_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_lowercase())
 }
 
-/// Where the brace that was opened before this is closed.
+/// The index of the brace that closes the one opened before this text.
 fn closing(inside: &str) -> usize {
     let mut depth = 0;
     for (at, c) in inside.char_indices() {
@@ -460,12 +462,12 @@ fn closing(inside: &str) -> usize {
 /// The rows of an answer.
 pub(in crate::store) type Rows = Vec<Box<dyn Row>>;
 
-/// A connection on which statements run.
+/// A connection that runs statements.
 pub(in crate::store) trait Session: Send {
     /// The rows of an answer.
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>>;
 
-    /// How many rows were changed.
+    /// Runs a statement and returns how many rows it changed.
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>>;
 }
 
@@ -485,13 +487,13 @@ pub(in crate::store) trait Transaction: Send {
     /// Commits.
     ///
     /// # Errors
-    /// [`StoreError::CommitUnknown`] where the answer was lost.
+    /// [`StoreError::CommitUnknown`] where the answer to COMMIT was lost.
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
 
-    /// Takes everything back, and gives the connection back.
+    /// Rolls back, and returns the connection to the pool.
     fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
 
-    /// Writes an outcome to a record.
+    /// Writes an outcome to a record, if the fence holds.
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
@@ -505,13 +507,14 @@ pub(in crate::store) trait SqlStore: Send + Sync {
     /// Which database it is.
     fn dialect(&self) -> Dialect;
 
-    /// A connection, to read.
+    /// A connection for reads.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 
-    /// A transaction, to write.
+    /// A transaction for writes.
     fn begin_sql(&self) -> BoxFuture<'_, Result<Box<dyn Transaction>, StoreError>>;
 
-    /// One statement that writes, in a transaction of its own.
+    /// Runs one statement that writes, in a transaction of its own, and returns how many rows it
+    /// changed.
     fn run_alone(&self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>>;
 }
 

@@ -1,4 +1,4 @@
-//! Duty: statements of the sql handler. `:name` is found by a tokenizer for the dialect; values are
+//! Duty: statements of the sql handler. A tokenizer for the dialect finds each `:name`; values are
 //! bound, never spliced.
 
 mod named;
@@ -50,17 +50,17 @@ impl Debug for SqlValue {
 
 /// Duty: preparing and running a team's own statements.
 pub trait Statements: Base {
-    /// A statement that the server has seen and found good.
+    /// A statement that the server has prepared without an error.
     type Statement: Debug + Send + Sync + 'static;
 
-    /// How strings, comments and names are written.
+    /// The dialect in which strings, comments and names are written.
     fn dialect() -> Dialect;
 
-    /// Prepares a statement on the server, so that an error in it shows at start and not with the
+    /// Prepares a statement on the server, so that an error in it is found at start and not at the
     /// first message.
     fn prepare(&self, pieces: &[Piece]) -> impl Future<Output = Result<Self::Statement, StoreError>> + Send;
 
-    /// Runs it in the caller's transaction; gives the rows it touched.
+    /// Runs a statement in the caller's transaction; returns how many rows it changed.
     fn execute(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         statement: &Self::Statement,

@@ -1,4 +1,5 @@
-//! What an outcome writes, the same in every adapter, and how headers stand beside a body.
+//! The values that an outcome writes, the same in every adapter, and the format of headers beside a
+//! body. Not here: the statements that write them.
 
 use std::time::Duration;
 
@@ -8,22 +9,22 @@ use crate::policy::operation::State;
 use crate::policy::operation::record::Resource;
 use crate::policy::operation::retention::Retention;
 
-/// How many bytes of headers and body may stand in the row of a claim, where the adapter keeps
-/// small bodies there: a page has room for some, and no row is moved elsewhere because of it.
+/// Up to how many bytes of headers and body an adapter may keep in the row of the claim. A page has
+/// room for several such rows, and the database need not move a row because of it.
 const SMALL_BODY_MAX: usize = 2_048;
 
-/// What a stored value is not.
+/// The error for a stored value that cannot be read.
 pub(in crate::store) fn corrupt(error: impl std::fmt::Display) -> StoreError {
     StoreError::Corrupt(format!("a stored operation: {error}"))
 }
 
-/// A number, which is read in 64 bits.
+/// Converts a number that was read as 64 bits; an error if it is out of range.
 pub(in crate::store) fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
     T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
 }
 
 impl KeptBody {
-    /// How many bytes headers and body take as they stand: headers as `pack` writes them.
+    /// How many bytes headers and body take when stored; headers in the format of `pack`.
     #[must_use]
     pub fn stands_in(&self) -> u64 {
         let headers = self.headers.iter().map(|(name, value)| 8 + name.len() as u64 + value.len() as u64);
@@ -31,7 +32,7 @@ impl KeptBody {
     }
 }
 
-/// What an outcome writes.
+/// The values that an outcome writes.
 #[derive(Debug)]
 pub struct Columns<'a> {
     /// The state that the record has from now on.
@@ -85,7 +86,7 @@ impl<'a> Columns<'a> {
         self.kept.map(|kept| i64::try_from(kept.stands_in()).unwrap_or(i64::MAX))
     }
 
-    /// The body that has room in the row of its claim.
+    /// The body, if it fits into the row of its claim.
     pub(in crate::store) fn small(&self) -> Option<&'a KeptBody> {
         self.kept.filter(|kept| {
             let headers: usize = kept.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
@@ -93,13 +94,13 @@ impl<'a> Columns<'a> {
         })
     }
 
-    /// The body that has none.
+    /// The body, if it does not fit into the row of its claim.
     pub(in crate::store) fn large(&self) -> Option<&'a KeptBody> {
         if self.small().is_some() { None } else { self.kept }
     }
 }
 
-/// Names and values, each behind its length in four bytes, the highest first.
+/// Writes names and values, each after its length in four bytes, most significant byte first.
 pub(crate) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
     let mut packed = Vec::new();
     for part in headers.iter().flat_map(|(name, value)| [name.as_bytes(), value]) {

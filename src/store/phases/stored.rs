@@ -1,6 +1,7 @@
-//! How operations, intents and evidence stand in tables, the same in every database.
+//! Reads operations, intents and evidence from rows, the same for every database.
 //!
-//! A row is read by position, with times in microseconds.
+//! Guarantee: a row that cannot be read is `StoreError::Corrupt` with the name of the column.
+//! Columns are read by position, times in microseconds. Not here: the statements.
 
 use super::{NewEvidence, NewIntent, Sealed, StoredEvidence, StoredIntent, StoredOperation};
 use crate::error::StoreError;
@@ -14,8 +15,8 @@ fn stage(name: &str) -> Result<Stage, StoreError> {
     known.ok_or_else(|| corrupt(format!("`{name}` is no state")))
 }
 
-/// What was read, or which column of it is not what it should be: a row that this program cannot
-/// read is one row's trouble.
+/// Turns an error of decoding into `Corrupt` with the name of the column, so that one unreadable
+/// row does not stop the reading of others.
 fn named<T>(columns: &str, read: Result<T, StoreError>) -> Result<T, StoreError> {
     read.map_err(|error| match error {
         StoreError::Other(sqlx::Error::ColumnDecode { index, source }) => {
@@ -32,11 +33,11 @@ const INTENT: &str = "effect strategy provider_key request request_kid adapter a
     outcome undoes";
 const EVIDENCE: &str = "operation_id effect epoch send kind verdict status bytes bytes_kid observed_at";
 
-/// A row of [`OPERATION`]: tenant, operation and key are null where there is no record, and the end
-/// of the lease where it is over.
+/// A row of [`OPERATION`]: tenant, operation and key are null where there is no record;
+/// `lease_until` is null where the lease is over.
 ///
 /// # Errors
-/// [`StoreError::Corrupt`], with the column; the same below.
+/// [`StoreError::Corrupt`], with the name of the column. The functions below return the same error.
 pub(in crate::store) fn operation_of(
     row: &dyn Row,
     intents: Vec<StoredIntent>,

@@ -1,10 +1,10 @@
-//! The word `{history ..}`: a history of errors with one more behind it.
+//! The word `{history ..}`: a history of errors with one more error appended.
 
 use super::Writing;
 use crate::store::Dialect;
 
 impl Writing<'_> {
-    /// A history, oldest first, with an error behind it.
+    /// Writes a history, oldest first, with the error `:error` appended; it keeps a bounded number.
     pub(super) fn history(&mut self, history: &'static str, attempt: &'static str) {
         let [full, shorter, whole, before, end] = match self.dialect {
             Dialect::Postgres => [

@@ -1,8 +1,9 @@
-//! What of the inbox does not run for every batch, on every database: consumers, what is dead, and
-//! by files of their own tries, assignments and the purge.
+//! The part of the inbox that does not run for every batch, on every database: consumers and dead
+//! messages here; attempts, assignments and the purge in files of their own.
 //!
-//! Guarantees: a consumer keeps its number and its id rule (R31). What runs for every batch is each
-//! database's own: see [`OwnInbox`].
+//! Guarantees: a consumer keeps its number, and its id rule changes only when an operator accepts
+//! that (R31). Not here: what runs for every batch, which each database implements itself
+//! ([`OwnInbox`]).
 
 mod assignment;
 mod attempts;
@@ -22,10 +23,11 @@ use crate::policy::horizon::Bounds;
 use crate::policy::position::Position;
 use crate::store::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
 
-/// What of the inbox is each database's own, under the promises of [`Inbox`].
+/// The part of the inbox that each database implements itself, under the promises of [`Inbox`].
 #[async_trait]
 pub(in crate::store) trait OwnInbox: SqlStore + Debug {
-    /// Whether the purge finds ids that carry a time by the key; else all by when they came.
+    /// Whether the purge finds ids that carry a time by the key. Otherwise it finds all ids by
+    /// their time of receipt.
     const PURGES_BY_KEY: bool;
 
     /// Keeps the promises of [`Inbox::begin`].
@@ -40,7 +42,7 @@ pub(in crate::store) trait OwnInbox: SqlStore + Debug {
     /// Keeps the promises of [`Inbox::bounds`].
     async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
-    /// Makes the partitions that inbox rows will need, where a database has such.
+    /// Makes the partitions that inbox rows will need, where the database has partitions.
     async fn make_room(&self) -> Result<(), StoreError> {
         Ok(())
     }
@@ -55,7 +57,7 @@ const ACCEPT: &str = "update oncebox.consumer set id_rule = :rule where consumer
 
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
 
-/// The last of so many dead messages.
+/// A dead message after `:skipped` others, if there are so many.
 const DEAD: &str =
     "select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' limit 1 offset :skipped";
 
@@ -157,7 +159,7 @@ async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<Cons
     let find = || sql(FIND).bind("name", &spec.name);
     let mut found: Rows = session.rows(find()).await?;
     if found.is_empty() {
-        // Whoever is second waits for the first one, and finds what that has written.
+        // Of two processes the second waits here for the first, and then finds its row.
         session.run(sql(REGISTER).bind("name", &spec.name).bind("rule", &spec.id_rule)).await?;
         found = session.rows(find()).await?;
     }

@@ -1,7 +1,7 @@
 //! Which fingerprints live processes read and write, on every database (O21).
 //!
-//! Guarantee: what a process said last stands once for each operation; it counts as live for a
-//! while, and is forgotten after a day.
+//! Guarantee: a process has one row for each operation, with its last announcement. The row counts
+//! as live for a while, and is deleted after a day without a new announcement.
 
 use uuid::Uuid;
 
@@ -20,8 +20,8 @@ const FORGET: &str = "delete from oncebox.operation_process where seen_at < {now
 const LIVE: &str = "select process_id, operation, oldest, newest, write_version, kids, write_kid \
     from oncebox.operation_process where seen_at > {now} - {span :for} order by operation, process_id";
 
-/// Says what a process reads and writes, and forgets what others said long ago. The last in a
-/// transaction of its own: it waits for the rows of others.
+/// Stores what a process reads and writes, then deletes old rows of other processes. The delete has
+/// a transaction of its own, because it may wait for rows that others have locked.
 pub(in crate::store) async fn announce(
     store: &dyn SqlStore,
     process: Uuid,
@@ -45,7 +45,7 @@ pub(in crate::store) async fn announce(
     store.run_alone(sql(FORGET).bind("after", FORGOTTEN_AFTER)).await.map(drop)
 }
 
-/// What live processes have said, by operation and process.
+/// The announcements of live processes, by operation and process.
 pub(in crate::store) async fn live(store: &dyn SqlStore) -> Result<Vec<Announced>, StoreError> {
     let rows = store.reader().await?.rows(sql(LIVE).bind("for", LIVE_FOR)).await?;
     rows.iter().map(|row| announced(&**row)).collect()

@@ -10,8 +10,8 @@ use crate::error::StoreError;
 use crate::store::operator::kept_error;
 use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox};
 
-/// What may be claimed. On SQLite each half reads the index for itself: with `or` all that is
-/// pending is read.
+/// E-mails that may be claimed. On SQLite each half is a query of its own, which reads only a part
+/// of the index; with `or` all pending rows would be read.
 pub(in crate::store) const DUE: &str = "\
     select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
       from oncebox.email e {my: force index (email_due)} where \
@@ -70,7 +70,7 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
         EmailOutcome::Failed(error) => ("failed", None, Some(error)),
         EmailOutcome::NotTried => ("pending", Some(std::time::Duration::ZERO), None),
     };
-    // PostgreSQL has no text with a NUL.
+    // PostgreSQL cannot store a NUL in text.
     let error = error.map(|error| kept_error(error).replace('\0', "\u{fffd}"));
     sql(SETTLE)
         .bind("state", state)
@@ -85,7 +85,7 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
 #[async_trait]
 impl<S: SqlStore + std::fmt::Debug> Mailbox for S {
     async fn claim_emails(&self, limit: usize, token: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
-        // Most questions find nothing: they need no transaction.
+        // Most polls find nothing, and a plain read is enough for them.
         if self.reader().await?.rows(due(1)).await?.is_empty() {
             return Ok(Vec::new());
         }

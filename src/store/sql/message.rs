@@ -1,8 +1,8 @@
-//! Messages of a consumer as they stand in the waiting table, on every database: whole, so that a
+//! Messages of a consumer in the waiting table, on every database. They are stored whole, so that a
 //! later try or an operator needs nothing else.
 //!
-//! Guarantees: what was parked comes back as it was, any bytes and any characters; a dead delivery
-//! is stored once.
+//! Guarantees: a message is read back exactly as it was stored, with any bytes and characters. A
+//! dead message is stored once for its id and content hash.
 
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ macro_rules! message_columns {
 }
 pub(super) use message_columns;
 
-/// The message that stands in a row from this column on; its `attempt` is the number of tries
+/// Reads a message from the columns that begin at `first`; its `attempt` is the number of tries
 /// counted.
 pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Message, StoreError> {
     let told = |at: usize| row.get_foreign(first + at);
@@ -53,7 +53,7 @@ const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}\
     {pg lite: oncebox.attempt a where a.consumer_id = :consumer and a.message_id {in ids :ids}}";
 
-/// On MySQL a row that orders nothing has no lane.
+/// On MySQL a row that does not order its key has no lane id.
 const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, content_hash, lane_id, state, due_at, attempts, reason, \
       history, stored_at, dead_at, id_text, topic, {key}, kind, payload, tombstone, content_type, source, message_time, \
       traceparent, tracestate, place, partition_no, offset_no, \
@@ -69,8 +69,7 @@ const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, conten
     {pg lite: on conflict (consumer_id, message_id, content_hash) where state = 'dead' do nothing}\
     {my: on duplicate key update sequence = sequence}";
 
-/// Stores messages as waiting or dead, in order. A dead delivery that is there already stays as it
-/// is.
+/// Stores messages as waiting or dead, in order. A dead copy that is there already stays as it is.
 pub(in crate::store) async fn park(
     session: &mut dyn Session,
     consumer: ConsumerId,
@@ -91,8 +90,8 @@ pub(in crate::store) async fn park(
     Ok(())
 }
 
-/// The history is that of the tries counted; what the last one said is added where it does not
-/// stand there.
+/// The statement that stores a message. `history` has the errors of counted tries; the last error
+/// is appended where it is not in it.
 fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
     let message = &parked.message;
     let lane = message.lane_id().map(Uuid::from_bytes);
@@ -102,7 +101,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
     };
     let after = match &parked.park_as {
         ParkAs::Due(after) => Some(*after),
-        // Without a key there is nothing to stand behind.
+        // A message without a key stands behind no other, so it is due at once.
         ParkAs::Behind if lane.is_none() => Some(std::time::Duration::ZERO),
         ParkAs::Behind | ParkAs::Dead { .. } => None,
     };
@@ -141,7 +140,8 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("headers", Value::Headers(message.headers.clone()))
 }
 
-/// An error as it is kept: bounded, and without NUL, which PostgreSQL has in no text.
+/// An error as it is stored: of bounded length, and without NUL, which PostgreSQL cannot store in
+/// text.
 pub(super) fn error_text(error: &str) -> String {
     kept_error(error).replace('\0', "\u{fffd}")
 }

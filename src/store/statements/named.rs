@@ -1,7 +1,8 @@
 //! Finds `:name` in SQL, and only where it is a parameter: not in strings, names, comments, dollar
 //! quotes, or after `:`.
 //!
-//! Promise: the pieces put together again, names for parameters, are the statement as written.
+//! Promise: the pieces joined again, with `:name` for each parameter, are the statement as written.
+//! Not here: the binding of values, which each database does.
 
 /// How a database writes strings, names and comments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,7 +24,7 @@ pub enum Piece {
     Param(String),
 }
 
-/// Takes a statement apart.
+/// Splits a statement into its text and its parameters.
 #[must_use]
 pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
     let bytes = sql.as_bytes();
@@ -47,9 +48,9 @@ pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
     pieces
 }
 
-/// The words with which a statement ends the transaction that it runs in, or begins another one: by
-/// name, or because the database commits before it runs it. A savepoint does neither. A procedure
-/// that commits inside is not seen.
+/// The first words of a statement that ends the transaction that it runs in, or begins another one,
+/// by command or because the database commits before it runs the statement. None where there is no
+/// such statement; savepoints are allowed. A procedure that commits inside is not detected.
 #[must_use]
 pub fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
     statements(sql, dialect).into_iter().find_map(|words| {
@@ -64,7 +65,7 @@ pub fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
     })
 }
 
-/// What MySQL and MariaDB commit before they run it.
+/// Whether MySQL and MariaDB commit before they run this statement.
 fn commits_by_itself(first: &str, second: &str, words: &[String]) -> bool {
     match (first, second) {
         ("SET", "PASSWORD") => true,
@@ -100,8 +101,8 @@ fn commits_by_itself(first: &str, second: &str, words: &[String]) -> bool {
     }
 }
 
-/// The words of each statement, in capitals: not what stands in strings, names in quotes, or
-/// comments, unless MySQL runs those.
+/// The words of each statement, in capitals. Strings, quoted names and comments are left out,
+/// except comments that MySQL executes (`/*! .. */`).
 fn statements(sql: &str, dialect: Dialect) -> Vec<Vec<String>> {
     let bytes = sql.as_bytes();
     let (mut all, mut words, mut at) = (Vec::new(), Vec::new(), 0);
@@ -133,7 +134,8 @@ fn end_of_name(bytes: &[u8], at: usize) -> usize {
     at + bytes[at..].iter().take_while(|byte| word(byte)).count()
 }
 
-/// Where the token that begins here ends: whole strings, names, comments; single bytes otherwise.
+/// The end of the token that begins here: a whole string, name, comment or word, otherwise one
+/// byte.
 fn end_of_token(bytes: &[u8], at: usize, dialect: Dialect) -> usize {
     let next = bytes.get(at + 1).copied();
     match bytes[at] {

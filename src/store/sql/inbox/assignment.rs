@@ -1,12 +1,13 @@
-//! Partitions: who holds each, and up to where it is done.
+//! The row of each partition: its owner, and the position up to which everything is done.
+//! Guarantee: only the current owner changes the position or closes the row.
 
 use crate::error::StoreError;
 use crate::policy::position::Position;
 use crate::store::sql::{SqlStore, Statement, foreign, sql};
 use crate::store::{ConsumerId, Holding, Opened};
 
-/// Closed, and of nobody: whoever is second waits for the first one, and sees what that has
-/// written.
+/// Inserts the row, closed and without an owner, if it is not there. Of two processes the second
+/// waits here for the first, and then reads what that wrote.
 const KNOW: &str = "insert into oncebox.assignment (consumer_id, topic, partition_no, state, changed_at) \
     values (:consumer, :topic, :partition, 'closed', {clock}) \
     {pg lite: on conflict (consumer_id, topic, partition_no) do nothing}{my: on duplicate key update state = state}";
@@ -39,7 +40,7 @@ fn at(statement: Statement, position: Option<&Position>) -> Statement {
     statement.bind("topic_id", topic_id).bind("next", position.map(|position| position.next))
 }
 
-/// Notes that a partition was assigned.
+/// Opens the row of a partition, and returns what it was before.
 pub(super) async fn open(store: &dyn SqlStore, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
@@ -54,7 +55,7 @@ pub(super) async fn open(store: &dyn SqlStore, consumer: ConsumerId, holding: &H
     Ok(opened)
 }
 
-/// Remembers positions, where their owners still hold the partitions.
+/// Stores positions of partitions that their owners still hold.
 pub(super) async fn keep_positions(
     store: &dyn SqlStore,
     consumer: ConsumerId,
@@ -70,7 +71,7 @@ pub(super) async fn keep_positions(
     transaction.commit().await
 }
 
-/// Notes a clean end.
+/// Closes the row, with the position where one is given.
 pub(super) async fn close(
     store: &dyn SqlStore,
     consumer: ConsumerId,

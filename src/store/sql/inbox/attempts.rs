@@ -1,4 +1,4 @@
-//! Tries of messages, counted in transactions of their own (R26), and forgotten once their message
+//! Attempts of messages: counted in transactions of their own (R26), and deleted once the message
 //! has its inbox row.
 
 use uuid::Uuid;
@@ -38,7 +38,8 @@ const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id,
 const TAKE_BACK: &str = "update oncebox.attempt set attempts = attempts - 1, updated_at = {clock} \
     where consumer_id = :consumer and message_id = :id and attempts > 0";
 
-/// A row that says nothing any more: only the success of a counted try would delete it.
+/// Deletes a row without a counted try and without an error. Otherwise only the success of a
+/// counted try would delete it.
 const FORGET_EMPTY: &str = "delete from oncebox.attempt where consumer_id = :consumer and message_id = :id \
     and attempts = 0 and {pg lite: history = '[]'}{my: json_length(history) = 0}";
 
@@ -48,7 +49,7 @@ const HANDLED: &str = "select a.message_id from oncebox.attempt a {my: straight_
       {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \
     where a.consumer_id = :consumer limit :most";
 
-/// By exact rows: a range would wait for whoever counts a try.
+/// Deletes exact rows: a range would wait for a transaction that is counting a try.
 const DELETE: &str = concat!("delete {my: a} from ", of_ids!());
 
 fn of_one(text: &'static str, consumer: ConsumerId, id: MessageId) -> Statement {
@@ -64,7 +65,7 @@ fn of_many(text: &'static str, consumer: ConsumerId, ids: &[MessageId]) -> State
     sql(text).bind("consumer", consumer).bind("ids", ids)
 }
 
-/// Counts a try, or notes its error, or both; gives how many were counted.
+/// Counts a try, or stores its error, or both; returns how many tries are counted.
 pub(super) async fn count(
     store: &dyn SqlStore,
     consumer: ConsumerId,
@@ -83,7 +84,7 @@ pub(super) async fn count(
     Ok(attempts)
 }
 
-/// Counts the first try of each, unless one is counted.
+/// Counts the first try of each message that has none counted.
 pub(super) async fn count_first(
     store: &dyn SqlStore,
     consumer: ConsumerId,
@@ -104,7 +105,7 @@ pub(super) async fn take_back(store: &dyn SqlStore, consumer: ConsumerId, id: Me
     transaction.commit().await
 }
 
-/// Of these messages those with counted tries.
+/// Those of these messages that have counted tries, with their number.
 pub(super) async fn counted(
     store: &dyn SqlStore,
     consumer: ConsumerId,
@@ -117,7 +118,7 @@ pub(super) async fn counted(
     rows.iter().map(|row| Ok((MessageId::from_uuid(row.get(0)?), row.get(1)?))).collect()
 }
 
-/// Forgets up to `rows_max` of those whose message has its inbox row; gives how many.
+/// Deletes up to `rows_max` attempt rows whose message has its inbox row; returns how many.
 pub(super) async fn forget(store: &dyn SqlStore, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
     let most = i64::try_from(rows_max).unwrap_or(i64::MAX);
     let handled = store.reader().await?.rows(sql(HANDLED).bind("consumer", consumer).bind("most", most)).await?;
@@ -128,7 +129,7 @@ pub(super) async fn forget(store: &dyn SqlStore, consumer: ConsumerId, rows_max:
     store.run_alone(of_many(DELETE, consumer, &ids)).await
 }
 
-/// Forgets the tries of messages that are done with.
+/// Deletes the attempt rows of messages that are handled or stored.
 pub(in crate::store) async fn clear(
     session: &mut dyn Session,
     consumer: ConsumerId,
