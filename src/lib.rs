@@ -85,8 +85,7 @@
 //! | `observe`, `flock`, `message`, `policy`, `error` | metric names and health; turns at a SQLite file; what travels, what to decide: pure, no I/O, no clock |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// What the adapters share, and what the programs do with one, has no user where none of them is
-// built.
+// Without any store the code that stores share, and that programs run on a store, is not used.
 #![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
 
 #[cfg(feature = "programs")]
@@ -108,8 +107,8 @@ mod policy;
 mod runtime;
 pub mod store;
 
-/// What adapters share. It is for `oncebox-testkit` and for authors of adapters, not for services,
-/// and may change with every version.
+/// Code that adapters share. It is for `oncebox-testkit` and for authors of adapters, not for
+/// services, and may change with every version.
 #[doc(hidden)]
 pub mod adapter {
     pub use crate::policy::{db_time, diversion, gaps, hex, horizon, isolate, lease, position};
@@ -122,7 +121,7 @@ pub mod adapter {
         pub use crate::policy::operation::{doubt, machine, resend, versions};
     }
 
-    /// The envelope of a message as headers of a log.
+    /// The envelope of a message as headers of a record in a log.
     pub mod envelope {
         pub use crate::broker::envelope::{arrive, headers};
     }
@@ -160,7 +159,8 @@ struct Readme;
 #[doc = include_str!("../docs/reference/client.md")]
 struct ClientGuide;
 
-/// The code of the guides. That of the axum service is an example of its own, which a test runs.
+/// The code of the guides. The code of the axum service is an example of its own, which a test
+/// runs.
 #[cfg(all(doctest, feature = "programs", feature = "postgres", feature = "http", feature = "client"))]
 #[doc = include_str!("../docs/guides/recovery-worker.md")]
 #[doc = include_str!("../docs/guides/regions.md")]

@@ -5,7 +5,7 @@
 //! ([`Engine::execute_transactional`]), in phases with calls of an outside provider between them
 //! ([`phased`]), or as a layer around a handler ([`Engine::execute_edge`]).
 //!
-//! Promise: these are the names of users, and nothing else; how they work is private.
+//! Promise: only names for users are exported here; the implementation is private.
 //!
 //! Not here: the decisions (room `policy`) and the work (room `runtime`).
 

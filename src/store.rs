@@ -1,11 +1,11 @@
-//! Where state lives: the traits that a database adapter fulfils, one per duty.
+//! Where state lives: the traits that a database adapter implements, one for each duty.
 //!
-//! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`,
-//! `relay`, `inbox`, `operations`. The suite in `oncebox-testkit` is the executable definition and
-//! runs on any adapter.
+//! Each adapter has one folder, with the same file names: `connect`, `door`, `schema`, `check`,
+//! `relay`, `inbox`, `operations`. The suite in `oncebox-testkit` tests the promises of the traits
+//! on any adapter.
 //!
-//! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no
-//! statement decides from a SELECT what a unique key must decide.
+//! Guarantees: all times come from the clock of the database; every change of relay state is fenced
+//! by an epoch; no statement decides from a SELECT what a unique key must decide.
 //!
 //! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves
 //! (room `policy`).
@@ -77,13 +77,14 @@ pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, 
 pub use statements::{Dialect, Piece, SqlValue, Statements, ends_transaction, split as split_named};
 pub use waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 
-/// The connection of a transaction, with the type that the store's own handlers know.
+/// Returns the connection of a transaction with its type; refused where the database is of another
+/// kind.
 fn of_type<C: Any>(connection: &mut (dyn Any + Send)) -> Result<&mut C, StoreError> {
     let connection = connection.downcast_mut();
     connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
 }
 
-/// What every duty needs: a connection pool to one kind of database.
+/// A connection pool to one kind of database, which every duty needs.
 pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// The sqlx database of this store; handlers get its connection.
     type Db: sqlx::Database<Connection: Enqueue + Bridged>;
@@ -94,7 +95,7 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// Connects. Never migrates; a SQLite file that is missing is an error unless `create` is set.
     fn connect(options: &StoreOptions) -> impl Future<Output = Result<Self, StoreError>> + Send;
 
-    /// The pool all work of this process shares.
+    /// The pool that all work of this process shares.
     fn pool(&self) -> &sqlx::Pool<Self::Db>;
 
     /// Closes the pool and waits until its connections are gone.
@@ -118,17 +119,16 @@ pub struct StoreOptions {
     /// `postgres://`, `mysql://` or `sqlite://FILE`. Never printed as it is: see
     /// [`crate::error::redact`].
     pub url: String,
-    /// Upper bound of connections.
+    /// How many connections the pool has at most.
     pub connections_max: u32,
     /// How long a handler may run; server-side timeouts are set just above it (R28).
     pub handler_timeout: std::time::Duration,
-    /// How long a server may be silent in the middle of a statement before its connection is given
-    /// up; absent: just above the server-side timeouts. SQLite has no server.
+    /// How long a server may send nothing during a statement before its connection is given up.
+    /// Absent: just above the server-side timeouts. SQLite has no server and ignores it.
     pub answer_timeout: Option<std::time::Duration>,
-    /// A SQLite file that is not there is made only by `migrate up`.
+    /// Whether a missing SQLite file is created; only `migrate up` sets this.
     pub create: bool,
-    /// A PEM file of certificate authorities, to verify the server with. It is for verified TLS
-    /// only.
+    /// A PEM file of certificate authorities to verify the server with, for verified TLS only.
     pub ca_file: Option<std::path::PathBuf>,
 }
 

@@ -1,8 +1,8 @@
-//! The Rust door: messages into the outbox, in the caller's own transaction.
+//! Enqueues messages from Rust, in the caller's own transaction.
 //!
-//! Guarantees: one statement a call; every limit is checked before anything is written, the same
-//! limits as behind the SQL doors; a message exists exactly when the caller's transaction committed
-//! (G1).
+//! Guarantees: one statement for each call; every limit is checked before anything is written, the
+//! same limits as in the SQL doors; a message exists exactly when the caller's transaction
+//! committed (G1). Not here: the statements, which each database has its own.
 
 use std::future::Future;
 use std::sync::LazyLock;
@@ -20,14 +20,16 @@ pub trait Enqueue: Send {
     /// Writes the messages in one statement and returns their ids, in order.
     ///
     /// # Errors
-    /// [`StoreError::Limit`] by name before anything is written, else what the database says.
+    /// [`StoreError::Limit`] with the name of the limit, before anything is written; otherwise the
+    /// error of the database.
     ///
     /// # Cancel safety
-    /// Dropped before it returns, the statement may or may not have run: roll the transaction back.
+    /// If it is dropped before it returns, the statement may or may not have run: roll the
+    /// transaction back.
     fn write(&mut self, messages: Vec<NewMessage>) -> impl Future<Output = Result<Vec<Uuid>, StoreError>> + Send;
 
-    /// Stores an e-mail in the caller's transaction; a second one with the same unique key changes
-    /// nothing and gives false.
+    /// Stores an e-mail in the caller's transaction. A second one with the same unique key changes
+    /// nothing and returns false.
     ///
     /// # Errors
     /// What the database says.
@@ -37,11 +39,11 @@ pub trait Enqueue: Send {
     fn queue_email(&mut self, email: &NewEmail) -> impl Future<Output = Result<bool, StoreError>> + Send;
 }
 
-/// Enqueues one message in the caller's transaction; the answer is its id.
+/// Enqueues one message in the caller's transaction and returns its id.
 ///
 /// # Errors
-/// [`StoreError::Limit`] where the message breaks a limit, else what the database says. The
-/// caller's transaction is to be rolled back.
+/// [`StoreError::Limit`] where the message breaks a limit, otherwise the error of the database.
+/// Roll the transaction back.
 ///
 /// # Cancel safety
 /// As [`Enqueue::write`].
@@ -50,10 +52,10 @@ pub async fn enqueue<C: Enqueue>(connection: &mut C, message: NewMessage) -> Res
     ids.first().copied().ok_or_else(|| StoreError::Corrupt("the outbox returned no id".to_owned()))
 }
 
-/// Enqueues many messages with one statement; the answer is their ids, in order.
+/// Enqueues many messages with one statement and returns their ids, in order.
 ///
 /// # Errors
-/// As [`enqueue`]; one bad message refuses all.
+/// As [`enqueue`]; one message that breaks a limit refuses all.
 ///
 /// # Cancel safety
 /// As [`Enqueue::write`].
@@ -76,8 +78,8 @@ pub async fn enqueued() {
 /// poll.
 ///
 /// # Errors
-/// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: find out, do not
-/// guess.
+/// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: read whether your
+/// rows are there, do not guess.
 ///
 /// # Cancel safety
 /// None: a dropped commit has an unknown outcome.
@@ -94,7 +96,7 @@ pub fn hint() {
     HINT.notify_one();
 }
 
-/// An error of COMMIT: a lost connection means that the outcome is unknown.
+/// Converts an error of COMMIT: after a lost connection the outcome is unknown.
 pub(crate) fn commit_error(error: sqlx::Error) -> StoreError {
     match StoreError::from(error) {
         StoreError::Unavailable(error) => StoreError::CommitUnknown(error),

@@ -1,9 +1,10 @@
-//! Headers of an outbox row as a JSON object of strings, in the order given.
+//! Headers of an outbox row as a JSON object of strings. Guarantee: their order stays. Not here:
+//! headers of waiting messages, which may have any bytes.
 
 use crate::error::StoreError;
 use crate::message::Headers;
 
-/// Headers as a JSON object in the order given; none where there are none.
+/// Writes headers as a JSON object, in the order given; none for no headers.
 pub(in crate::store) fn headers_json(headers: &Headers) -> Option<String> {
     use std::fmt::Write as _;
 
@@ -21,7 +22,7 @@ pub(in crate::store) fn headers_json(headers: &Headers) -> Option<String> {
     Some(json)
 }
 
-/// The inverse of [`headers_json`], which also reads what other languages wrote.
+/// The inverse of [`headers_json`]; it also reads JSON that other programs wrote.
 pub(in crate::store) fn parse_headers(json: &str) -> Result<Headers, StoreError> {
     struct Pairs;
 

@@ -1,8 +1,9 @@
 //! Duty: durable e-mail rows, sent by a sender process.
 //!
-//! The handler commits the row with its inbox row; the unique key makes it one row per effect. The
-//! sender claims a row, sends it under a stable Message-ID, and records the outcome. A row whose
-//! sending was interrupted is sent again under the same Message-ID: SMTP cannot promise more.
+//! The handler commits the e-mail row together with its inbox row; the unique key allows one row
+//! for each effect. The sender claims a row, sends the e-mail under a stable Message-ID, and
+//! records the outcome. An e-mail whose sending was interrupted is sent again under the same
+//! Message-ID; SMTP has no stronger guarantee.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -30,7 +31,7 @@ pub struct NewEmail {
 pub struct EmailToSend {
     /// The number of its row in the database.
     pub email_id: i64,
-    /// The token of the claim: only under it the sender records the outcome.
+    /// The token of the claim: the sender can record the outcome only while the row has it.
     pub claim: uuid::Uuid,
     /// The unique key; the Message-ID is made from it and stays the same.
     pub unique_key: String,
@@ -40,16 +41,16 @@ pub struct EmailToSend {
     pub subject: String,
     /// The body of the e-mail, as plain text.
     pub body: String,
-    /// Which try this is.
+    /// The number of this try, from 1.
     pub attempt: u32,
 }
 
-/// How a sending ended.
+/// How a try to send an e-mail ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EmailOutcome {
-    /// The server took it.
+    /// The server accepted the e-mail.
     Sent,
-    /// Not sent for certain, or possibly sent: again after this time.
+    /// It was not sent, or possibly sent: it is tried again after this time.
     Again {
         /// How long from now it waits for its next try.
         after: Duration,
@@ -58,23 +59,24 @@ pub enum EmailOutcome {
     },
     /// Refused for good, or given up.
     Failed(String),
-    /// Given back at once, its try uncounted: a transient failure, or a stop.
+    /// Given back at once, and the try is not counted: a transient failure, or a stop of the
+    /// process.
     NotTried,
 }
 
 /// Duty: the e-mail rows.
 #[async_trait]
 pub trait Mailbox: Debug + Send + Sync {
-    /// Claims due rows, at most `limit`, counts the try. Where the answer was lost, see
+    /// Claims at most `limit` rows that are due, and counts the try. If the answer was lost, call
     /// [`Mailbox::give_back_emails`].
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError>;
 
-    /// Gives back uncounted whatever stands under this claim, and gives the number of rows (G10).
+    /// Ends this claim on all its rows without counting the try, and returns their number (G10).
     async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError>;
 
-    /// Records how it ended; false where the claim is not ours any more.
+    /// Records how a try ended; false where the claim is not ours any more.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
-    /// Rows not yet sent, and not failed.
+    /// How many rows are neither sent nor failed.
     async fn emails_pending(&self) -> Result<u64, StoreError>;
 }

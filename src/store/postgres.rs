@@ -1,5 +1,5 @@
-//! PostgreSQL 14 or later: a gap-tracking cursor over an insert-only outbox, and an inbox that is
-//! its own proof.
+//! The store on PostgreSQL 14 or later: a cursor that tracks gaps over an insert-only outbox, and
+//! an inbox whose rows prove which transaction inserted them.
 //!
 //! Guarantees:
 //!

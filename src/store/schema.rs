@@ -1,5 +1,5 @@
-//! The tables: made by migrations of our own, in a migration table of our own, never by a program
-//! on its own accord.
+//! The tables and their migrations, which a migration table of our own records. A program never
+//! migrates by itself at start. Not here: the SQL of the migrations, and their checks.
 
 use std::future::Future;
 
@@ -8,10 +8,10 @@ use sha2::{Digest, Sha256};
 use super::Base;
 use crate::error::StoreError;
 
-/// Where the schema stands.
+/// How the schema of a database compares with this program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SchemaState {
-    /// Nothing of oncebox is there.
+    /// The database has no table of oncebox.
     Missing,
     /// Older than this program needs.
     Old {
@@ -22,15 +22,15 @@ pub enum SchemaState {
     },
     /// What this program was built with.
     Current(i64),
-    /// Newer than this program knows, and every migration that it does not know says that it still
-    /// serves this program: one that ran before the migration may start again.
+    /// Newer than this program knows, but every newer migration declares that it still serves this
+    /// program. So a program that ran before the migration may start again.
     Ahead {
         /// The newest version that the database has.
         found: i64,
         /// The newest version that this program knows.
         known: i64,
     },
-    /// Newer than this program knows.
+    /// Newer than this program knows, and it may not start.
     Newer {
         /// The newest version that the database has.
         found: i64,
@@ -45,8 +45,8 @@ pub enum SchemaState {
 }
 
 impl SchemaState {
-    /// Of a schema with migrations that this program does not know: the newest, and the oldest
-    /// version of a program that all of them still serve.
+    /// The state of a schema with newer migrations. `serves_from` is the oldest version of a
+    /// program that all of them still serve.
     pub(super) fn of_newer(found: i64, serves_from: i64, known: i64) -> Self {
         if serves_from <= known { Self::Ahead { found, known } } else { Self::Newer { found, known } }
     }
@@ -54,7 +54,7 @@ impl SchemaState {
     /// Whether a program may start.
     ///
     /// # Errors
-    /// The error that says what to do.
+    /// The error says what to do.
     pub fn require(self) -> Result<(), StoreError> {
         match self {
             Self::Current(_) | Self::Ahead { .. } => Ok(()),
@@ -76,8 +76,8 @@ pub struct MigrationText {
     pub version: i64,
     /// What it is for.
     pub description: &'static str,
-    /// The oldest program that still works on the schema after it, by the newest version that this
-    /// program knows; its own version where an older one would do wrong.
+    /// The oldest program that still works after this migration, named by the newest migration that
+    /// it knows. It is the migration's own version where older programs would do wrong.
     pub serves_from: i64,
     /// The SQL of the migration, as it is run.
     pub sql: &'static str,
@@ -90,12 +90,12 @@ pub struct AppliedMigration {
     pub version: i64,
     /// What it is for.
     pub description: String,
-    /// True where the database has it.
+    /// Whether it was applied to the database.
     pub applied: bool,
 }
 
-/// The migrations that a database says were applied, ascending: version, and the SHA-256 of the
-/// text where the database keeps it. None: nothing of oncebox is there.
+/// The applied migrations of a database, ascending: version, and the SHA-256 of the text where the
+/// database keeps it. Empty where no table of oncebox is there.
 #[derive(Debug, Default)]
 pub(super) struct History(pub(super) Vec<(i64, Option<Vec<u8>>)>);
 
@@ -120,7 +120,7 @@ impl History {
         self.0.iter().any(|(applied, _)| *applied == version)
     }
 
-    /// The version of a migration that was applied with another text than it has here.
+    /// The first version that was applied with another text than this program has.
     fn changed(&self, known: &[MigrationText]) -> Option<i64> {
         let is_other = |(version, stored): &&(i64, Option<Vec<u8>>)| {
             let known = known.iter().find(|migration| migration.version == *version);
@@ -129,7 +129,7 @@ impl History {
         self.0.iter().find(is_other).map(|(version, _)| *version)
     }
 
-    /// Where the schema stands, unless it is newer than this program: then see
+    /// The state of a schema that is not newer than this program; for a newer one see
     /// [`SchemaState::of_newer`].
     pub(super) fn state(&self, known: &[MigrationText]) -> SchemaState {
         let needed = newest(known);
@@ -158,7 +158,7 @@ impl History {
         Ok(known.iter().map(|migration| migration.version).filter(|version| !self.has(*version)).collect())
     }
 
-    /// All that is known here or applied there.
+    /// All migrations that this program knows or the database has applied.
     pub(super) fn list(&self, known: &[MigrationText]) -> Vec<AppliedMigration> {
         let known_here = known.iter().map(|migration| AppliedMigration {
             version: migration.version,
@@ -175,21 +175,21 @@ impl History {
     }
 }
 
-/// What an asynchronous failover costs, in words.
+/// A sentence about what is lost in an asynchronous failover.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) const LOST_AT_FAILOVER: &str =
     "a failover undoes what was committed last; Kafka delivers it again, RabbitMQ does not";
 
-/// How much a finding matters.
+/// How serious a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
     /// As it should be.
     Ok,
-    /// Works, but a promise is weaker or trouble is near.
+    /// It works, but a promise is weaker or a problem is near.
     Warning,
-    /// Something waits and nobody carries it on.
+    /// Something waits, and no process continues it.
     Stuck,
-    /// Nothing can be done now, and it ends by itself: programs wait.
+    /// Nothing can be done now, but the condition ends by itself: programs wait.
     Waits,
     /// Breaks a promise: programs refuse to start.
     Refused,
@@ -200,7 +200,7 @@ pub enum Severity {
 pub struct Finding {
     /// What was looked at, for example `sequence cache`.
     pub name: String,
-    /// How much it matters.
+    /// How serious the finding is.
     pub severity: Severity,
     /// What was found, in words for the operator.
     pub detail: String,
@@ -209,27 +209,27 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// A finding that says that all is well.
+    /// A finding without a problem.
     pub fn ok(name: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Ok, detail: detail.into(), remedy: None }
     }
 
-    /// A promise is weaker.
+    /// A finding of severity `Warning`, with a remedy.
     pub fn warning(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Warning, detail: detail.into(), remedy: Some(remedy.into()) }
     }
 
-    /// Nobody carries it on.
+    /// A finding of severity `Stuck`, with a remedy.
     pub fn stuck(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Stuck, detail: detail.into(), remedy: Some(remedy.into()) }
     }
 
-    /// Nothing can be done yet.
+    /// A finding of severity `Waits`, with a remedy.
     pub fn waits(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Waits, detail: detail.into(), remedy: Some(remedy.into()) }
     }
 
-    /// A promise is broken.
+    /// A finding of severity `Refused`, with a remedy.
     pub fn refused(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Refused, detail: detail.into(), remedy: Some(remedy.into()) }
     }
@@ -240,8 +240,8 @@ pub trait Schema: Base {
     /// All migrations this program was built with, ascending.
     fn migrations() -> &'static [MigrationText];
 
-    /// Everything that [`Schema::migrate`] runs on a new database, for those who run it themselves:
-    /// with the rows that say that it was applied.
+    /// The SQL that [`Schema::migrate`] runs on a new database, for operators who run it
+    /// themselves. It includes the rows that record that it was applied.
     #[must_use]
     fn script() -> String {
         let text = |migration: &MigrationText| {
@@ -250,18 +250,19 @@ pub trait Schema: Base {
         Self::migrations().iter().map(text).collect()
     }
 
-    /// Where the schema stands. A SQLite file that is missing is `Missing`. On MySQL texts are not
-    /// compared: its migrations note themselves, also where they are applied by the `mysql` client.
+    /// The state of the schema. A SQLite file that does not exist is `Missing`. On MySQL texts are
+    /// not compared, because its migrations record themselves, also when the `mysql` client applies
+    /// them.
     fn schema(&self) -> impl Future<Output = Result<SchemaState, StoreError>> + Send;
 
-    /// Applies what is missing, under a lock, and says which versions it applied. Safe to run twice
-    /// and at once.
+    /// Applies the missing migrations under a lock, and returns their versions. It is safe to run
+    /// twice, and in several processes at the same time.
     fn migrate(&self) -> impl Future<Output = Result<Vec<i64>, StoreError>> + Send;
 
-    /// Which migrations are known and applied.
+    /// The migrations that are known or applied.
     fn applied(&self) -> impl Future<Output = Result<Vec<AppliedMigration>, StoreError>> + Send;
 
-    /// Settings of server and schema that the promise rests on (R1, R7, R10, R13): run at start and
-    /// by `doctor`.
+    /// Checks the settings of server and schema that the promises need (R1, R7, R10, R13). It runs
+    /// at start and in `doctor`.
     fn check(&self) -> impl Future<Output = Result<Vec<Finding>, StoreError>> + Send;
 }

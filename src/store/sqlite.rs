@@ -43,8 +43,8 @@ macro_rules! now_ms {
     };
 }
 /// A common table expression `n` with the rows `i` = 0, 1, ... of a bound blob of fixed-size parts:
-/// this is how a statement takes many ids at once. `$blob` is the parameter, `$size` the size of a
-/// part. An empty blob gives one part that matches nothing.
+/// this is with it a statement takes many ids at once. `$blob` is the parameter, `$size` the size
+/// of a part. An empty blob gives one part that matches nothing.
 macro_rules! parts {
     ($blob:literal, $size:literal) => {
         concat!("n(i) as (select 0 union all select i + 1 from n where (i + 2) * ", $size, " <= length(", $blob, "))")

@@ -60,7 +60,8 @@ pub trait Statements: Base {
     /// first message.
     fn prepare(&self, pieces: &[Piece]) -> impl Future<Output = Result<Self::Statement, StoreError>> + Send;
 
-    /// Runs a statement in the caller's transaction; returns how many rows it changed.
+    /// Runs a statement in the caller's transaction; returns how many rows the database reports as
+    /// affected.
     fn execute(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         statement: &Self::Statement,

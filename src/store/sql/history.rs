@@ -4,7 +4,8 @@ use super::Writing;
 use crate::store::Dialect;
 
 impl Writing<'_> {
-    /// Writes a history, oldest first, with the error `:error` appended; it keeps a bounded number.
+    /// Writes a history, oldest first, with the error `:error` appended; at 50 errors the oldest
+    /// goes.
     pub(super) fn history(&mut self, history: &'static str, attempt: &'static str) {
         let [full, shorter, whole, before, end] = match self.dialect {
             Dialect::Postgres => [
