@@ -103,7 +103,7 @@ fn text(column: &str, bytes: Vec<u8>) -> Result<String, StoreError> {
     String::from_utf8(bytes).map_err(|_| StoreError::Corrupt(format!("the column `{column}` holds what is not UTF-8")))
 }
 
-/// The Converts the bytes of a column with a hash or a token; an error if they are not 16.
+/// The bytes of a column with a hash or a token; an error if they are not 16.
 fn sixteen(column: &str, bytes: &[u8]) -> Result<[u8; 16], StoreError> {
     bytes.try_into().map_err(|_| {
         StoreError::Corrupt(format!("the column `{column}` holds {} bytes, 16 were expected", bytes.len()))

@@ -43,7 +43,7 @@ macro_rules! now_ms {
     };
 }
 /// A common table expression `n` with the rows `i` = 0, 1, ... of a bound blob of fixed-size parts:
-/// this is with it a statement takes many ids at once. `$blob` is the parameter, `$size` the size
+/// a statement takes many ids at once with it. `$blob` is the parameter, `$size` the size
 /// of a part. An empty blob gives one part that matches nothing.
 macro_rules! parts {
     ($blob:literal, $size:literal) => {
