@@ -1,9 +1,10 @@
 //! Operations: requests, calls and jobs that run once for each `Idempotency-Key`.
 //!
 //! Declare an operation with a [`Route`] and an [`Endpoint`], register it with the [`Engine`] of
-//! the process, and run it in one of three modes ([`Mode`]): in one transaction
+//! the process, and run it in one of the modes of [`Mode`]: in one transaction
 //! ([`Engine::execute_transactional`]), in phases with calls of an outside provider between them
-//! ([`phased`]), or as a layer around a handler ([`Engine::execute_edge`]).
+//! ([`phased`]), or with a layer around a handler ([`Engine::execute_edge`]; modes `edge` and
+//! `bridged`).
 //!
 //! Promise: only names for users are exported here; the implementation is private.
 //!

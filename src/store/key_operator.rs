@@ -74,7 +74,8 @@ pub struct OperationFilter {
 /// The operations that match an `OperationFilter`.
 #[derive(Debug, Default)]
 pub struct FoundOperations {
-    /// Those that wait for an operator first, then what has no outcome, each oldest first.
+    /// First those that wait for an operator, then others without an outcome, then the rest, each
+    /// oldest first.
     pub operations: Vec<StoredOperation>,
     /// The ids of operations whose rows cannot be read, and why. No worker drives them, so an
     /// operator must see them.
@@ -330,8 +331,8 @@ pub trait KeyOperator: Phases {
     /// digest or with a state without an outcome. With any other filter it reads the whole table.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
-    /// Operations with intents and evidence: first those that wait for an operator, then what has
-    /// no outcome, each oldest first.
+    /// The operations that match, with intents and evidence: first those that wait for an operator,
+    /// then others without an outcome, then the rest, each oldest first.
     fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
 
     /// Which fingerprints live processes read and write, by operation and process (O21). A process

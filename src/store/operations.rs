@@ -1,14 +1,14 @@
 //! Duty: operations, the memory of the operation engine (M29, M37, M54, O1 to O29).
 //!
-//! A record holds the command that a key was first used for, its state, its owner and its answer.
-//! The primary key decides who executes: the process that inserts the record. Every other change is
-//! one statement fenced by the epoch that was read before, so of twenty processes that try, one
-//! wins. Leases and expiries use the database's clock at the statement.
+//! A record holds the fingerprint of the command that a key was first used for, its state, its
+//! owner and its answer. The primary key decides who executes: the process that inserts the record.
+//! Every other change is one statement fenced by the epoch that was read before, so of twenty
+//! processes that try, one wins. Leases and expiries use the database's clock at the statement.
 //!
 //! Two ways to claim:
 //!
 //! * [`Keys::claim`] commits the claim, the handler runs, [`Keys::finish`] commits the outcome
-//!   (modes `edge` and `bridged`; a bridged handler calls [`Operations::finish_in`] in its own
+//!   (modes `edge` and `bridged`; a bridged handler calls `Bridged::finish_in` in its own
 //!   transaction instead, O2).
 //! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome
 //!   together (mode `same_tx`). If it is dropped or rolled back, nothing of it stays.
@@ -151,7 +151,8 @@ pub enum Claimed {
 pub enum Begun<T> {
     /// This transaction holds the claim; no other one can have it at the same time.
     Claimed(T),
-    /// A committed record; the transaction is rolled back and its connection given back.
+    /// A committed record is there; the transaction is rolled back and its connection is back in
+    /// the pool.
     Existing(Box<Record>),
     /// Another transaction holds the claim and has not committed, or the turn to write did not come
     /// in time. Read again later (O15 step 4).
@@ -174,7 +175,7 @@ impl<T> Begun<T> {
 pub struct Look {
     /// Database time of the statement.
     pub now: DbTime,
-    /// How far records of this operation were purged; none: never (O23).
+    /// The bound up to which records of this operation were purged; none where none were (O23).
     pub purged_below: Option<DbTime>,
     /// The record. The caller compares its identity with the request's (O16).
     pub record: Option<Record>,

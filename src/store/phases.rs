@@ -109,7 +109,7 @@ pub struct StoredOperation {
     pub command: Sealed,
     /// Raised when a driver or an operator takes the operation; fenced writes compare it.
     pub epoch: i64,
-    /// Until when somebody drives it. None if nobody does at `now`.
+    /// The end of its driver's lease. None if no process drives it at `now`.
     pub lease_until: Option<DbTime>,
     /// How many attempts to drive it failed: its driver gave it back and counted one
     /// ([`Due::attempt`]), or died. A provider that is away counts none (G10).
@@ -156,7 +156,7 @@ pub struct StoredIntent {
     pub first_sent_at: DbTime,
     /// Database time of its last send.
     pub last_sent_at: DbTime,
-    /// Sends begun by anybody.
+    /// How many sends have begun, by any driver.
     pub sends: u32,
     /// `succeeded`, `failed` or `not-sent` once it is proven.
     pub outcome: Option<String>,
@@ -454,7 +454,8 @@ pub trait Phases: Operations {
     /// Gives up an operation that this process drives, in one of the ways of `Leave`.
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError>;
 
-    /// Gives the operation back as it stands, to be due again: [`Leave::HandBack`].
+    /// Gives the operation back without a change of its stage, to be due again:
+    /// [`Leave::HandBack`].
     async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
         self.leave(driven, Leave::HandBack(due)).await
     }

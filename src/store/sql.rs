@@ -16,13 +16,13 @@
 //! | `{lease of ALIAS}` | the length of a lease that is stored, to be added to a time |
 //! | `{key}` | the column of that name, which is a word of MySQL's |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
-//! | `{lock}`, `{lock free}` | locks what a SELECT finds; `free`: without what others have locked |
-//! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | behind FROM: rows that a list names |
-//! | `{or update COLUMNS}`, `{new COLUMN}` | changes the row there; what is inserted |
+//! | `{lock}`, `{lock free}` | locks the rows of a SELECT; `free` skips rows that others have locked |
+//! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | after FROM: the rows whose column is in a list |
+//! | `{or update COLUMNS}`, `{new COLUMN}` | an upsert: updates the row that is there; the value that would be inserted |
 //! | `{greatest}` | the function of that name |
-//! | `{piece NAME}` | what several texts share, from [`pieces`] |
-//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try behind it |
-//! | `{if name: ..}` | only where the value is true, or there |
+//! | `{piece NAME}` | a text that several texts share, from [`pieces`] |
+//! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try appended |
+//! | `{if name: ..}` | the words inside, if the value is true or not null or not empty |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
 //! A list is bound as an array on PostgreSQL. Elsewhere it is a JSON array, with ids and bytes in
@@ -36,8 +36,8 @@
 //!   a server is bounded.
 //! * On SQLite everything that writes runs in a transaction that begins with the write lock.
 //!
-//! Not here: statements of the hot path (the relay's read and claim, admission to the inbox, the
-//! doors, claim and outcome of an operation), which are each database's own.
+//! Not here: statements of the hot path, which each database has in its own folder: the relay's
+//! read and claim, admission to the inbox, the doors, claim and outcome of an operation.
 
 pub(in crate::store) mod expiry;
 mod history;
