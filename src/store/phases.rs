@@ -176,7 +176,8 @@ pub struct NewEvidence {
     /// `answer`, `query`, `error`, `operator` or `run`.
     pub kind: String,
     /// The word of a [`Verdict`](crate::policy::operation::provider::Verdict::word); of an operator
-    /// `success`, `failure` or `waived`, of a run `success`, `failure`, `not-sent` or `indefinite`.
+    /// `success`, `failure`, `waived`, `not-sent` or `indefinite`; of a run `success`, `failure`,
+    /// `not-sent` or `indefinite`.
     pub verdict: String,
     /// The status of the provider's answer.
     pub status: Option<u16>,
@@ -403,8 +404,8 @@ pub trait Phases: Operations {
     /// As in [`Self::begin_phase`].
     async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError>;
 
-    /// Takes up an operation that no process drives, due or not, by one fenced UPDATE that raises
-    /// the epoch: of twenty processes that try, one wins. A parked operation is not taken up. A
+    /// Takes up an operation that no process drives, due or not: raises its epoch under the lock of
+    /// its row, so of twenty processes that try, one wins. A parked operation is not taken up. A
     /// lease that ended while its driver had the operation counts as an attempt.
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError>;
 
@@ -486,9 +487,9 @@ pub trait Phases: Operations {
 
 /// The transaction of a phase. Dropped without commit, it rolls back.
 ///
-/// As in a transactional operation, what moves the operation on is written only in the transaction
-/// that began the phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]:
-/// roll back.
+/// As in a transactional operation, the operation is moved on only in the transaction that began
+/// the phase. Roll back where [`Self::advance`] or [`Self::finish`] returns anything but
+/// [`Proof::Same`].
 #[async_trait]
 pub trait PhaseTx: Debug + Send {
     /// The operation that this phase belongs to, with the token and epoch of its driver.
