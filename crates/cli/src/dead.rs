@@ -467,7 +467,16 @@ async fn what_became<S: Store>(
     loop {
         let is_over = tokio::time::Instant::now() >= until;
         for number in last_tries.keys().cloned().collect::<Vec<_>>() {
-            let message = if wait.is_zero() { None } else { store.dead(&by_number(&number)).await?.into_iter().next() };
+            let look = async || Ok::<_, AppError>(store.dead(&by_number(&number)).await?.into_iter().next());
+            let message = match wait.is_zero() {
+                true => None,
+                // The list is read state by state: a message that dies between two of these reads
+                // is in neither. So a message is gone only if a second look misses it too.
+                false => match look().await? {
+                    None => look().await?,
+                    found => found,
+                },
+            };
             let now = match message {
                 _ if wait.is_zero() => Became::Open,
                 None if number.starts_with('o') => Became::Sent,

@@ -117,8 +117,8 @@ impl Faults {
 
     /// Later rows of a key are appended although an earlier one was refused, as by a client that
     /// does not keep order. By default they are refused as
-    /// [`Refusal::Behind`](oncebox::broker::Refusal::Behind), so that the broker has a prefix of each
-    /// key (R15).
+    /// [`Refusal::Behind`](oncebox::broker::Refusal::Behind), so that the broker has a prefix of
+    /// each key (R15).
     pub fn accept_after_refusal(&self, accept: bool) {
         self.set(|faults| faults.accept_after_refusal = accept);
     }
