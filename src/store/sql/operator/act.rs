@@ -11,8 +11,9 @@ use crate::error::StoreError;
 use crate::message::{Headers, MessageId, content_hash, lane_id};
 use crate::store::headers::headers_json;
 use crate::store::operator::{BURIED, Redriven, redriven};
+use crate::store::sql::waiting::wake;
 use crate::store::sql::{Session, Value, sql};
-use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, Dialect, OperatorAct, OperatorOutcome};
+use crate::store::{ActContext, ConsumerId, DeadFilter, DeadMessage, DeadPlace, Dialect, OperatorAct, OperatorOutcome};
 
 /// The header with the id that the message had before.
 const CAUSATION: &str = "oncebox-causation-id";
@@ -75,9 +76,6 @@ select sequence from oncebox.waiting {my: force index (waiting_lane)} \
 
 const NOT_DUE: &str = "\
 update oncebox.waiting set due_at = null where sequence = :sequence and state = 'waiting' and claim is null";
-
-const DUE: &str = "\
-update oncebox.waiting set due_at = {now} where sequence = :sequence and state = 'waiting' and due_at is null";
 
 const DELETE: &str = "delete from oncebox.waiting where sequence = :sequence";
 
@@ -194,7 +192,7 @@ impl ConsumerRow<'_> {
     ) -> Result<Option<Redriven>, StoreError> {
         let dead = session.rows(sql(DEAD).bind("sequence", self.sequence)).await?;
         let Some(row) = dead.first() else { return Ok(None) };
-        let (consumer, own): (i64, Uuid) = (row.get(0)?, row.get(1)?);
+        let (consumer, own) = (ConsumerId(row.get(0)?), row.get(1)?);
         let lane = self.key.map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
         let (id, hash) = match act {
             OperatorAct::Bury | OperatorAct::Discard => {
@@ -215,18 +213,26 @@ impl ConsumerRow<'_> {
     }
 
     /// Deletes the row, and makes the next one of its key due.
-    async fn discard(&self, session: &mut dyn Session, consumer: i64, lane: Option<Uuid>) -> Result<(), StoreError> {
+    async fn discard(
+        &self,
+        session: &mut dyn Session,
+        consumer: ConsumerId,
+        lane: Option<Uuid>,
+    ) -> Result<(), StoreError> {
         session.run(sql(DELETE).bind("sequence", self.sequence)).await?;
-        if let Some(next) = of_lane(session, consumer, lane, None, None).await? {
-            session.run(sql(DUE).bind("sequence", next)).await?;
-        }
+        wake(session, consumer, lane.map(Uuid::into_bytes).as_slice()).await?;
         Ok(())
     }
 
     /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
     /// (R25). So this row is due now if no row is before it, and then the next row loses its due
     /// time.
-    async fn make_due(&self, session: &mut dyn Session, consumer: i64, lane: Option<Uuid>) -> Result<(), StoreError> {
+    async fn make_due(
+        &self,
+        session: &mut dyn Session,
+        consumer: ConsumerId,
+        lane: Option<Uuid>,
+    ) -> Result<(), StoreError> {
         let is_behind = of_lane(session, consumer, lane, Some(self.sequence), None).await?.is_some();
         let due = sql(MAKE_DUE).bind("is_head", !is_behind).bind("is_behind", is_behind);
         session.run(due.bind("lane", lane).bind("sequence", self.sequence)).await?;
@@ -270,7 +276,7 @@ impl ConsumerRow<'_> {
 /// Runs `OF_LANE`; none for a message without a key.
 async fn of_lane(
     session: &mut dyn Session,
-    consumer: i64,
+    consumer: ConsumerId,
     lane: Option<Uuid>,
     before: Option<i64>,
     after: Option<i64>,
@@ -283,7 +289,12 @@ async fn of_lane(
 /// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (R31).
 /// A message that was too old or from the future has no inbox row, nor has a new id. Returns none
 /// where the row was inserted, otherwise whether the row that is there has the same content hash.
-async fn inbox_row(session: &mut dyn Session, consumer: i64, id: Uuid, hash: Uuid) -> Result<Option<bool>, StoreError> {
+async fn inbox_row(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    id: Uuid,
+    hash: Uuid,
+) -> Result<Option<bool>, StoreError> {
     let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
     let of = |text| sql(text).bind("consumer", consumer).bind("message_id", id).bind("hash", hash);
     let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("is_untimed", !is_timed).bind("token", Uuid::now_v7());
