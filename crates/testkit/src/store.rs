@@ -33,6 +33,7 @@ pub mod phases_marks;
 pub mod proof;
 pub mod purge;
 pub mod records;
+pub mod redrive;
 pub mod relay;
 pub mod schema;
 pub mod transactional;
@@ -321,6 +322,11 @@ macro_rules! store_conformance {
                 r31_an_old_outbox_row_needs_a_new_id,
                 r31_redriving_what_left_no_inbox_row_inserts_it,
                 r31_what_another_copy_did_since_is_discarded_by_its_redrive,
+            ];
+            redrive: [
+                r31_a_message_with_a_new_id_is_redriven_again_under_that_id,
+                what_stands_behind_a_dead_message_counts_no_dead_ones,
+                r25_after_a_redrive_only_the_first_of_its_key_is_due,
             ];
             operations: [
                 o2_a_bridged_outcome_goes_with_the_handlers_transaction,

@@ -1,0 +1,112 @@
+//! Cases of a redrive beside other messages of its key (R25, R31). In each of them the three stores
+//! once did something else.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::trial::{due, everything, message};
+use super::{Fixture, Trial};
+use oncebox::message::Message;
+use oncebox::store::{
+    ActContext, Claim, ClaimedMessage, ConsumerId, DeadFilter, DeadMessage, DeadState, Inbox, Operator, OperatorAct,
+    ParkAs, Waiting,
+};
+
+fn dead(holds: bool) -> ParkAs {
+    ParkAs::Dead { reason: "terminal".into(), holds }
+}
+
+/// The only message of this consumer in the list with this payload.
+async fn listed<F: Fixture>(trial: &Trial<F>, state: DeadState, payload: &str) -> DeadMessage {
+    let all = trial.store.dead(&DeadFilter { states: vec![state], ..DeadFilter::default() }).await.unwrap();
+    all.into_iter().find(|one| one.payload == payload.as_bytes()).unwrap()
+}
+
+async fn act<F: Fixture>(trial: &Trial<F>, found: &DeadMessage, act: OperatorAct) {
+    let context = ActContext { actor: "ann".into(), reason: "a test".into(), dry_run: false, redrive_age_max: None };
+    let filter = DeadFilter { number: Some(found.number.clone()), states: vec![found.state], ..DeadFilter::default() };
+    let outcome = trial.store.act(&filter, &act, &context).await.unwrap();
+    assert_eq!((outcome.numbers.len(), outcome.already_handled.len()), (1, 0), "{act:?}");
+}
+
+/// Claims every head that is due.
+async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<ClaimedMessage> {
+    let mut claimed = Vec::new();
+    let claim = || Claim::new(Duration::from_secs(600));
+    while let Some(head) = trial.store.claim_due(consumer, &everything(), &claim()).await.unwrap() {
+        claimed.push(head);
+    }
+    claimed
+}
+
+fn payloads(claimed: &[ClaimedMessage]) -> Vec<&str> {
+    claimed.iter().map(|one| std::str::from_utf8(&one.message.payload).unwrap()).collect()
+}
+
+async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &[ClaimedMessage]) {
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    assert!(tx.finish(claimed).await.unwrap());
+    tx.commit().await.unwrap();
+}
+
+/// A message got a new id and died again. Its inbox row has the hash that was computed for the new
+/// id, so a redrive that computed another one would be refused as another content.
+pub async fn r31_a_message_with_a_new_id_is_redriven_again_under_that_id<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let first = message("k", "1");
+    trial.park(consumer, &first, dead(true)).await;
+    let id = Uuid::now_v7();
+    let renamed = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
+    act(trial, &listed(trial, DeadState::Dead, "1").await, renamed).await;
+    for _ in 0..2 {
+        let head = claim(trial, consumer).await.remove(0);
+        assert!(trial.store.bury(&head, "attempts", "no", true).await.unwrap());
+        act(trial, &listed(trial, DeadState::Dead, "edited").await, OperatorAct::Redrive).await;
+    }
+    let claimed = claim(trial, consumer).await;
+    let [ClaimedMessage { message: Message { id: claimed_id, payload, .. }, .. }] = &claimed[..] else {
+        panic!("{claimed:?}")
+    };
+    assert_eq!((claimed_id.uuid(), payload.as_slice()), (id, b"edited".as_slice()));
+}
+
+/// What stands behind a dead message is what goes on when it is redriven or discarded. Another dead
+/// message of the key does not go on by that.
+pub async fn what_stands_behind_a_dead_message_counts_no_dead_ones<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("k", "1"), dead(true)).await;
+    for payload in ["2", "3", "4"] {
+        trial.park(consumer, &message("k", payload), ParkAs::Behind).await;
+    }
+    assert_eq!(listed(trial, DeadState::Dead, "1").await.behind, 3);
+    act(trial, &listed(trial, DeadState::Held, "3").await, OperatorAct::Bury).await;
+    assert_eq!(listed(trial, DeadState::Dead, "1").await.behind, 2);
+    assert_eq!(listed(trial, DeadState::Dead, "3").await.behind, 1);
+}
+
+/// Only the first message of a key has a due time. A redriven one that stands before a due one takes
+/// its place, and one that stands behind waits for it.
+pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("before", "b1"), dead(false)).await;
+    trial.park(consumer, &message("before", "b2"), due()).await;
+    trial.park(consumer, &message("after", "a1"), due()).await;
+    trial.park(consumer, &message("after", "a2"), dead(false)).await;
+    for payload in ["b1", "a2"] {
+        act(trial, &listed(trial, DeadState::Dead, payload).await, OperatorAct::Redrive).await;
+    }
+    let waiting = trial.table("waiting");
+    let due = format!("select count(*) from {waiting} where due_at is not null");
+    assert_eq!(trial.number(&due).await, 2, "one for each key");
+    let mut heads = claim(trial, consumer).await;
+    heads.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
+    assert_eq!(payloads(&heads), ["a1", "b1"]);
+    for head in heads {
+        finish(trial, consumer, std::slice::from_ref(&head)).await;
+    }
+    let mut next = claim(trial, consumer).await;
+    next.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
+    assert_eq!(payloads(&next), ["a2", "b2"]);
+    finish(trial, consumer, &next[..1]).await;
+}
