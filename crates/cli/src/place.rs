@@ -1,7 +1,7 @@
 //! A directory, settings and child processes for `demo` and `bench`.
 //!
-//! Promise: `demo` and `bench` and their children use only their own command line and files. A file
-//! that may hold passwords is readable by its owner only.
+//! Promise: children of `demo` and `bench` take their settings from their command line and files, not
+//! from `ONCEBOX_` variables. A new file that may hold passwords is readable by its owner only.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -13,7 +13,7 @@ use super::common::CommonArgs;
 use oncebox::app::AppError;
 use oncebox::app::config::{Secret, Settings};
 
-/// Makes a directory that only its owner can enter.
+/// Makes a directory that only its owner can enter. One that is there keeps its mode.
 pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
     use std::os::unix::fs::DirBuilderExt;
     std::fs::DirBuilder::new()
@@ -23,8 +23,8 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
         .map_err(|error| AppError::failed(format!("{} cannot be made: {error}", dir.display())))
 }
 
-/// The settings of the command line. Where it does not name a database or broker, that is a file in
-/// `dir`.
+/// The settings of the command line. If it names no database, that is a file in `dir`; so is the
+/// broker. `log` is the level for the log if the command line has none.
 pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<Settings, AppError> {
     let mut settings = common.load_command_line(log)?.settings;
     if common.database.is_none() {
@@ -44,15 +44,15 @@ pub(super) fn file_url(dir: &Path, name: &str) -> Secret {
 /// A command that starts this program as a child, without the `ONCEBOX_` variables of the
 /// environment.
 pub(super) fn this_program() -> Result<Command, AppError> {
-    let this =
-        std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
+    let this = std::env::current_exe()
+        .map_err(|error| AppError::failed(format!("the path of this program is not known: {error}")))?;
     let mut command = Command::new(this);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().to_ascii_uppercase().starts_with("ONCEBOX_") {
             command.env_remove(name);
         }
     }
-    // A parent that is interrupted leaves no child behind.
+    // A parent that ends in order, also after an error, leaves no child behind.
     command.stdin(Stdio::null()).kill_on_drop(true);
     Ok(command)
 }
@@ -65,7 +65,8 @@ pub(super) fn signal(child: &Child, signal: Signal) {
     }
 }
 
-/// Writes the settings to a file, so that no password stands in the command line of a process.
+/// Writes the settings, passwords included, to a file that only its owner can read: a command line
+/// can be read by everybody.
 pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, AppError> {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt;
@@ -78,7 +79,7 @@ pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, A
         .write(true)
         .mode(0o600)
         .open(&file)
-        .and_then(|mut open| open.write_all(text.as_bytes()))
+        .and_then(|mut file| file.write_all(text.as_bytes()))
         .map_err(|error| AppError::failed(format!("{} cannot be written: {error}", file.display())))?;
     Ok(file)
 }

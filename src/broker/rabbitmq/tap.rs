@@ -1,9 +1,10 @@
-//! Reads everything that was published, for `demo`, `bench` and tests: a tap is a queue of its own
-//! beside the consumers' queues.
+//! Reads what was published, for `demo`, `bench` and tests: a tap is a queue of its own beside the
+//! consumers' queues.
 //!
-//! Guarantees: a tap gets every message that is published after it was made. `read` returns all of
-//! them in the order of the queue, also when it is called again. The server deletes a tap queue
-//! that is not used any more. If a `read` is dropped, a later one may return messages twice.
+//! Guarantees: a tap gets every message that is published after it was opened. Each `read` returns
+//! all of them since then, in the order of the queue, also those that an earlier `read` returned.
+//! The server deletes a tap queue that was not read for an hour; reading it is an error then. After
+//! a `read` that failed or was dropped, a later one may return messages twice.
 
 use std::collections::HashMap;
 
@@ -32,11 +33,12 @@ pub(super) struct Taps(Mutex<HashMap<String, Tap>>);
 #[derive(Debug)]
 struct Tap {
     queue: String,
-    read: Vec<Arrived>,
+    collected: Vec<Arrived>,
 }
 
 impl Taps {
-    /// Makes a tap for a topic, if there is none: it gets all messages from now on.
+    /// Opens a tap for a topic, unless it has one. A new tap gets the messages that are published
+    /// from now on.
     pub(super) async fn open(&self, config: &RabbitConfig, topic: &str) -> Result<(), BrokerError> {
         let mut taps = self.0.lock().await;
         if taps.contains_key(topic) {
@@ -47,34 +49,37 @@ impl Taps {
         let queue = format!("oncebox.tap.{}", uuid::Uuid::now_v7());
         let mut arguments = FieldTable::default();
         arguments.insert("x-expires".into(), AMQPValue::LongInt(EXPIRES_MILLIS));
-        let declared = channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), arguments);
-        within(config.connect_deadline, "queue.declare", declared).await?;
-        let bound = channel.queue_bind(
+        let declare = channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), arguments);
+        within(config.connect_deadline, "queue.declare", declare).await?;
+        let bind = channel.queue_bind(
             queue.as_str().into(),
             config.exchange.as_str().into(),
             topic.into(),
             QueueBindOptions::default(),
             FieldTable::default(),
         );
-        within(config.connect_deadline, "queue.bind", bound).await?;
+        within(config.connect_deadline, "queue.bind", bind).await?;
         link.close(config.close_deadline).await;
-        taps.insert(topic.to_owned(), Tap { queue, read: Vec::new() });
+        taps.insert(topic.to_owned(), Tap { queue, collected: Vec::new() });
         Ok(())
     }
 
-    /// Returns everything that the tap got so far.
+    /// Returns everything that the tap got since it was opened.
     pub(super) async fn read(&self, config: &RabbitConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         let mut taps = self.0.lock().await;
         let tap = taps.get_mut(topic).ok_or_else(|| {
-            BrokerError::Refused(format!("RabbitMQ keeps no log: topic `{topic}` has to be tapped before it is read"))
+            BrokerError::Refused(format!(
+                "RabbitMQ keeps no old messages: open a tap of topic `{topic}` before they are published"
+            ))
         })?;
         let link = Link::open(config, "oncebox tap").await?;
         loop {
-            // A new channel each time: closing it requeues deliveries beyond the count in place.
+            // A new channel each time: closing it puts deliveries after the counted ones back to
+            // their place in the queue.
             let channel = link.channel().await?;
             let passive = QueueDeclareOptions::default().passive();
-            let asked = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());
-            let ready = within(config.connect_deadline, "queue.declare", asked).await?.message_count();
+            let count = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());
+            let ready = within(config.connect_deadline, "queue.declare", count).await?.message_count();
             if ready == 0 {
                 break;
             }
@@ -82,7 +87,7 @@ impl Taps {
             within(config.close_deadline, "channel.close", channel.close(200, "OK".into())).await?;
         }
         link.close(config.close_deadline).await;
-        Ok(tap.read.clone())
+        Ok(tap.collected.clone())
     }
 }
 
@@ -97,12 +102,18 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
         let delivery = match delivery {
             Ok(Some(Ok(delivery))) => delivery,
             Ok(Some(Err(error))) => return Err(classify(&error)),
-            Ok(None) => return Err(BrokerError::Destination(format!("the tap queue `{}` is gone", tap.queue))),
-            Err(_) => return Err(BrokerError::Unavailable(format!("the tap queue `{}` is silent", tap.queue))),
+            Ok(None) => return Err(BrokerError::Destination(format!("the tap queue `{}` was deleted", tap.queue))),
+            Err(_) => {
+                return Err(BrokerError::Unavailable(format!(
+                    "the tap queue `{}` delivered nothing before the deadline",
+                    tap.queue
+                )));
+            }
         };
         let tag = delivery.delivery_tag;
-        tap.read.push(wire::arrived(delivery, &tap.queue));
-        // Never the same tag twice: the server would close the channel.
+        tap.collected.push(wire::arrived(delivery, &tap.queue));
+        // One condition for both cases: the server closes a channel on which a tag is acknowledged
+        // twice.
         if count == ready || count.is_multiple_of(u32::from(PREFETCH) / 2) {
             let ack = channel.basic_ack(tag, BasicAckOptions { multiple: true });
             within(config.connect_deadline, "basic.ack", ack).await?;

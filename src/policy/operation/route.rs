@@ -1,8 +1,8 @@
-//! The settings of an operation, chosen by its author (M4). Each is explicit and is checked when
-//! the service starts.
+//! The settings of one operation, chosen by the developer of the route (M4). Each is explicit and
+//! is checked when the service starts.
 //!
-//! Guarantees: a combination of settings that cannot keep the promise is refused by name before a
-//! request is taken.
+//! Guarantees: a combination of settings under which an operation could run twice, or be lost, is
+//! refused with an error of its own before the first request is taken.
 //!
 //! Not here: the command's fingerprint ([`fingerprint`](super::fingerprint)), the strategies of
 //! outside providers ([`provider`](super::provider)), and where a route's settings are read from.
@@ -16,7 +16,7 @@ use super::retention::{Retention, RetentionError};
 /// Whether a request must carry a key (M6, M12).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Requirement {
-    /// A key in the header is ignored, as for GET, HEAD, OPTIONS and uploads.
+    /// A key in the header is ignored. For GET, HEAD, OPTIONS and uploads.
     Off,
     /// A request without a key runs unprotected.
     Optional,
@@ -29,8 +29,8 @@ pub enum Requirement {
 pub enum WhileRunning {
     /// The duplicate gets 409 with `Retry-After` at once.
     Conflict,
-    /// 202 with the `Location` of the operation. Not for a transactional operation, which others
-    /// cannot see while it runs.
+    /// 202 with the `Location` of the operation. Not for a transactional operation: other
+    /// connections cannot see its record before it commits.
     Accepted,
     /// The duplicate waits up to [`Route::wait_max`] for the answer, and gets 409 after that.
     Wait,
@@ -41,11 +41,12 @@ pub enum WhileRunning {
 pub enum AfterExpiry {
     /// The request is a new operation.
     ExecuteAsNew,
-    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also without a record. Needs keys that carry their time.
+    /// 409 `IDEMPOTENCY_KEY_EXPIRED` if the time in the key is too old, even where no record is
+    /// left. Needs keys that carry their time ([`KeyFormat::UuidV7`]).
     Reject,
 }
 
-/// What is replayed when the body was not kept (M62 to M64).
+/// What a duplicate gets when the first body was not kept (M62 to M64).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Replay {
     /// Only the first answer's bytes. Without them the answer is 409
@@ -57,9 +58,9 @@ pub enum Replay {
     Reconstruct,
 }
 
-/// What the author of an edge route declares about a run whose end was not seen. (In the modes
-/// `same_tx` and `bridged` all effects are in the transaction; a phased operation declares a
-/// strategy per effect.)
+/// What the developer of an edge route declares about a run whose outcome is unknown, for example
+/// after a crash. (In the modes `Transactional` and `Bridged` all effects are in the transaction; a
+/// phased operation declares a strategy for each effect.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Effects {
     /// The run may have had any effect.
@@ -69,7 +70,8 @@ pub enum Effects {
     Repeatable,
 }
 
-/// The HTTP status of a mismatch. The code is always the same (M27).
+/// The HTTP status where a known key comes with another request. The error code in the body is the
+/// same for each of them (M27).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum MismatchStatus {
     /// 422, which generic clients do not retry.
@@ -84,13 +86,13 @@ pub enum MismatchStatus {
 /// What the store of the records guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Durability {
-    /// The store remembers every outcome.
+    /// The store remembers every outcome until its retention ends.
     Durable,
-    /// The store suppresses duplicates only while one primary keeps its data (Redis, O25).
+    /// The store may lose records, for example when a primary of Redis fails (O25).
     Guard,
 }
 
-/// The policies of one operation.
+/// The settings of one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
     /// The mode of the operation: how its keys are claimed.
@@ -101,25 +103,26 @@ pub struct Route {
     pub key_format: KeyFormat,
     /// How a duplicate is answered while the first request runs. Default 409.
     pub while_running: WhileRunning,
-    /// How long a duplicate waits at most, for [`WhileRunning::Wait`], and for its turn at a SQLite
-    /// file (O18). Default 5 s.
+    /// How long a duplicate waits at most, for [`WhileRunning::Wait`]. Also how long a request waits
+    /// for the write lock of a SQLite file (O18). Default 5 s.
     pub wait_max: Duration,
     /// How many duplicates of one key may wait in this process, for [`WhileRunning::Wait`]; further
     /// ones get 409 at once. Default 64.
     pub waiters_max: u32,
-    /// How a late retry is answered. Default: executed as new, for phased operations rejected.
+    /// How a retry is answered after its record expired. Default: executed as new, for phased
+    /// operations rejected.
     pub after_expiry: AfterExpiry,
     /// What is replayed without a body. Default 409.
     pub replay: Replay,
-    /// What a run whose end was not seen may have done. Default anything.
+    /// What a run whose outcome is unknown may have done. Default anything.
     pub effects: Effects,
-    /// Whether the route can find out how a run ended (O11).
+    /// Whether the route has a function that finds out how a run ended (O11).
     pub reconciles: bool,
     /// The HTTP status of a mismatch. Default 422.
     pub mismatch: MismatchStatus,
-    /// How long a claim stays owned without a heartbeat. Default 30 s.
+    /// How long after its last heartbeat a claim still belongs to its run. Default 30 s.
     pub lease: Duration,
-    /// The engine's timeout for the handler. It replaces an inner one. Default 20 s.
+    /// The engine's timeout for the handler; a handler needs no timeout of its own. Default 20 s.
     pub timeout: Duration,
     /// The part of the lease that is reserved for writing the outcome. Default 5 s.
     pub completion_budget: Duration,
@@ -127,13 +130,13 @@ pub struct Route {
     pub retention: Retention,
     /// How far the clock of the client that makes keys may be ahead. Default 60 s.
     pub id_skew: Duration,
-    /// Whether an untagged 400, or another status that refuses a request, frees the key on a route
-    /// without `Idempotent<E>` (O10). Set this only if the handler has done nothing when it answers
-    /// so. Default no.
+    /// Whether a status that refuses a request, such as 400, frees the key on a route whose handler
+    /// does not say by `Idempotent<E>` what its errors mean (O10). Set this only if the handler has
+    /// done nothing when it answers so. Default no.
     pub release_untagged: bool,
 }
 
-/// A combination of settings that cannot keep the promise.
+/// A combination of settings under which an operation could run twice, or be lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RouteError {
@@ -207,9 +210,9 @@ impl Route {
     ///
     /// # Errors
     ///
-    /// The first combination that cannot keep the promise.
+    /// The first such combination.
     pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
-        let refused = [
+        let checks = [
             (
                 self.mode == Mode::Transactional && self.while_running == WhileRunning::Accepted,
                 RouteError::AcceptedInTransactional,
@@ -227,7 +230,7 @@ impl Route {
             ),
             (store == Durability::Guard && self.effects != Effects::Repeatable, RouteError::GuardNeedsRepeatable),
         ];
-        if let Some((_, error)) = refused.into_iter().find(|(refused, _)| *refused) {
+        if let Some((_, error)) = checks.into_iter().find(|(applies, _)| *applies) {
             return Err(error);
         }
         Ok(self.retention.validate()?)
@@ -253,7 +256,7 @@ mod tests {
         }
     }
 
-    // Shown by: taking each line out of the list in turn.
+    // Shown by: taking out each of the checks but the last, in turn.
     #[test]
     fn o11_o19_o23_o29_choices_that_break_the_promise_are_refused_by_name() {
         let (same_tx, edge, phased) =
@@ -275,7 +278,7 @@ mod tests {
         assert_eq!(refused(&Route { retention, ..edge }), RouteError::Retention(RetentionError::NoTtl));
     }
 
-    // Shown by: taking the last line out of the list.
+    // Shown by: taking out the last check.
     #[test]
     fn o25_a_guard_store_takes_repeatable_edge_routes_only() {
         for mode in Mode::ALL {

@@ -1,5 +1,7 @@
-//! Stores a message that is not handled now: waiting with a due time, behind its key, or dead. Its
-//! inbox row is inserted in the same transaction (R24), so that a redelivery finds it known.
+//! Stores a message that is not handled now: to be tried at its due time, behind an older message of
+//! the same key, or dead. Its inbox row is inserted in the same transaction (R24), so that a
+//! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is there
+//! already.)
 
 use super::Shared;
 use super::admission::{Fate, admit};
@@ -16,7 +18,7 @@ use crate::store::{ConsumerId, ParkAs, Parked};
 /// How many bytes of id, kind and source are kept of a message that cannot be stored whole.
 const SHORT_MAX: usize = 1_000;
 
-/// The error text for a message whose tries were counted and never came to an end.
+/// The error text for a message each of whose tries ended with the process.
 pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
 
 /// Decides what follows a failed try; `counted` is the number of tries.
@@ -30,28 +32,32 @@ pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) ->
     retry.next(counted, asked, fastrand::f64())
 }
 
-/// The stored form of a message that is dead before any try.
+/// The stored form of a message that is dead before any try. `reason` is a code such as
+/// `unhandled`, `error` a sentence for people.
 pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
     let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
     Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
 }
 
-/// The message has the id of another message: an alarm (G7). It does not hold its key.
+/// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
+/// does not stop later messages of its key.
 pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
     tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
     dead(item, "id-reused", "the same id stands in the inbox with different content", false)
 }
 
-/// The message is too old, or from the future (R31). It does not hold its key.
+/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It does
+/// not stop later messages of its key.
 pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
     tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
-    let why = "what could tell whether it was handled is not there any more, or will not be for long; redrive it if it was not";
+    let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
     dead(item, reason, why, false)
 }
 
-/// Stores the message, with retries until that works, then reports it as committed. A message that
-/// the database cannot take is stored as dead without its content: then it does not stop its
-/// partition, and its coordinates show where the content is.
+/// Stores the message, then reports it as committed. Tries until that works, the consumer stops or
+/// the partition is taken away; the broker delivers it again then. A message that the database
+/// cannot take is stored as dead without its content: its partition goes on, and its coordinates
+/// show where the content is.
 pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
     let parked =
         Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
@@ -64,11 +70,11 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                 lane.shared.parked.notify_one();
                 return lane.report(&item, true);
             }
-            Err(away) => {
-                if away.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
-                    unstorable = Some(away.to_string());
+            Err(error) => {
+                if error.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
+                    unstorable = Some(error.to_string());
                 }
-                lane.wait_out(&away).await;
+                lane.wait_out(&error).await;
                 if lane.stop.is_cancelled() || item.source.is_revoked() {
                     return lane.report(&item, false);
                 }
@@ -77,7 +83,8 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
     }
 }
 
-/// Logs how the message was stored; `None` means that another process finished it meanwhile.
+/// Logs how the message was stored, and returns its outcome. `None` is a message whose inbox row was
+/// there already: another process finished it meanwhile.
 fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     let consumer = &lane.shared.options.name;
     let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
@@ -95,7 +102,8 @@ fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     }
 }
 
-/// Stores the message and returns its stored form; `None`: another process finished it meanwhile.
+/// Stores the message in one transaction and returns its stored form; `None` where its inbox row was
+/// there already.
 async fn store(
     lane: &Lane,
     item: &Item,
@@ -108,8 +116,8 @@ async fn store(
         match admit(tx.as_mut(), std::slice::from_ref(item)).await?.first() {
             None | Some(Fate::Duplicate) => return Ok(None),
             Some(Fate::New) => {}
-            // An older message of its key came to wait meanwhile: that one is the head, this one is
-            // stored behind it.
+            // An older message of its key waits by now, so this one is stored behind it. A dead
+            // one stays dead.
             Some(Fate::Behind) => {
                 if matches!(parked.park_as, ParkAs::Due(_)) {
                     parked.park_as = ParkAs::Behind;
@@ -139,7 +147,7 @@ async fn store(
     }
 }
 
-/// Keeps only what every database can store: identity, key, and coordinates in the broker.
+/// Keeps only identity, key, and coordinates in the broker, the texts of the identity shortened.
 fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let Parked { mut message, attempts, error, .. } = parked;
     for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
@@ -157,8 +165,8 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
 }
 
-/// The handler ended its transaction and so committed the inbox row: the message is stored as dead
-/// with an error in the log, never acknowledged as a duplicate (R23).
+/// Stores as dead a message whose handler committed its transaction, and with it the inbox row; tries
+/// until that works or the grace of a stop is over. It is never acknowledged as a duplicate (R23).
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     loop {
         match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
@@ -166,9 +174,9 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
                 lane.went_well();
                 return lane.report(&item, true);
             }
-            Err(away) => {
-                if !lane.wait_out_a_stop(&away).await {
-                    say_lost(&lane.shared.options.name, &item.message, &away);
+            Err(error) => {
+                if !lane.wait_out_a_stop(&error).await {
+                    say_lost(&lane.shared.options.name, &item.message, &error);
                     return lane.report(&item, false);
                 }
             }
@@ -176,15 +184,15 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     }
 }
 
-/// Stores a message as dead whose handler committed by itself. The caller retries until this works,
-/// because the message is stored nowhere else.
+/// Stores as dead a message whose handler committed its transaction. The caller tries again after an
+/// error, because the message is stored nowhere else.
 pub(super) async fn store_ended(
     shared: &Shared,
     consumer: ConsumerId,
     message: &Message,
     attempts: u32,
 ) -> Result<(), StoreError> {
-    const WHY: &str = "the handler ended the transaction it was given; whether its effects are whole is not known";
+    const WHY: &str = "the handler ended the transaction it was given; whether its effects are complete is not known";
     let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: shared.options.holds() };
     let parked = Parked { message: message.clone(), park_as, attempts, error: Some(WHY.to_owned()) };
     let mut tx = shared.store.begin(consumer).await?;
@@ -198,7 +206,8 @@ pub(super) async fn store_ended(
     Ok(())
 }
 
-/// Logs that the program stops before such a message could be stored as dead.
+/// Logs that the program stops before a message whose handler committed could be stored as dead.
+/// This line is the only trace of it: a redelivery is a duplicate.
 pub(super) fn say_lost(consumer: &str, message: &Message, error: &StoreError) {
     tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, %error, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
 }

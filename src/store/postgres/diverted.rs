@@ -1,8 +1,10 @@
-//! Dead and held rows of the outbox, and the decisions about positions (R17, R18).
+//! Rows of the outbox that the broker refused (dead) or that wait behind such a row or for their
+//! topic (held), and the decisions about their positions (R17, R18).
 //!
-//! Guarantees: a row is copied here whole, and removed, only in the fenced transaction that moves
-//! the cursor. A decision about a position is kept until its partition is freed, so that a cursor
-//! which is set back sends nothing again.
+//! Guarantees: a row is copied whole into `outbox_dead`, and deleted from it, only in the transaction
+//! that moves the cursor; an owner whose lease is over cannot commit that one. A decision about a
+//! position is kept until the partition of its row is dropped, so that nothing is sent again when
+//! the cursor is set back.
 
 use std::collections::HashSet;
 
@@ -16,7 +18,7 @@ use crate::store::relay::first_within;
 use crate::store::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct};
 
 /// Copies rows of the outbox. A row that is here already (after a cursor was set back) gets the new
-/// state.
+/// state; its history stays.
 const DIVERT: &str = "
 insert into oncebox.outbox_dead as t (position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent,
   tracestate, created_at, state, cause, reason, holds, history)
@@ -29,8 +31,8 @@ select o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.
 on conflict (position) do update set state = excluded.state, cause = excluded.cause, reason = excluded.reason,
   holds = excluded.holds, requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp()";
 
-/// Changes a row that was tried again and refused again. The operator's request is done, so it is
-/// cleared.
+/// Changes a row that was to be sent again and stays here. The operator's request is done, so it is
+/// cleared. Of the history the last 50 entries are kept (`- 0` takes out the first one).
 const CHANGE: &str = "
 update oncebox.outbox_dead t
    set state = d.state, cause = d.cause, reason = d.reason, holds = d.holds, attempts = t.attempts + 1,
@@ -84,8 +86,8 @@ impl Columns {
     }
 }
 
-/// Writes the changes of a mark to dead and held rows, in its transaction. Returns the highest
-/// position among them.
+/// Writes what a mark says of dead and held rows, in the transaction of the mark. Returns the
+/// highest position that it names, or 0.
 pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Result<i64, StoreError> {
     for (statement, rows) in [(DIVERT, &mark.diverted), (CHANGE, &mark.changed)] {
         if rows.is_empty() {
@@ -102,7 +104,7 @@ pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Re
             .await?;
         if usize::try_from(done.rows_affected()) != Ok(rows.len()) {
             return Err(StoreError::Corrupt(format!(
-                "of the messages at {:?} only {} stand where they were read",
+                "of the messages at {:?} only {} are still where they were read",
                 columns.positions,
                 done.rows_affected()
             )));
@@ -122,8 +124,8 @@ pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Re
             sqlx::query(statement).bind(positions).run(&mut *connection).await?;
         }
     }
-    let concerned = mark.diverted.iter().chain(&mark.changed).map(|(position, _)| position);
-    Ok(concerned.chain(&mark.released).chain(&mark.discarded).copied().max().unwrap_or(0))
+    let named = mark.diverted.iter().chain(&mark.changed).map(|(position, _)| position);
+    Ok(named.chain(&mark.released).chain(&mark.discarded).copied().max().unwrap_or(0))
 }
 
 /// Returns those of the positions that were decided or stand in the dead and held table.
@@ -167,7 +169,7 @@ pub(super) async fn rows(
         .collect()
 }
 
-/// Requests of operators that are not done yet, in position order.
+/// Up to 1,000 requests of operators that are still to be carried out, in position order.
 pub(super) async fn requests(
     connection: &mut Bounded<Postgres>,
     buckets: Buckets,
@@ -195,8 +197,8 @@ const WEIGHTS: &str = "
 select position, (octet_length(payload) + coalesce(octet_length(headers::text), 0))::bigint
   from oncebox.outbox_dead where position = any($1) order by position";
 
-/// Whole rows at these positions, in position order, until they reach the limit of bytes. A row
-/// that no longer exists is left out.
+/// Whole rows at these positions, dead or held, in position order, up to the limit of bytes, but at
+/// least one. A row that no longer exists is left out.
 pub(super) async fn held(
     connection: &mut Bounded<Postgres>,
     positions: &[i64],

@@ -1,8 +1,9 @@
-//! A write transaction: waits for the turn, runs `BEGIN IMMEDIATE`, and ends in order.
+//! A write transaction: waits for its turn at the file (`flock`: one writer of all processes at a
+//! time), runs `BEGIN IMMEDIATE`, and ends with a whole COMMIT or ROLLBACK.
 //!
-//! Guarantees: the beginning is never cancelled inside sqlx, even if the caller is (R28); the turn
-//! is given back only after the transaction ended, also when this is dropped; a connection whose
-//! transaction did not end in order is not used again (see `connect`).
+//! Guarantees: a caller that is cancelled does not cancel BEGIN, which sqlx would not survive (R28);
+//! the turn is given back only after the transaction ended, also when a [`Write`] is dropped; a
+//! connection whose transaction did not end so is not used again (see `connect`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,41 +16,42 @@ use crate::error::StoreError;
 use crate::flock;
 use crate::store::Base;
 
-/// The number of steps of SQLite's virtual machine between two checks whether a statement may go
-/// on: about ten microseconds.
+/// SQLite asks after so many steps of its virtual machine, about ten microseconds, whether the
+/// statement may go on.
 const PROGRESS_OPS: i32 = 1_000;
 
 /// A transaction that holds SQLite's write lock. Dropped without commit, it rolls back.
 #[derive(Debug)]
 pub(super) struct Write {
-    held: Option<Held>,
+    open: Option<Open>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct Open {
     transaction: Transaction<'static, Sqlite>,
     guard: Option<Arc<Guard>>,
     turn: flock::Held,
 }
 
-/// Controls a connection while foreign code runs on it.
+/// What the hooks of a connection ask while a handler's code runs on it.
 #[derive(Debug, Default)]
 struct Guard {
     /// Set once the transaction has ended. From then on the hooks allow everything, for the next
     /// user of the connection.
     ended: AtomicBool,
-    /// Set by [`Write::commit`]. Every other commit is refused: a raw COMMIT, or a statement that
-    /// commits by itself because the transaction was ended before it.
+    /// Set by [`Write::commit`]. Every other commit is refused: a raw COMMIT of the handler, or the
+    /// commit of a single statement after the handler ended the transaction.
     committing: AtomicBool,
     /// Set when a commit was refused.
     refused: AtomicBool,
-    /// Set by a rollback: a running statement is interrupted. It may belong to a handler that was
-    /// given up, and it holds the write lock of the whole file (R28).
+    /// Set by our rollback. SQLite then interrupts the running statement: it may belong to a handler
+    /// that was cancelled, and it holds the write lock of the whole file (R28).
     interrupted: AtomicBool,
 }
 
 impl Guard {
-    fn may_commit(&self) -> bool {
+    /// Says whether a commit may pass, and remembers one that was refused.
+    fn check_commit(&self) -> bool {
         let may = self.ended.load(Ordering::SeqCst) || self.committing.load(Ordering::SeqCst);
         if !may {
             self.refused.store(true, Ordering::SeqCst);
@@ -74,7 +76,7 @@ impl SqliteStore {
         to_its_end(async move {
             let turn = store.take_turn(BUSY_TIMEOUT).await.map_err(sqlx::Error::Io)?;
             let transaction = store.pool().begin_with("BEGIN IMMEDIATE").await?;
-            Ok::<_, StoreError>(Write { held: Some(Held { transaction, guard: None, turn }) })
+            Ok::<_, StoreError>(Write { open: Some(Open { transaction, guard: None, turn }) })
         })
         .await
     }
@@ -83,9 +85,9 @@ impl SqliteStore {
 impl Write {
     /// The connection, with the transaction open.
     pub(super) fn connection(&mut self) -> &mut SqliteConnection {
-        match &mut self.held {
-            Some(held) => &mut held.transaction,
-            None => unreachable!("`held` is taken only by what consumes or drops this"),
+        match &mut self.open {
+            Some(open) => &mut open.transaction,
+            None => unreachable!("a statement was run after the transaction was ended by `undo`"),
         }
     }
 
@@ -95,27 +97,27 @@ impl Write {
         let guard = Arc::new(Guard::default());
         let mut handle = self.connection().lock_handle().await?;
         let asked = Arc::clone(&guard);
-        handle.set_commit_hook(move || asked.may_commit());
+        handle.set_commit_hook(move || asked.check_commit());
         let asked = Arc::clone(&guard);
         handle.set_progress_handler(PROGRESS_OPS, move || asked.may_go_on());
         drop(handle);
-        if let Some(held) = &mut self.held {
-            held.guard = Some(guard);
+        if let Some(open) = &mut self.open {
+            open.guard = Some(guard);
         }
         Ok(())
     }
 
-    /// Whether a commit of foreign code was refused.
+    /// Whether a commit by the handler's code was refused.
     pub(super) fn was_commit_refused(&self) -> bool {
-        let guard = self.held.as_ref().and_then(|held| held.guard.as_ref());
+        let guard = self.open.as_ref().and_then(|open| open.guard.as_ref());
         guard.is_some_and(|guard| guard.refused.load(Ordering::SeqCst))
     }
 
     /// Commits, and gives the turn back.
     pub(super) async fn commit(mut self) -> Result<(), StoreError> {
-        match self.held.take() {
-            Some(held) => to_its_end(held.commit()).await,
-            None => Ok(()),
+        match self.open.take() {
+            Some(open) => to_its_end(open.commit()).await,
+            None => Err(sqlx::Error::Protocol("a transaction was committed after `undo` had ended it".into()).into()),
         }
     }
 
@@ -124,23 +126,24 @@ impl Write {
         self.undo().await
     }
 
-    /// Rolls back, and gives the turn back. Afterwards this value must not be used for statements.
+    /// Rolls back in place, and gives the turn back. A second call does nothing; no statement may be
+    /// run afterwards.
     pub(super) async fn undo(&mut self) -> Result<(), StoreError> {
-        match self.held.take() {
-            Some(held) => to_its_end(held.rollback()).await,
+        match self.open.take() {
+            Some(open) => to_its_end(open.rollback()).await,
             None => Ok(()),
         }
     }
 }
 
-/// Runs the work in a task of its own, so that a cancelled caller leaves no connection half way.
+/// Runs the work in a task of its own, so that a caller that is cancelled does not stop it.
 async fn to_its_end<T: Send + 'static>(
     work: impl Future<Output = Result<T, StoreError>> + Send + 'static,
 ) -> Result<T, StoreError> {
     tokio::spawn(work).await.map_err(|error| sqlx::Error::Io(std::io::Error::other(error)))?
 }
 
-impl Held {
+impl Open {
     async fn commit(self) -> Result<(), StoreError> {
         if let Some(guard) = &self.guard {
             guard.committing.store(true, Ordering::SeqCst);
@@ -156,8 +159,8 @@ impl Held {
             guard.interrupted.store(true, Ordering::SeqCst);
         }
         let outcome = self.transaction.rollback().await;
-        // The guard ends only here: statements of a handler that was given up may have waited in
-        // the queue of the connection's thread.
+        // The hooks work until now: statements of a cancelled handler may have waited in the queue
+        // of the connection's thread, and must be interrupted too.
         end(self.guard);
         drop(self.turn);
         match outcome {
@@ -171,22 +174,24 @@ impl Held {
 
 impl Drop for Write {
     fn drop(&mut self) {
-        let Some(held) = self.held.take() else { return };
+        let Some(open) = self.open.take() else { return };
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) => {
                 runtime.spawn(async move {
-                    if let Err(error) = held.rollback().await {
+                    if let Err(error) = open.rollback().await {
                         tracing::debug!(%error, "the rollback of a dropped transaction failed, its connection is closed");
                     }
                 });
             }
-            // Without a runtime nobody uses the pool again; the connection's thread rolls back.
-            Err(_) => drop(held),
+            // Without a runtime nobody uses the pool again; the connection's thread rolls back, and
+            // another process waits for SQLite's own lock until then.
+            Err(_) => drop(open),
         }
     }
 }
 
-/// Ends the guard: the connection returns to the pool, and its next user may commit.
+/// Lets the hooks allow everything: the connection returns to the pool, and its next user may
+/// commit.
 fn end(guard: Option<Arc<Guard>>) {
     if let Some(guard) = guard {
         guard.ended.store(true, Ordering::SeqCst);
