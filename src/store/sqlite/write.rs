@@ -13,7 +13,7 @@ use sqlx::{Sqlite, Transaction};
 use super::connect::{BUSY_TIMEOUT, SqliteStore};
 use crate::error::StoreError;
 use crate::flock;
-use crate::store::Base;
+use crate::store::base::Base;
 
 /// The number of steps of SQLite's virtual machine between two checks whether a statement may go
 /// on: about ten microseconds.
@@ -145,7 +145,7 @@ impl Held {
         if let Some(guard) = &self.guard {
             guard.committing.store(true, Ordering::SeqCst);
         }
-        let outcome = self.transaction.commit().await.map_err(crate::store::door::commit_error);
+        let outcome = self.transaction.commit().await.map_err(crate::outbox::enqueue::commit_error);
         end(self.guard);
         drop(self.turn);
         outcome
