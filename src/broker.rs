@@ -28,9 +28,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::error::BrokerError;
+use crate::inbox::rules::horizon::TopicRetention;
+use crate::inbox::rules::position::{Position, Start};
 use crate::message::{Arrived, OutgoingMessage};
-use crate::policy::horizon::TopicRetention;
-use crate::policy::position::{Position, Start};
 
 /// Whether a topic can be sent to. The relay asks before it sends anything to the topic (R19).
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -19,7 +19,7 @@
 //! * Every attempt sends the same bytes. With a [`KeyJournal`], key, method, URL and body are on
 //!   the disk before the first attempt, so a program that restarts continues under the same key.
 //!   Where the journal keeps digests only, the caller gives the body again.
-//! * One table decides what ends an operation ([`resend`](crate::policy::operation::resend)). After
+//! * One table decides what ends an operation ([`resend`](crate::operation::rules::resend)). After
 //!   an attempt whose outcome is unknown, only a 2xx or a spent key ends it; otherwise the end is
 //!   [`ClientError::OutcomeUnknown`].
 //! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and
@@ -56,8 +56,8 @@ pub use middleware::{Resend, SentUnder};
 pub use request::Request;
 
 use self::sending::{Direct, Shared};
-use crate::policy::breaker::BreakerOptions;
-use crate::policy::operation::Key;
+use crate::operation::rules::Key;
+use crate::time::breaker::BreakerOptions;
 
 /// Settings of a client.
 #[derive(Debug, Clone)]

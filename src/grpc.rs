@@ -54,9 +54,10 @@ pub use key::{KEY_METADATA, KeyField};
 pub use status::{REPLAYED_METADATA, refusal, reply, seen};
 
 use crate::error::HandlerError;
-use crate::policy::operation::{Code, IdempotentCommand, Outcome, Scope};
-use crate::runtime::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
-use crate::store::{Base, Operations};
+use crate::operation::port::Operations;
+use crate::operation::rules::{Code, IdempotentCommand, Outcome, Scope};
+use crate::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
+use crate::store::base::Base;
 
 /// Runs a unary call once for its key, as a transactional operation, and answers repeated calls.
 /// `handler` is that of [`Engine::execute_transactional`]; it makes its answers with [`reply`] and

@@ -93,6 +93,7 @@ pub mod app;
 pub mod broker;
 #[cfg(feature = "client")]
 pub mod client;
+mod email;
 pub mod error;
 #[cfg(any(feature = "embedded", feature = "sqlite"))]
 mod flock;
@@ -100,25 +101,35 @@ mod flock;
 pub mod grpc;
 #[cfg(any(feature = "programs", feature = "http"))]
 pub mod http;
+mod inbox;
 pub mod message;
 pub mod observe;
 pub mod operation;
-mod policy;
-mod runtime;
+mod operator;
+mod outbox;
 pub mod store;
+mod text;
+mod time;
+
+#[cfg(test)]
+#[path = "../tests/rules/properties/main.rs"]
+mod properties;
 
 /// Code that adapters share. It is for `oncebox-testkit` and for authors of adapters, not for
 /// services, and may change with every version.
 #[doc(hidden)]
 pub mod adapter {
-    pub use crate::policy::{db_time, diversion, gaps, hex, horizon, isolate, lease, position};
-    pub use crate::store::inbox::time_in_id;
-    pub use crate::store::key_operator::nothing_stands;
-    pub use crate::store::operations::stored::Columns;
+    pub use crate::inbox::port::time_in_id;
+    pub use crate::inbox::rules::{horizon, position};
+    pub use crate::operation::port::stored::Columns;
+    pub use crate::operator::keys::nothing_stands;
+    pub use crate::outbox::rules::{diversion, gaps, isolate};
+    pub use crate::text::hex;
+    pub use crate::time::{db_time, lease};
 
     /// The rules of operations that an adapter needs.
     pub mod operation {
-        pub use crate::policy::operation::{doubt, machine, resend, versions};
+        pub use crate::operation::rules::{doubt, machine, resend, versions};
     }
 
     /// The envelope of a message as headers of a record in a log.
@@ -133,21 +144,21 @@ pub mod adapter {
 }
 
 pub use async_trait::async_trait;
-pub use error::{BrokerError, HandlerError, LimitError, StoreError};
-pub use message::{Message, NewMessage};
-pub use policy::breaker::BreakerOptions;
-pub use policy::horizon::{Horizon, TopicRetention};
-pub use policy::retry::RetryPolicy;
-pub use runtime::pace;
-pub use runtime::relay::RelayError;
 #[cfg(feature = "email")]
-pub use runtime::sender;
-pub use runtime::{
-    BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, HandlerTx, Handlers, MessageHandler,
-    Relay, RelayEnd, RelayOptions, SqlHandler, SqlSpec, SqlSpecError, Unhandled,
-};
+pub use email::sender;
+pub use error::{BrokerError, HandlerError, LimitError, StoreError};
+pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
+pub use inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
+pub use inbox::rules::horizon::{Horizon, TopicRetention};
+pub use inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError};
+pub use message::{Message, NewMessage};
+pub use outbox::enqueue::{commit, enqueue, enqueue_all};
+pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
 pub use sqlx;
-pub use store::{Store, commit, enqueue, enqueue_all};
+pub use store::Store;
+pub use time::breaker::BreakerOptions;
+pub use time::pace;
+pub use time::retry::RetryPolicy;
 
 /// The code of the README, compiled with the documentation tests.
 #[cfg(all(doctest, feature = "postgres", feature = "programs", feature = "http", feature = "client"))]

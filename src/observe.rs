@@ -306,7 +306,7 @@ pub fn lost_records(topic: &str, count: u64) {
 }
 
 /// Counts a try of an e-mail under its resulting state, a word of
-/// [`Delivery`](crate::policy::operation::delivery::Delivery).
+/// [`Delivery`](crate::operation::rules::delivery::Delivery).
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }

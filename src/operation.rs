@@ -8,24 +8,63 @@
 //!
 //! Promise: only names for users are exported here; the implementation is private.
 //!
-//! Not here: the decisions (room `policy`) and the work (room `runtime`).
+//! | module | for |
+//! |---|---|
+//! | `rules` | pure: what a second request is, and what becomes of it |
+//! | `port` | what the engine needs of a database; `port::phases`: of phased operations |
+//! | `engine` | [`Engine`]: what a process shares, and its limits |
+//! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
+//! | `front` | [`Front`]: what every operation does with a request before it executes |
+//! | `transactional` | [`Engine::execute_transactional`]: claim, effects, messages and answer in one commit |
+//! | [`phased`] | phased operations: phases, and calls of providers between them |
+//! | `edge` | [`Engine::execute_edge`]: a claim around any handler |
+//! | `codec` | what is kept of answers, and replayed |
+//! | `reconcile` | finds out the outcome of an edge run whose end was not recorded |
+//! | `standing` | marks a run as unknown in the background, after its request was answered |
+//! | `running`, `memory` | the runs of this process; how much memory request bodies may take |
+//! | `reach`, `admission` | whether the store answers; how many operations its connections carry |
+//!
+//! Not here: the statements ([`store`](crate::store)), and HTTP or gRPC, which only translate
+//! requests and answers.
 
-pub use crate::policy::operation::delivery::Delivery;
-pub use crate::policy::operation::flow::Stage;
-pub use crate::policy::operation::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
-pub use crate::policy::operation::raw::RawCommand;
-pub use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-pub use crate::policy::operation::retention::{KeyAge, Retention, RetentionError};
-pub use crate::policy::operation::route::{
+mod admission;
+mod codec;
+mod edge;
+mod endpoint;
+mod engine;
+mod front;
+mod live;
+mod memory;
+pub mod phased;
+pub(crate) mod port;
+mod quota;
+mod reach;
+mod reconcile;
+mod reply;
+pub(crate) mod rules;
+mod running;
+mod standing;
+mod transactional;
+
+pub use self::codec::{Kept, SealError, Sealer};
+pub use self::edge::{EdgeAnswer, Ended, Guard, GuardError, Progress};
+pub use self::endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered};
+pub use self::engine::{Core, Engine, EngineBuilder};
+pub use self::front::{Asking, Begin, Front, KeyGiven, Turn};
+pub use self::memory::BodyPermit;
+pub use self::reply::{Answered, Keep, Problem, Reply};
+pub use self::rules::delivery::Delivery;
+pub use self::rules::flow::Stage;
+pub use self::rules::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
+pub use self::rules::raw::RawCommand;
+pub use self::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+pub use self::rules::retention::{KeyAge, Retention, RetentionError};
+pub use self::rules::route::{
     AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, RouteError, WhileRunning,
 };
-pub use crate::policy::operation::{
+pub use self::rules::{
     Canonical, Code, Comparison, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter,
     IdempotentCommand, Identity, Key, KeyError, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark,
     Record, Route, Scope, State, ValueWriter, provider,
 };
-pub use crate::runtime::operation::{
-    Answered, Asking, Begin, BodyPermit, Core, EdgeAnswer, EffectTx, Ended, Endpoint, EndpointError, Engine,
-    EngineBuilder, Front, Guard, GuardError, Keep, Kept, KeyGiven, Problem, Progress, Reconciled, Reconciling,
-    Registered, Reply, SealError, Sealer, Turn, phased,
-};
+pub use self::transactional::EffectTx;

@@ -238,19 +238,19 @@ fn m4_every_setting_of_a_route_and_of_an_engine_stands_on_its_page() {
         .step_by(2)
         .flat_map(|code| code.split(|c: char| !(c.is_ascii_alphanumeric() || "_-".contains(c))))
         .collect();
-    let route = "src/policy/operation/route.rs";
+    let route = "src/operation/rules/route.rs";
     let mut settings = names_in(route, "pub struct Route {", &["pub "]);
     for kind in ["Requirement", "WhileRunning", "AfterExpiry", "Replay", "Effects", "MismatchStatus"] {
         let variants = names_in(route, &format!("pub enum {kind} {{"), &[""]);
         settings.extend(variants.into_iter().filter(|name| name.starts_with(|c: char| c.is_ascii_uppercase())));
     }
-    let endpoint = "src/runtime/operation/endpoint.rs";
+    let endpoint = "src/operation/endpoint.rs";
     settings.extend(names_in(endpoint, "\nimpl Endpoint {", &["pub fn "]));
-    settings.extend(names_in("src/runtime/operation/engine.rs", "impl<S: Keys> EngineBuilder<S> {", &["pub fn "]));
-    let door = "src/runtime/operation/phased/engine.rs";
+    settings.extend(names_in("src/operation/engine.rs", "impl<S: Keys> EngineBuilder<S> {", &["pub fn "]));
+    let door = "src/operation/phased/engine.rs";
     settings.extend(names_in(door, "impl<S: Base> PhasedEngineBuilder<S> {", &["pub fn "]));
-    settings.extend(names_in("src/policy/operation/retention.rs", "pub struct Retention {", &["pub "]));
-    settings.extend(names_in("src/runtime/operation/phased/registry.rs", "pub struct DriveSettings {", &["pub "]));
+    settings.extend(names_in("src/operation/rules/retention.rs", "pub struct Retention {", &["pub "]));
+    settings.extend(names_in("src/operation/phased/registry.rs", "pub struct DriveSettings {", &["pub "]));
     let manifest = read("Cargo.toml");
     let features = manifest.split("[features]\n").nth(1).unwrap().split("\n[").next().unwrap();
     let features = features.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_lowercase()));

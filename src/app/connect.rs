@@ -11,8 +11,10 @@ use super::exit::AppError;
 use crate::broker::Broker;
 use crate::error::{BrokerError, StoreError, redact};
 use crate::observe::{Health, PartState};
-use crate::runtime::pace::Pace;
-use crate::store::{SchemaState, Store, StoreOptions};
+use crate::store::Store;
+use crate::store::base::StoreOptions;
+use crate::store::schema::SchemaState;
+use crate::time::pace::Pace;
 
 /// A broker of any kind, behind its trait.
 pub type AnyBroker = Arc<dyn Broker>;

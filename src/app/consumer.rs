@@ -12,9 +12,11 @@ use super::connect::{AnyBroker, FirstLook, Wait, open_broker, store_kind};
 use super::exit::AppError;
 use super::gauges::Gauges;
 use super::publisher::{close, ready};
+use crate::inbox::consumer::{Consumer, Handlers};
+use crate::inbox::sql_handler::{SqlHandler, SqlSpecError};
 use crate::observe::Health;
-use crate::runtime::{Consumer, Handlers, SqlHandler, SqlSpecError};
-use crate::store::{Store, StoreOptions};
+use crate::store::Store;
+use crate::store::base::StoreOptions;
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
 

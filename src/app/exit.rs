@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use crate::error::{BrokerError, StoreError};
-use crate::runtime::consumer::ConsumerError;
-use crate::runtime::relay::RelayError;
+use crate::inbox::consumer::ConsumerError;
+use crate::outbox::relay::RelayError;
 
 /// The result of a program, for scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

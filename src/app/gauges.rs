@@ -14,7 +14,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::exit::AppError;
 use crate::observe;
-use crate::store::{Status, Store};
+use crate::operator::Status;
+use crate::store::Store;
 
 /// The shortest pause between two reads. After a slow read the pause is longer, so that reads take
 /// at most a twentieth of the time.

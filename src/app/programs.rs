@@ -15,7 +15,7 @@ use super::program::{CommonArgs, run};
 use super::publisher::{run_publisher, run_publisher_with};
 use super::signals::stop_on_signals;
 use crate::observe::Health;
-use crate::runtime::operation::phased::PhasedEngine;
+use crate::operation::phased::PhasedEngine;
 use crate::store::Store;
 
 /// What the program `publisher` takes as arguments.

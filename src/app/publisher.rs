@@ -15,9 +15,11 @@ use super::exit::AppError;
 use super::gauges::Gauges;
 use crate::error::redact;
 use crate::observe::Health;
-use crate::runtime::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
-use crate::runtime::{Relay, RelayOptions};
-use crate::store::{Severity, Status, Store};
+use crate::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
+use crate::operator::Status;
+use crate::outbox::relay::{Relay, RelayOptions};
+use crate::store::Store;
+use crate::store::schema::Severity;
 
 /// The pause between two searches for new shards.
 const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);

@@ -43,8 +43,8 @@ use self::publisher::EmbeddedPublisher;
 use self::subscriber::EmbeddedSubscriber;
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
+use crate::inbox::rules::horizon::TopicRetention;
 use crate::message::Arrived;
-use crate::policy::horizon::TopicRetention;
 
 /// A broker whose topics are in one SQLite file.
 #[derive(Debug, Clone)]

@@ -39,8 +39,8 @@ pub use raw::RawProducer;
 
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
+use crate::inbox::rules::horizon::TopicRetention;
 use crate::message::Arrived;
-use crate::policy::horizon::TopicRetention;
 use topology::TopicLimits;
 
 /// A configured Kafka. Cheap: only its sessions make connections.

@@ -1,4 +1,4 @@
-//! An answer, and its meaning for the table of [`resend`](crate::policy::operation::resend).
+//! An answer, and its meaning for the table of [`resend`](crate::operation::rules::resend).
 //!
 //! Guarantees: an answer counts only from the requested URL. A `Location` is followed only on the
 //! same origin. Only an `application/problem+json` body says something about the key.
@@ -13,10 +13,10 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::Cause;
-use crate::policy::operation::Key;
-use crate::policy::operation::pace::asked_to_wait;
-use crate::policy::operation::problem::{Code, KeyState};
-use crate::policy::operation::resend::{Polled, Seen};
+use crate::operation::rules::Key;
+use crate::operation::rules::pace::asked_to_wait;
+use crate::operation::rules::problem::{Code, KeyState};
+use crate::operation::rules::resend::{Polled, Seen};
 
 /// The answer to an operation.
 #[derive(Clone)]

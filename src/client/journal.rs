@@ -32,8 +32,8 @@ use sha2::{Digest, Sha256};
 
 use self::entry::Entry;
 use super::request::Request;
-use crate::policy::hex::hex;
-use crate::policy::operation::Key;
+use crate::operation::rules::Key;
+use crate::text::hex::hex;
 
 #[cfg(feature = "encrypt")]
 pub use self::entry::JournalCipher;

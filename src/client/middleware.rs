@@ -16,7 +16,7 @@ use reqwest_middleware::{Error, Middleware, Next};
 use super::ClientError;
 use super::request::{KEY_HEADER, Request, new_key, parse};
 use super::sending::{Shared, Transport};
-use crate::policy::operation::Key;
+use crate::operation::rules::Key;
 
 /// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a
 /// [`ClientError`].

@@ -9,8 +9,8 @@ use reqwest::{Method, Url};
 use serde::Serialize;
 
 use super::ClientError;
-use crate::policy::operation::Key;
-use crate::policy::operation::key::KeyFormat;
+use crate::operation::rules::Key;
+use crate::operation::rules::key::KeyFormat;
 
 /// The name of the header that carries a key.
 pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");

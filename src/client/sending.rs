@@ -4,7 +4,7 @@
 //! backoff and the time that the server asks for. An attempt that gets no answer ends by its own
 //! timeout, and its outcome is then unknown.
 //!
-//! Not here: the table ([`resend`](crate::policy::operation::resend)).
+//! Not here: the table ([`resend`](crate::operation::rules::resend)).
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -16,9 +16,9 @@ use reqwest::header::CONTENT_TYPE;
 use super::answer::{Answer, Arrived};
 use super::request::Request;
 use super::{Cause, ClientError, ClientOptions, KeyJournal};
-use crate::policy::breaker::Breaker;
-use crate::policy::operation::Key;
-use crate::policy::operation::resend::{AfterPoll, Next, Polled, Seen, Window, after_attempt, after_poll, pause};
+use crate::operation::rules::Key;
+use crate::operation::rules::resend::{AfterPoll, Next, Polled, Seen, Window, after_attempt, after_poll, pause};
+use crate::time::breaker::Breaker;
 
 /// How far the clock may have been set back since a key was stored in the journal. Beyond it the
 /// age of the key is unknown and counts as too old.

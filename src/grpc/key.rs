@@ -4,8 +4,8 @@
 
 use tonic::metadata::MetadataMap;
 
-use crate::policy::operation::{Code, Key, KeyFormat};
-use crate::runtime::operation::{KeyGiven, Problem};
+use crate::operation::rules::{Code, Key, KeyFormat};
+use crate::operation::{KeyGiven, Problem};
 
 /// The metadata that carries a key.
 pub const KEY_METADATA: &str = "idempotency-key";

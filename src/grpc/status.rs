@@ -11,10 +11,10 @@ use tonic::metadata::{AsciiMetadataKey, AsciiMetadataValue, MetadataMap};
 use tonic::{Response, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use crate::policy::operation::Code;
-use crate::policy::operation::problem::KeyState;
-use crate::policy::operation::resend::Seen;
-use crate::runtime::operation::{Problem, Reply};
+use crate::operation::rules::Code;
+use crate::operation::rules::problem::KeyState;
+use crate::operation::rules::resend::Seen;
+use crate::operation::{Problem, Reply};
 
 /// Marks an answer as the answer of an earlier call.
 pub const REPLAYED_METADATA: &str = "idempotent-replayed";
@@ -98,7 +98,7 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
 }
 
 /// The result of a unary call, for
-/// [`after_attempt`](crate::policy::operation::resend::after_attempt). A deadline and a
+/// [`after_attempt`](crate::operation::rules::resend::after_attempt). A deadline and a
 /// cancellation say nothing about the server (O27).
 pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let Err(status) = result else { return Seen::Success };

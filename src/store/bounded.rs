@@ -22,6 +22,8 @@
 //! Not here: statements of handlers and applications on the plain connection, which the handler
 //! timeout bounds; migrations.
 
+pub(super) mod hosts;
+
 use std::borrow::BorrowMut;
 use std::fmt;
 use std::future::Future;
@@ -43,10 +45,10 @@ use sqlx_core::transaction::TransactionManager;
 use tokio::sync::Mutex;
 use tokio::time::timeout;
 
+use self::hosts::{Hosts, Watch};
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::store::door::{Enqueue, commit_error, enqueue_all};
-use crate::store::hosts::{Hosts, Watch};
+use crate::outbox::enqueue::{Enqueue, commit_error, enqueue_all};
 
 /// A pooled connection that was idle for longer is pinged before it is used.
 const RESTED: Duration = Duration::from_secs(1);

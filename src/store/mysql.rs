@@ -32,10 +32,10 @@ use std::time::Duration;
 
 use sqlx::{MySql, MySqlPool};
 
-use super::Base;
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
-use crate::policy::hex::hex;
+use crate::store::base::Base;
+use crate::text::hex::hex;
 
 /// The store on MySQL and MariaDB: outbox, inbox and operations. Cheap to clone.
 #[derive(Clone)]
@@ -52,7 +52,7 @@ impl Base for MySqlStore {
 
     const NAME: &'static str = "mysql";
 
-    async fn connect(options: &crate::store::StoreOptions) -> Result<Self, StoreError> {
+    async fn connect(options: &crate::store::base::StoreOptions) -> Result<Self, StoreError> {
         Self::connect(options).await
     }
 

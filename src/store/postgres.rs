@@ -4,7 +4,7 @@
 //! Guarantees:
 //!
 //! * No committed row is lost, none is sent before its writer's commit is durable, and a long
-//!   transaction elsewhere stalls nothing (R1 to R9; the state machine is [`crate::policy::gaps`]).
+//!   transaction elsewhere stalls nothing (R1 to R9; the state machine is [`crate::outbox::rules::gaps`]).
 //! * The doors are functions of the database; the Rust door calls the same ones, so no limit
 //!   depends on the language.
 //! * An effect commits together with its inbox row, and only in the transaction that inserted it
@@ -12,7 +12,7 @@
 //!
 //! Not here: brokers, decisions (room `policy`), and transaction poolers. Sessions set what the
 //! promises need, and a pooler that changes the server between statements would lose these
-//! settings: [`Schema::check`](super::Schema::check) refuses one.
+//! settings: [`Schema::check`](crate::store::schema::Schema::check) refuses one.
 
 mod check;
 mod connect;
@@ -42,8 +42,8 @@ use sqlx::postgres::PgPool;
 pub use statements::PostgresStatement;
 
 use super::bounded::BoundedPool;
-use super::{Base, StoreOptions};
 use crate::error::StoreError;
+use crate::store::base::{Base, StoreOptions};
 
 /// The store on PostgreSQL: outbox, inbox and operations. Cheap to clone.
 #[derive(Debug, Clone)]

@@ -5,8 +5,8 @@ use std::future::Future;
 
 use sha2::{Digest, Sha256};
 
-use super::Base;
 use crate::error::StoreError;
+use crate::store::base::Base;
 
 /// How the schema of a database compares with this program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

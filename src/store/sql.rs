@@ -62,11 +62,12 @@ use futures::future::BoxFuture;
 use uuid::Uuid;
 
 pub(in crate::store) use self::row::{Column, Row};
-use super::operations::RecordFence;
-use super::{ConsumerId, Dialect, Fenced, Outcome};
 use crate::error::StoreError;
-use crate::policy::hex::hex;
-use crate::policy::operation::retention::Retention;
+use crate::inbox::port::ConsumerId;
+use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::rules::retention::Retention;
+use crate::store::statements::Dialect;
+use crate::text::hex::hex;
 
 /// A value to bind; `None` is a null of its type.
 #[derive(Debug, Clone, PartialEq)]

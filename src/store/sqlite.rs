@@ -9,7 +9,7 @@
 //! * There is one writer at a time, so positions commit in order and a plain cursor is exact. There
 //!   is one shard, with bucket 0.
 //! * Triggers apply the limits of a message (R13), so a plain insert is checked like
-//!   [`crate::store::enqueue`].
+//!   [`crate::outbox::enqueue::enqueue`].
 //!
 //! Text in the database must be UTF-8. A handler holds the write lock of the whole file while it
 //! runs: keep handlers short. Applications that write on their own begin with `BEGIN IMMEDIATE`

@@ -9,8 +9,8 @@ use std::future::Future;
 
 use chrono::{DateTime, Utc};
 
-use super::Base;
 use crate::error::StoreError;
+use crate::store::base::Base;
 
 pub use named::{Dialect, Piece, ends_transaction, split};
 

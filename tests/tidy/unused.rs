@@ -13,15 +13,15 @@ use super::{all_sources, read, sources_below};
 /// Public items that no production code, example or page uses, each with the reason why it stays.
 const KEPT: [(&str, &str); 3] = [
     (
-        "src/policy/operation/machine.rs: Event::ALL",
+        "src/operation/rules/machine.rs: Event::ALL",
         "the events of the machine of records, as drawn: the suite of stores walks them",
     ),
     (
-        "src/policy/operation/machine.rs: allowed",
+        "src/operation/rules/machine.rs: allowed",
         "the machine of records, as drawn: the suite compares every statement of every store with it",
     ),
     (
-        "src/policy/diversion.rs: Diversion::load",
+        "src/outbox/rules/diversion.rs: Diversion::load",
         "the diversions of a shard in one step for the models; production calls what it calls, row by row",
     ),
 ];

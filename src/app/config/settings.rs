@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use super::values::{ByteSize, Secret, Span, SpanOrNever};
 use crate::broker::Subscription;
-use crate::policy::horizon::Horizon;
-use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, SqlSpec, Unhandled};
-use crate::store::StoreOptions;
+use crate::inbox::consumer::{ConsumerOptions, DeadPolicy, Unhandled};
+use crate::inbox::rules::horizon::Horizon;
+use crate::inbox::sql_handler::SqlSpec;
+use crate::outbox::relay::RelayOptions;
+use crate::store::base::StoreOptions;
 
 /// All settings of the programs, as one configuration file holds them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -299,7 +301,7 @@ pub struct RetrySettings {
 
 impl Default for RetrySettings {
     fn default() -> Self {
-        let policy = crate::policy::retry::RetryPolicy::default();
+        let policy = crate::time::retry::RetryPolicy::default();
         Self {
             in_place: policy.in_place,
             in_place_delay: Span(policy.in_place_delay),

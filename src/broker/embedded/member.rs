@@ -28,7 +28,7 @@ use super::subscriber::Shared;
 use super::topology::{self, Topic};
 use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
-use crate::policy::position::Found;
+use crate::inbox::rules::position::Found;
 
 /// Most rows of one batch, and below, most bytes.
 const BATCH_ROWS: usize = 500;

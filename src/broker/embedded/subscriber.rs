@@ -19,7 +19,7 @@ use super::log::Log;
 use super::member::{Member, Told};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
-use crate::policy::position::{Found, Position, start};
+use crate::inbox::rules::position::{Found, Position, start};
 
 /// The state that the subscriber and its task share.
 #[derive(Debug, Default)]

@@ -17,7 +17,7 @@ use super::topology::{self, TopicSettings};
 use super::unread::Looker;
 use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription, TopicState};
 use crate::error::BrokerError;
-use crate::policy::horizon::TopicRetention;
+use crate::inbox::rules::horizon::TopicRetention;
 
 // What the default limits allow at enqueue, with room for the headers of a record.
 const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;

@@ -24,7 +24,7 @@ use super::poller::{self, MemberContext, Shared};
 use super::{properties, topology};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription, TopicState};
 use crate::error::BrokerError;
-use crate::policy::position::{Found, Position, start};
+use crate::inbox::rules::position::{Found, Position, start};
 
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);

@@ -20,7 +20,7 @@ use super::config::KafkaConfig;
 use super::errors;
 use crate::broker::{Subscription, TopicState};
 use crate::error::BrokerError;
-use crate::policy::horizon::TopicRetention;
+use crate::inbox::rules::horizon::TopicRetention;
 
 // Above the broker's default limit (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;

@@ -15,7 +15,7 @@ use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserIn
 use url::Url;
 
 use crate::error::{BrokerError, redact};
-use crate::policy::hosts::each;
+use crate::text::hosts::each;
 
 /// Channels of one publishing session. More than one, because the server handles each channel in a
 /// process of its own. A key always uses the same channel.

@@ -12,9 +12,9 @@ use sha2::{Digest, Sha256};
 
 use super::{Bodies, Pending, PendingBody};
 use crate::client::request::{KEY_HEADER, Request, is_credential};
-use crate::policy::hex::{hex, unhex};
-use crate::policy::operation::Key;
-use crate::policy::operation::key::KeyFormat;
+use crate::operation::rules::Key;
+use crate::operation::rules::key::KeyFormat;
+use crate::text::hex::{hex, unhex};
 
 const VERSION: u32 = 1;
 #[cfg(feature = "encrypt")]

@@ -4,8 +4,8 @@
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
-use crate::policy::operation::route::Requirement;
-use crate::runtime::operation::Core;
+use crate::operation::Core;
+use crate::operation::rules::route::Requirement;
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]

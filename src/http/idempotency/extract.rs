@@ -9,9 +9,10 @@ use sqlx::Transaction;
 
 use super::layer::reply_of;
 use super::respond::reply_response;
-use crate::policy::operation::Outcome;
-use crate::runtime::operation::{Guard, GuardError, Progress};
-use crate::store::{Base, Operations};
+use crate::operation::port::Operations;
+use crate::operation::rules::Outcome;
+use crate::operation::{Guard, GuardError, Progress};
+use crate::store::base::Base;
 
 /// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. If `E` refuses the request, the
 /// operation has not started, so its 400 or 422 frees the key. After that the same status is an

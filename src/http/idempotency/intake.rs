@@ -12,8 +12,8 @@ use axum::response::Response;
 use http_body_util::BodyExt;
 
 use super::respond::problem_response;
-use crate::policy::operation::{Code, Key, KeyFormat, Scope};
-use crate::runtime::operation::{BodyPermit, Core, KeyGiven, Problem, Registered};
+use crate::operation::rules::{Code, Key, KeyFormat, Scope};
+use crate::operation::{BodyPermit, Core, KeyGiven, Problem, Registered};
 
 /// The scope of a request. Only verified authentication may put it into the request's extensions
 /// (pitfall 15).

@@ -23,13 +23,13 @@ use tower_service::Service;
 use super::extract::OutcomeTag;
 use super::intake::{Intake, invalid, key_in, read_body, refused, scope_in};
 use super::respond::{problem_response, respond};
-use crate::policy::operation::json::JsonError;
-use crate::policy::operation::raw::RawCommand;
-use crate::policy::operation::{Canonical, Code, FingerprintWriter};
-use crate::runtime::operation::{
+use crate::operation::port::Keys;
+use crate::operation::rules::json::JsonError;
+use crate::operation::rules::raw::RawCommand;
+use crate::operation::rules::{Canonical, Code, FingerprintWriter};
+use crate::operation::{
     Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
 };
-use crate::store::Keys;
 
 /// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
 pub struct IdempotencyLayer<S: Keys> {
@@ -48,7 +48,7 @@ impl<S: Keys> IdempotencyLayer<S> {
     /// Protects an operation of mode `edge` or `bridged`.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::runtime::operation::Core::protect).
+    /// As [`Engine::protect`](crate::operation::Core::protect).
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
     }

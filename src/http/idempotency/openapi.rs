@@ -11,9 +11,9 @@ use utoipa::openapi::path::Operation;
 use utoipa::openapi::{RefOr, Response};
 
 use super::discovery::iso_8601;
-use crate::policy::operation::KeyFormat;
-use crate::policy::operation::route::{Requirement, WhileRunning};
-use crate::runtime::operation::Registered;
+use crate::operation::Registered;
+use crate::operation::rules::KeyFormat;
+use crate::operation::rules::route::{Requirement, WhileRunning};
 
 /// Adds the key's header parameter, the header of replays, the problem responses of the engine, and
 /// the extension `x-idempotency`. A response that has a description keeps it.

@@ -9,9 +9,9 @@ use axum::response::Response;
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::policy::operation::Code;
-use crate::policy::operation::problem::KeyState;
-use crate::runtime::operation::{Answered, Problem, Reply};
+use crate::operation::rules::Code;
+use crate::operation::rules::problem::KeyState;
+use crate::operation::{Answered, Problem, Reply};
 
 /// Marks an answer as the outcome of an earlier request. It is for debugging; clients do not depend
 /// on it (M65).

@@ -49,11 +49,12 @@ use super::intake::{Intake, invalid, is_json, key_in, read_body, refused, scope_
 use super::objects::read_json;
 use super::respond::respond;
 use crate::error::HandlerError;
-use crate::policy::operation::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
-use crate::runtime::operation::{
+use crate::operation::port::{Keys, Operations};
+use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
+use crate::operation::{
     Asking, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
 };
-use crate::store::{Base, Keys, Operations};
+use crate::store::base::Base;
 
 /// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`,
 /// because an ignored member would not be a part of the command (M21). The derive refuses repeated
@@ -125,7 +126,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Registers an operation with the engine.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::runtime::operation::Core::protect).
+    /// As [`Engine::protect`](crate::operation::Core::protect).
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }

@@ -12,9 +12,8 @@ use sqlx::MySql;
 
 use super::{schema, without_transactions};
 use crate::error::StoreError;
-use crate::store::Finding;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::schema::LOST_AT_FAILOVER;
+use crate::store::schema::{Finding, LOST_AT_FAILOVER};
 
 /// A packet must hold the largest message twice, because it is sent as base64 with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
@@ -317,7 +316,7 @@ async fn purge_lag(connection: &mut Bounded<MySql>) -> Option<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::Severity;
+    use crate::store::schema::Severity;
 
     fn variables(pairs: &[(&str, &str)]) -> Variables {
         Variables(pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())

@@ -13,11 +13,11 @@ use sqlx::{AssertSqlSafe, Executor, MySql};
 
 use super::MySqlStore;
 use crate::error::{StoreError, redact};
-use crate::policy::hosts::each;
-use crate::store::StoreOptions;
+use crate::inbox::port::lock_wait;
+use crate::store::base::StoreOptions;
+use crate::store::bounded::hosts::Hosts;
 use crate::store::bounded::{BoundedPool, pool_options};
-use crate::store::hosts::Hosts;
-use crate::store::inbox::lock_wait;
+use crate::text::hosts::each;
 
 impl MySqlStore {
     /// Connects once, so that errors show at once, and makes the pool.

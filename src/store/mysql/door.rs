@@ -16,11 +16,12 @@ use sqlx::Row;
 use sqlx::mysql::MySqlConnection;
 use uuid::Uuid;
 
+use crate::email::port::NewEmail;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Limits, MessageId, NewMessage, TraceContext, bucket};
-use crate::policy::hex::hex;
+use crate::outbox::enqueue::Enqueue;
 use crate::store::headers::headers_json;
-use crate::store::{Enqueue, NewEmail};
+use crate::text::hex::hex;
 
 /// Lengths are twice those of the columns, because values are hexadecimal digits. Each limit that
 /// holds counts one row of `oncebox_limits`, so a missing row refuses every message.

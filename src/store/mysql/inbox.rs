@@ -25,17 +25,17 @@ use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
 use super::schema::number;
 use super::{MySqlStore, hex, hex_list, sixteen, token};
 use crate::error::StoreError;
+use crate::inbox::port::waiting::ClaimedMessage;
+use crate::inbox::port::{
+    Admission, ConsumerId, InboxEntry, InboxTx, Known, LOOKS, Parked, Proof, ROLLBACK_MAX, Standing, Undone,
+};
+use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
-use crate::policy::db_time::DbTime;
-use crate::policy::horizon::Bounds;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::inbox::{LOOKS, ROLLBACK_MAX};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting;
-use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
-};
+use crate::time::db_time::DbTime;
 
 /// Sets `autocommit = 0`, until the pool sets the connection up again.
 pub(super) const START_HANDLER: &str = "set session autocommit = 0; start transaction";

@@ -1,7 +1,7 @@
 //! How consumed messages are stored: headers as JSON, names as bytes.
 
 use crate::error::StoreError;
-use crate::policy::hex::{hex, unhex};
+use crate::text::hex::{hex, unhex};
 
 /// Received headers may have any bytes, and the same name twice. They are stored as pairs, with a
 /// third member where the value is not text.

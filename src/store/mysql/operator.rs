@@ -8,9 +8,10 @@ use sqlx::Row;
 
 use super::MySqlStore;
 use crate::error::StoreError;
+use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
 use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::{ActContext, Dialect, LockWait};
+use crate::store::statements::Dialect;
 
 /// Waits for a table. Every account sees those of its own connections.
 const TABLE_WAITS: &str = "\

@@ -14,12 +14,13 @@ use super::inbox::START_HANDLER;
 use super::operations::{DUPLICATE, Held, SHORT_WAIT, USUAL_WAIT, finish, is_locked, staked};
 use super::schema::number;
 use crate::error::StoreError;
-use crate::policy::operation::retention::Retention;
+use crate::inbox::port::Proof;
+use crate::operation::port::phases::{Driven, Run};
+use crate::operation::port::{Basis, Begun, KeyClaim, Outcome, Owned, RecordFence};
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
-use crate::store::{Basis, Begun, Driven, KeyClaim, Outcome, Owned, Proof, Run};
 
 /// Errors after which InnoDB may have ended the transaction by itself: a lock timeout (where the
 /// server is set so), a deadlock (also of XA and of group replication), a record that changed since

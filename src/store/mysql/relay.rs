@@ -29,17 +29,16 @@ use super::schema::number;
 use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
-use crate::policy::db_time::DbTime;
-use crate::policy::hex::hex;
-use crate::policy::lease::{Fence, Lease};
+use crate::operator::kept_error;
+use crate::outbox::port::{
+    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    RelaySession, RequestedAct, first_within,
+};
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
-use crate::store::operator::kept_error;
-use crate::store::relay::first_within;
-use crate::store::{
-    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
-    RelaySession, RequestedAct,
-};
+use crate::text::hex::hex;
+use crate::time::db_time::DbTime;
+use crate::time::lease::{Fence, Lease};
 
 /// The error number: a row with this key is there already.
 const DUPLICATE: u16 = 1062;

@@ -13,8 +13,7 @@ use sqlx::{AssertSqlSafe, Executor, MySql};
 use super::MySqlStore;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{History, newest};
-use crate::store::{AppliedMigration, MigrationText, Schema, SchemaState};
+use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, newest};
 
 const MIGRATIONS: &[MigrationText] = &[
     MigrationText {
@@ -92,7 +91,7 @@ impl Schema for MySqlStore {
         Ok(applied(&mut self.pool.acquire().await?).await?.list(MIGRATIONS))
     }
 
-    async fn check(&self) -> Result<Vec<crate::store::Finding>, StoreError> {
+    async fn check(&self) -> Result<Vec<crate::store::schema::Finding>, StoreError> {
         super::check::run(&self.pool).await
     }
 }

@@ -10,11 +10,11 @@ use super::message::{arrived_from_json, arrived_to_json};
 use super::operations::finish;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
-use crate::policy::operation::retention::Retention;
+use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
-use crate::store::{Dialect, Fenced, Outcome};
+use crate::store::statements::Dialect;
 
 impl Row for MySqlRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {

@@ -16,7 +16,7 @@ use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 use super::{MySqlStore, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Dialect, Piece, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SqlValue, Statements};
 
 /// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;

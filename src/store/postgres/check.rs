@@ -8,9 +8,8 @@ use sqlx::{Postgres, Row};
 
 use super::PostgresStore;
 use crate::error::StoreError;
-use crate::store::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::LOST_AT_FAILOVER;
+use crate::store::schema::{Finding, LOST_AT_FAILOVER};
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.dedicated().await?;
@@ -345,7 +344,7 @@ async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreE
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::Severity;
+    use crate::store::schema::Severity;
 
     #[test]
     fn asynchronous_standbys_are_told_with_what_a_failover_costs() {

@@ -13,10 +13,10 @@ use sqlx::{AssertSqlSafe, ConnectOptions, Executor, PgConnection, Postgres};
 
 use super::PostgresStore;
 use crate::error::{StoreError, redact};
-use crate::policy::hosts::each;
-use crate::store::StoreOptions;
+use crate::store::base::StoreOptions;
+use crate::store::bounded::hosts::Hosts;
 use crate::store::bounded::{Bounded, BoundedPool, pool_options};
-use crate::store::hosts::Hosts;
+use crate::text::hosts::each;
 
 /// By how much the server's timeouts exceed the handler timeout, and the answer timeout the
 /// server's.

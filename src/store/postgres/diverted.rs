@@ -13,9 +13,8 @@ use sqlx::{Postgres, Row};
 use super::read::{Buckets, message_of};
 use super::text::error_text;
 use crate::error::StoreError;
+use crate::outbox::port::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct, first_within};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::relay::first_within;
-use crate::store::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct};
 
 /// Copies rows of the outbox. A row that is here already (after a cursor was set back) gets the new
 /// state; its history stays.

@@ -4,10 +4,11 @@
 use sqlx::{PgConnection, Postgres, QueryBuilder, Row};
 use uuid::Uuid;
 
+use crate::email::port::NewEmail;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Limits, NewMessage};
+use crate::outbox::enqueue::Enqueue;
 use crate::store::headers::headers_json;
-use crate::store::{Enqueue, NewEmail};
 
 /// PostgreSQL stores no value of 1 GiB or more.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;

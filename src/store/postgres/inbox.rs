@@ -18,17 +18,17 @@ use self::fate::Written;
 use super::PostgresStore;
 use super::connect::synchronous;
 use crate::error::StoreError;
+use crate::inbox::port::waiting::ClaimedMessage;
+use crate::inbox::port::{
+    Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, ROLLBACK_MAX, Standing, Undone, lock_wait,
+};
+use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
-use crate::policy::db_time::DbTime;
-use crate::policy::horizon::Bounds;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::inbox::{ROLLBACK_MAX, lock_wait};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting;
-use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
-};
+use crate::time::db_time::DbTime;
 
 /// The start time of the server. After a restart it differs, and process ids may repeat.
 macro_rules! server_start {

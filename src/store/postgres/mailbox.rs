@@ -2,8 +2,8 @@
 
 use sqlx::PgConnection;
 
+use crate::email::port::NewEmail;
 use crate::error::StoreError;
-use crate::store::NewEmail;
 
 /// Inserts the e-mail. Returns false where its unique key is there already.
 pub(super) async fn queue(connection: &mut PgConnection, email: &NewEmail) -> Result<bool, StoreError> {

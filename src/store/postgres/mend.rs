@@ -13,7 +13,7 @@ use super::PostgresStore;
 use super::connect::BEGIN;
 use super::partitions::code;
 use crate::error::StoreError;
-use crate::store::ActContext;
+use crate::operator::ActContext;
 use crate::store::bounded::{Ask, Bounded};
 
 /// Blocks writers, so that no position is drawn, and fences a running relay.

@@ -22,17 +22,19 @@ pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
 use crate::error::StoreError;
-use crate::policy::operation::retention::Retention;
-use crate::policy::operation::route::Durability;
-use crate::policy::operation::versions::Versions;
-use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
+use crate::operation::port::phases::{NewEvidence, Phases, StoredEvidence};
+use crate::operation::port::{
+    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
+    Outcome, Owned,
+};
+use crate::operation::rules::retention::Retention;
+use crate::operation::rules::route::Durability;
+use crate::operation::rules::versions::Versions;
+use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
-use crate::store::{
-    Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
-    OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
-};
+use crate::store::statements::Dialect;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Postgres));
 

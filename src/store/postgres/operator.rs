@@ -9,9 +9,10 @@ use sqlx::Row;
 use super::PostgresStore;
 use super::text::{restored, stored};
 use crate::error::StoreError;
+use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
 use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::{ActContext, Dialect, LockWait};
+use crate::store::statements::Dialect;
 
 const LOCK_WAITS: &str = "
 select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - coalesce(l.since, w.query_start))::float8,

@@ -12,12 +12,13 @@ use super::PostgresStore;
 use super::connect::BEGIN;
 use super::operations::{Held, Within, finish, proved_by, staked, undo};
 use crate::error::StoreError;
-use crate::policy::operation::retention::Retention;
+use crate::inbox::port::Proof;
+use crate::operation::port::phases::{Driven, Run};
+use crate::operation::port::{Basis, Begun, KeyClaim, Outcome, Owned, RecordFence};
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
-use crate::store::{Basis, Begun, Driven, KeyClaim, Outcome, Owned, Proof, Run};
 
 /// A transaction that is about to end usually ends within this time. Another one may never end, and
 /// must not occupy a connection until then.

@@ -23,8 +23,8 @@ use sqlx::{AssertSqlSafe, Either, Postgres, Row};
 
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
-use crate::policy::gaps::{GapSet, ReadPlan};
-use crate::store::OutboxRow;
+use crate::outbox::port::OutboxRow;
+use crate::outbox::rules::gaps::{GapSet, ReadPlan};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::headers::parse_headers;
 

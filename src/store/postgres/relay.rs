@@ -1,6 +1,6 @@
 //! A relay session: one ownership of one shard on one connection of its own.
 //!
-//! [`crate::policy::gaps`] decides the steps and what each must wait for (R2); this file runs their
+//! [`crate::outbox::rules::gaps`] decides the steps and what each must wait for (R2); this file runs their
 //! statements. Guarantees: every write is fenced by epoch and revision in the statement itself; a
 //! claim commits synchronously, after the read (R5); another server, a set-back sequence or rows
 //! out of order end the session (R7).
@@ -15,12 +15,12 @@ use super::connect::{BEGIN, SYNCHRONOUS};
 use super::read::{Bounds, Buckets, read};
 use super::{PostgresStore, diverted, partitions};
 use crate::error::StoreError;
-use crate::policy::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
-use crate::policy::lease::Fence;
-use crate::store::bounded::{Ask, Bounded};
-use crate::store::{
+use crate::outbox::port::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
+use crate::outbox::rules::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
+use crate::store::bounded::{Ask, Bounded};
+use crate::time::lease::Fence;
 
 /// A gap that is still open this long after it got its fence is judged by the locks of its possible
 /// writers (R6).

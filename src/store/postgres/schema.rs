@@ -8,10 +8,9 @@ use sqlx::{AssertSqlSafe, Postgres, Row};
 
 use super::PostgresStore;
 use crate::error::StoreError;
-use crate::policy::hex::hex;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{History, checksum, newest};
-use crate::store::{AppliedMigration, Finding, MigrationText, Schema, SchemaState};
+use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum, newest};
+use crate::text::hex::hex;
 
 const MIGRATIONS: [MigrationText; 4] = [
     MigrationText {

@@ -10,12 +10,12 @@ use super::PostgresStore;
 use super::operations::finish;
 use super::text::{restored, stored};
 use crate::error::StoreError;
-use crate::policy::hex::hex;
-use crate::policy::operation::retention::Retention;
+use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
-use crate::store::{Dialect, Fenced, Outcome};
+use crate::store::statements::Dialect;
+use crate::text::hex::hex;
 
 impl Row for PgRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {

@@ -12,9 +12,9 @@ use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
 use super::PostgresStore;
 use crate::error::StoreError;
 use crate::message::wire;
-use crate::policy::hex::hex;
 use crate::store::bounded::Ask;
-use crate::store::{Dialect, Piece, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SqlValue, Statements};
+use crate::text::hex::hex;
 
 /// A statement whose parameters are text, each cast to the type that the server determined.
 #[derive(Debug)]

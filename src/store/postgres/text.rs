@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use crate::store::operator::kept_error;
+use crate::operator::kept_error;
 
 /// Begins an escape: a private-use character, which is escaped itself where it occurs.
 const ESCAPE: char = '\u{e000}';

@@ -14,21 +14,20 @@ use std::time::Duration;
 use super::connect::RedisKeys;
 use super::scripts;
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
-use crate::policy::hex::hex;
-use crate::policy::lease::Lease;
-use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-use crate::policy::operation::retention::Retention;
-use crate::policy::operation::route::Durability;
-use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
-use crate::store::operations::stored::{Columns, pack, unpack};
-use crate::store::{
-    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned, StoredEvidence,
-};
+use crate::operation::port::phases::{NewEvidence, StoredEvidence};
+use crate::operation::port::stored::{Columns, pack, unpack};
+use crate::operation::port::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
+use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::operation::rules::retention::Retention;
+use crate::operation::rules::route::Durability;
+use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::text::hex::hex;
+use crate::time::db_time::DbTime;
+use crate::time::lease::Lease;
 use async_trait::async_trait;
 
 /// How far the clock of the host that made a key may be ahead: the default of
-/// [`Route::id_skew`](crate::policy::operation::Route::id_skew). A purge stores a larger value
+/// [`Route::id_skew`](crate::operation::rules::Route::id_skew). A purge stores a larger value
 /// where the route allows more.
 const ID_SKEW: Duration = Duration::from_secs(60);
 

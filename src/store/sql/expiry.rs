@@ -16,10 +16,10 @@ use uuid::Uuid;
 
 use super::{Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
-use crate::policy::operation::OperationName;
-use crate::policy::operation::retention::Retention;
-use crate::store::Dialect;
+use crate::operation::rules::OperationName;
+use crate::operation::rules::retention::Retention;
+use crate::store::statements::Dialect;
+use crate::time::db_time::DbTime;
 
 const OLD_BODIES: &str =
     "select key_digest from oncebox.idempotency_body where expires_at < {now} order by expires_at limit :limit";

@@ -1,7 +1,7 @@
 //! The word `{history ..}`: a history of errors with one more error appended.
 
 use super::Writing;
-use crate::store::Dialect;
+use crate::store::statements::Dialect;
 
 impl Writing<'_> {
     /// Writes a history, oldest first, with the error `:error` appended; at 50 errors the oldest
@@ -38,8 +38,8 @@ impl Writing<'_> {
 
 #[cfg(test)]
 mod tests {
-    use crate::store::Dialect;
     use crate::store::sql::sql;
+    use crate::store::statements::Dialect;
 
     #[test]
     fn a_history_may_be_a_column_or_a_value() {

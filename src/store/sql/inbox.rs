@@ -17,11 +17,11 @@ use async_trait::async_trait;
 pub(in crate::store) use self::attempts::clear as clear_attempts;
 use super::{Rows, Session, SqlStore, sql};
 use crate::error::StoreError;
+use crate::inbox::port::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
+use crate::inbox::rules::horizon::Bounds;
+use crate::inbox::rules::position::Position;
 use crate::message::MessageId;
-use crate::policy::db_time::DbTime;
-use crate::policy::horizon::Bounds;
-use crate::policy::position::Position;
-use crate::store::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
+use crate::time::db_time::DbTime;
 
 /// The part of the inbox that each database implements itself, under the promises of [`Inbox`].
 #[async_trait]

@@ -9,17 +9,17 @@ use uuid::Uuid;
 use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
 use super::{Session, SqlStore, Transaction, live, records, sql};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
-use crate::policy::hex::hex;
-use crate::policy::operation::versions::Announced;
-use crate::policy::operation::{Record, State};
-use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overruled};
-use crate::store::operations::RecordFence;
-use crate::store::phases::no_record;
-use crate::store::{
-    ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
-    Phases, StoredOperation,
+use crate::operation::port::phases::{Phases, StoredOperation, no_record};
+use crate::operation::port::{Fenced, Look, RecordFence};
+use crate::operation::rules::versions::Announced;
+use crate::operation::rules::{Record, State};
+use crate::operator::ActContext;
+use crate::operator::keys::{
+    Audit, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged, judgement,
+    nothing_known, overruled,
 };
+use crate::text::hex::hex;
+use crate::time::db_time::DbTime;
 
 const KEYS: &str = "select {piece look} from (select {clock} as at) as n \
     cross join {if open: {piece requests}}{if any: oncebox.idempotency_request as r} \

@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use super::{Row, SqlStore, sql};
 use crate::error::StoreError;
-use crate::policy::operation::versions::{Announced, FORGOTTEN_AFTER, LIVE_FOR, Versions};
+use crate::operation::rules::versions::{Announced, FORGOTTEN_AFTER, LIVE_FOR, Versions};
 
 const ANNOUNCE: &str = "insert into oncebox.operation_process \
     (process_id, operation, oldest, newest, write_version, kids, write_kid, seen_at) \

@@ -6,9 +6,10 @@
 use async_trait::async_trait;
 
 use super::{SqlStore, Statement, sql};
+use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
-use crate::store::operator::kept_error;
-use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox};
+use crate::inbox::port::waiting::{CLAIM_MAX, Claim};
+use crate::operator::kept_error;
 
 /// E-mails that may be claimed. On SQLite each half is a query of its own, which reads only a part
 /// of the index; with `or` all pending rows would be read.

@@ -10,9 +10,9 @@ use uuid::Uuid;
 
 use super::{Row, Session, Statement, Value, foreign, sql};
 use crate::error::StoreError;
+use crate::inbox::port::{ConsumerId, ParkAs, Parked};
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
-use crate::store::operator::kept_error;
-use crate::store::{ConsumerId, ParkAs, Parked};
+use crate::operator::kept_error;
 
 /// The columns of a message of the row `w`, as [`message_of`] reads them.
 macro_rules! message_columns {

@@ -20,11 +20,14 @@ use futures::future::BoxFuture;
 use uuid::Uuid;
 
 use super::{SqlStore, Value};
+use crate::email::port::Mailbox;
 use crate::error::StoreError;
-use crate::store::{
-    ActContext, AuditEntry, Base, DeadFilter, DeadMessage, Dialect, Forgotten, LockWait, Mailbox, Operator,
-    OperatorAct, OperatorOutcome, Status,
+use crate::operator::{
+    ActContext, AuditEntry, DeadFilter, DeadMessage, Forgotten, LockWait, Operator, OperatorAct, OperatorOutcome,
+    Status,
 };
+use crate::store::base::Base;
+use crate::store::statements::Dialect;
 
 /// How a database keeps the texts and ids that operators search for.
 #[derive(Debug, Clone, Copy)]

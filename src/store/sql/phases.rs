@@ -8,6 +8,7 @@
 //! record and its outcome, which are on the hot path; the mark of a run; and the proof that a
 //! transaction is still the one that began.
 
+mod stored;
 mod tx;
 
 use std::any::Any;
@@ -17,20 +18,20 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
+use self::stored::{evidence_of, intent_of, operation_of};
 use self::tx::SqlPhaseTx;
 pub(in crate::store) use self::tx::{fence_of, forget, same_times};
 use super::{Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
-use crate::policy::operation::Mode;
-use crate::policy::operation::flow::Stage;
-use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
-use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
-use crate::store::phases::{follows, no_record, unreadable};
-use crate::store::{
-    Basis, Begun, Driven, Fenced, KeyClaim, Leave, NewEvidence, NewOperation, Operations, Outcome, Owned, PhaseTx,
-    Phases, Proof, Run, StoredEvidence, StoredOperation, Taken,
+use crate::inbox::port::Proof;
+use crate::operation::port::phases::{
+    Driven, Leave, NewEvidence, NewOperation, PhaseTx, Phases, Run, StoredEvidence, StoredOperation, Taken, follows,
+    no_record, unreadable,
 };
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, Outcome, Owned, RecordFence};
+use crate::operation::rules::Mode;
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::retention::Retention;
 
 /// The part of operations in phases that each database implements itself.
 #[async_trait]

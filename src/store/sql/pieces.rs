@@ -4,7 +4,7 @@
 //! Guarantee: every piece can be written for every database. Not here: the short words (`sql`).
 
 use super::Writing;
-use crate::store::Dialect;
+use crate::store::statements::Dialect;
 
 /// True where no run of the record that lost its lease has left evidence with one of these
 /// verdicts. Such evidence means that something did happen. Newer evidence of an operator overrules
@@ -69,7 +69,7 @@ const OPEN: &str = "{pg lite: r.outcome_at is null}{my: r.open_since is not null
 /// operation is listed, and kept until it is judged. A mismatch was shown to an operator already,
 /// so the operator's evidence about it is the judgement. After an operator accepted a duplicate, a
 /// failure of that second send proves nothing about the first one. The rule for evidence alone is
-/// [`Evidence::contradicts`](crate::policy::operation::provider::Evidence::contradicts).
+/// [`Evidence::contradicts`](crate::operation::rules::provider::Evidence::contradicts).
 const CONFLICT: &str = "(o.outcome_at is not null and (exists (select 1 from oncebox.operation_evidence e \
       join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
       where e.operation_id = o.operation_id and e.kind <> 'operator' and (e.verdict = 'mismatch' or e.verdict = \

@@ -13,12 +13,13 @@ use uuid::Uuid;
 
 use super::{Row, Session, SqlStore, sql, words};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
-use crate::policy::lease::Lease;
-use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-use crate::policy::operation::{Identity, Record};
-use crate::store::operations::stored::{corrupt, unpack};
-use crate::store::{Basis, Dialect, Fenced, KeptBody, Look, OperationStats, Owned};
+use crate::operation::port::stored::{corrupt, unpack};
+use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owned};
+use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::operation::rules::{Identity, Record};
+use crate::store::statements::Dialect;
+use crate::time::db_time::DbTime;
+use crate::time::lease::Lease;
 
 /// The record of a key, as [`look_of`] reads it, or [`look_and_body_of`] where small bodies are in
 /// the row.

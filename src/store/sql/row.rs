@@ -9,7 +9,7 @@ use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
+use crate::time::db_time::DbTime;
 
 /// A row, read by position.
 pub(in crate::store) trait Row: Debug + Send + Sync {

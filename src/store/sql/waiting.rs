@@ -21,7 +21,8 @@ use super::inbox::OwnInbox;
 use super::message::{error_text, message_columns, message_of};
 use super::{Row, Session, Statement, Value, sql};
 use crate::error::StoreError;
-use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, Scope, Waiting};
+use crate::inbox::port::ConsumerId;
+use crate::inbox::port::waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 
 /// Rows that one sweep changes at most.
 const SWEEP_MAX: i64 = 1_000;

@@ -6,7 +6,8 @@ use sqlx::{query_as, query_scalar};
 
 use super::connect::SqliteStore;
 use crate::error::StoreError;
-use crate::store::{Base, Finding, Schema};
+use crate::store::base::Base;
+use crate::store::schema::{Finding, Schema};
 
 /// The triggers that apply the limits.
 const TRIGGERS: [&str; 4] =

@@ -12,7 +12,7 @@ use sqlx::{Connection, Pool, Sqlite};
 
 use crate::error::StoreError;
 use crate::flock::{Held, Turn};
-use crate::store::{Base, StoreOptions};
+use crate::store::base::{Base, StoreOptions};
 
 /// How long a statement waits for the write lock, and a transaction for its turn.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -80,7 +80,7 @@ impl Base for SqliteStore {
 
     /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement. A
     /// missing file is not created (unless `options.create` is set), and is reported as
-    /// [`crate::store::SchemaState::Missing`].
+    /// [`crate::store::schema::SchemaState::Missing`].
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the URL does not name a file that oncebox can write to.

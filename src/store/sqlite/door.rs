@@ -12,9 +12,10 @@ use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
 
 use super::message::headers_to_json;
+use crate::email::port::NewEmail;
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::store::{Enqueue, NewEmail};
+use crate::outbox::enqueue::Enqueue;
 
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";

@@ -18,15 +18,15 @@ use super::message::sixteen;
 use super::write::Write;
 use super::{now_ms, parts};
 use crate::error::StoreError;
+use crate::inbox::port::waiting::ClaimedMessage;
+use crate::inbox::port::{Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone};
+use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
-use crate::policy::db_time::DbTime;
-use crate::policy::horizon::Bounds;
+use crate::store::base::Base;
 use crate::store::sql::inbox::{OwnInbox, clear_attempts};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting;
-use crate::store::{
-    Admission, Base, ClaimedMessage, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone,
-};
+use crate::time::db_time::DbTime;
 
 /// The longest wait for a rollback.
 const UNDO_MAX: Duration = Duration::from_secs(5);

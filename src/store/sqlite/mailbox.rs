@@ -4,8 +4,8 @@ use sqlx::query;
 use sqlx::sqlite::SqliteConnection;
 
 use super::now_ms;
+use crate::email::port::NewEmail;
 use crate::error::StoreError;
-use crate::store::NewEmail;
 
 /// Inserts the e-mail. Returns false where its unique key is there already.
 pub(super) async fn queue(connection: &mut SqliteConnection, email: &NewEmail) -> Result<bool, StoreError> {

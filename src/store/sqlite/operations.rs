@@ -21,18 +21,20 @@ pub(super) use self::tx::{Savepoint, staked};
 use super::connect::SqliteStore;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::policy::operation::retention::Retention;
-use crate::policy::operation::route::Durability;
-use crate::policy::operation::versions::Versions;
-use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
-use crate::store::operations::RecordFence;
-use crate::store::operations::stored::{Columns, pack};
+use crate::operation::port::phases::{NewEvidence, Phases, StoredEvidence};
+use crate::operation::port::stored::{Columns, pack};
+use crate::operation::port::{
+    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
+    Outcome, Owned, RecordFence,
+};
+use crate::operation::rules::retention::Retention;
+use crate::operation::rules::route::Durability;
+use crate::operation::rules::versions::Versions;
+use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::store::base::Base;
 use crate::store::sql::phases::evidence;
 use crate::store::sql::{self, records, words};
-use crate::store::{
-    Base, Basis, Begun, Bridged, Claimed, Dialect, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
-    OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
-};
+use crate::store::statements::Dialect;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Sqlite));
 

@@ -9,8 +9,9 @@ use futures::future::BoxFuture;
 
 use super::connect::SqliteStore;
 use crate::error::StoreError;
+use crate::operator::{ActContext, LockWait};
 use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::{ActContext, Dialect, LockWait};
+use crate::store::statements::Dialect;
 
 impl OperatorSql for SqliteStore {
     const TEXTS: Texts = Texts::any(Dialect::Sqlite);

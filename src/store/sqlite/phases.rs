@@ -12,11 +12,12 @@ use super::connect::SqliteStore;
 use super::operations::{Savepoint, finish, staked};
 use super::write::Write;
 use crate::error::StoreError;
-use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
+use crate::inbox::port::Proof;
+use crate::operation::port::phases::{Driven, Run};
+use crate::operation::port::{Basis, Begun, KeyClaim, Outcome, Owned, RecordFence};
+use crate::operation::rules::retention::Retention;
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
-use crate::store::{Basis, Begun, Driven, KeyClaim, Outcome, Owned, Proof, Run};
 
 /// The transaction of a phase.
 #[derive(Debug)]

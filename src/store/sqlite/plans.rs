@@ -6,10 +6,13 @@ use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
 use super::{inbox, relay};
+use crate::operator::{DeadFilter, DeadState};
+use crate::store::base::{Base, StoreOptions};
+use crate::store::schema::Schema;
 use crate::store::sql::inbox::purge;
 use crate::store::sql::operator::{OperatorSql, list};
 use crate::store::sql::{mailbox, phases, records, sql, waiting};
-use crate::store::{Base, DeadFilter, DeadState, Dialect, Schema, StoreOptions};
+use crate::store::statements::Dialect;
 
 /// The text for SQLite. It gets a value for every name that these texts use.
 fn words(text: &'static str) -> &'static str {

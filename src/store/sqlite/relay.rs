@@ -29,11 +29,12 @@ use super::message::{headers_from_json, time_from_millis, uuid_from_text};
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
-use crate::policy::db_time::DbTime;
-use crate::policy::lease::{Fence, Lease};
-use crate::store::{
-    Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
+use crate::outbox::port::{
+    DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
+use crate::store::base::Base;
+use crate::time::db_time::DbTime;
+use crate::time::lease::{Fence, Lease};
 
 /// The fence and the next rows, in one snapshot. The outer join returns the fence even where there
 /// is no row.

@@ -8,9 +8,9 @@ use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 use super::connect::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
-use crate::policy::hex::hex;
-use crate::store::schema::{History, checksum, newest};
-use crate::store::{AppliedMigration, Base, Finding, MigrationText, Schema, SchemaState};
+use crate::store::base::Base;
+use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum, newest};
+use crate::text::hex::hex;
 
 const MIGRATIONS: &[MigrationText] = &[
     MigrationText {

@@ -16,10 +16,11 @@ use super::operations::finish;
 use super::write::Write;
 use crate::error::StoreError;
 use crate::message::wire;
-use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
+use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::rules::retention::Retention;
+use crate::store::base::Base;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
-use crate::store::{Base, Dialect, Fenced, Outcome};
+use crate::store::statements::Dialect;
 
 impl Row for SqliteRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {

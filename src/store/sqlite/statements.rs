@@ -12,7 +12,8 @@ use sqlx::{Arguments, Executor, SqliteConnection};
 use super::connect::SqliteStore;
 use crate::error::StoreError;
 use crate::message::wire;
-use crate::store::{Base, Dialect, Piece, SqlValue, Statements};
+use crate::store::base::Base;
+use crate::store::statements::{Dialect, Piece, SqlValue, Statements};
 
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]

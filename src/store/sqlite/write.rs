@@ -14,7 +14,7 @@ use sqlx::{Sqlite, Transaction};
 use super::connect::{BUSY_TIMEOUT, SqliteStore};
 use crate::error::StoreError;
 use crate::flock;
-use crate::store::Base;
+use crate::store::base::Base;
 
 /// SQLite asks after so many steps of its virtual machine, about ten microseconds, whether the
 /// statement may go on.
@@ -148,7 +148,7 @@ impl Open {
         if let Some(guard) = &self.guard {
             guard.committing.store(true, Ordering::SeqCst);
         }
-        let outcome = self.transaction.commit().await.map_err(crate::store::door::commit_error);
+        let outcome = self.transaction.commit().await.map_err(crate::outbox::enqueue::commit_error);
         end(self.guard);
         drop(self.turn);
         outcome

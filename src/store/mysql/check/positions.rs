@@ -8,9 +8,10 @@
 use sqlx::{AssertSqlSafe, MySql, Row, raw_sql};
 
 use crate::error::StoreError;
+use crate::operator::ActContext;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::mysql::START;
-use crate::store::{ActContext, Finding};
+use crate::store::schema::Finding;
 
 const NAME: &str = "sequence behind cursor";
 /// Positions kept free for messages that are written while the counter is being set.

@@ -10,10 +10,11 @@ use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
 use super::super::schema::number;
 use super::{INSERT_AT_ONCE, find, finish, stake};
 use crate::error::StoreError;
+use crate::inbox::port::Proof;
 use crate::message::NewMessage;
-use crate::policy::operation::retention::Retention;
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned};
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// The error numbers of a lock that was not waited for: 1205 on MariaDB, 3572 on MySQL.
 const LOCKED: [u16; 2] = [1205, 3572];

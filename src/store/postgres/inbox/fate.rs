@@ -9,9 +9,8 @@ use sqlx::Postgres;
 
 use super::{Ids, server_start};
 use crate::error::StoreError;
+use crate::inbox::port::{ConsumerId, LOOKS, Undone};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::inbox::LOOKS;
-use crate::store::{ConsumerId, Undone};
 
 /// Whether the writes of an ended transaction are there: an inbox row that it inserted (`xmin` of a
 /// row is the lower half of its transaction's id), or, after `finish`, no waiting row and the

@@ -11,11 +11,10 @@ use super::super::door::push_call;
 use super::expiry;
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::policy::operation::retention::Retention;
+use crate::operation::port::stored::{Columns, pack};
+use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
-use crate::store::operations::stored::{Columns, pack};
-use crate::store::{Fenced, Outcome};
 
 /// Initial capacities for the text and the values of the statement, so that they rarely grow.
 const TEXT_USUALLY: usize = 1_536;

@@ -11,12 +11,14 @@ use super::super::connect::BEGIN;
 use super::super::door::checked;
 use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
 use crate::error::StoreError;
+use crate::inbox::port::Proof;
 use crate::message::NewMessage;
-use crate::policy::operation::Mode;
-use crate::policy::operation::retention::Retention;
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned};
+use crate::operation::rules::Mode;
+use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Session, records, sql};
-use crate::store::{Basis, Begun, Dialect, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
+use crate::store::statements::Dialect;
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]

@@ -2,9 +2,9 @@
 //! Guarantee: only the current owner changes the position or closes the row.
 
 use crate::error::StoreError;
-use crate::policy::position::Position;
+use crate::inbox::port::{ConsumerId, Holding, Opened};
+use crate::inbox::rules::position::Position;
 use crate::store::sql::{SqlStore, Statement, foreign, sql};
-use crate::store::{ConsumerId, Holding, Opened};
 
 /// Inserts the row, closed and without an owner, if it is not there. Of two processes the second
 /// waits here for the first, and then reads what that wrote.

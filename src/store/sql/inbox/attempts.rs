@@ -4,8 +4,8 @@
 use uuid::Uuid;
 
 use crate::error::StoreError;
+use crate::inbox::port::ConsumerId;
 use crate::message::MessageId;
-use crate::store::ConsumerId;
 use crate::store::sql::message::error_text;
 use crate::store::sql::{Session, SqlStore, Statement, sql};
 

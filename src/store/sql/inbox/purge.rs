@@ -13,12 +13,11 @@ use uuid::Uuid;
 
 use super::OwnInbox;
 use crate::error::StoreError;
+use crate::inbox::port::{ConsumerId, Purged, first_id_at, time_in_id};
+use crate::inbox::rules::horizon::purge_row;
 use crate::message::MessageId;
-use crate::policy::db_time::DbTime;
-use crate::policy::horizon::purge_row;
-use crate::store::inbox::first_id_at;
 use crate::store::sql::{Statement, sql};
-use crate::store::{ConsumerId, Purged, time_in_id};
+use crate::time::db_time::DbTime;
 
 /// The table of the inbox. PostgreSQL has a second one for timed ids.
 macro_rules! inbox {

@@ -8,12 +8,15 @@ use super::audit::{self, Act};
 use super::list::{self, Found, FoundRow};
 use super::{Texts, headers};
 use crate::error::StoreError;
+use crate::inbox::port::ConsumerId;
 use crate::message::{Headers, MessageId, content_hash, lane_id};
+use crate::operator::{
+    ActContext, BURIED, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome, Redriven, redriven,
+};
 use crate::store::headers::headers_json;
-use crate::store::operator::{BURIED, Redriven, redriven};
 use crate::store::sql::waiting::wake;
 use crate::store::sql::{Session, Value, sql};
-use crate::store::{ActContext, ConsumerId, DeadFilter, DeadMessage, DeadPlace, Dialect, OperatorAct, OperatorOutcome};
+use crate::store::statements::Dialect;
 
 /// The header with the id that the message had before.
 const CAUSATION: &str = "oncebox-causation-id";

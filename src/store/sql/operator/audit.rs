@@ -4,8 +4,9 @@ use uuid::Uuid;
 
 use super::{Texts, optional, rows_max};
 use crate::error::StoreError;
+use crate::operator::{ActContext, AuditEntry};
 use crate::store::sql::{Session, Value, sql};
-use crate::store::{ActContext, AuditEntry, Dialect};
+use crate::store::statements::Dialect;
 
 const READ: &str = "\
 select at, actor, act, reason, {pg: topic}{my lite: place}, number, \

@@ -5,8 +5,8 @@ use uuid::Uuid;
 use super::Texts;
 use super::audit::{self, Act};
 use crate::error::StoreError;
+use crate::operator::{ActContext, Forgotten};
 use crate::store::sql::{SqlStore, sql};
-use crate::store::{ActContext, Forgotten};
 
 const CONSUMER: &str = "select consumer_id, {age seen_at} from oncebox.consumer where name = :name {lock}";
 

@@ -5,8 +5,8 @@
 
 use super::Texts;
 use crate::error::StoreError;
-use crate::policy::hex::{hex, unhex};
-use crate::store::Dialect;
+use crate::store::statements::Dialect;
+use crate::text::hex::{hex, unhex};
 
 /// Reads headers from JSON; an absent text is an empty list.
 pub(super) fn read(texts: Texts, json: Option<&str>) -> Result<Vec<(String, Vec<u8>)>, StoreError> {

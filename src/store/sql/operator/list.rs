@@ -11,10 +11,9 @@ use uuid::Uuid;
 use super::{Texts, headers, optional, rows_max};
 use crate::error::StoreError;
 use crate::message::{Headers, lane_id, wire};
+use crate::operator::{COUNTED_MAX, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry, firsts};
 use crate::store::headers::parse_headers;
-use crate::store::operator::{COUNTED_MAX, firsts};
 use crate::store::sql::{Row, Session, Statement, Value, sql};
-use crate::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
 
 /// The length of a list where the filter has no limit.
 const LIMIT: usize = 100;

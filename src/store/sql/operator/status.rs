@@ -4,9 +4,8 @@
 use std::time::Duration;
 
 use crate::error::StoreError;
-use crate::store::operator::{COUNTED_MAX, waiting_and_held};
+use crate::operator::{COUNTED_MAX, ConsumerStatus, ShardStatus, Status, waiting_and_held};
 use crate::store::sql::{Row, Session, sql};
-use crate::store::{ConsumerStatus, ShardStatus, Status};
 
 /// The shards. Only PostgreSQL has gaps.
 const SHARDS: &str = "\

@@ -8,15 +8,15 @@ use uuid::Uuid;
 
 use super::{HeldPhase, PhaseStore, evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
-use crate::policy::operation::flow::Stage;
-use crate::policy::operation::retention::Retention;
-use crate::store::operations::RecordFence;
-use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
-use crate::store::sql::{Session, Statement, sql};
-use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
-    StoredEvidence,
+use crate::inbox::port::Proof;
+use crate::operation::port::phases::{
+    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, StoredEvidence, end_stage, may_advance,
+    no_effect, no_record, twice,
 };
+use crate::operation::port::{Basis, Begun, Fenced, Outcome, RecordFence};
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::retention::Retention;
+use crate::store::sql::{Session, Statement, sql};
 
 /// A transaction in which one phase runs.
 #[derive(Debug)]

@@ -11,9 +11,11 @@ use super::super::connect::SqliteStore;
 use super::super::write::Write;
 use super::{find, finish, stake};
 use crate::error::StoreError;
+use crate::inbox::port::Proof;
 use crate::message::NewMessage;
-use crate::policy::operation::retention::Retention;
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof, enqueue_all};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned};
+use crate::operation::rules::retention::Retention;
+use crate::outbox::enqueue::enqueue_all;
 
 /// A transaction that holds one claim, the turn, and the write lock of the file.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use sqlx::{query, query_as};
 use uuid::Uuid;
 
 use crate::error::StoreError;
-use crate::store::ActContext;
+use crate::operator::ActContext;
 use crate::store::sqlite::now_ms;
 
 /// Raises the sequence to the highest position that was ever used, and sets the cursor back before

@@ -6,7 +6,7 @@ use sqlx::{Pool, Sqlite, query, query_as};
 use super::mark::positions_json;
 use super::outbox_row;
 use crate::error::StoreError;
-use crate::store::{Diversion, DivertedRow, OperatorRequest, OutboxRow, RequestedAct};
+use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, OutboxRow, RequestedAct};
 
 /// The most requests of one read. The next read returns the others.
 const REQUESTS_MAX: i64 = 1_000;

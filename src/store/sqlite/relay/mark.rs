@@ -6,9 +6,9 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::{Batch, SqliteSession};
 use crate::error::StoreError;
+use crate::outbox::port::{Diversion, Mark};
 use crate::store::sqlite::write::Write;
 use crate::store::sqlite::{millis, now_ms};
-use crate::store::{Diversion, Mark};
 
 /// Deletes by exact positions, so never a row that was not read.
 pub(in crate::store::sqlite) const DELETE: &str =

@@ -1,0 +1,13 @@
+//! E-mail: a row that commits with its effect, and the process that sends it.
+//!
+//! | module | for |
+//! |---|---|
+//! | `port` | what the sender needs of a database |
+//! | `carriage` | an e-mail as bytes, and its way to a server or a file |
+//! | `sender` | the work: claims rows, sends, records what became of each |
+
+#[cfg(feature = "email")]
+pub(crate) mod carriage;
+pub(crate) mod port;
+#[cfg(feature = "email")]
+pub mod sender;

@@ -1,0 +1,167 @@
+//! Sends one e-mail: composes it once, writes it to a file or gives it to an SMTP server, and
+//! reports what a failure proves.
+//!
+//! Promises: one identity has one Message-ID, in every attempt. A file is complete or absent, and a
+//! second attempt replaces it. A failure says whether the server may have accepted the e-mail all
+//! the same (O28).
+//!
+//! Not here: when an e-mail is sent, which the sender of rows ([`sender`](super::sender)) and the
+//! operation ([`phased::email`](crate::operation::phased::email)) decide.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use lettre::address::Envelope;
+use lettre::message::{Mailbox as Address, header::ContentType};
+use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
+use sha2::{Digest, Sha256};
+
+use crate::text::hex::hex;
+
+/// Where e-mails are sent to: files or an SMTP server.
+#[derive(Debug, Clone)]
+pub enum EmailTransport {
+    /// One `.eml` file for each e-mail, named by its Message-ID.
+    Files(PathBuf),
+    /// An SMTP server, over this transport of the library `lettre`.
+    Smtp(AsyncSmtpTransport<Tokio1Executor>),
+}
+
+impl EmailTransport {
+    /// An SMTP server by its URL: `smtp://` or `smtps://` with user, password and host. TLS as the
+    /// scheme says (`?tls=required` for STARTTLS).
+    ///
+    /// # Errors
+    /// What is wrong with the URL, without its password.
+    pub fn smtp(url: &str) -> Result<Self, String> {
+        let builder = AsyncSmtpTransport::<Tokio1Executor>::from_url(url)
+            .map_err(|error| format!("the SMTP URL `{}` cannot be used: {error}", crate::error::redact(url)))?;
+        Ok(Self::Smtp(builder.timeout(Some(Duration::from_secs(20))).build()))
+    }
+
+    /// Makes the directory, if e-mails go to files.
+    ///
+    /// # Errors
+    /// The directory cannot be made.
+    pub(crate) fn make(&self) -> Result<(), String> {
+        match self {
+            Self::Files(directory) => std::fs::create_dir_all(directory)
+                .map_err(|error| format!("the directory {} cannot be made: {error}", directory.display())),
+            Self::Smtp(_) => Ok(()),
+        }
+    }
+
+    /// Sends the bytes once. `within` limits the whole SMTP dialogue, because the client library
+    /// limits only each connect.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, it is unknown whether the e-mail was sent.
+    pub(crate) async fn carry(
+        &self,
+        message_id: &str,
+        envelope: &Envelope,
+        bytes: &[u8],
+        within: Duration,
+    ) -> Result<(), Failure> {
+        match self {
+            Self::Files(directory) => write_whole(directory, message_id, bytes).await.map_err(|error| Failure {
+                error: error.to_string(),
+                permanent: false,
+                arrived: false,
+            }),
+            Self::Smtp(server) => match tokio::time::timeout(within, server.send_raw(envelope, bytes)).await {
+                Ok(Ok(_)) => Ok(()),
+                Ok(Err(error)) => Err(Failure {
+                    permanent: error.is_permanent() && !is_of_us(&error),
+                    arrived: may_have_arrived(&error),
+                    error: error.to_string(),
+                }),
+                Err(_) => Err(Failure {
+                    error: format!("the server did not take it within {} s", within.as_secs()),
+                    permanent: false,
+                    arrived: true,
+                }),
+            },
+        }
+    }
+}
+
+/// Parses an e-mail address of the sender or recipient.
+pub(crate) fn address(text: &str) -> Result<Address, String> {
+    text.parse().map_err(|error| format!("`{text}` is no address: {error}"))
+}
+
+pub(crate) fn compose(
+    from: &Address,
+    message_id: &str,
+    recipient: &str,
+    subject: &str,
+    body: &str,
+) -> Result<Message, String> {
+    Message::builder()
+        .message_id(Some(format!("<{message_id}>")))
+        .from(from.clone())
+        .to(address(recipient)?)
+        .subject(subject)
+        .header(ContentType::TEXT_PLAIN)
+        .body(body.to_owned())
+        .map_err(|error| format!("the e-mail cannot be composed: {error}"))
+}
+
+/// An attempt to send that failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) error: String,
+    /// Whether later attempts fail too.
+    pub(crate) permanent: bool,
+    /// Whether the server may have accepted the e-mail all the same.
+    pub(crate) arrived: bool,
+}
+
+/// Whether the server refuses our credentials, not this e-mail: once they are corrected, the same
+/// e-mail can be sent (RFC 4954, 6).
+fn is_of_us(error: &lettre::transport::smtp::Error) -> bool {
+    error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
+}
+
+/// Whether the server may have accepted the e-mail despite this error. Not if it said no, and not
+/// if nothing reached it.
+fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        let refused = cause
+            .downcast_ref::<std::io::Error>()
+            .is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
+        if refused {
+            return false;
+        }
+        source = cause.source();
+    }
+    !(error.is_permanent() || error.is_transient() || error.is_client() || error.is_tls())
+}
+
+/// Makes a Message-ID that depends only on the unique key.
+pub(crate) fn message_id(unique_key: &str) -> String {
+    let digest = Sha256::digest(unique_key.as_bytes());
+    format!("{}@oncebox.invalid", hex(&digest[..16]))
+}
+
+/// Writes a complete file or none: writes beside it, then renames.
+async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::io::Result<()> {
+    let name = message_id.split('@').next().unwrap_or(message_id);
+    let (beside, file) = (directory.join(format!(".{name}.part")), directory.join(format!("{name}.eml")));
+    tokio::fs::write(&beside, bytes).await?;
+    tokio::fs::rename(&beside, &file).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_id_is_a_function_of_the_unique_key() {
+        assert_eq!(message_id("receipt_payment_pay_789"), message_id("receipt_payment_pay_789"));
+        assert_ne!(message_id("receipt_payment_pay_789"), message_id("receipt_payment_pay_790"));
+        assert!(message_id("x\r\nBcc: y").bytes().all(|byte| byte.is_ascii_alphanumeric() || b"@.".contains(&byte)));
+    }
+}

@@ -1,0 +1,82 @@
+//! Duty: durable e-mail rows, sent by a sender process.
+//!
+//! The handler commits the e-mail row together with its inbox row; the unique key allows one row
+//! for each effect. The sender claims a row, sends the e-mail under a stable Message-ID, and
+//! records the outcome. An e-mail whose sending was interrupted is sent again under the same
+//! Message-ID; SMTP has no stronger guarantee.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::error::StoreError;
+use crate::inbox::port::waiting::Claim;
+
+/// An e-mail to be sent once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewEmail {
+    /// Unique: for example `receipt_payment_pay_789`.
+    pub unique_key: String,
+    /// The address that the e-mail goes to.
+    pub recipient: String,
+    /// The subject line of the e-mail.
+    pub subject: String,
+    /// The body of the e-mail, as plain text.
+    pub body: String,
+}
+
+/// An e-mail row that this sender has claimed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EmailToSend {
+    /// The number of its row in the database.
+    pub email_id: i64,
+    /// The token of the claim: the sender can record the outcome only while the row has it.
+    pub claim: uuid::Uuid,
+    /// The unique key; the Message-ID is made from it and stays the same.
+    pub unique_key: String,
+    /// The address that the e-mail goes to.
+    pub recipient: String,
+    /// The subject line of the e-mail.
+    pub subject: String,
+    /// The body of the e-mail, as plain text.
+    pub body: String,
+    /// The number of this try, from 1.
+    pub attempt: u32,
+}
+
+/// How a try to send an e-mail ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EmailOutcome {
+    /// The server accepted the e-mail.
+    Sent,
+    /// It was not sent, or possibly sent: it is tried again after this time.
+    Again {
+        /// How long from now it waits for its next try.
+        after: Duration,
+        /// What the server said.
+        error: String,
+    },
+    /// Refused for good, or given up.
+    Failed(String),
+    /// Given back at once, and the try is not counted: a transient failure, or a stop of the
+    /// process.
+    NotTried,
+}
+
+/// Duty: the e-mail rows.
+#[async_trait]
+pub trait Mailbox: Debug + Send + Sync {
+    /// Claims at most `limit` rows that are due, and counts the try. If the answer was lost, call
+    /// [`Mailbox::give_back_emails`].
+    async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError>;
+
+    /// Ends this claim on all its rows without counting the try, and returns their number (G10).
+    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError>;
+
+    /// Records how a try ended; false where the claim is not ours any more.
+    async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
+
+    /// How many rows are neither sent nor failed.
+    async fn emails_pending(&self) -> Result<u64, StoreError>;
+}

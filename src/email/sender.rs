@@ -1,0 +1,243 @@
+//! The e-mail sender: sends durable rows to `.eml` files or an SMTP server.
+//!
+//! Promise: one row is one e-mail with one Message-ID, made from the unique key of the row and the
+//! same in every attempt. A row whose sending was interrupted is sent again under that Message-ID,
+//! because it is unknown whether the server accepted the first one, and SMTP has no query. With
+//! files the second attempt replaces the file, so the e-mail exists exactly once.
+//!
+//! The state of a row is named with the words of [`Delivery`] (O28), in the metric and in the row's
+//! error. A row stores the number of its attempts, not their results. So each earlier attempt
+//! counts as one that may have arrived, and `possibly sent N times` is an upper bound.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lettre::message::Mailbox as Address;
+use tokio_util::sync::CancellationToken;
+
+pub use super::carriage::EmailTransport;
+
+use super::carriage::{Failure, address, compose, message_id};
+use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
+use crate::error::StoreError;
+use crate::inbox::port::waiting::Claim;
+use crate::observe::{self, Health, PartState};
+use crate::operation::rules::delivery::Delivery;
+use crate::operation::rules::provider::Settled;
+use crate::time::pace::{Pace, sleep_unless};
+
+/// Settings of an e-mail sender.
+#[derive(Debug, Clone)]
+pub struct SenderOptions {
+    /// The address that e-mails come from.
+    pub from: String,
+    /// How many attempts one e-mail gets before it is failed.
+    pub attempts_max: u32,
+    /// Whether to end when nothing is left to send.
+    pub until_empty: bool,
+}
+
+/// Sends the e-mails that are stored as rows in the database.
+#[derive(Debug)]
+pub struct Sender {
+    store: Arc<dyn Mailbox>,
+    transport: EmailTransport,
+    from: Address,
+    options: SenderOptions,
+    health: Health,
+}
+
+/// Rows that are claimed together: two, because the claim must last longer than sending all of
+/// them. Otherwise another sender would claim the last ones and send them a second time.
+const BATCH: usize = 2;
+const SENDING: Duration = Duration::from_secs(25);
+/// A claim lasts longer than sending all rows that were claimed together. After it, the rows of a
+/// sender that died can be claimed again.
+const CLAIM: Duration = Duration::from_secs(60);
+/// How long a stop waits to release claimed rows.
+const GIVE_BACK: Duration = Duration::from_secs(5);
+const PART: &str = "e-mail sender";
+
+/// The rows that a sender has claimed and not settled.
+#[derive(Debug, Default)]
+struct Hand {
+    claimed: VecDeque<EmailToSend>,
+    claimed_at: Option<Instant>,
+    /// A claim of which the answer was lost.
+    in_doubt: Option<Claim>,
+    /// The result of a sending that is not written to the database yet.
+    outcome: Option<(EmailToSend, EmailOutcome)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Worked,
+    Idle,
+    Empty,
+}
+
+impl Sender {
+    /// Makes a sender with this transport.
+    ///
+    /// # Errors
+    /// The address is not valid, or the directory cannot be made.
+    pub fn new(
+        store: impl Mailbox + 'static,
+        transport: EmailTransport,
+        options: SenderOptions,
+        health: Health,
+    ) -> Result<Self, String> {
+        let from = address(&options.from)?;
+        transport.make()?;
+        Ok(Self { store: Arc::new(store), transport, from, options, health })
+    }
+
+    /// Runs until the stop, or until nothing is left if `until_empty` is set.
+    ///
+    /// # Errors
+    /// An error that a person must repair.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, a row that is being sent is sent again later under the same
+    /// Message-ID.
+    pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        let mut hand = Hand::default();
+        while !stop.is_cancelled() {
+            let step = self.step(&mut hand, &stop).await;
+            if step.is_ok() {
+                self.health.set(PART, PartState::Ready);
+            }
+            match step {
+                Ok(Step::Worked) => pace.worked(),
+                Ok(Step::Idle) => {
+                    sleep_unless(&stop, Duration::from_millis(100)).await;
+                }
+                Ok(Step::Empty) => break,
+                Err(error) if error.is_transient() => {
+                    self.health.set(PART, PartState::Waiting(format!("database: {error}")));
+                    pace.wait(&stop).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        // Releases the claimed rows. If the database does not answer, the claims expire.
+        if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, &stop)).await.is_err() {
+            tracing::debug!("claimed e-mails were not given back");
+        }
+        Ok(())
+    }
+
+    async fn step(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Step, StoreError> {
+        self.empty(hand, stop).await?;
+        if stop.is_cancelled() {
+            return Ok(Step::Worked);
+        }
+        if let Some(claim) = &hand.in_doubt {
+            self.store.give_back_emails(claim).await?;
+            hand.in_doubt = None;
+        }
+        // Taken before the claim begins by the database's clock.
+        hand.claimed_at = Some(Instant::now());
+        let claim = Claim::new(CLAIM);
+        hand.in_doubt = Some(claim);
+        hand.claimed = self.store.claim_emails(BATCH, &claim).await?.into();
+        hand.in_doubt = None;
+        if !hand.claimed.is_empty() {
+            self.empty(hand, stop).await?;
+            return Ok(Step::Worked);
+        }
+        let empty = self.options.until_empty && self.store.emails_pending().await? == 0;
+        Ok(if empty { Step::Empty } else { Step::Idle })
+    }
+
+    /// Sends the claimed rows one after the other, and settles each before the next. If the
+    /// database goes away meanwhile, the result is kept and written later, so the e-mail is not
+    /// sent a second time (G10).
+    async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<(), StoreError> {
+        loop {
+            if let Some((email, outcome)) = &hand.outcome {
+                if !self.store.settle_email(email, outcome).await? {
+                    tracing::warn!(
+                        email = email.email_id,
+                        "an e-mail was settled before, or another sender took it in the meantime"
+                    );
+                }
+                hand.outcome = None;
+            }
+            let Some(email) = hand.claimed.pop_front() else { return Ok(()) };
+            // A claim that may expire during the sending is not used, because another sender would
+            // send the e-mail too.
+            let stands = hand.claimed_at.is_some_and(|at| at.elapsed() + SENDING < CLAIM) && !stop.is_cancelled();
+            let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
+            if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
+                tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
+            }
+            hand.outcome = Some((email, outcome));
+        }
+    }
+
+    async fn send(&self, email: &EmailToSend) -> EmailOutcome {
+        let message_id = message_id(&email.unique_key);
+        let tried = match compose(&self.from, &message_id, &email.recipient, &email.subject, &email.body) {
+            Ok(message) => self.transport.carry(&message_id, message.envelope(), &message.formatted(), SENDING).await,
+            Err(error) => Err(Failure { error, permanent: true, arrived: false }),
+        };
+        let before = match &self.transport {
+            // A file is replaced, so it exists once or not at all.
+            EmailTransport::Files(_) => 0,
+            EmailTransport::Smtp(_) => email.attempt.saturating_sub(1),
+        };
+        let (state, failure) = match tried {
+            Ok(()) => (Delivery::Sent, None),
+            Err(failure) => (failure.state(before, email.attempt >= self.options.attempts_max), Some(failure)),
+        };
+        observe::email(state.word());
+        let Some(Failure { error, .. }) = failure else { return EmailOutcome::Sent };
+        let error = format!("{state}: {error}");
+        if matches!(state, Delivery::Refused | Delivery::Dead(_)) {
+            return EmailOutcome::Failed(error);
+        }
+        let after = Duration::from_secs(1 << email.attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
+        EmailOutcome::Again { after, error }
+    }
+}
+
+impl Failure {
+    /// The state of the e-mail after this failure, if `before` earlier attempts may have arrived.
+    fn state(&self, before: u32, last: bool) -> Delivery {
+        let doubtful = before.saturating_add(self.arrived.into());
+        let settled = (self.permanent && doubtful == 0).then_some(Settled::Failed);
+        Delivery::of(settled, self.permanent || last, doubtful)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
+        // With a larger batch another sender would send the last ones too.
+        assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < CLAIM);
+    }
+
+    // Shown by: calling a refusal of the second attempt refused; counting a refused attempt as one
+    // that may have arrived.
+    #[test]
+    fn o28_an_e_mails_state_is_said_in_the_words_of_deliveries() {
+        let failure = |permanent, arrived| Failure { error: String::new(), permanent, arrived };
+        for (permanent, arrived, before, last, word) in [
+            (false, false, 0, false, "waiting"),
+            (false, true, 0, false, "possibly sent once"),
+            (false, true, 2, false, "possibly sent 3 times"),
+            (true, false, 0, false, "refused"),
+            (true, false, 1, false, "dead, possibly sent once"),
+            (false, false, 0, true, "dead"),
+            (false, true, 4, true, "dead, possibly sent 5 times"),
+        ] {
+            assert_eq!(failure(permanent, arrived).state(before, last).to_string(), word);
+        }
+    }
+}

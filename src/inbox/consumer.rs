@@ -1,0 +1,311 @@
+//! The consumer: takes deliveries, commits the effects of each message once, and acknowledges.
+//!
+//! Guarantees: a handler's writes commit together with the inbox row of its message (G4). Nothing
+//! is acknowledged before the commit returned (G5). Effects of one key run in the key's order, also
+//! while one of its messages waits (G6). The same id with other content is an alarm (G7). While a
+//! database or broker is away, no attempt is counted (G10).
+//!
+//! The path of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane;
+//! batches of the messages that are there) → `batch` (one transaction) or `alone` (a message that
+//! failed or is suspect) → back to `intake`, which acknowledges.
+//!
+//! Beside it run the retries that are due later (`retries`), the purge of inbox rows older than the
+//! horizon (`purge`), and the record of how far each partition is done (`positions`).
+//!
+//! Not here: SQL of the inbox (`store`), and the rules (`policy`): which failures are transient and
+//! what runs again, which messages run alone, when the next try is, up to where to acknowledge,
+//! which messages are too old.
+
+mod admission;
+mod alone;
+mod aside;
+mod batch;
+mod blame;
+mod calls;
+mod dead_rows;
+mod handlers;
+mod intake;
+mod item;
+mod lane;
+mod loss;
+mod options;
+mod positions;
+mod presence;
+mod purge;
+mod retries;
+mod settle;
+mod solo;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::broker::{Broker, Subscription};
+use crate::error::{BrokerError, StoreError};
+use crate::inbox::port::waiting::{Scope, Waiting};
+use crate::inbox::port::{ConsumerId, ConsumerSpec, Inbox};
+use crate::inbox::rules::horizon::HorizonTooShort;
+use crate::observe::{self, Health, PartState};
+use crate::outbox::port::Outbox;
+use crate::store::Store;
+
+use handlers::ByKind;
+pub use handlers::Handlers;
+pub use options::{ConsumerOptions, DeadPolicy, Unhandled};
+
+use crate::time::pace::{Pace, sleep_unless};
+use solo::Solo;
+
+/// The reason why a consumer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConsumerEnd {
+    /// The stop was requested.
+    Stopped,
+    /// Nothing was left to do for as long as `until_idle` says.
+    Idle,
+}
+
+/// A consumer with one name, on one store and one broker.
+#[derive(Debug, Clone)]
+pub struct Consumer(Arc<Shared>);
+
+/// What a consumer needs of a database: inbox, waiting messages, and how long proven rows are kept.
+trait ConsumerStore: Inbox + Waiting + Outbox {}
+
+impl<S: Inbox + Waiting + Outbox> ConsumerStore for S {}
+
+/// The state that intake, lanes and retriers share.
+#[derive(Debug)]
+struct Shared {
+    store: Arc<dyn ConsumerStore>,
+    broker: Arc<dyn Broker>,
+    handlers: ByKind,
+    options: ConsumerOptions,
+    /// Selects the waiting messages that this process may try.
+    scope: Scope,
+    health: Health,
+    part: String,
+    /// Makes a suspect message run alone in this process (R26).
+    solo: Solo,
+    /// Signals that a message became due, so that a retrier looks.
+    parked: Notify,
+    /// How many retriers have claimed messages; with any, the consumer is not idle.
+    retrying: AtomicUsize,
+    /// `dead_rows_max` is reached: no more messages are taken.
+    is_full: AtomicBool,
+    /// An operator forgot the consumer while it ran, or accepted another id rule for it.
+    is_forgotten: AtomicBool,
+}
+
+impl Consumer {
+    /// Makes a consumer; [`Consumer::run`] starts its work.
+    pub fn new<S: Store>(
+        store: S,
+        broker: Arc<dyn Broker>,
+        handlers: Handlers<S>,
+        options: ConsumerOptions,
+        health: Health,
+    ) -> Self {
+        let part = format!("consumer {}", options.name);
+        let (solo, parked) = (Solo::default(), Notify::new());
+        let handlers = handlers.by_kind();
+        let places = broker.places(&subscription(&options));
+        let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
+        Self(Arc::new(Shared {
+            store: Arc::new(store),
+            broker,
+            handlers,
+            options,
+            scope,
+            health,
+            part,
+            solo,
+            parked,
+            retrying: AtomicUsize::new(0),
+            is_full: AtomicBool::new(false),
+            is_forgotten: AtomicBool::new(false),
+        }))
+    }
+
+    /// Runs until the stop, or until the consumer is idle if `until_idle` is set. Waits for a
+    /// database, broker, topic or queue that is not there yet.
+    ///
+    /// # Errors
+    /// Errors that a person must repair: a missing schema, a refused setting, a changed id rule, a
+    /// horizon that is too short.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, running messages are not acknowledged and come again. Prefer the
+    /// token.
+    pub async fn run(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
+        let shared = &self.0;
+        shared.health.set(&shared.part, PartState::Starting);
+        observe::consumer_starts(&shared.options.name);
+        let ready = async {
+            let Some(consumer) = shared.register(&stop).await? else { return Ok(None) };
+            purge::check(shared, consumer, &stop).await.map(|()| Some(consumer))
+        };
+        let consumer = tokio::select! {
+            () = stop.cancelled() => None,
+            ready = ready => ready?,
+        };
+        let Some(consumer) = consumer else { return Ok(ConsumerEnd::Stopped) };
+        let (beside, abandon) = (stop.child_token(), CancellationToken::new());
+        let desk = Arc::new(retries::Desk::new());
+        let retrier = |number| {
+            let (abandon, desk) = (&abandon, &desk);
+            let run =
+                move |shared, stop| retries::run(shared, consumer, stop, abandon.clone(), Arc::clone(desk), number);
+            shared.keep_up("retrier", &beside, run)
+        };
+        let retriers = (0..shared.options.retriers.max(1)).map(retrier);
+        let retriers = futures::future::join_all(retriers);
+        let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
+        let dead_rows = shared
+            .keep_up("look at dead messages", &beside, move |shared, stop| dead_rows::run(shared, consumer, stop));
+        let presence = shared.keep_up("presence", &beside, move |shared, stop| presence::run(shared, consumer, stop));
+        let mut end = Ok(ConsumerEnd::Stopped);
+        let serve = async {
+            end = shared.serve(consumer, &stop).await;
+            beside.cancel();
+        };
+        // One time limit for everything after a stop, also when neither database nor broker
+        // answers.
+        let grace = shared.options.shutdown_grace;
+        let hand_back = intake::HAND_BACK.min(grace / 2);
+        let deadline = async {
+            beside.cancelled().await;
+            tokio::time::sleep(grace - hand_back).await;
+            abandon.cancel();
+            tokio::time::sleep(hand_back).await;
+        };
+        tokio::select! {
+            biased;
+            _ = async { tokio::join!(serve, retriers, purge, dead_rows, presence) } => {}
+            () = deadline => {
+                tracing::warn!(consumer = %shared.options.name, ?grace, "not all was handed back within the grace of the stop; it comes again");
+            }
+        }
+        end
+    }
+}
+
+/// The pause before a task that panicked starts again.
+const AFTER_DISORDER: Duration = Duration::from_secs(1);
+
+/// Why a consumer ended with an error.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConsumerError {
+    /// The database refuses, or fails in a way that only a person can repair.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The broker refuses, or fails in a way that only a person can repair.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    /// The inbox would forget ids of messages that can still come.
+    #[error("consumer `{consumer}`: {why}")]
+    Horizon {
+        /// The name of the consumer whose horizon is too short.
+        consumer: String,
+        /// Which messages can still come, and for how long.
+        why: HorizonTooShort,
+    },
+}
+
+impl Shared {
+    /// Runs a task beside the lanes until the stop. After a panic the part is not ready until the
+    /// task runs again.
+    async fn keep_up<T: Future<Output = ()> + Send + 'static>(
+        self: &Arc<Self>,
+        what: &str,
+        stop: &CancellationToken,
+        task: impl Fn(Arc<Self>, CancellationToken) -> T,
+    ) {
+        let part = format!("{} {what}", self.part);
+        // Dropping this future drops the set, which aborts the task.
+        let mut tasks = JoinSet::new();
+        loop {
+            tasks.spawn(task(Arc::clone(self), stop.clone()));
+            let Some(Err(error)) = tasks.join_next().await else { break };
+            tracing::error!(consumer = %self.options.name, %error, "the {what} ended in disorder; it begins anew");
+            self.health.set(&part, PartState::Waiting(format!("it ended in disorder: {error}")));
+            if !sleep_unless(stop, AFTER_DISORDER).await {
+                break;
+            }
+            self.health.set(&part, PartState::Ready);
+        }
+    }
+
+    /// Registers the consumer; waits for a database that is away.
+    async fn register(&self, stop: &CancellationToken) -> Result<Option<ConsumerId>, ConsumerError> {
+        let spec = ConsumerSpec {
+            name: self.options.name.clone(),
+            id_rule: self.options.id_rule_text(),
+            accept: self.options.accept_id_rule,
+        };
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+        loop {
+            match self.store.register(&spec).await {
+                Ok(id) => return Ok(Some(id)),
+                Err(error) if error.is_transient() => {
+                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    if !pace.wait(stop).await {
+                        return Ok(None);
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Subscribes, and subscribes again after each error of a subscriber. Messages that were not
+    /// acknowledged come again.
+    async fn serve(
+        self: &Arc<Self>,
+        consumer: ConsumerId,
+        stop: &CancellationToken,
+    ) -> Result<ConsumerEnd, ConsumerError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        loop {
+            if stop.is_cancelled() {
+                return Ok(ConsumerEnd::Stopped);
+            }
+            let error = match self.broker.subscriber(&subscription(&self.options)).await {
+                Ok(subscriber) => {
+                    let began = tokio::time::Instant::now();
+                    let end = intake::run(self, consumer, subscriber, stop).await;
+                    if began.elapsed() > Duration::from_secs(10) {
+                        pace.worked();
+                    }
+                    match end {
+                        Ok(end) => return Ok(end),
+                        Err(error) => error,
+                    }
+                }
+                Err(error) => error,
+            };
+            if let BrokerError::Refused(_) = error {
+                return Err(error.into());
+            }
+            self.health.set(&self.part, PartState::Waiting(error.to_string()));
+            if !pace.wait(stop).await {
+                return Ok(ConsumerEnd::Stopped);
+            }
+        }
+    }
+}
+
+fn subscription(options: &ConsumerOptions) -> Subscription {
+    Subscription {
+        group: options.group.clone(),
+        queues: options.queues.clone(),
+        in_flight_max: options.in_flight_max,
+        drain: options.drain,
+        ..Subscription::new(options.name.clone(), options.topics.clone())
+    }
+}

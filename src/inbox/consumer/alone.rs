@@ -1,0 +1,249 @@
+//! Runs one message alone: after a failed try, as a suspect, or to find the cause of a failure.
+//!
+//! Promise: a suspect message has its try counted outside the handler's transaction, before the
+//! handler runs, and nothing else of this process runs beside it for the first second, so that if
+//! the process dies, this message is counted and no other (R26). All other messages that run alone
+//! in their transaction run beside other lanes: one that waits for a lock delays only its own lane.
+//!
+//! Promise: a try is counted only when nothing remains but the handler. If a stop, a revocation or
+//! a transient failure prevents the try, the count is taken back when the message is left for
+//! later.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::batch::BatchEnd;
+use super::blame::{self, Blame, Fault};
+use super::item::Item;
+use super::lane::{Lane, TAKE_BACK};
+use super::settle;
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::ParkAs;
+use crate::observe::{self, Outcome};
+use crate::time::pace::sleep_unless;
+use crate::time::retry::{Death, Decision};
+
+pub(super) enum Why {
+    /// It may have killed its process.
+    Suspect,
+    /// Its try in a batch failed.
+    Failed(HandlerError),
+    /// It failed several times with transient errors.
+    Transient,
+    /// In a batch it waited for a lock that somebody holds, until the statement's time was over.
+    WaitedForALock(HandlerError),
+}
+
+/// Runs the message until it is done, waiting, dead, or left for later. `was_counted`: its try in
+/// the batch was counted already.
+pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool) {
+    let mut suspect = matches!(why, Why::Suspect);
+    let mut failure = match why {
+        Why::Failed(error) => Some(error),
+        Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, 0).await,
+        Why::Suspect | Why::Transient => None,
+    };
+    if failure.is_none() {
+        // Do not wait here for the transaction of another process: that would block the lane, and a
+        // suspect would block the whole process.
+        match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
+            Ok(true) => {
+                if was_counted {
+                    lane.uncount(std::slice::from_ref(&item)).await;
+                }
+                return lane.set_aside(item);
+            }
+            Ok(false) => {}
+            Err(away) => {
+                if leave(lane, &item, &away, was_counted).await {
+                    return;
+                }
+            }
+        }
+    }
+    let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
+    let shared = Arc::clone(&lane.shared);
+    let mut blame = Blame::default();
+    loop {
+        if let Some(error) = failure.take() {
+            // The try of a suspect was counted before. Any other try is counted afterwards, which
+            // is enough because the process has survived it.
+            if std::mem::take(&mut unspent) {
+                note(lane, &item, &error).await;
+            } else {
+                let Some(tries) = count(lane, &item, Some(&error), counted).await else { return };
+                counted = tries;
+            }
+            match settle::decide(&lane.shared.options.retry, &error, counted) {
+                Decision::InPlace(pause) => {
+                    observe::delivered(&lane.shared.options.name, Outcome::Retried, 1);
+                    if !sleep_unless(&lane.stop, pause).await {
+                        return lane.report(&item, false);
+                    }
+                }
+                Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
+                Decision::Dead(death) => {
+                    let park_as = dies(lane, death);
+                    return settle::park(lane, item, park_as, counted, &error).await;
+                }
+            }
+        }
+        if lane.stop.is_cancelled() || item.source.is_revoked() {
+            return leave_for_later(lane, &item, unspent).await;
+        }
+        let end = if suspect {
+            let alone = tokio::select! {
+                biased;
+                () = lane.stop.cancelled() => None,
+                () = revoked(&item) => None,
+                alone = shared.solo.alone() => Some(alone),
+            };
+            let Some(alone) = alone.filter(|_| !item.source.is_revoked()) else {
+                return leave_for_later(lane, &item, unspent).await;
+            };
+            if !unspent {
+                let Some(this) = count(lane, &item, None, counted).await else { return };
+                (counted, unspent) = (this, true);
+            }
+            if !shared.options.retry.allows(counted) {
+                drop(alone);
+                let error = HandlerError::retryable(settle::KILLS);
+                let park_as = dies(lane, Death::Attempts);
+                return settle::park(lane, item, park_as, counted - 1, &error).await;
+            }
+            alone.run(lane.transaction(std::slice::from_ref(&item), Some(counted))).await
+        } else {
+            let _beside_others = shared.solo.together().await;
+            lane.transaction(std::slice::from_ref(&item), Some(counted + u32::from(!unspent))).await
+        };
+        let Some(end) = end else {
+            return leave_for_later(lane, &item, unspent).await;
+        };
+        // If its handler came to an end, the process survived it.
+        suspect &= end.is_err();
+        let (error, may_be_its_own) = match end {
+            Ok(BatchEnd::Failed(_, error)) if error.is_transient() && error.is_late() => {
+                return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
+            }
+            Ok(BatchEnd::Done(outcomes)) => {
+                lane.went_well();
+                for outcome in outcomes {
+                    observe::delivered(&lane.shared.options.name, outcome, 1);
+                }
+                return lane.report(&item, true);
+            }
+            Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
+            Ok(BatchEnd::Failed(_, error)) if !error.is_transient() => {
+                say_failed(lane, &item, counted + u32::from(!unspent), &error);
+                failure = Some(error);
+                continue;
+            }
+            Ok(BatchEnd::Unclear(why)) => {
+                failure = Some(HandlerError::retryable(why));
+                continue;
+            }
+            Ok(BatchEnd::Failed(_, error)) => {
+                let may_be_its_own = error.may_be_its_own();
+                (error, may_be_its_own)
+            }
+            Err(away) => {
+                let may_be_its_own = away.may_be_its_own();
+                (HandlerError::transient(away), may_be_its_own)
+            }
+        };
+        match blame.of(&shared, lane.consumer, may_be_its_own).await {
+            Fault::Transient if blame.is_open() => lane.pause().await,
+            Fault::Transient => lane.wait_out(&error).await,
+            Fault::Lasting => return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await,
+            Fault::Its => {
+                let error = HandlerError::retryable(error);
+                say_failed(lane, &item, counted + u32::from(!unspent), &error);
+                failure = Some(error);
+            }
+        }
+    }
+}
+
+/// Stores the message as waiting without counting a try: an operator sees it there, only its own
+/// key waits, and the lane goes on.
+async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, counted: u32) {
+    let after = lane.shared.options.retry.wait(1, fastrand::f64());
+    let error = HandlerError::transient(blame::lasting(error));
+    settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
+}
+
+/// Returns within 50 ms after the partition of the item was revoked.
+async fn revoked(item: &Item) {
+    while !item.source.is_revoked() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn say_failed(lane: &Lane, item: &Item, attempt: u32, error: &HandlerError) {
+    tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt, %error, "a handler failed");
+}
+
+/// Stores the error text of a try that is already counted.
+async fn note(lane: &Lane, item: &Item, error: &HandlerError) {
+    let noted = lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await;
+    if let Err(away) = noted {
+        tracing::debug!(error = %away, "the text of a failure was not stored");
+    }
+}
+
+/// Counts a try; `failure` is set if the try has already failed. If an answer was lost, the stored
+/// number is read before the try is counted again, so that an outage counts no try (G10). `None`:
+/// the message is left for later.
+async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
+    let mut in_doubt = false;
+    loop {
+        let (store, consumer, id) = (&lane.shared.store, lane.consumer, item.message.id);
+        let tries = async {
+            if in_doubt
+                && let Some((_, stored)) = store.attempts(consumer, &[id]).await?.first().filter(|(_, n)| *n > counted)
+            {
+                return Ok(*stored);
+            }
+            match failure {
+                Some(error) => store.failed_attempt(consumer, id, error.message(), true).await,
+                None => store.begin_attempt(consumer, id).await,
+            }
+        };
+        match tries.await {
+            Ok(tries) => return Some(tries),
+            Err(away) if leave(lane, item, &away, false).await => return None,
+            Err(_) => in_doubt = true,
+        }
+    }
+}
+
+fn dies(lane: &Lane, death: Death) -> ParkAs {
+    ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
+}
+
+/// Waits for a database that is away. Returns true if a stop or revocation came and the message is
+/// left for later.
+async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -> bool {
+    lane.wait_out(away).await;
+    let leaves = lane.stop.is_cancelled() || item.source.is_revoked();
+    if leaves {
+        leave_for_later(lane, item, unspent).await;
+    }
+    leaves
+}
+
+async fn leave_for_later(lane: &Lane, item: &Item, unspent: bool) {
+    if unspent {
+        let taken_back = lane.shared.store.take_back_attempt(lane.consumer, item.message.id);
+        match tokio::time::timeout(TAKE_BACK, taken_back).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                tracing::warn!(id = %item.message.id, sent_id = %item.message.id_text, %error, "a try that was not made stays counted");
+            }
+            Err(_) => {
+                tracing::warn!(id = %item.message.id, sent_id = %item.message.id_text, "a try that was not made stays counted")
+            }
+        }
+    }
+    lane.report(item, false);
+}

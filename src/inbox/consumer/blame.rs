@@ -1,0 +1,69 @@
+//! Finds out whether an error of the database belongs to one message. A statement that needs more
+//! than the server allows, that ends its connection, or that meets the same lock each time, fails
+//! with the same codes as a server in trouble.
+//!
+//! Promise: a database that is down counts no attempt (G10). A message that the database cannot
+//! take stops its lane only until that is found out.
+
+use std::time::Duration;
+
+use super::Shared;
+use super::batch::roll_back;
+use crate::error::StoreError;
+use crate::inbox::port::{ConsumerId, InboxEntry};
+use crate::message::MessageId;
+
+/// How often a message must fail while the database works for others right after it.
+const TIMES: u32 = 3;
+/// The time limit for the work that proves this.
+const WORKS_MAX: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// It is not known yet, or the database works for no message at all.
+    Transient,
+    /// It belongs to this message, but its code says that no attempt counts: somebody holds a lock,
+    /// or writes the same rows again and again.
+    Lasting,
+    /// It belongs to this message, and the attempt counts.
+    Its,
+}
+
+/// Counts failures in a row of one message that runs alone.
+#[derive(Debug, Default)]
+pub(super) struct Blame(u32);
+
+impl Blame {
+    /// Judges an error of the database. `may_be_its_own`: a statement that can never succeed has
+    /// this code too.
+    pub(super) async fn of(&mut self, shared: &Shared, consumer: ConsumerId, may_be_its_own: bool) -> Fault {
+        self.0 = if works(shared, consumer).await { self.0 + 1 } else { 0 };
+        match self.0 >= TIMES {
+            false => Fault::Transient,
+            true if may_be_its_own => Fault::Its,
+            true => Fault::Lasting,
+        }
+    }
+
+    /// Whether the database worked after the last failure, so that the cause will be known soon.
+    pub(super) fn is_open(&self) -> bool {
+        self.0 > 0
+    }
+}
+
+/// The text for a failure that lasts while the database works for others.
+pub(super) fn lasting(error: &impl std::fmt::Display) -> String {
+    format!("{error}; the database works for others, and no try is counted for a failure of this kind")
+}
+
+/// Whether the database works for others: inserts a row into the inbox and rolls back.
+async fn works(shared: &Shared, consumer: ConsumerId) -> bool {
+    let work = async {
+        let mut tx = shared.store.begin(consumer).await?;
+        let inserted = tx.admit(&[InboxEntry { id: MessageId::new(), hash: [0; 16] }]).await;
+        roll_back(tx).await;
+        inserted.map(drop)
+    };
+    let worked: Result<Result<(), StoreError>, _> = tokio::time::timeout(WORKS_MAX, work).await;
+    matches!(worked, Ok(Ok(())))
+}

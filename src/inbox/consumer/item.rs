@@ -1,0 +1,104 @@
+//! A delivery on its way through lane and batch, and the partition that it came from.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::broker::{Delivery, PartitionId};
+use crate::inbox::rules::suspicion::{Facts, Run, Suspicion};
+use crate::message::{ContentHash, Message};
+
+use super::options::ConsumerOptions;
+
+/// One assignment of a partition, as lanes use it.
+#[derive(Debug)]
+pub(super) struct Source {
+    pub(super) id: PartitionId,
+    /// The partition is revoked: start nothing more of it.
+    revoked: AtomicBool,
+    /// Suspicion about what the last owner had in flight, shared by the lanes (R26).
+    suspicion: Mutex<Suspicion>,
+}
+
+impl Source {
+    pub(super) fn new(id: PartitionId, suspicion: Suspicion) -> Arc<Self> {
+        Arc::new(Self { id, revoked: AtomicBool::new(false), suspicion: Mutex::new(suspicion) })
+    }
+
+    pub(super) fn revoke(&self) {
+        self.revoked.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Acquire)
+    }
+
+    fn with_suspicion<T>(&self, ask: impl FnOnce(&mut Suspicion) -> T) -> T {
+        ask(&mut self.suspicion.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// One delivery with its message, the hash of its content and the source it came from.
+#[derive(Debug)]
+pub(super) struct Item {
+    pub(super) message: Message,
+    pub(super) hash: ContentHash,
+    /// Why the message has no usable id; `None` if it has one.
+    pub(super) unusable: Option<String>,
+    pub(super) source: Arc<Source>,
+    pub(super) sequence: i64,
+    pub(super) redelivered: bool,
+    /// Whether the item was set aside once; it then does not count as in flight.
+    pub(super) is_aside: bool,
+}
+
+impl Item {
+    pub(super) fn identify(delivery: Delivery, source: Arc<Source>, options: &ConsumerOptions, is_log: bool) -> Self {
+        let Delivery { sequence, redelivered, arrived, .. } = delivery;
+        let (message, unusable) = match Message::identify(arrived, &options.id_rule, &options.id_epoch, is_log) {
+            Ok(message) => (message, None),
+            Err(unusable) => (unusable.message, Some(unusable.reason)),
+        };
+        let hash = message.content_hash();
+        Self { message, hash, unusable, source, sequence, redelivered, is_aside: false }
+    }
+
+    /// Whether the inbox must be read before this item runs.
+    pub(super) fn is_suspicious(&self) -> bool {
+        self.redelivered || self.source.with_suspicion(|suspicion| suspicion.is_active())
+    }
+
+    /// How the item is to run (R26). `known`: whether the inbox has it. Call this once per item.
+    pub(super) fn judge(&self, known: bool, has_none_to_spare: bool) -> Run {
+        let facts = Facts { known, redelivered: self.redelivered, has_none_to_spare };
+        self.source.with_suspicion(|suspicion| suspicion.judge(facts))
+    }
+
+    /// The number of the lane for this item: all items of a key go to the same lane.
+    pub(super) fn lane(&self, lanes: usize) -> usize {
+        let bytes = self.message.lane_id().unwrap_or_else(|| self.message.id.bytes());
+        // The last bytes, because a v7 id begins with its time.
+        let number =
+            u64::from_be_bytes([bytes[8], bytes[9], bytes[10], bytes[11], bytes[12], bytes[13], bytes[14], bytes[15]]);
+        usize::try_from(number % lanes.max(1) as u64).unwrap_or(0)
+    }
+}
+
+/// What a lane reports to the intake about one delivery.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) source: PartitionId,
+    pub(super) sequence: i64,
+    pub(super) end: End,
+    pub(super) was_aside: bool,
+}
+
+/// How a delivery ended in its lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// It is committed and may be acknowledged.
+    Committed,
+    /// It was not handled because of a revocation or a stop.
+    Left,
+    /// It has not ended: it was set aside for the first time.
+    Aside,
+}

@@ -1,0 +1,547 @@
+//! A lane runs the messages of its keys in order, in batches of the messages that are there. It
+//! adds no delay when idle.
+//!
+//! A message that fails is separated: the messages before it run again, then the failed one runs
+//! alone under the retry policy, then the rest, so a lane never reorders a key.
+//! [`crate::inbox::rules::split`] decides the parts; [`crate::inbox::rules::suspicion`] decides which messages
+//! are suspect.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::alone::{self, Why};
+use super::aside::Aside;
+use super::batch::{self, BatchEnd};
+use super::item::{Done, End, Item};
+use super::{Shared, settle};
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::ConsumerId;
+use crate::inbox::rules::split::{self, Part, TransientFault};
+use crate::inbox::rules::suspicion::Run;
+use crate::message::MessageId;
+use crate::observe::{self, Outcome, Trouble};
+use crate::time::pace::sleep_unless;
+
+/// The name of the trouble of a lane that waits for the database.
+pub(super) const DATABASE: &str = "database";
+
+/// The state of one lane: shared state, channels and the tokens that stop it.
+pub(super) struct Lane {
+    number: usize,
+    pub(super) shared: Arc<Shared>,
+    pub(super) consumer: ConsumerId,
+    pub(super) done: mpsc::UnboundedSender<Done>,
+    pub(super) stop: CancellationToken,
+    /// The grace of a stop is over: work that still runs is dropped.
+    pub(super) abandon: CancellationToken,
+    /// Counts transient failures in a row, whatever the lane was doing.
+    pub(super) fault: TransientFault,
+    pub(super) aside: Aside,
+}
+
+/// A piece of work on the stack of a lane: the last one added is done first.
+enum Work {
+    Batch(Vec<Item>, Tries),
+    /// The flag says whether its try in a batch was counted before.
+    Alone(Box<Item>, Why, bool),
+}
+
+/// The state of the tries of a batch.
+#[derive(Debug, Clone)]
+enum Tries {
+    /// It was not checked yet whether a message is suspect.
+    Unjudged,
+    /// No message is suspect: no try is counted before the batch runs.
+    Free,
+    /// The tries of these messages must be counted before the batch runs.
+    Due(Vec<MessageId>),
+    /// The first try of each message is counted.
+    Counted,
+}
+
+/// How long a stop waits to take tries back. If the database is away, they stay counted.
+pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
+
+/// Runs until its channel is closed.
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    consumer: ConsumerId,
+    number: usize,
+    mut items: mpsc::UnboundedReceiver<Item>,
+    done: mpsc::UnboundedSender<Done>,
+    stop: CancellationToken,
+    abandon: CancellationToken,
+) {
+    let batch_max = shared.options.batch_max.max(1);
+    let (fault, aside) = (TransientFault::default(), Aside::default());
+    let mut lane = Lane { number, shared, consumer, done, stop, abandon, fault, aside };
+    loop {
+        let first = tokio::select! {
+            biased;
+            () = lane.aside.is_due() => {
+                lane.look_aside().await;
+                continue;
+            }
+            first = items.recv() => first,
+        };
+        let Some(first) = first else { break };
+        let mut batch = vec![first];
+        while batch.len() < batch_max {
+            let Ok(next) = items.try_recv() else { break };
+            batch.push(next);
+        }
+        lane.work(batch).await;
+    }
+    for item in lane.aside.take() {
+        lane.report(&item, false);
+    }
+}
+
+impl Lane {
+    async fn work(&mut self, items: Vec<Item>) {
+        let mut stack = vec![Work::Batch(items, Tries::Unjudged)];
+        while let Some(work) = stack.pop() {
+            match work {
+                Work::Batch(items, tries) => {
+                    let items = self.leave_revoked(items, &tries).await;
+                    let items = self.leave_aside(items, &tries).await;
+                    if !items.is_empty() {
+                        self.batch(items, tries, &mut stack).await;
+                    }
+                }
+                Work::Alone(item, _, counted) if self.is_left(&item) => {
+                    if counted {
+                        self.uncount(std::slice::from_ref(&*item)).await;
+                    }
+                    self.report(&item, false);
+                }
+                Work::Alone(item, _, counted) if self.aside.is_before(&item) => {
+                    if counted {
+                        self.uncount(std::slice::from_ref(&*item)).await;
+                    }
+                    self.set_aside(*item);
+                }
+                Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
+            }
+        }
+        // Everything is done or left for later, so the lane waits for nothing.
+        self.waits_no_more();
+    }
+
+    async fn batch(&mut self, mut items: Vec<Item>, mut tries: Tries, stack: &mut Vec<Work>) {
+        if matches!(tries, Tries::Unjudged) {
+            match self.judge(&items).await {
+                Ok((of_first, None)) => tries = of_first,
+                Ok((of_first, Some(alone))) => {
+                    stack.push(Work::Batch(items.split_off(alone + 1), Tries::Unjudged));
+                    stack.extend(items.pop().map(|item| Work::Alone(Box::new(item), Why::Suspect, false)));
+                    return stack.push(Work::Batch(items, of_first));
+                }
+                Err(error) => {
+                    self.wait_out(&error).await;
+                    return stack.push(Work::Batch(items, tries));
+                }
+            }
+        }
+        if let Tries::Due(ids) = &mut tries {
+            // Some messages may have left the batch since.
+            ids.retain(|id| items.iter().any(|item| item.message.id == *id));
+            let (store, consumer) = (&self.shared.store, self.consumer);
+            let counted = match store.is_contested(consumer, ids).await {
+                // Another process, perhaps frozen, works on one of them: do not wait for it.
+                Ok(true) => return self.part_contested(items, &tries, stack),
+                Ok(false) => store.begin_first_attempts(consumer, ids).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = counted {
+                self.wait_out(&error).await;
+                return stack.push(Work::Batch(items, tries));
+            }
+            tries = Tries::Counted;
+        }
+        let aside: Vec<_> = items.iter().filter(|item| item.is_aside).map(|item| item.message.id).collect();
+        if matches!(tries, Tries::Free) && !aside.is_empty() {
+            match self.shared.store.is_contested(self.consumer, &aside).await {
+                Ok(true) => return self.part_contested(items, &tries, stack),
+                Ok(false) => {}
+                Err(error) => {
+                    self.wait_out(&error).await;
+                    return stack.push(Work::Batch(items, tries));
+                }
+            }
+        }
+        let counted = matches!(tries, Tries::Counted);
+        let whole = 0..items.len();
+        let end = {
+            let _together = self.shared.solo.together().await;
+            self.transaction(&items, counted.then_some(1)).await
+        };
+        let Some(end) = end else {
+            if counted {
+                self.uncount(&items).await;
+            }
+            return items.iter().for_each(|item| self.report(item, false));
+        };
+        match end {
+            Ok(BatchEnd::Done(outcomes)) => {
+                self.went_well();
+                self.wake_parked(&items, &outcomes).await;
+                for (item, outcome) in items.iter().zip(outcomes) {
+                    observe::delivered(&self.shared.options.name, outcome, 1);
+                    self.report(item, true);
+                }
+            }
+            Ok(BatchEnd::Failed(index, error)) if error.is_transient() && !error.is_late() => {
+                self.again(items, tries, error.message(), Some(index), stack).await;
+            }
+            Ok(BatchEnd::Failed(index, error)) => {
+                stack_up(items, split::around(whole, index), &tries, Some(error), stack);
+            }
+            Ok(BatchEnd::Unclear(why)) => {
+                tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch failed as a whole; its halves run");
+                stack_up(items, split::without_blame(whole), &tries, None, stack);
+            }
+            Ok(BatchEnd::Ended(committed)) => {
+                // In order: the message that is stored first becomes the head of its key (R25).
+                let mut rest = Vec::new();
+                for (index, item) in items.into_iter().enumerate() {
+                    if committed.contains(&index) {
+                        settle::transaction_ended(self, item).await;
+                    } else {
+                        rest.push(item);
+                    }
+                }
+                stack.push(Work::Batch(rest, tries));
+            }
+            Err(error) => self.again(items, tries, &error.to_string(), None, stack).await,
+        }
+    }
+
+    /// Wakes keys of messages that were stored behind their head: a retrier may have removed the
+    /// head meanwhile.
+    async fn wake_parked(&self, items: &[Item], outcomes: &[Outcome]) {
+        let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == Outcome::Retried);
+        let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.message.lane_id()).collect();
+        if lanes.is_empty() {
+            return;
+        }
+        let lanes: Vec<_> = lanes.into_iter().collect();
+        if let Err(error) = self.shared.store.wake(self.consumer, &lanes).await {
+            tracing::debug!(consumer = %self.shared.options.name, %error, "keys were not looked at again; a sweep does it");
+        }
+        self.shared.parked.notify_one();
+    }
+
+    /// Runs the items in one transaction. `None`: the grace of a stop ended first, and nothing of
+    /// the transaction stays.
+    pub(super) async fn transaction(
+        &self,
+        items: &[Item],
+        attempt: Option<u32>,
+    ) -> Option<Result<BatchEnd, StoreError>> {
+        tokio::select! {
+            biased;
+            () = self.abandon.cancelled() => None,
+            end = batch::run(&self.shared, self.consumer, items, attempt, &self.abandon) => Some(end),
+        }
+    }
+
+    /// After a transient failure, reported by the handler of message `of` if that is set, runs the
+    /// same batch or its parts again (R27). A failure that lasts is judged when its message runs
+    /// alone.
+    async fn again(&mut self, items: Vec<Item>, tries: Tries, why: &str, of: Option<usize>, stack: &mut Vec<Work>) {
+        let again = self.fault.again(0..items.len(), of, fastrand::f64());
+        self.say_waiting(why);
+        sleep_unless(&self.stop, again.pause).await;
+        stack_up(items, again.parts, &tries, None, stack);
+    }
+
+    /// Decides how the items run (R26). Returns the tries of the items before the first one that
+    /// must run alone, and the index of that one. Only messages that the inbox does not know can be
+    /// suspect; items behind the one that runs alone are not judged yet.
+    async fn judge(&self, items: &[Item]) -> Result<(Tries, Option<usize>), StoreError> {
+        if !items.iter().any(Item::is_suspicious) {
+            return Ok((Tries::Free, None));
+        }
+        let (store, consumer) = (&self.shared.store, self.consumer);
+        let ids: Vec<_> = items.iter().map(|item| item.message.id).collect();
+        let known = store.known(consumer, &ids).await?;
+        let tried: HashSet<_> = store.attempts(consumer, &ids).await?.into_iter().map(|(id, _)| id).collect();
+        let spares_none = !self.shared.options.retry.allows(2);
+        let (mut due, mut suspects) = (Vec::new(), false);
+        for (index, item) in items.iter().enumerate() {
+            let id = item.message.id;
+            let is_known = known.contains(&id);
+            match item.judge(is_known, spares_none || tried.contains(&id)) {
+                Run::Alone => return Ok((to_count(due, suspects), Some(index))),
+                // Its try was counted before, so counting must go on from there.
+                Run::InBatch if !is_known && tried.contains(&id) => return Ok((to_count(due, suspects), Some(index))),
+                run => suspects |= run == Run::Counted,
+            }
+            // All of the batch: if one of them kills the process, the others cannot be told from
+            // it.
+            due.extend((!is_known).then_some(id));
+        }
+        Ok((to_count(due, suspects), None))
+    }
+
+    /// Checks one message that is set aside. If it is free, all of them run, and those that are not
+    /// free are set aside again.
+    async fn look_aside(&mut self) {
+        let items = self.aside.take();
+        for item in self.leave_revoked(items, &Tries::Unjudged).await {
+            self.aside.put(item);
+        }
+        let Some(id) = self.aside.look().map(|item| item.message.id) else { return self.waits_no_more() };
+        match self.shared.store.is_contested(self.consumer, &[id]).await {
+            Ok(true) => self.went_well(),
+            Ok(false) => {
+                let mut items = self.aside.take().into_iter().peekable();
+                while items.peek().is_some() {
+                    let batch = items.by_ref().take(self.shared.options.batch_max.max(1)).collect();
+                    self.work(batch).await;
+                }
+            }
+            Err(away) => self.wait_out(&away).await,
+        }
+    }
+
+    /// Sets aside the messages that follow one of their key that is set aside.
+    async fn leave_aside(&mut self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
+        let (behind, free): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.aside.is_before(item));
+        if !behind.is_empty() && matches!(tries, Tries::Counted) {
+            self.uncount(&behind).await;
+        }
+        behind.into_iter().for_each(|item| self.set_aside(item));
+        free
+    }
+
+    /// Another process's open transaction may hold inbox rows of these items: splits them in halves
+    /// until only the items that it holds are set aside.
+    fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
+        match items.pop() {
+            Some(only) if items.is_empty() => self.set_aside(only),
+            last => {
+                items.extend(last);
+                let second = items.split_off(items.len() / 2);
+                for half in [second, items] {
+                    // Messages that must be set aside with the other half leave this one.
+                    stack.push(Work::Batch(half, tries.clone()));
+                }
+            }
+        }
+    }
+
+    /// Whether the item must not be started: its partition is revoked, or a stop came, after which
+    /// an older message of the key may be left between two of its tries.
+    fn is_left(&self, item: &Item) -> bool {
+        item.source.is_revoked() || self.stop.is_cancelled()
+    }
+
+    async fn leave_revoked(&self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
+        let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.is_left(item));
+        if !left.is_empty() && matches!(tries, Tries::Due(_) | Tries::Counted) {
+            self.uncount(&left).await;
+        }
+        for item in &left {
+            self.report(item, false);
+        }
+        kept
+    }
+
+    /// Takes back the first tries of items that are left for later.
+    pub(super) async fn uncount(&self, items: &[Item]) {
+        let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
+        let taken_back = async {
+            let mut tx = self.shared.store.begin(self.consumer).await?;
+            tx.clear_attempts(&ids).await?;
+            tx.commit().await
+        };
+        let why = match tokio::time::timeout(TAKE_BACK, taken_back).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("the database did not answer within {TAKE_BACK:?}"),
+        };
+        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), %why, "tries that were not made stay counted");
+    }
+
+    pub(super) fn report(&self, item: &Item, committed: bool) {
+        self.tell(item, if committed { End::Committed } else { End::Left });
+    }
+
+    fn tell(&self, item: &Item, end: End) {
+        let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
+        // The intake is gone only if the subscriber is gone: then the message comes again.
+        let _ = self.done.send(Done { source, sequence, end, was_aside });
+    }
+
+    /// Sets aside a message that another process's transaction holds, or that follows such a
+    /// message.
+    pub(super) fn set_aside(&mut self, mut item: Item) {
+        if !item.is_aside {
+            self.tell(&item, End::Aside);
+            item.is_aside = true;
+        }
+        self.aside.put(item);
+    }
+
+    pub(super) fn went_well(&mut self) {
+        if self.fault.times() > 0 {
+            self.fault.is_over();
+            self.waits_no_more();
+        }
+    }
+
+    fn waits_no_more(&self) {
+        self.shared.health.trouble_of(&self.shared.part, DATABASE, self.name(), None);
+    }
+
+    fn name(&self) -> String {
+        format!("lane {}", self.number)
+    }
+
+    /// Waits before the next try. The database works for others, so no trouble is shown.
+    pub(super) async fn pause(&mut self) {
+        let again = self.fault.again(0..1, None, fastrand::f64());
+        sleep_unless(&self.stop, again.pause).await;
+    }
+
+    /// Waits for a database that is away or returned a transient error.
+    pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
+        let again = self.fault.again(0..1, None, fastrand::f64());
+        self.say_waiting(&why.to_string());
+        sleep_unless(&self.stop, again.pause).await;
+    }
+
+    /// The same for work that a stop must not leave undone. Returns false if the grace is over.
+    pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
+        let again = self.fault.again(0..1, None, fastrand::f64());
+        self.say_waiting(&why.to_string());
+        sleep_unless(&self.abandon, again.pause).await
+    }
+
+    fn say_waiting(&self, why: &str) {
+        // Single deadlocks are normal; only a failure that lasts is shown as waiting.
+        if self.fault.times() > split::TIMES_BEFORE_HALVING {
+            let waits = Trouble::Stops(why.to_owned());
+            self.shared.health.trouble_of(&self.shared.part, DATABASE, self.name(), Some(waits));
+        } else {
+            tracing::debug!(consumer = %self.shared.options.name, %why, "a batch runs again");
+        }
+    }
+}
+
+fn to_count(ids: Vec<MessageId>, suspects: bool) -> Tries {
+    if suspects { Tries::Due(ids) } else { Tries::Free }
+}
+
+/// Puts the parts of a plan on the stack, so that the first part is next. The error belongs to the
+/// message that runs alone.
+fn stack_up(
+    mut items: Vec<Item>,
+    plan: Vec<Part>,
+    tries: &Tries,
+    mut error: Option<HandlerError>,
+    stack: &mut Vec<Work>,
+) {
+    let counted = matches!(tries, Tries::Counted);
+    for part in plan.into_iter().rev() {
+        let mut taken = items.split_off(part.messages.start);
+        match taken.pop() {
+            Some(item) if part.alone => {
+                let why = match error.take() {
+                    None => Why::Transient,
+                    Some(error) if error.is_transient() => Why::WaitedForALock(error),
+                    Some(error) => Why::Failed(error),
+                };
+                stack.push(Work::Alone(Box::new(item), why, counted));
+            }
+            last => {
+                taken.extend(last);
+                stack.push(Work::Batch(taken, tries.clone()));
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use async_trait::async_trait;
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+    use crate::broker::{Delivery, PartitionId, envelope};
+    use crate::inbox::consumer::item::Source;
+    use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers};
+    use crate::inbox::handler::{HandlerTx, MessageHandler};
+    use crate::inbox::port::{ConsumerSpec, Inbox};
+    use crate::inbox::rules::suspicion::Suspicion;
+    use crate::message::{Coordinates, Message};
+    use crate::observe::Health;
+    use crate::store::base::{Base, StoreOptions};
+    use crate::store::schema::Schema;
+    use crate::store::sqlite::SqliteStore;
+
+    /// A handler that fails each time and counts its runs.
+    struct Fails(Arc<(AtomicUsize, Notify)>);
+
+    #[async_trait]
+    impl MessageHandler<SqliteStore> for Fails {
+        async fn handle(&self, _: &Message, _: &mut HandlerTx<'_, SqliteStore>) -> Result<(), HandlerError> {
+            self.0.0.fetch_add(1, Ordering::Relaxed);
+            self.0.1.notify_one();
+            Err(HandlerError::retryable("not today"))
+        }
+    }
+
+    /// Two messages of one key; the first is between two tries in place when the stop comes, before
+    /// its source is revoked. Shown by: leaving only what is revoked; the second ran.
+    #[tokio::test]
+    async fn a_stop_between_two_tries_in_place_starts_no_later_message_of_the_key() {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("lane.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        store.migrate().await.unwrap();
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        let consumer = store.register(&spec).await.unwrap();
+        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
+        let source = PartitionId { place: "t".into(), partition: 0, generation: 1 };
+        let deliveries = [1, 2].map(|sequence| {
+            let headers = [("ce_id", sequence.to_string()), ("ce_type", "made".into()), ("ce_source", "test".into())];
+            let headers = headers.map(|(name, value)| (name.to_owned(), value.into_bytes())).to_vec();
+            let coordinates = Coordinates { place: "t".into(), partition: 0, offset: sequence };
+            let arrived = envelope::arrive(Some(b"a".to_vec()), headers, b"1".to_vec(), None, coordinates);
+            Delivery { source: source.clone(), sequence, redelivered: false, arrived }
+        });
+        let ran = Arc::new((AtomicUsize::new(0), Notify::new()));
+        let mut options = ConsumerOptions::new("ledger", vec!["t".into()]);
+        (options.retry.in_place, options.retry.in_place_delay) = (5, Duration::from_secs(600));
+        let handlers = Handlers::all(Fails(Arc::clone(&ran)));
+        let shared = Consumer::new(store, Arc::new(broker), handlers, options, Health::default()).0;
+        let (sender, items) = mpsc::unbounded_channel();
+        let (done, mut ends) = mpsc::unbounded_channel();
+        let source = Source::new(source, Suspicion::closed());
+        for delivery in deliveries {
+            let item = Item::identify(delivery, Arc::clone(&source), &shared.options, true);
+            assert!(sender.send(item).is_ok());
+        }
+        let stop = CancellationToken::new();
+        let lane = tokio::spawn(run(shared, consumer, 0, items, done, stop.clone(), CancellationToken::new()));
+        ran.1.notified().await;
+        stop.cancel();
+        drop(sender);
+        tokio::time::timeout(Duration::from_secs(60), lane).await.unwrap().unwrap();
+        assert_eq!(ran.0.load(Ordering::Relaxed), 1, "the second message did not run");
+        for _ in 0..2 {
+            assert_eq!(ends.recv().await.unwrap().end, End::Left);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! The purge: deletes inbox rows older than the horizon, page by page (R31).
+//!
+//! Promise: a horizon within which a duplicate can still come is refused at start, as far as the
+//! times that it must exceed are known, and later too no purge uses it. A purge makes pauses, so
+//! that it does not delay handlers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::{ConsumerError, Shared};
+use crate::error::BrokerError;
+use crate::inbox::port::ConsumerId;
+use crate::inbox::rules::horizon::{Horizon, Sources};
+use crate::observe::{self, PartState};
+use crate::time::pace::{Pace, sleep_unless};
+
+/// The number of rows that one transaction reads.
+const PAGE: usize = 1_000;
+const BETWEEN: Duration = Duration::from_millis(20);
+
+/// Checks the horizon; waits for a database or broker that is away.
+pub(super) async fn check(
+    shared: &Shared,
+    consumer: ConsumerId,
+    stop: &CancellationToken,
+) -> Result<(), ConsumerError> {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    loop {
+        match is_long_enough(shared, consumer).await {
+            Err(error) if is_away(&error) => {
+                shared.health.set(&shared.part, PartState::Waiting(error.to_string()));
+                if !pace.wait(stop).await {
+                    return Ok(());
+                }
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Purges at start and at every interval until the stop. If the inbox forgets nothing, only counted
+/// tries of handled messages are removed.
+pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(60));
+    let name = &shared.options.name;
+    while !stop.is_cancelled() {
+        let next = match round(&shared, consumer, &stop).await {
+            Ok(rows) => {
+                pace.worked();
+                tracing::debug!(consumer = %name, rows, "purged the inbox");
+                shared.options.purge_every
+            }
+            Err(error) if is_away(&error) => {
+                tracing::debug!(consumer = %name, %error, "the purge waits");
+                pace.next_wait()
+            }
+            Err(error) => {
+                tracing::error!(consumer = %name, %error, "the inbox is not purged");
+                shared.options.purge_every
+            }
+        };
+        sleep_unless(&stop, next).await;
+    }
+}
+
+/// Deletes all rows older than the horizon; returns how many.
+async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, ConsumerError> {
+    while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
+    // Checked again: since then, a topic may have been made, or its retention may be longer.
+    is_long_enough(shared, consumer).await?;
+    let now = shared.store.bounds(consumer).await?.now;
+    let Some(below) = shared.options.horizon.purge_bound(now) else { return Ok(0) };
+    let (mut rows, mut after) = (0, None);
+    loop {
+        let purged = shared.store.purge(consumer, below, after, PAGE).await?;
+        observe::purged(&shared.options.name, purged.rows);
+        rows += purged.rows;
+        after = purged.next;
+        if after.is_none() || !sleep_unless(stop, BETWEEN).await {
+            return Ok(rows);
+        }
+    }
+}
+
+async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
+    let options = &shared.options;
+    if options.horizon == Horizon::Never {
+        return Ok(());
+    }
+    let sources = Sources {
+        skew: shared.store.bounds(consumer).await?.id_skew,
+        topic: shared.broker.retention(&options.topics).await?,
+        outbox: shared.store.proven_kept().await?,
+        waiting: options.retry.longest(),
+        dead: options.redrive_age_max,
+    };
+    sources.check(options.horizon).map_err(|why| ConsumerError::Horizon { consumer: options.name.clone(), why })
+}
+
+/// Whether the error may end by itself.
+fn is_away(error: &ConsumerError) -> bool {
+    match error {
+        ConsumerError::Store(error) => error.is_transient(),
+        ConsumerError::Broker(error) => !matches!(error, BrokerError::Refused(_)),
+        ConsumerError::Horizon { .. } => false,
+    }
+}

@@ -1,0 +1,552 @@
+//! The retriers: they run the due heads of waiting keys, one key at a time each (R25, R26).
+//!
+//! Promise: only the oldest waiting messages of a key run. They are deleted from the table in the
+//! handler's transaction, and only while the claim holds; the next message of the key becomes due
+//! with that. A head whose last claim expired may have killed its process: it runs with nothing
+//! beside it, and its try is counted before. A message that failed before runs alone in its
+//! transaction, beside other messages, and its try is counted when it fails. Messages that were
+//! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
+//! while the database works for others postpones its message again and again and counts nothing.
+//!
+//! Not here: when the next try is (`policy::retry`), and the statements (`store::waiting`).
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use super::batch::{SWALLOWED, roll_back, undo};
+use super::blame::{self, Blame, Fault};
+use super::calls::{self, Call, Wanted, call};
+use super::settle::{self, KILLS};
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::waiting::{Claim, ClaimedMessage};
+use crate::inbox::port::{ConsumerId, InboxTx, Proof, Undone};
+use crate::inbox::rules::split::{TIMES_BEFORE_HALVING, TransientFault};
+use crate::message::{Message, MessageId};
+use crate::observe::{self, Outcome, Trouble};
+use crate::time::pace::{Pace, sleep_unless};
+use crate::time::retry::{Death, Decision};
+
+/// How much longer a claim lasts than a handler may run.
+const CLAIM_SPARE: Duration = Duration::from_secs(10);
+/// The longest pause between two searches: messages of other processes become due without a signal.
+const POLL: Duration = Duration::from_millis(500);
+/// After how many transient failures a head is released, so that other keys are tried.
+const FAULTS_MAX: u32 = 5;
+/// The pause between two searches for heads that a race left without a due time.
+const SWEEP: Duration = Duration::from_secs(5);
+/// A retrier that has waited this long for its turn to search is in no trouble: another one
+/// searches.
+const IN_PEACE: Duration = Duration::from_secs(1);
+
+/// For how many messages the number of postponements in a row is kept. At the limit all numbers are
+/// cleared.
+const LASTING_MAX: usize = 10_000;
+
+/// The state that the retriers of one consumer share.
+#[derive(Debug)]
+pub(super) struct Desk {
+    /// The retrier that holds this lock searches for due messages; the others run what they found.
+    /// So an idle consumer asks the database only as often as one retrier would. The value is the
+    /// time of the last search for heads that a race left.
+    look: Mutex<Instant>,
+    /// How often in a row each message was postponed without a counted try, by its row.
+    lasting: std::sync::Mutex<HashMap<i64, u32>>,
+}
+
+impl Desk {
+    pub(super) fn new() -> Self {
+        Self { look: Mutex::new(Instant::now()), lasting: std::sync::Mutex::default() }
+    }
+
+    /// Counts one more postponement of a message; returns how many in a row.
+    fn lasts(&self, sequence: i64) -> u32 {
+        let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
+        if lasting.len() >= LASTING_MAX && !lasting.contains_key(&sequence) {
+            lasting.clear();
+        }
+        let times = lasting.entry(sequence).or_default();
+        *times = times.saturating_add(1);
+        *times
+    }
+
+    fn is_over(&self, run: &[ClaimedMessage]) {
+        let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
+        if !lasting.is_empty() {
+            run.iter().for_each(|one| {
+                lasting.remove(&one.sequence);
+            });
+        }
+    }
+}
+
+/// One retrier, and what it still has to write. That is kept until it is written, so that an outage
+/// of the database leaves no message claimed without need, and no alarm unreported (G10).
+struct Retrier {
+    shared: Arc<Shared>,
+    consumer: ConsumerId,
+    stop: CancellationToken,
+    /// The grace of a stop is nearly over: work that still runs is dropped.
+    abandon: CancellationToken,
+    /// A claim of which the answer was lost.
+    in_doubt: Option<Claim>,
+    owed: Option<Owed>,
+    desk: Arc<Desk>,
+    number: usize,
+    /// How many steps in a row failed.
+    failed: u32,
+}
+
+/// What must be written after a run that is not done.
+enum Owed {
+    /// No try is counted: the messages become due again.
+    GiveBack(Vec<ClaimedMessage>),
+    /// The message is due again after this time, with the number of tries in its `attempt`.
+    Postpone(Box<ClaimedMessage>, Duration, HandlerError),
+    /// No further try: the message is stored as dead with this reason and this error.
+    Bury(Box<ClaimedMessage>, &'static str, HandlerError),
+    /// A handler committed by itself and so deleted the rows of these messages. It is not known
+    /// whether their effects are complete.
+    StoreAsEnded(VecDeque<ClaimedMessage>),
+}
+
+/// How a transaction ended. Except for `Done`, nothing of it was committed by the retrier.
+enum RunEnd {
+    Done,
+    /// The handler of this message failed.
+    Failed(usize, HandlerError),
+    /// A handler failed, and it is not known on which message.
+    Unclear(String),
+    ClaimLost,
+    /// All allowed tries were counted, and none came to an end; the handler did not run again.
+    Exhausted,
+    /// A handler committed the transaction by itself.
+    Ended,
+}
+
+/// The result of a search for due messages.
+enum Found {
+    Run(Vec<ClaimedMessage>, Busy),
+    NothingFor(Duration),
+}
+
+/// Counts a retrier as busy, from before it claims messages until it is dropped.
+struct Busy(Arc<Shared>);
+
+impl Busy {
+    fn of(shared: &Arc<Shared>) -> Self {
+        shared.retrying.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(shared))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.retrying.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    consumer: ConsumerId,
+    stop: CancellationToken,
+    abandon: CancellationToken,
+    desk: Arc<Desk>,
+    number: usize,
+) {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    let (stopped, in_doubt, owed) = (stop.clone(), None, None);
+    let mut retrier = Retrier { shared, consumer, stop: stopped, abandon, in_doubt, owed, desk, number, failed: 0 };
+    while !stop.is_cancelled() {
+        match retrier.step().await {
+            Ok(()) => {
+                pace.worked();
+                retrier.is_well();
+            }
+            Err(error) => {
+                retrier.fails(&error);
+                pace.wait(&stop).await;
+            }
+        }
+    }
+    retrier.is_well();
+    // What is stored nowhere else is written if the database comes back within the grace.
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    while let Err(error) = retrier.settle_up().await {
+        let Some(Owed::StoreAsEnded(run)) = &retrier.owed else {
+            tracing::warn!(consumer = %retrier.shared.options.name, %error, "a claim was not given back; it runs out");
+            break;
+        };
+        if !pace.wait(&retrier.abandon).await {
+            run.iter().for_each(|ended| settle::say_lost(&retrier.shared.options.name, &ended.message, &error));
+            break;
+        }
+    }
+}
+
+impl Retrier {
+    /// Shows a trouble from the second failure in a row on: the first may be a deadlock.
+    fn fails(&mut self, error: &StoreError) {
+        self.failed += 1;
+        tracing::debug!(consumer = %self.shared.options.name, %error, "the retrier waits for the database");
+        if self.failed >= 2 {
+            self.show(Some(Trouble::Stops(format!("messages that wait are not tried again: {error}"))));
+        }
+    }
+
+    fn is_well(&mut self) {
+        if std::mem::take(&mut self.failed) > 0 {
+            self.show(None);
+        }
+    }
+
+    fn show(&self, trouble: Option<Trouble>) {
+        let whose = format!("retrier {}", self.number);
+        self.shared.health.trouble_of(&self.shared.part, "retries", whose, trouble);
+    }
+
+    /// Waits for due messages and runs them.
+    async fn step(&mut self) -> Result<(), StoreError> {
+        self.settle_up().await?;
+        let desk = Arc::clone(&self.desk);
+        let mut swept = loop {
+            tokio::select! {
+                biased;
+                () = self.stop.cancelled() => return Ok(()),
+                swept = desk.look.lock() => break swept,
+                // This retrier has no work, and another one searches.
+                () = tokio::time::sleep(IN_PEACE) => self.is_well(),
+            }
+        };
+        let (run, _busy) = loop {
+            match self.look(&mut swept).await? {
+                Found::Run(run, busy) => break (run, busy),
+                Found::NothingFor(time) => {
+                    self.is_well();
+                    tokio::select! {
+                        biased;
+                        () = self.stop.cancelled() => return Ok(()),
+                        () = self.shared.parked.notified() => {}
+                        () = tokio::time::sleep(time) => {}
+                    }
+                }
+            }
+        };
+        drop(swept);
+        self.run(run).await?;
+        self.settle_up().await?;
+        // The messages behind them are due now.
+        self.shared.parked.notify_one();
+        Ok(())
+    }
+
+    /// Claims the messages that are due first.
+    async fn look(&mut self, swept: &mut Instant) -> Result<Found, StoreError> {
+        let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
+        if swept.elapsed() >= SWEEP {
+            shared.store.sweep(consumer).await?;
+            *swept = Instant::now();
+        }
+        // A cheap read first: a claim is a write, and most of the time nothing is due.
+        match shared.store.next_due(consumer, &shared.scope).await? {
+            Some(due) if due.is_zero() => {}
+            Some(due) => return Ok(Found::NothingFor(due.clamp(Duration::from_millis(1), POLL))),
+            None => return Ok(Found::NothingFor(POLL)),
+        }
+        let busy = Busy::of(&shared);
+        let claim = Claim::new(shared.options.handler_timeout + CLAIM_SPARE);
+        self.in_doubt = Some(claim);
+        let Some(head) = shared.store.claim_due(consumer, &shared.scope, &claim).await? else {
+            self.in_doubt = None;
+            // Another process has claimed what is due.
+            return Ok(Found::NothingFor(Duration::from_millis(50)));
+        };
+        let mut run = vec![head];
+        if let Some(head) = run.first().filter(|head| !head.suspect && head.tries == 0) {
+            let limit = shared.options.batch_max.saturating_sub(1);
+            let behind = shared.store.claim_behind(consumer, head, &shared.scope, limit, &claim).await?;
+            run.extend(behind);
+        }
+        self.in_doubt = None;
+        Ok(Found::Run(run, busy))
+    }
+
+    /// Runs claimed messages of one key, and keeps what must be written for those that are not
+    /// done.
+    async fn run(&mut self, mut run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+        let (mut fault, mut blame) = (TransientFault::default(), Blame::default());
+        let mut suspect = run.first().is_some_and(|head| head.suspect);
+        loop {
+            let Some(end) = self.attempt(&run, suspect).await else { return self.owes(Owed::GiveBack(run)) };
+            // If its handler came to an end, the process survived it.
+            suspect &= end.is_err();
+            let (at, error, may_be_its_own) = match end {
+                Ok(RunEnd::Done) => {
+                    self.desk.is_over(&run);
+                    observe::delivered(&self.shared.options.name, Outcome::Processed, run.len() as u64);
+                    return self.wake_next(&run).await;
+                }
+                Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
+                Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
+                Ok(RunEnd::Exhausted) => return self.exhausted(run),
+                Ok(RunEnd::Failed(at, error)) if !error.is_transient() || error.is_late() => {
+                    let rest = run.split_off(at.max(1));
+                    self.give_back(&mut run, rest).await?;
+                    match at {
+                        0 if error.is_transient() => return self.lasts(run, error.message()),
+                        0 => return self.failed(run, error),
+                        _ => continue,
+                    }
+                }
+                Ok(RunEnd::Unclear(_)) if run.len() > 1 => {
+                    let rest = run.split_off(run.len() / 2);
+                    self.give_back(&mut run, rest).await?;
+                    continue;
+                }
+                Ok(RunEnd::Unclear(why)) => return self.failed(run, HandlerError::retryable(why)),
+                Ok(RunEnd::Failed(at, error)) => {
+                    let may_be_its_own = error.may_be_its_own();
+                    (at, Ok(error), may_be_its_own)
+                }
+                Err(error) => {
+                    let may_be_its_own = error.may_be_its_own();
+                    (run.len() / 2, Err(error), may_be_its_own)
+                }
+            };
+            let said = error.as_ref().map_or_else(ToString::to_string, ToString::to_string);
+            let is_one = run.len() == 1;
+            let found =
+                if is_one { blame.of(&self.shared, self.consumer, may_be_its_own).await } else { Fault::Transient };
+            match found {
+                Fault::Its => return self.failed(run, HandlerError::retryable(said)),
+                Fault::Lasting => return self.lasts(run, &said),
+                Fault::Transient => {}
+            }
+            let pause = fault.again(0..1, None, fastrand::f64()).pause;
+            let is_open = if is_one { blame.is_open() } else { may_be_its_own };
+            if (fault.times() > FAULTS_MAX && !is_open) || !sleep_unless(&self.stop, pause).await {
+                self.owes(Owed::GiveBack(run))?;
+                return error.map(|_| ());
+            }
+            // One message alone shows to whom the failure belongs.
+            if !is_one && (may_be_its_own || fault.times() >= TIMES_BEFORE_HALVING) {
+                let rest = run.split_off(at.max(1));
+                self.give_back(&mut run, rest).await?;
+            }
+        }
+    }
+
+    /// Makes one try. `None`: a stop came first, or its grace is over.
+    async fn attempt(&self, run: &[ClaimedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
+        let (shared, consumer) = (&self.shared, self.consumer);
+        let beside_others = async {
+            let _beside_others = shared.solo.together().await;
+            in_transaction(shared, consumer, run, &self.abandon).await
+        };
+        let by_itself = async {
+            let Some(head) = run.first().filter(|head| shared.options.retry.allows(head.message.attempt)) else {
+                return Some(Ok(RunEnd::Exhausted));
+            };
+            let alone = tokio::select! {
+                biased;
+                () = self.stop.cancelled() => return None,
+                alone = shared.solo.alone() => alone,
+            };
+            Some(match shared.store.count_try(head).await {
+                Ok(true) => alone.run(in_transaction(shared, consumer, run, &self.abandon)).await,
+                Ok(false) => Ok(RunEnd::ClaimLost),
+                Err(error) => Err(error),
+            })
+        };
+        tokio::select! {
+            biased;
+            () = self.abandon.cancelled() => None,
+            end = by_itself, if suspect => end,
+            end = beside_others, if !suspect => Some(end),
+        }
+    }
+
+    /// The first message failed by itself: the retry policy decides what follows.
+    fn failed(&mut self, run: Vec<ClaimedMessage>, error: HandlerError) -> Result<(), StoreError> {
+        self.desk.is_over(&run);
+        let Some(head) = run.into_iter().next() else { return Ok(()) };
+        let options = &self.shared.options;
+        tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
+        let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
+            Decision::Dead(death) => Owed::Bury(Box::new(head), death.reason(), error),
+            Decision::InPlace(after) | Decision::Wait(after) => {
+                observe::delivered(&options.name, Outcome::Retried, 1);
+                Owed::Postpone(Box::new(head), after, error)
+            }
+        };
+        self.owes(owed)
+    }
+
+    /// Its tries were counted and none came to an end; the handler did not run again.
+    fn exhausted(&mut self, run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+        head.message.attempt = head.tries;
+        self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
+    }
+
+    /// The code of the failure is transient, but it lasts while the database works for others: the
+    /// message waits longer each time with its reason visible, and no try is counted.
+    fn lasts(&mut self, run: Vec<ClaimedMessage>, said: &str) -> Result<(), StoreError> {
+        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+        let options = &self.shared.options;
+        let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
+        let error = HandlerError::transient(blame::lasting(&said));
+        tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, ?after, %error, "a message waits on");
+        observe::delivered(&options.name, Outcome::Retried, 1);
+        head.message.attempt = head.tries;
+        self.owes(Owed::Postpone(Box::new(head), after, error))
+    }
+
+    fn owes(&mut self, owed: Owed) -> Result<(), StoreError> {
+        self.owed = Some(owed);
+        Ok(())
+    }
+
+    /// Writes what is still to be written.
+    async fn settle_up(&mut self) -> Result<(), StoreError> {
+        let (shared, consumer) = (&self.shared, self.consumer);
+        match &mut self.owed {
+            None => {}
+            Some(Owed::GiveBack(run)) => {
+                shared.store.give_back(consumer, run).await?;
+            }
+            Some(Owed::Postpone(head, after, error)) => {
+                shared.store.postpone(head, *after, error.message()).await?;
+            }
+            Some(Owed::Bury(head, reason, error)) => {
+                let holds = shared.options.holds();
+                if shared.store.bury(head, reason, error.message(), holds).await? {
+                    tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
+                    observe::delivered(&shared.options.name, Outcome::Dead, 1);
+                }
+            }
+            Some(Owed::StoreAsEnded(run)) => {
+                while let Some(ended) = run.front() {
+                    settle::store_ended(shared, consumer, &ended.message, ended.message.attempt).await?;
+                    run.pop_front();
+                }
+            }
+        }
+        self.owed = None;
+        if let Some(claim) = &self.in_doubt {
+            shared.store.give_back_all(consumer, claim).await?;
+            self.in_doubt = None;
+        }
+        Ok(())
+    }
+
+    /// Releases the messages that this try leaves out. If that fails, the release of all is kept
+    /// for later.
+    async fn give_back(&mut self, run: &mut Vec<ClaimedMessage>, rest: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+        let given_back = self.shared.store.give_back(self.consumer, &rest).await;
+        if given_back.is_err() {
+            run.extend(rest);
+            self.owes(Owed::GiveBack(std::mem::take(run)))?;
+        }
+        given_back.map(|_| ())
+    }
+
+    /// Wakes the key: other messages may have been stored behind these while they ran.
+    async fn wake_next(&self, run: &[ClaimedMessage]) -> Result<(), StoreError> {
+        let lane = run.first().and_then(|head| head.message.lane_id());
+        match lane {
+            Some(lane) => self.shared.store.wake(self.consumer, &[lane]).await,
+            None => Ok(()),
+        }
+    }
+}
+
+async fn in_transaction(
+    shared: &Arc<Shared>,
+    consumer: ConsumerId,
+    run: &[ClaimedMessage],
+    give_up: &CancellationToken,
+) -> Result<RunEnd, StoreError> {
+    let mut tx = shared.store.begin(consumer).await?;
+    let mut enqueued = false;
+    match body(shared, tx.as_mut(), run, &mut enqueued).await {
+        Ok(RunEnd::Done) => match tx.commit().await {
+            Ok(()) => {
+                if enqueued {
+                    crate::outbox::enqueue::hint();
+                }
+                Ok(RunEnd::Done)
+            }
+            // A deferred constraint fails only at the commit.
+            Err(error @ StoreError::Other(_)) => Ok(whose(run, &format!("the commit was refused: {error}"))),
+            Err(error) => Err(error),
+        },
+        Ok(RunEnd::ClaimLost) => {
+            roll_back(tx).await;
+            Ok(RunEnd::ClaimLost)
+        }
+        // A handler may have committed by itself, and with it the deletion of the waiting rows.
+        end => match (undo(shared, tx.as_mut(), give_up).await?, end) {
+            (Undone::Committed, _) => Ok(RunEnd::Ended),
+            (Undone::Lost, Ok(RunEnd::Failed(at, error))) => {
+                Ok(RunEnd::Failed(at, HandlerError::lost_connection(error)))
+            }
+            (Undone::Lost, Ok(RunEnd::Unclear(why))) => Ok(RunEnd::Failed(0, HandlerError::lost_connection(why))),
+            (_, end) => end,
+        },
+    }
+}
+
+async fn body(
+    shared: &Arc<Shared>,
+    tx: &mut dyn InboxTx,
+    run: &[ClaimedMessage],
+    enqueued: &mut bool,
+) -> Result<RunEnd, StoreError> {
+    // Deleted first: the proof counts on this, and it fences a claim that was lost.
+    if !tx.finish(run).await? {
+        return Ok(RunEnd::ClaimLost);
+    }
+    let mut wanted = Vec::with_capacity(run.len());
+    for (item, ClaimedMessage { message, .. }) in run.iter().enumerate() {
+        let Some((handler, takes)) = shared.handlers.find(&message.kind) else {
+            // Messages are claimed by kind. A waiting message was accepted once, so it is never
+            // acknowledged as unhandled.
+            return Err(StoreError::Corrupt(format!("claimed a message of the kind `{}`", message.kind)));
+        };
+        wanted.push(Wanted { item, handler, in_sets: takes.takes_sets(), lane: message.lane_id() });
+    }
+    for Call { handler, items } in calls::plan(wanted) {
+        let messages: Vec<&Message> = items.iter().map(|item| &run[*item].message).collect();
+        let Err(error) = call(shared, shared.handlers.get(handler), &messages, None, tx, enqueued).await else {
+            continue;
+        };
+        return Ok(match items.as_slice() {
+            [only] => RunEnd::Failed(*only, error),
+            [first, ..] if error.is_transient() => RunEnd::Failed(*first, error),
+            _ => RunEnd::Unclear(error.message().to_owned()),
+        });
+    }
+    match tx.prove().await? {
+        Proof::Same => {}
+        Proof::Aborted => return Ok(whose(run, SWALLOWED)),
+        Proof::Ended => return Ok(whose(run, "the handler ended the transaction it was given")),
+    }
+    let ids: Vec<MessageId> = run.iter().map(|one| one.message.id).collect();
+    tx.clear_attempts(&ids).await?;
+    Ok(RunEnd::Done)
+}
+
+/// A failure of the whole transaction: it belongs to the only message; several are tried in halves.
+fn whose(run: &[ClaimedMessage], why: &str) -> RunEnd {
+    match run {
+        [_] => RunEnd::Failed(0, HandlerError::retryable(why)),
+        _ => RunEnd::Unclear(why.to_owned()),
+    }
+}

@@ -1,0 +1,213 @@
+//! Stores a message that is not handled now: to be tried at its due time, behind an older message of
+//! the same key, or dead. Its inbox row is inserted in the same transaction (R24), so that a
+//! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is there
+//! already.)
+
+use super::Shared;
+use super::admission::{Fate, admit};
+use super::batch::roll_back;
+use super::blame::{Blame, Fault};
+use super::item::Item;
+use super::lane::Lane;
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::{ConsumerId, ParkAs, Parked};
+use crate::message::Message;
+use crate::observe::{self, Outcome};
+use crate::time::retry::{Asked, Decision, RetryPolicy};
+
+/// How many bytes of id, kind and source are kept of a message that cannot be stored whole.
+const SHORT_MAX: usize = 1_000;
+
+/// The error text for a message each of whose tries ended with the process.
+pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
+
+/// Decides what follows a failed try; `counted` is the number of tries.
+pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) -> Decision {
+    let asked = match error.after() {
+        _ if error.is_terminal() => Asked::NoRetry,
+        Some(after) => Asked::After(after),
+        None if error.is_late() => Asked::NotInPlace,
+        None => Asked::Nothing,
+    };
+    retry.next(counted, asked, fastrand::f64())
+}
+
+/// The stored form of a message that is dead before any try. `reason` is a code such as
+/// `unhandled`, `error` a sentence for people.
+pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
+    let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
+    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
+}
+
+/// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
+/// does not stop later messages of its key.
+pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
+    dead(item, "id-reused", "the same id stands in the inbox with different content", false)
+}
+
+/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It does
+/// not stop later messages of its key.
+pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
+    let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
+    dead(item, reason, why, false)
+}
+
+/// Stores the message, then reports it as committed. Tries until that works, the consumer stops or
+/// the partition is taken away; the broker delivers it again then. A message that the database
+/// cannot take is stored as dead without its content: its partition goes on, and its coordinates
+/// show where the content is.
+pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
+    let parked =
+        Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
+    let (mut blame, mut unstorable) = (Blame::default(), None);
+    loop {
+        match store(lane, &item, &parked, unstorable.as_deref()).await {
+            Ok(stored) => {
+                lane.went_well();
+                observe::delivered(&lane.shared.options.name, say(lane, stored.as_ref()), 1);
+                lane.shared.parked.notify_one();
+                return lane.report(&item, true);
+            }
+            Err(error) => {
+                if error.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
+                    unstorable = Some(error.to_string());
+                }
+                lane.wait_out(&error).await;
+                if lane.stop.is_cancelled() || item.source.is_revoked() {
+                    return lane.report(&item, false);
+                }
+            }
+        }
+    }
+}
+
+/// Logs how the message was stored, and returns its outcome. `None` is a message whose inbox row was
+/// there already: another process finished it meanwhile.
+fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
+    let consumer = &lane.shared.options.name;
+    let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
+    let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
+    let error = error.as_deref().unwrap_or_default();
+    match park_as {
+        ParkAs::Dead { reason, holds } => {
+            tracing::error!(%consumer, %id, %sent_id, topic, tries, reason, holds, error, "a message is dead");
+            Outcome::Dead
+        }
+        ParkAs::Due(_) | ParkAs::Behind => {
+            tracing::warn!(%consumer, %id, %sent_id, topic, tries, error, "a message waits for a retry");
+            Outcome::Retried
+        }
+    }
+}
+
+/// Stores the message in one transaction and returns its stored form; `None` where its inbox row was
+/// there already.
+async fn store(
+    lane: &Lane,
+    item: &Item,
+    parked: &Parked,
+    unstorable: Option<&str>,
+) -> Result<Option<Parked>, StoreError> {
+    let mut tx = lane.shared.store.begin(lane.consumer).await?;
+    let body = async {
+        let mut parked = parked.clone();
+        match admit(tx.as_mut(), std::slice::from_ref(item)).await?.first() {
+            None | Some(Fate::Duplicate) => return Ok(None),
+            Some(Fate::New) => {}
+            // An older message of its key waits by now, so this one is stored behind it. A dead
+            // one stays dead.
+            Some(Fate::Behind) => {
+                if matches!(parked.park_as, ParkAs::Due(_)) {
+                    parked.park_as = ParkAs::Behind;
+                }
+            }
+            Some(Fate::Mismatch) => parked = id_reused(&lane.shared.options.name, item),
+            Some(Fate::OutOfTime(reason)) => parked = out_of_time(&lane.shared.options.name, item, reason),
+        }
+        if let Some(why) = unstorable {
+            parked = without_content(parked, why, lane.shared.options.holds());
+        }
+        tx.park(std::slice::from_ref(&parked)).await?;
+        tx.clear_attempts(&[item.message.id]).await?;
+        Ok(Some(parked))
+    }
+    .await;
+    match body {
+        Ok(Some(parked)) => tx.commit().await.map(|()| Some(parked)),
+        Ok(None) => {
+            roll_back(tx).await;
+            Ok(None)
+        }
+        Err(error) => {
+            roll_back(tx).await;
+            Err(error)
+        }
+    }
+}
+
+/// Keeps only identity, key, and coordinates in the broker, the texts of the identity shortened.
+fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
+    let Parked { mut message, attempts, error, .. } = parked;
+    for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
+        let mut end = text.len().min(SHORT_MAX);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        text.truncate(end);
+    }
+    (message.payload, message.headers) = (Vec::new(), Vec::new());
+    (message.content_type, message.trace) = (None, None);
+    let place = &message.coordinates;
+    let said = error.map(|error| format!("; before that: {error}")).unwrap_or_default();
+    let error = format!("the database does not take it: {why}; its content is only in the broker, at {place}{said}");
+    Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
+}
+
+/// Stores as dead a message whose handler committed its transaction, and with it the inbox row; tries
+/// until that works or the grace of a stop is over. It is never acknowledged as a duplicate (R23).
+pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
+    loop {
+        match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
+            Ok(()) => {
+                lane.went_well();
+                return lane.report(&item, true);
+            }
+            Err(error) => {
+                if !lane.wait_out_a_stop(&error).await {
+                    say_lost(&lane.shared.options.name, &item.message, &error);
+                    return lane.report(&item, false);
+                }
+            }
+        }
+    }
+}
+
+/// Stores as dead a message whose handler committed its transaction. The caller tries again after an
+/// error, because the message is stored nowhere else.
+pub(super) async fn store_ended(
+    shared: &Shared,
+    consumer: ConsumerId,
+    message: &Message,
+    attempts: u32,
+) -> Result<(), StoreError> {
+    const WHY: &str = "the handler ended the transaction it was given; whether its effects are complete is not known";
+    let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: shared.options.holds() };
+    let parked = Parked { message: message.clone(), park_as, attempts, error: Some(WHY.to_owned()) };
+    let mut tx = shared.store.begin(consumer).await?;
+    if let Err(error) = tx.park(&[parked]).await {
+        roll_back(tx).await;
+        return Err(error);
+    }
+    tx.commit().await?;
+    tracing::error!(consumer = %shared.options.name, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY}");
+    observe::delivered(&shared.options.name, Outcome::Dead, 1);
+    Ok(())
+}
+
+/// Logs that the program stops before a message whose handler committed could be stored as dead.
+/// This line is the only trace of it: a redelivery is a duplicate.
+pub(super) fn say_lost(consumer: &str, message: &Message, error: &StoreError) {
+    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, %error, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
+}

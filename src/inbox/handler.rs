@@ -1,0 +1,121 @@
+//! The traits that a team implements: handlers that write through the transaction that they are
+//! given, for single messages or for sets.
+
+use std::fmt;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use crate::email::port::NewEmail;
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::InboxTx;
+use crate::message::{Message, NewMessage};
+use crate::outbox::enqueue::Enqueue;
+use crate::store::Store;
+use crate::store::base::Base;
+
+type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
+
+/// The transaction of one message or batch. It also holds the inbox row, so what is written through
+/// it commits exactly once.
+///
+/// It has no commit and no rollback: returning `Ok` or `Err` decides.
+pub struct HandlerTx<'t, S: Store> {
+    connection: &'t mut Connection<S>,
+    enqueued: &'t mut bool,
+}
+
+impl<'t, S: Store> HandlerTx<'t, S> {
+    /// Wraps a transaction of the store `S`; an error if another kind of store began it.
+    pub(crate) fn new(tx: &'t mut dyn InboxTx, enqueued: &'t mut bool) -> Result<Self, StoreError> {
+        Ok(Self { connection: tx.connection()?, enqueued })
+    }
+
+    /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT,
+    /// DDL on MySQL) are detected before the commit; the message is then dead or tried again.
+    pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
+        self.connection
+    }
+
+    /// Enqueues a follow-up message in the same transaction.
+    ///
+    /// # Errors
+    /// As [`crate::outbox::enqueue::enqueue`].
+    pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
+        *self.enqueued = true;
+        crate::outbox::enqueue::enqueue(self.connection, message).await
+    }
+
+    /// Stores an e-mail row in the same transaction. Returns false if the unique key exists
+    /// already.
+    ///
+    /// # Errors
+    /// The error of the database.
+    pub async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
+        self.connection.queue_email(email).await
+    }
+}
+
+impl<S: Store> fmt::Debug for HandlerTx<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HandlerTx").finish_non_exhaustive()
+    }
+}
+
+/// Handles messages inside the inbox transaction.
+#[async_trait]
+pub trait MessageHandler<S: Store>: Send + Sync {
+    /// Handles one message through `tx`.
+    ///
+    /// # Errors
+    /// After any error nothing that was written through `tx` stays. The message is tried again
+    /// under the retry policy of the consumer, except after [`HandlerError::terminal`].
+    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
+}
+
+/// Handles the new messages of a batch at once, inside the inbox transaction: one statement for
+/// hundreds of effects.
+///
+/// ```
+/// # #[cfg(feature = "postgres")]
+/// # mod on_postgres {
+/// use oncebox::store::postgres::PostgresStore;
+/// use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, async_trait, sqlx};
+///
+/// struct Ledger;
+///
+/// #[async_trait]
+/// impl BatchMessageHandler<PostgresStore> for Ledger {
+///     async fn handle_batch(
+///         &self,
+///         messages: &[&Message],
+///         tx: &mut HandlerTx<'_, PostgresStore>,
+///     ) -> Result<(), HandlerError> {
+///         let read = messages.iter().map(|message| message.json::<(String, i64)>());
+///         let (accounts, cents): (Vec<String>, Vec<i64>) = read.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+///         sqlx::query("insert into ledger (account, amount) select * from unnest($1::text[], $2::bigint[])")
+///             .bind(accounts)
+///             .bind(cents)
+///             .execute(tx.connection())
+///             .await?;
+///         Ok(())
+///     }
+/// }
+/// # }
+/// ```
+#[async_trait]
+pub trait BatchMessageHandler<S: Store>: Send + Sync {
+    /// Handles all messages through `tx`: at least one, in the order of delivery, so that messages
+    /// of a key are in their order. A retry brings one message.
+    ///
+    /// # Errors
+    /// Nothing that was written through `tx` stays. With several messages it is not known which one
+    /// failed: the batch runs again in halves, until the failing message is alone. Its error then
+    /// counts as in [`MessageHandler::handle`].
+    async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
+}
+
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}

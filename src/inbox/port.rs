@@ -1,0 +1,384 @@
+//! Duty: the inbox and the transaction around a handler.
+//!
+//! The order is fixed (R24): begin, admit (insert first, sorted), read blocked keys and purge
+//! bound, run handlers, prove (R23), commit. The unique key decides what is new; nothing is decided
+//! from a SELECT. A purge records its bound before, or together with, its first deletion. So a
+//! message whose row was purged seems new, but the same transaction also finds it too old (R31,
+//! G8).
+
+pub(crate) mod waiting;
+
+use std::any::Any;
+use std::collections::HashSet;
+use std::fmt::Debug;
+use std::sync::Arc;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+use std::time::Duration;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::inbox::rules::horizon::Bounds;
+use crate::inbox::rules::position::Position;
+use crate::message::{ContentHash, Message, MessageId};
+use crate::time::db_time::DbTime;
+
+/// Returns the connection of a transaction with its type; refused where the database is of another
+/// kind.
+pub(crate) fn of_type<C: Any>(connection: &mut (dyn Any + Send)) -> Result<&mut C, StoreError> {
+    let connection = connection.downcast_mut();
+    connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
+}
+
+/// A consumer's number in this database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConsumerId(pub i32);
+
+/// How a consumer is registered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConsumerSpec {
+    /// The name of the consumer, unique in the database.
+    pub name: String,
+    /// Its id rule as text, stored at the first start; another one is refused unless `accept` is
+    /// set (R31).
+    pub id_rule: String,
+    /// The operator accepts a changed id rule.
+    pub accept: bool,
+}
+
+impl ConsumerSpec {
+    /// Whether the stored id rule is to be replaced by this one.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the stored rule is another one, and `accept` is not set.
+    pub(crate) fn changes(&self, stored: &str) -> Result<bool, StoreError> {
+        if stored == self.id_rule || self.accept {
+            return Ok(stored != self.id_rule);
+        }
+        Err(StoreError::Refused(format!(
+            "consumer `{}` started with the id rule `{stored}`, now it is `{}`: the inbox would not know old messages again, \
+             and what comes again would run again; put the rule back, or start once with `consumer --accept`",
+            self.name, self.id_rule
+        )))
+    }
+}
+
+/// One message to admit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InboxEntry {
+    /// The id under which the message is deduplicated.
+    pub id: MessageId,
+    /// The hash of the content: the same id with another hash is a mismatch, not a duplicate.
+    pub hash: ContentHash,
+}
+
+/// The inbox row that was already there for an id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Known {
+    /// The stored content hash: if the message has another one, that is an alarm.
+    pub hash: ContentHash,
+}
+
+/// The answer of the inbox, in the order of the entries: none where the id is new (its row is
+/// inserted now).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Admission {
+    /// One answer per entry.
+    pub known: Vec<Option<Known>>,
+}
+
+/// What may keep new messages from running. It is read by a statement of its own after their inbox
+/// rows were inserted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Standing {
+    /// Those of the given lanes that have a waiting message, or a dead one that holds.
+    pub blocked: HashSet<[u8; 16]>,
+    /// The bounds from which `policy::horizon` judges ages.
+    pub bounds: Bounds,
+}
+
+/// The result of one step of a purge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Purged {
+    /// How many rows were deleted.
+    pub rows: u64,
+    /// The id after which the next step goes on. None where this was the last step.
+    pub next: Option<MessageId>,
+}
+
+/// In which state a message is stored that is not handled now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ParkAs {
+    /// A head that is due after this time.
+    Due(std::time::Duration),
+    /// Behind another message of its key: no due time (R25).
+    Behind,
+    /// Dead; with `holds` later messages of its key are stored behind it.
+    Dead {
+        /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`,
+        /// `too-old`, `from-the-future`, `transaction-ended`, `unstorable`.
+        reason: String,
+        /// Policy `hold` (true), or `skip` and verdicts.
+        holds: bool,
+    },
+}
+
+/// A message on its way into the waiting table.
+#[derive(Debug, Clone)]
+pub struct Parked {
+    /// The whole message, as a later try or an operator needs it.
+    pub message: Message,
+    /// In which state it is stored: due, behind another message, or dead.
+    pub park_as: ParkAs,
+    /// Tries that were counted so far.
+    pub attempts: u32,
+    /// The error of the last try.
+    pub error: Option<String>,
+}
+
+/// The result of the check before COMMIT (R23).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Proof {
+    /// The same transaction, all our inbox rows in it.
+    Same,
+    /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the
+    /// handler's failure.
+    Aborted,
+    /// This is not the transaction that inserted our rows: the handler ended that one.
+    /// [`InboxTx::undo`] tells whether the handler committed them. If so, the message becomes dead
+    /// as `transaction-ended`; otherwise the batch is tried again.
+    Ended,
+}
+
+/// How a transaction ended that we did not commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Undone {
+    /// Nothing of it stays.
+    Whole,
+    /// Nothing of it stays. Its connection was lost while no statement ran for it on the server. An
+    /// error that a handler got from it is transient.
+    Lost,
+    /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was
+    /// undone. Its inbox rows say nothing about whether its messages were handled.
+    Committed,
+}
+
+/// How long a rollback may take before the server is told, on another connection, to end this one.
+/// A handler that ran out of time may have left a statement running.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) const ROLLBACK_MAX: std::time::Duration = std::time::Duration::from_secs(2);
+
+/// How often [`InboxTx::undo`] checks whether the server has ended a transaction, and the pause
+/// between two checks.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) const LOOKS: (u32, std::time::Duration) = (50, std::time::Duration::from_millis(100));
+
+/// One partition as one assignment holds it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holding {
+    /// The topic that the partition belongs to.
+    pub topic: Arc<str>,
+    /// The number of the partition within its topic.
+    pub partition: i32,
+    /// A token unique to this assignment: an owner that lost the partition cannot change the row
+    /// for the next owner.
+    pub owner: Uuid,
+}
+
+/// The row of a partition as it was when the partition was assigned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Opened {
+    /// Whether it was open, so that its last owner did not end cleanly (R26).
+    pub was_open: bool,
+    /// The stored position; none where none was kept.
+    pub position: Option<Position>,
+    /// Whether the position was stored under another id rule than the consumer has now: messages at
+    /// the same coordinates then have other ids.
+    pub has_new_ids: bool,
+}
+
+/// The time that an id carries.
+#[must_use]
+pub fn time_in_id(id: MessageId) -> Option<DbTime> {
+    id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
+}
+
+/// The smallest id that carries this time: every smaller v7 id carries an earlier time.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+pub(crate) fn first_id_at(time: DbTime) -> MessageId {
+    // A v7 id begins with its milliseconds in 48 bits.
+    MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
+}
+
+/// How long a statement inside a handler's transaction waits for a lock. It is well below the
+/// handler timeout, so that a wait for another transaction ends as a lock timeout, which counts no
+/// attempt.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) fn lock_wait(handler_timeout: Duration) -> Duration {
+    // Not zero: a server takes zero as no limit.
+    (handler_timeout / 2).clamp(Duration::from_millis(100), Duration::from_secs(5))
+}
+
+/// Duty: consumers, inbox rows, attempts.
+///
+/// The consumer is compiled once, for any store: a call costs a boxed future beside its round trip.
+#[async_trait]
+pub trait Inbox: Debug + Send + Sync {
+    /// Returns the number of a consumer, and registers it at its first start.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the stored id rule is another one.
+    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError>;
+
+    /// Records that a process of this consumer is running. False where an operator has forgotten
+    /// the consumer, or another id rule was accepted for it, since it was registered.
+    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError>;
+
+    /// Begins a transaction, READ COMMITTED, on a connection with the session settings that the
+    /// promises need. If the call is dropped before it returns, no connection goes back to the pool
+    /// inside a transaction (R28).
+    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
+
+    /// Which of these ids have a committed inbox row: for suspicion (R26), never for deduplication.
+    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
+
+    /// True where another transaction inserted one of these ids and has not ended: an `admit` of
+    /// that id would wait for it. This call itself does not wait, and changes nothing.
+    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
+
+    /// The current bounds for ages, read outside any transaction. A purge begins with them.
+    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
+
+    /// Deletes up to `rows_max` attempt rows of messages that have their inbox row: a process that
+    /// did not know of the attempts handled or stored them. Returns how many rows were deleted.
+    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError>;
+
+    /// Whether this consumer has at least `rows` dead messages.
+    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError>;
+
+    /// One step of a purge up to `below`, in whole milliseconds. It reads up to `rows_max` inbox
+    /// rows of this consumer after the id `after`, and deletes those that `policy::horizon` allows,
+    /// unless their message waits or is dead. The bound of the deleted rows is recorded in the same
+    /// transaction, and never lowered. Rows and bounds of other consumers do not change.
+    async fn purge(
+        &self,
+        consumer: ConsumerId,
+        below: DbTime,
+        after: Option<MessageId>,
+        rows_max: usize,
+    ) -> Result<Purged, StoreError>;
+
+    /// Counts a try in a transaction of its own, before the handler runs, and returns the number of
+    /// this try (1 for the first).
+    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError>;
+
+    /// Counts the first try of each of these messages, in one transaction of its own, before they
+    /// run together. A message that has a try counted already is left as it is, so a repeated call
+    /// counts nothing more.
+    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError>;
+
+    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: a transient
+    /// failure, or a stop.
+    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError>;
+
+    /// Stores the error of a failed try, in a transaction of its own. It also counts the try where
+    /// `counted` is set, for a try that [`Inbox::begin_attempt`] did not count. Returns the number
+    /// of tries so far.
+    async fn failed_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+        error: &str,
+        counted: bool,
+    ) -> Result<u32, StoreError>;
+
+    /// Tries counted so far for these ids; ids without any are left out.
+    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError>;
+
+    /// Opens the row of a partition that was assigned, under this owner, and returns what the row
+    /// was before.
+    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError>;
+
+    /// Stores the positions of partitions, each fenced by its owner; a partition that another owner
+    /// has by now is not changed. It is called only after everything before the positions is
+    /// committed, and uses a transaction of its own. So even if a database loses its last writes,
+    /// no position is stored without the effects before it.
+    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError>;
+
+    /// Closes the row of a partition in order, with the position where it is given, unless another
+    /// owner has the partition.
+    async fn close_assignment(
+        &self,
+        consumer: ConsumerId,
+        holding: &Holding,
+        position: Option<&Position>,
+    ) -> Result<(), StoreError>;
+}
+
+/// A transaction that holds inbox rows and the handler's effects together. Dropped without commit,
+/// it rolls back.
+#[async_trait]
+pub trait InboxTx: Send {
+    /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
+    fn any_connection(&mut self) -> &mut (dyn Any + Send);
+
+    /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other.
+    /// At most one call.
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError>;
+
+    /// Which of these lanes (see [`Message::lane_id`]) are blocked, and the bounds for ages. It is
+    /// a statement of its own after the insert, so it sees what a transaction committed for which
+    /// the insert waited.
+    async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError>;
+
+    /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
+    /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,
+    /// message id, content hash): a second one is ignored.
+    async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError>;
+
+    /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
+    async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
+
+    /// Removes claimed waiting messages of one key and one claim, and makes the next message of the
+    /// key due. False where the claim is not ours any more: then roll back.
+    async fn finish(&mut self, claimed: &[crate::inbox::port::waiting::ClaimedMessage]) -> Result<bool, StoreError>;
+
+    /// Deletes the attempt rows of messages that are handled or stored.
+    async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
+
+    /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
+    async fn prove(&mut self) -> Result<Proof, StoreError>;
+
+    /// Ends the transaction without a commit, after a handler ran in it, and tells whether the
+    /// handler had committed it before. If the connection does not answer, the server is told on a
+    /// new connection to end what still runs for the old one. When this returns `Ok`, nothing of
+    /// the transaction can be committed any more.
+    ///
+    /// # Errors
+    /// The end of the transaction is not known yet: call it again. Until it succeeds the messages
+    /// must not be tried again, because inbox rows that the handler committed would make them
+    /// duplicates.
+    async fn undo(&mut self) -> Result<Undone, StoreError>;
+
+    /// Commits.
+    ///
+    /// # Errors
+    /// [`StoreError::CommitUnknown`] where the connection was lost: the redelivery shows whether it
+    /// was committed.
+    async fn commit(self: Box<Self>) -> Result<(), StoreError>;
+
+    /// Rolls back; if that fails, the connection is closed. It is for a transaction in which no
+    /// handler ran; after a handler call [`Self::undo`].
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
+}
+
+impl dyn InboxTx + '_ {
+    /// The sqlx connection, inside the transaction: what handlers write through.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where it is a connection of another kind of database.
+    pub fn connection<C: Any>(&mut self) -> Result<&mut C, StoreError> {
+        of_type(self.any_connection())
+    }
+}

@@ -1,0 +1,362 @@
+//! How long the inbox must remember message ids, and which unknown messages are too old or from the
+//! future to be called new (R31).
+//!
+//! Guarantees:
+//!
+//! * A duplicate whose inbox row was purged is *too old*, never new (G8): when its time is below
+//!   what this consumer has purged, the row that could tell is gone. A consumer that never purged
+//!   calls no message too old.
+//! * An id whose time lies beyond database time and skew is *from the future*. Its inbox row would
+//!   outlive every purge bound.
+//! * A horizon is refused, with its reason, when a duplicate can still come after it.
+//!
+//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old);
+//! reading the time out of an id (`message`: only a canonical UUID v7 has one); and rows of
+//! messages that are waiting or dead, which no purge removes (`store`).
+
+use std::fmt;
+use std::time::Duration;
+
+use humantime::format_duration;
+
+use crate::time::db_time::DbTime;
+
+/// The time from which the age of a message is known, when the inbox does not know the message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Age {
+    /// The time inside the id. Such a row is purged when this time and its time of receipt are both
+    /// below the purge bound.
+    InId(DbTime),
+    /// `ce_time`, or the broker's record time, for an id without a time. Such a row is purged by
+    /// its time of receipt.
+    Stated(DbTime),
+    /// There is no time: an old duplicate cannot be told from a new message. `doctor` reports this.
+    Unknown,
+}
+
+/// What the consumer's database returned with the lookup.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Rows below this time were purged for this consumer; `None` if it never purged.
+    pub purged_below: Option<DbTime>,
+    /// Database time, not later than the receipt of a row that is inserted after this read.
+    pub now: DbTime,
+    /// How far a clock may be off.
+    pub id_skew: Duration,
+}
+
+/// How a message that the inbox does not know is treated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// The message is new: its handler runs.
+    GoOn,
+    /// The message is dead: the row that could tell whether it is a duplicate was purged.
+    TooOld,
+    /// The message is dead: its time lies beyond database time and skew.
+    FromTheFuture,
+}
+
+impl Verdict {
+    /// The reason that is stored with a dead message; `None` for a new message.
+    #[must_use]
+    pub fn reason(self) -> Option<&'static str> {
+        match self {
+            Self::GoOn => None,
+            Self::TooOld => Some("too-old"),
+            Self::FromTheFuture => Some("from-the-future"),
+        }
+    }
+
+    /// Whether this stored reason comes from a verdict of this module. The inbox row of such a
+    /// message was removed.
+    #[must_use]
+    pub fn left_no_inbox_row(reason: &str) -> bool {
+        [Self::TooOld, Self::FromTheFuture].iter().any(|verdict| verdict.reason() == Some(reason))
+    }
+}
+
+/// Decides on a message that the inbox does not know.
+#[must_use]
+pub fn judge(age: Age, bounds: Bounds) -> Verdict {
+    let (time, certain_from) = match age {
+        Age::InId(time) => (time, bounds.purged_below),
+        // Rows without a time in their id are purged by their time of receipt. A stated time may be
+        // later than the receipt by up to the skew, so only times from the bound plus the skew on
+        // are certain.
+        Age::Stated(time) => (time, bounds.purged_below.map(|bound| bound.after(bounds.id_skew))),
+        Age::Unknown => return Verdict::GoOn,
+    };
+    if time > bounds.now.after(bounds.id_skew) {
+        Verdict::FromTheFuture
+    } else if certain_from.is_some_and(|from| time < from) {
+        Verdict::TooOld
+    } else {
+        Verdict::GoOn
+    }
+}
+
+/// Decides whether a purge up to `below` may remove a row. Returns the bound that must be recorded
+/// before the row is gone or in the same transaction, or `None` if the row must stay. The time in
+/// the row's id, if there is one, and the time of receipt must both be below `below`. So a message
+/// that is redriven long after its time is remembered for as long as any other.
+///
+/// The bound is just above the time of the row, not the bound of the whole purge. A consumer that
+/// was away for longer than its horizon has purged nothing that came in the meantime, and must not
+/// call it too old.
+#[must_use]
+pub fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Option<DbTime> {
+    let is_past = received < below && in_id.is_none_or(|time| time < below);
+    // In whole milliseconds, like the times in ids.
+    is_past.then(|| DbTime::from_millis(in_id.unwrap_or(received).millis().saturating_add(1)))
+}
+
+/// How long inbox rows live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Horizon {
+    /// Rows live for ever. The default for a topic that is compacted or unlimited.
+    Never,
+    /// Rows live for this long; older ones may be purged.
+    After(Duration),
+}
+
+impl Horizon {
+    /// Rows older than the returned time may be removed by a purge that begins now; `None` if no
+    /// row may. The time is in whole milliseconds, like the times in ids.
+    #[must_use]
+    pub fn purge_bound(self, now: DbTime) -> Option<DbTime> {
+        match self {
+            Self::Never => None,
+            Self::After(age) => Some(DbTime::from_millis(now.before(age).millis())),
+        }
+    }
+}
+
+/// How long a topic keeps records that a consumer may read again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TopicRetention {
+    /// The topic keeps a record at most this long.
+    For(Duration),
+    /// The topic has no limit in time, or is limited by size only.
+    Unlimited,
+    /// The topic keeps the last record of each key for ever.
+    Compacted,
+}
+
+impl TopicRetention {
+    /// The longer retention of two topics, because a duplicate may come from either.
+    #[must_use]
+    pub fn or_longer(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::For(one), Self::For(other)) => Self::For(one.max(other)),
+            (Self::For(_), limitless) | (limitless, _) => limitless,
+        }
+    }
+}
+
+/// The sources of duplicates, and how late a duplicate can come from each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sources {
+    /// The longest retention of the consumer's topics; `None` if the broker does not report it.
+    pub topic: Option<TopicRetention>,
+    /// How long the outbox keeps proven rows. They can be sent again while they are kept.
+    pub outbox: Duration,
+    /// The maximum age of a waiting message.
+    pub waiting: Duration,
+    /// The maximum age at which a dead message may be redriven under its id.
+    pub dead: Duration,
+    /// How far a clock may be off. A time that a message states is believed only up to this.
+    pub skew: Duration,
+}
+
+/// A horizon after which a duplicate can still come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HorizonTooShort {
+    /// The horizon that was set.
+    pub horizon: Duration,
+    /// The duration that the horizon must exceed, with the skew included; `None` if only
+    /// [`Horizon::Never`] is long enough.
+    pub needs: Option<Duration>,
+    /// The source of duplicates that needs the longer horizon.
+    pub because: Because,
+}
+
+/// The source that can deliver a duplicate so late.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Because {
+    /// A topic keeps records for this long.
+    TopicRetention,
+    /// A topic keeps records without limit.
+    TopicUnlimited,
+    /// A topic keeps the last record of each key for ever.
+    TopicCompacted,
+    /// The outbox keeps proven rows for this long.
+    OutboxRetention,
+    /// Waiting messages may become this old.
+    Waiting,
+    /// Dead messages may be redriven until they are this old.
+    Dead,
+}
+
+impl Sources {
+    /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
+    /// clocks.
+    ///
+    /// # Errors
+    ///
+    /// The source with the longest time, if the horizon does not exceed that time.
+    pub fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
+        let Horizon::After(horizon) = horizon else {
+            return Ok(());
+        };
+        match self.longest() {
+            (Some(needs), _) if horizon > needs => Ok(()),
+            (needs, because) => Err(HorizonTooShort { horizon, needs, because }),
+        }
+    }
+
+    fn longest(&self) -> (Option<Duration>, Because) {
+        let topic = match self.topic {
+            Some(TopicRetention::Unlimited) => return (None, Because::TopicUnlimited),
+            Some(TopicRetention::Compacted) => return (None, Because::TopicCompacted),
+            Some(TopicRetention::For(age)) => (age, Because::TopicRetention),
+            None => (Duration::ZERO, Because::TopicRetention),
+        };
+        let others =
+            [(self.outbox, Because::OutboxRetention), (self.waiting, Because::Waiting), (self.dead, Because::Dead)];
+        let longer = |one: (Duration, Because), other: (Duration, Because)| {
+            if other.0 > one.0 { other } else { one }
+        };
+        let (age, because) = others.into_iter().fold(topic, longer);
+        (Some(age.saturating_add(self.skew)), because)
+    }
+}
+
+impl fmt::Display for HorizonTooShort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.because {
+            Because::TopicRetention => "a topic keeps records",
+            Because::TopicUnlimited => "a topic keeps records without limit",
+            Because::TopicCompacted => "a compacted topic keeps the last record of each key",
+            Because::OutboxRetention => "the outbox keeps proven rows",
+            Because::Waiting => "messages may wait for a retry",
+            Because::Dead => "dead messages may be redriven",
+        };
+        write!(f, "the inbox horizon of {} is too short: {what}", format_duration(self.horizon))?;
+        match self.needs {
+            Some(needs) => {
+                let needs = format_duration(needs);
+                write!(f, " for so long that it must exceed {needs}; set a longer horizon, or `never`")
+            }
+            None => write!(f, "; set `horizon = \"never\"`"),
+        }
+    }
+}
+
+impl std::error::Error for HorizonTooShort {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: Duration = Duration::from_secs(86_400);
+    const SKEW: Duration = Duration::from_secs(60);
+
+    fn at(seconds: i64) -> DbTime {
+        DbTime::from_millis(seconds * 1_000)
+    }
+
+    fn bounds(purged_below: Option<DbTime>) -> Bounds {
+        Bounds { purged_below, now: at(10_000), id_skew: SKEW }
+    }
+
+    #[test]
+    fn r31_an_id_below_what_was_purged_is_too_old_and_one_at_the_bound_is_not() {
+        let bounds = bounds(Some(at(5_000)));
+        assert_eq!(judge(Age::InId(at(4_999)), bounds), Verdict::TooOld);
+        assert_eq!(judge(Age::InId(at(5_000)), bounds), Verdict::GoOn);
+    }
+
+    #[test]
+    fn r31_a_consumer_without_a_purge_calls_nothing_too_old() {
+        for age in [Age::InId(at(-9_000)), Age::Stated(at(-9_000)), Age::Unknown] {
+            assert_eq!(judge(age, bounds(None)), Verdict::GoOn);
+        }
+    }
+
+    #[test]
+    fn r31_a_time_beyond_database_time_and_skew_is_from_the_future() {
+        for age in [Age::InId, Age::Stated] {
+            assert_eq!(judge(age(at(10_060)), bounds(None)), Verdict::GoOn);
+            assert_eq!(judge(age(DbTime::from_micros(at(10_060).micros() + 1)), bounds(None)), Verdict::FromTheFuture);
+        }
+    }
+
+    #[test]
+    fn g8_a_stated_time_is_trusted_only_up_to_the_skew() {
+        // The message was received 60 s before the time that it states. So a purge below 5,000
+        // removed its row although it states 5,059.
+        let bounds = bounds(Some(at(5_000)));
+        assert_eq!(judge(Age::Stated(at(5_059)), bounds), Verdict::TooOld);
+        assert_eq!(judge(Age::Stated(at(5_060)), bounds), Verdict::GoOn);
+    }
+
+    #[test]
+    fn r31_a_horizon_must_exceed_every_way_a_duplicate_can_come() {
+        let sources = Sources {
+            topic: Some(TopicRetention::For(DAY * 7)),
+            outbox: DAY,
+            waiting: DAY * 2,
+            dead: DAY * 9,
+            skew: SKEW,
+        };
+        let needs = DAY * 9 + SKEW;
+        let short = |horizon, because| Err(HorizonTooShort { horizon, needs: Some(needs), because });
+        assert_eq!(sources.check(Horizon::After(DAY * 8)), short(DAY * 8, Because::Dead));
+        assert_eq!(sources.check(Horizon::After(needs)), short(needs, Because::Dead), "it must exceed");
+        assert_eq!(sources.check(Horizon::After(DAY * 10)), Ok(()));
+        assert_eq!(sources.check(Horizon::Never), Ok(()));
+        for (sources, because) in [
+            (Sources { topic: Some(TopicRetention::For(DAY * 30)), ..sources }, Because::TopicRetention),
+            (Sources { outbox: DAY * 30, ..sources }, Because::OutboxRetention),
+            (Sources { waiting: DAY * 30, ..sources }, Because::Waiting),
+        ] {
+            assert_eq!(sources.check(Horizon::After(DAY * 20)).map_err(|error| error.because), Err(because));
+        }
+    }
+
+    #[test]
+    fn r31_never_is_the_only_horizon_where_a_topic_is_compacted_or_unlimited() {
+        for (topic, because) in
+            [(TopicRetention::Compacted, Because::TopicCompacted), (TopicRetention::Unlimited, Because::TopicUnlimited)]
+        {
+            let either = topic.or_longer(TopicRetention::For(DAY));
+            assert_eq!(either, TopicRetention::For(DAY).or_longer(topic));
+            let sources = Sources { topic: Some(either), outbox: DAY, waiting: DAY, dead: DAY, skew: SKEW };
+            let error = HorizonTooShort { horizon: DAY * 9_999, needs: None, because };
+            assert_eq!(sources.check(Horizon::After(DAY * 9_999)), Err(error));
+            assert!(error.to_string().contains("never"));
+            assert_eq!(sources.check(Horizon::Never), Ok(()));
+        }
+    }
+
+    #[test]
+    fn r31_a_row_goes_when_its_id_and_its_receipt_are_past_and_leaves_a_bound_above_its_own_time() {
+        let (early, bound, late) = (at(4_000), at(5_000), at(5_001));
+        let own = |time: DbTime| Some(DbTime::from_millis(time.millis() + 1));
+        assert_eq!(purge_row(Some(early), at(4_500), bound), own(early));
+        assert_eq!(purge_row(None, early, bound), own(early));
+        assert_eq!(purge_row(Some(early), late, bound), None, "it was redriven: a second copy is a duplicate");
+        assert_eq!(purge_row(Some(late), early, bound), None, "its time has not passed");
+        assert_eq!((purge_row(Some(bound), early, bound), purge_row(None, bound, bound)), (None, None));
+        let last = DbTime::from_micros(bound.micros() - 1);
+        assert_eq!(purge_row(None, last, bound), Some(bound), "never above that of the purge");
+    }
+
+    #[test]
+    fn a_purge_begins_a_horizon_before_now_and_never_means_no_purge() {
+        let now = DbTime::from_micros(at(10_000).micros() + 999);
+        assert_eq!(Horizon::After(SKEW).purge_bound(now), Some(at(9_940)));
+        assert_eq!(Horizon::Never.purge_bound(at(10_000)), None);
+    }
+}

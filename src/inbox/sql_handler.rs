@@ -1,0 +1,202 @@
+//! The sql handler: runs a team's statements in the inbox transaction, so any table becomes an
+//! exactly-once sink without Rust code.
+//!
+//! Promise: values are bound, never spliced into the text. Numbers keep their digits. A parameter
+//! whose source is missing is a terminal failure that names it, unless it is listed as optional.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use async_trait::async_trait;
+
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::handler::{HandlerTx, MessageHandler};
+use crate::message::{Message, pointer};
+use crate::store::Store;
+use crate::store::statements::{Piece, SqlValue, Statements, ends_transaction, split as split_named};
+
+/// The configuration of a sql handler.
+#[derive(Debug, Clone, Default)]
+pub struct SqlSpec {
+    /// Statements, run in order.
+    pub statements: Vec<String>,
+    /// The parameters, each with the source of its value.
+    pub params: BTreeMap<String, String>,
+    /// Parameters that are null if their source is missing.
+    pub optional: Vec<String>,
+}
+
+/// Why the configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SqlSpecError {
+    /// The handler has no statement to run.
+    #[error("the sql handler has no statement")]
+    NoStatement,
+    /// A statement would commit or roll back its transaction, and with it the effects of other
+    /// messages and the rows that make each of them happen once.
+    #[error(
+        "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the statements of a handler write is committed together with its message"
+    )]
+    EndsTransaction {
+        /// The statement as it is configured.
+        statement: String,
+        /// Its first words, at most two, such as `ROLLBACK WORK`.
+        words: String,
+    },
+    /// A parameter of a statement is not declared.
+    #[error("the statement `{statement}` uses :{name}, which `params` does not name")]
+    Undeclared {
+        /// The name of the parameter, without its colon.
+        name: String,
+        /// The statement that uses it, as it is configured.
+        statement: String,
+    },
+    /// A declared parameter is used nowhere.
+    #[error("the parameter `{0}` is declared and no statement uses it")]
+    Unused(String),
+    /// The source of a parameter is not known.
+    #[error(
+        "the parameter `{name}` reads from `{source_text}`: use a JSON pointer (`/a/b`) or @id, @key, @kind, @topic, @time, @payload, @header:NAME"
+    )]
+    UnknownSource {
+        /// The name of the parameter.
+        name: String,
+        /// The source as it is configured.
+        source_text: String,
+    },
+    /// The server refuses to prepare the statement.
+    #[error("the statement `{statement}` cannot be prepared: {error}")]
+    Refused {
+        /// The statement as it is configured.
+        statement: String,
+        /// The error of the server.
+        error: StoreError,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Source {
+    Pointer(String),
+    Id,
+    Key,
+    Kind,
+    Topic,
+    Time,
+    Payload,
+    Header(String),
+}
+
+impl Source {
+    fn parse(text: &str) -> Option<Self> {
+        Some(match text {
+            "@id" => Self::Id,
+            "@key" => Self::Key,
+            "@kind" => Self::Kind,
+            "@topic" => Self::Topic,
+            "@time" => Self::Time,
+            "@payload" => Self::Payload,
+            _ if text.starts_with('/') => Self::Pointer(text.to_owned()),
+            _ => Self::Header(text.strip_prefix("@header:").filter(|name| !name.is_empty())?.to_owned()),
+        })
+    }
+
+    /// Reads the value from a message; the error says what is missing.
+    fn value(&self, message: &Message) -> Result<SqlValue, String> {
+        let text = |text: Option<String>, what: &str| {
+            text.map(SqlValue::Text).ok_or_else(|| format!("the message has no {what}"))
+        };
+        match self {
+            Self::Pointer(path) => match pointer::find(&message.payload, path) {
+                Ok(pointer::Pointed::Null) => Ok(SqlValue::Null),
+                Ok(pointer::Pointed::Bool(value)) => Ok(SqlValue::Bool(value)),
+                Ok(pointer::Pointed::Number(digits)) => Ok(SqlValue::Number(digits)),
+                Ok(pointer::Pointed::Text(text)) => Ok(SqlValue::Text(text)),
+                Ok(pointer::Pointed::Json(json)) => Ok(SqlValue::Json(json)),
+                Err(error) => Err(format!("the payload at `{path}`: {error}")),
+            },
+            Self::Id => text(Some(message.id_text.clone()), "id"),
+            Self::Key => text(message.key_text().map(str::to_owned), "key that is text"),
+            Self::Kind => text(Some(message.kind.clone()).filter(|kind| !kind.is_empty()), "kind"),
+            Self::Topic => text(Some(message.topic.clone()), "topic"),
+            Self::Time => message.time.map(SqlValue::Time).ok_or_else(|| "the message has no time".to_owned()),
+            Self::Payload => Ok(SqlValue::Bytes(message.payload.clone())),
+            Self::Header(name) => {
+                text(message.header(name).map(str::to_owned), &format!("header `{name}` that is text"))
+            }
+        }
+    }
+}
+
+/// A handler that runs prepared statements with values from the message.
+#[derive(Debug)]
+pub struct SqlHandler<S: Statements> {
+    statements: Vec<S::Statement>,
+    sources: BTreeMap<String, Source>,
+    optional: BTreeSet<String>,
+}
+
+impl<S: Statements> SqlHandler<S> {
+    /// Checks the configuration and prepares each statement on the server.
+    ///
+    /// # Errors
+    /// [`SqlSpecError`], which names the statement or parameter.
+    pub async fn prepare(store: &S, spec: SqlSpec) -> Result<Self, SqlSpecError> {
+        if spec.statements.is_empty() {
+            return Err(SqlSpecError::NoStatement);
+        }
+        let mut unused: BTreeSet<&String> = spec.params.keys().collect();
+        let mut statements = Vec::new();
+        for statement in &spec.statements {
+            if let Some(words) = ends_transaction(statement, S::dialect()) {
+                return Err(SqlSpecError::EndsTransaction { statement: statement.clone(), words });
+            }
+            let pieces = split_named(statement, S::dialect());
+            for piece in &pieces {
+                let Piece::Param(name) = piece else { continue };
+                unused.remove(name);
+                if !spec.params.contains_key(name) {
+                    return Err(SqlSpecError::Undeclared { name: name.clone(), statement: statement.clone() });
+                }
+            }
+            let prepared = store.prepare(&pieces).await;
+            statements.push(prepared.map_err(|error| SqlSpecError::Refused { statement: statement.clone(), error })?);
+        }
+        if let Some(name) = unused.first() {
+            return Err(SqlSpecError::Unused((*name).clone()));
+        }
+        if let Some(name) = spec.optional.iter().find(|name| !spec.params.contains_key(*name)) {
+            return Err(SqlSpecError::Unused(name.clone()));
+        }
+        let mut sources = BTreeMap::new();
+        for (name, text) in spec.params {
+            let source = Source::parse(&text)
+                .ok_or_else(|| SqlSpecError::UnknownSource { name: name.clone(), source_text: text.clone() })?;
+            sources.insert(name, source);
+        }
+        Ok(Self { statements, sources, optional: spec.optional.into_iter().collect() })
+    }
+
+    fn values(&self, message: &Message) -> Result<BTreeMap<String, SqlValue>, HandlerError> {
+        let mut values = BTreeMap::new();
+        for (name, source) in &self.sources {
+            let value = match source.value(message) {
+                Ok(value) => value,
+                Err(_) if self.optional.contains(name) => SqlValue::Null,
+                Err(why) => return Err(HandlerError::terminal(format!("the parameter `{name}` has no value: {why}"))),
+            };
+            values.insert(name.clone(), value);
+        }
+        Ok(values)
+    }
+}
+
+#[async_trait]
+impl<S: Store> MessageHandler<S> for SqlHandler<S> {
+    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        let values = self.values(message)?;
+        for statement in &self.statements {
+            S::execute(tx.connection(), statement, &values).await?;
+        }
+        Ok(())
+    }
+}

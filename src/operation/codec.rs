@@ -1,0 +1,209 @@
+//! Encodes an answer for storage, and decodes it to the same answer (M62 to M68).
+//!
+//! Promises:
+//!
+//! * Only allow-listed headers are kept. A repeated header keeps all its values in their order.
+//! * Values that a redaction pointer names, bodies that are secret, and bodies that are too long
+//!   never reach the store. A secret or too long body leaves a tombstone; the operation is never
+//!   run again to get the answer.
+//! * A body in a content coding (such as gzip) that one client asked for is never replayed to
+//!   another client: it leaves a tombstone too (pitfall 22).
+//! * Sealed bytes can be opened only for the same tenant, operation, key, command, status, schema
+//!   version and format. With an encryption key, headers are sealed together with the body, because
+//!   a `Location` may be a signed URL.
+//!
+//! Not here: the bodies of streams ([`Kept::Stream`] has only a status), and the lifetimes
+//! (`store`).
+
+mod headers;
+mod redact;
+mod seal;
+
+use super::endpoint::{Endpoint, EndpointError};
+use super::reply::{Keep, Reply};
+use crate::operation::port::stored::{pack as pack_headers, unpack as unpack_headers};
+use crate::operation::port::{Answer, AnswerBody, KeptBody};
+use crate::operation::rules::record::Tombstone;
+use crate::operation::rules::{Fingerprint, Identity};
+
+use seal::FRAMED;
+pub use seal::{SealError, Sealer};
+
+/// Which parts of the answers of one operation are kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Keeping {
+    pub(super) headers: Vec<String>,
+    pub(super) redact: Vec<String>,
+    pub(super) body_max: usize,
+}
+
+impl Default for Keeping {
+    fn default() -> Self {
+        Self { headers: Vec::new(), redact: Vec::new(), body_max: 256 << 10 }
+    }
+}
+
+impl Keeping {
+    pub(super) fn validate(&self) -> Result<(), EndpointError> {
+        if let Some(name) = self.headers.iter().find(|name| headers::is_never(name)) {
+            return Err(EndpointError::Header(name.clone()));
+        }
+        match self.redact.iter().find(|pointer| !pointer.starts_with('/')) {
+            Some(pointer) => Err(EndpointError::Pointer(pointer.clone())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// An answer, or the part of it that is known, to be kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kept {
+    /// The answer with headers and body.
+    Whole(Reply),
+    /// The status only: the body was longer than the limit.
+    Oversize(u16),
+    /// The status only: the body is a stream.
+    Stream(u16),
+}
+
+impl Kept {
+    /// The status of the answer, which is known in every case.
+    #[must_use]
+    pub fn status(&self) -> u16 {
+        match self {
+            Self::Whole(reply) => reply.status,
+            Self::Oversize(status) | Self::Stream(status) => *status,
+        }
+    }
+}
+
+/// The associated data of a sealed body: it can be opened only with the same values.
+fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_version): (u16, u32)) -> [Vec<u8>; 6] {
+    [
+        identity.tenant().as_bytes().to_vec(),
+        identity.operation().as_str().as_bytes().to_vec(),
+        identity.key().as_str().as_bytes().to_vec(),
+        fingerprint.to_string().into_bytes(),
+        status.to_be_bytes().to_vec(),
+        schema_version.to_be_bytes().to_vec(),
+    ]
+}
+
+/// Encodes an answer for storage.
+///
+/// # Errors
+/// The error of the sealer; the answer is not stored in plain instead.
+pub(super) fn encode(
+    endpoint: &Endpoint,
+    sealer: &Sealer,
+    identity: &Identity,
+    fingerprint: &Fingerprint,
+    kept: &Kept,
+) -> Result<Answer, SealError> {
+    let schema_version = endpoint.schema_version;
+    let tombstone = |status, reason| Answer { status, schema_version, body: AnswerBody::Tombstone(reason) };
+    let reply = match kept {
+        Kept::Oversize(status) => return Ok(tombstone(*status, Tombstone::Oversize)),
+        Kept::Stream(status) => return Ok(tombstone(*status, Tombstone::Stream)),
+        Kept::Whole(reply) => reply,
+    };
+    let schema_version = if reply.schema_version == 0 { schema_version } else { reply.schema_version };
+    let body = match (reply.keep, &reply.resource) {
+        (Keep::Reference, Some(resource)) => AnswerBody::Reference(resource.clone()),
+        (Keep::Reference, None) | (Keep::Nothing, _) => AnswerBody::Tombstone(Tombstone::Withheld),
+        (Keep::Exact, _) if headers::is_coded(&reply.headers) => {
+            tracing::warn!(
+                operation = %identity.operation(),
+                "an answer is not kept, for it came compressed: compression belongs outside of the idempotency layer"
+            );
+            AnswerBody::Tombstone(Tombstone::Withheld)
+        }
+        (Keep::Exact, _) if reply.body.len() > endpoint.keeping.body_max => AnswerBody::Tombstone(Tombstone::Oversize),
+        (Keep::Exact, _) => match redact::redacted(&reply.body, &endpoint.keeping.redact) {
+            // The body cannot be parsed, so nobody can prove that it holds no secret.
+            None => AnswerBody::Tombstone(Tombstone::Withheld),
+            Some(bytes) => {
+                let headers = headers::kept(&reply.headers, &endpoint.keeping.headers);
+                let context = context(identity, fingerprint, (reply.status, schema_version));
+                let (headers, sealed) = if sealer.encrypts() {
+                    (Vec::new(), sealer.seal_body(&context, framed(&headers, &bytes), FRAMED)?)
+                } else {
+                    (headers, sealer.seal_body(&context, bytes, 0)?)
+                };
+                AnswerBody::Kept(KeptBody { headers, bytes: sealed.bytes, format: sealed.format, kid: sealed.kid })
+            }
+        },
+    };
+    Ok(Answer { status: reply.status, schema_version, body })
+}
+
+/// Decodes a stored answer.
+///
+/// # Errors
+/// The error of the sealer: this process does not have the key, or the bytes are not those that
+/// were stored for this request.
+pub(super) fn decode(
+    endpoint: &Endpoint,
+    sealer: &Sealer,
+    (identity, fingerprint): (&Identity, &Fingerprint),
+    (status, schema_version): (u16, u32),
+    body: &KeptBody,
+) -> Result<Reply, SealError> {
+    let context = context(identity, fingerprint, (status, schema_version));
+    let bytes = sealer.open_body(&context, body.format, body.kid.as_deref(), &body.bytes)?;
+    let (headers, bytes) = if body.format & FRAMED == 0 {
+        (body.headers.clone(), bytes)
+    } else {
+        unframed(&bytes).ok_or(SealError::Broken)?
+    };
+    let mut reply = Reply { status, headers, body: bytes, schema_version, resource: None, keep: Keep::Exact };
+    // One version after the other. Where a step is missing, the answer stays as it is (M66).
+    while let Some(change) =
+        endpoint.upcasts.get(&reply.schema_version).filter(|_| reply.schema_version < endpoint.schema_version)
+    {
+        let next = reply.schema_version + 1;
+        reply = Reply { schema_version: next, ..change(reply) };
+    }
+    Ok(reply)
+}
+
+/// Headers as names and values, in their order.
+type Headers = Vec<(String, Vec<u8>)>;
+
+/// Joins headers and body: the length of the headers in four bytes, the headers, the body.
+fn framed(headers: &[(String, Vec<u8>)], body: &[u8]) -> Vec<u8> {
+    let headers = pack_headers(headers);
+    let length = u32::try_from(headers.len()).unwrap_or(u32::MAX);
+    [&length.to_be_bytes()[..], &headers, body].concat()
+}
+
+/// Splits what [`framed`] has joined.
+fn unframed(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
+    let (length, rest) = bytes.split_first_chunk::<4>()?;
+    let (headers, body) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;
+    Some((unpack_headers(headers).ok()?, body.to_vec()))
+}
+
+/// Longer codes are not kept.
+const ERROR_CODE_MAX: usize = 128;
+
+/// Reads the error code of a failure: the member `code` of a JSON body. The code is stored in
+/// plain. So it is read only from a body that is kept whole, after redaction, and only if it looks
+/// like a code (M67).
+pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct Coded {
+        code: String,
+    }
+    if reply.keep != Keep::Exact {
+        return None;
+    }
+    // A redacted code reads `[redacted]`, which is not a valid code.
+    let body = redact::redacted(&reply.body, &endpoint.keeping.redact)?;
+    let code = serde_json::from_slice::<Coded>(&body).ok()?.code;
+    let is_code = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:-".contains(&byte);
+    (!code.is_empty() && code.len() <= ERROR_CODE_MAX && code.bytes().all(is_code)).then_some(code)
+}
+
+#[cfg(test)]
+mod tests;

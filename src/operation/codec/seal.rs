@@ -1,0 +1,258 @@
+//! The stored form of bytes: compressed if that helps (feature `compress`), and encrypted if there
+//! is a key (feature `encrypt`).
+//!
+//! Promises: sealed bytes open only in the context in which they were sealed (the associated data
+//! holds every part with its length, and the format). An unknown key id is reported by name, so
+//! that a process that has the key can answer. No key is ever printed.
+
+use std::fmt;
+
+#[cfg(feature = "encrypt")]
+use std::collections::BTreeMap;
+
+use crate::operation::port::phases::Sealed;
+use crate::operation::rules::Kid;
+
+/// The bytes are zstd.
+const COMPRESSED: u16 = 1;
+/// The bytes are a nonce of 24 bytes and XChaCha20-Poly1305.
+const ENCRYPTED: u16 = 2;
+/// The headers are stored before the body and sealed with it.
+pub(super) const FRAMED: u16 = 4;
+/// Shorter bodies are not compressed.
+#[cfg(feature = "compress")]
+const COMPRESS_FROM: usize = 4 << 10;
+/// The largest size of a decompressed body: someone else may have written the stored bytes.
+#[cfg(feature = "compress")]
+const OPENED_MAX: usize = 64 << 20;
+
+/// Why bytes cannot be sealed or opened.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SealError {
+    /// This process does not have the key; another process may.
+    #[error("it was encrypted under the key id `{0}`, which this process does not have")]
+    UnknownKid(String),
+    /// The bytes, or the values that they belong to, are not what was sealed.
+    #[error("the stored bytes are not what was stored for this request")]
+    Broken,
+    /// The bytes are not sealed, and this process opens sealed bytes only.
+    #[error("the stored bytes are not sealed, and this process opens sealed ones only")]
+    Plain,
+    /// This program was built without the feature that is needed to read the bytes.
+    #[error("the stored bytes need the feature `{0}`")]
+    Feature(&'static str),
+    /// The key to write with is not among the given keys; or a key is given twice, or has not 32
+    /// bytes.
+    #[error("the encryption key `{0}` is missing, given twice, or has not 32 bytes")]
+    Key(String),
+}
+
+/// Seals and opens stored bytes. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct Sealer {
+    write: Option<Kid>,
+    /// Bytes that are stored in plain are refused.
+    sealed_only: bool,
+    #[cfg(feature = "encrypt")]
+    keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
+}
+
+/// A body as it is stored, with its format and the id of its encryption key.
+#[derive(Debug)]
+pub(super) struct SealedBody {
+    pub(super) bytes: Vec<u8>,
+    pub(super) format: u16,
+    pub(super) kid: Option<String>,
+}
+
+impl Sealer {
+    /// A sealer that leaves bytes in plain.
+    #[must_use]
+    pub fn plain() -> Self {
+        Self::default()
+    }
+
+    /// Encrypts with the key `write`. Opens bytes that were encrypted with any of `keys`. Each key
+    /// has 32 bytes.
+    ///
+    /// # Errors
+    /// [`SealError::Key`].
+    #[cfg(feature = "encrypt")]
+    pub fn encrypting<'a>(write: &Kid, keys: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, SealError> {
+        use chacha20poly1305::{KeyInit, XChaCha20Poly1305};
+        let mut by_kid = BTreeMap::new();
+        for (kid, key) in keys {
+            let wrong = || SealError::Key(kid.to_string());
+            let cipher = XChaCha20Poly1305::new_from_slice(key).map_err(|_| wrong())?;
+            if by_kid.insert(kid.to_string(), cipher).is_some() {
+                return Err(wrong());
+            }
+        }
+        if !by_kid.contains_key(write.as_str()) {
+            return Err(SealError::Key(write.to_string()));
+        }
+        Ok(Self { write: Some(write.clone()), sealed_only: false, keys: by_kid })
+    }
+
+    /// Refuses stored bytes that are in plain: such an answer is not replayed, such a command is
+    /// not driven, such a request is not sent, and such evidence of a provider is not used.
+    /// Otherwise, someone who can write to the database could store a false answer or command in
+    /// plain, and this service would replay it or charge for it. Set this after the last answer
+    /// from before encryption has expired (`retention.body`) and the last operation from before it
+    /// has ended. An answer that an operator gave from a file is in plain too; a request for it is
+    /// then answered as for a body that is not kept. An operator's decisions about operations are
+    /// still used.
+    ///
+    /// States, statuses, times, the reference of a resource and the reason of a missing body are
+    /// columns that statements use to decide. They are neither sealed nor authenticated. Someone
+    /// who can write these columns can also write the business rows, and needs no stored answer for
+    /// that.
+    #[cfg(feature = "encrypt")]
+    #[must_use]
+    pub fn sealed_only(self) -> Self {
+        Self { sealed_only: true, ..self }
+    }
+
+    /// Seals bytes in this context, such as the id of the operation whose command they are. The
+    /// bytes are never compressed.
+    ///
+    /// # Errors
+    /// The error of the cipher; the bytes are not returned in plain instead.
+    pub fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
+        let format = if self.write.is_some() { ENCRYPTED } else { 0 };
+        let (bytes, kid) = self.encrypt(&associated(context, format), bytes)?;
+        Ok(Sealed { bytes, kid })
+    }
+
+    /// Opens bytes that [`Self::seal`] has sealed, with the same context.
+    ///
+    /// # Errors
+    /// [`SealError::UnknownKid`], [`SealError::Broken`], [`SealError::Plain`].
+    pub fn open(&self, context: &[&[u8]], sealed: &Sealed) -> Result<Vec<u8>, SealError> {
+        match &sealed.kid {
+            None if self.sealed_only => Err(SealError::Plain),
+            None => Ok(sealed.bytes.clone()),
+            Some(kid) => self.decrypt(&associated(context, ENCRYPTED), kid, &sealed.bytes),
+        }
+    }
+
+    pub(super) fn encrypts(&self) -> bool {
+        self.write.is_some()
+    }
+
+    /// Seals a body; `framed` is [`FRAMED`] or 0.
+    pub(super) fn seal_body(&self, context: &[Vec<u8>], bytes: Vec<u8>, framed: u16) -> Result<SealedBody, SealError> {
+        let (bytes, compressed) = compress(bytes);
+        let mut format = compressed | framed;
+        if self.write.is_some() {
+            format |= ENCRYPTED;
+        }
+        let parts: Vec<&[u8]> = context.iter().map(Vec::as_slice).collect();
+        let (bytes, kid) = self.encrypt(&associated(&parts, format), bytes)?;
+        Ok(SealedBody { bytes, format, kid })
+    }
+
+    pub(super) fn open_body(
+        &self,
+        context: &[Vec<u8>],
+        format: u16,
+        kid: Option<&str>,
+        bytes: &[u8],
+    ) -> Result<Vec<u8>, SealError> {
+        if format & !(COMPRESSED | ENCRYPTED | FRAMED) != 0 || (format & ENCRYPTED != 0) != kid.is_some() {
+            return Err(SealError::Broken);
+        }
+        let parts: Vec<&[u8]> = context.iter().map(Vec::as_slice).collect();
+        let opened = match kid {
+            Some(kid) => self.decrypt(&associated(&parts, format), kid, bytes)?,
+            None if self.sealed_only => return Err(SealError::Plain),
+            None => bytes.to_vec(),
+        };
+        if format & COMPRESSED == 0 { Ok(opened) } else { decompress(&opened) }
+    }
+
+    #[cfg(feature = "encrypt")]
+    fn encrypt(&self, associated: &[u8], bytes: Vec<u8>) -> Result<(Vec<u8>, Option<String>), SealError> {
+        use chacha20poly1305::XNonce;
+        use chacha20poly1305::aead::{Aead, Generate, Payload};
+        let Some(kid) = &self.write else { return Ok((bytes, None)) };
+        let cipher = self.keys.get(kid.as_str()).ok_or_else(|| SealError::Key(kid.to_string()))?;
+        // 24 random bytes: two equal nonces under one key are practically impossible.
+        let nonce = XNonce::generate();
+        let payload = Payload { msg: &bytes, aad: associated };
+        let mut sealed = nonce.to_vec();
+        sealed.extend(cipher.encrypt(&nonce, payload).map_err(|_| SealError::Broken)?);
+        Ok((sealed, Some(kid.to_string())))
+    }
+
+    #[cfg(not(feature = "encrypt"))]
+    #[allow(clippy::unused_self)]
+    fn encrypt(&self, _: &[u8], bytes: Vec<u8>) -> Result<(Vec<u8>, Option<String>), SealError> {
+        Ok((bytes, None))
+    }
+
+    #[cfg(feature = "encrypt")]
+    fn decrypt(&self, associated: &[u8], kid: &str, sealed: &[u8]) -> Result<Vec<u8>, SealError> {
+        use chacha20poly1305::XNonce;
+        use chacha20poly1305::aead::{Aead, Payload};
+        let cipher = self.keys.get(kid).ok_or_else(|| SealError::UnknownKid(kid.to_owned()))?;
+        let (nonce, msg) = sealed.split_at_checked(24).ok_or(SealError::Broken)?;
+        let nonce = XNonce::try_from(nonce).map_err(|_| SealError::Broken)?;
+        cipher.decrypt(&nonce, Payload { msg, aad: associated }).map_err(|_| SealError::Broken)
+    }
+
+    #[cfg(not(feature = "encrypt"))]
+    #[allow(clippy::unused_self)]
+    fn decrypt(&self, _: &[u8], _: &str, _: &[u8]) -> Result<Vec<u8>, SealError> {
+        Err(SealError::Feature("encrypt"))
+    }
+}
+
+impl fmt::Debug for Sealer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sealer")
+            .field("write", &self.write)
+            .field("sealed_only", &self.sealed_only)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Joins the format and the parts, each part after its length.
+fn associated(context: &[&[u8]], format: u16) -> Vec<u8> {
+    let mut out = b"oncebox body".to_vec();
+    out.extend_from_slice(&format.to_be_bytes());
+    for part in context {
+        out.extend_from_slice(&(part.len() as u64).to_be_bytes());
+        out.extend_from_slice(part);
+    }
+    out
+}
+
+#[cfg(feature = "compress")]
+fn compress(bytes: Vec<u8>) -> (Vec<u8>, u16) {
+    if bytes.len() <= COMPRESS_FROM {
+        return (bytes, 0);
+    }
+    match zstd::bulk::compress(&bytes, 3) {
+        Ok(smaller) if smaller.len() < bytes.len() => (smaller, COMPRESSED),
+        _ => (bytes, 0),
+    }
+}
+
+#[cfg(not(feature = "compress"))]
+fn compress(bytes: Vec<u8>) -> (Vec<u8>, u16) {
+    (bytes, 0)
+}
+
+#[cfg(feature = "compress")]
+fn decompress(bytes: &[u8]) -> Result<Vec<u8>, SealError> {
+    let length = zstd::zstd_safe::get_frame_content_size(bytes).ok().flatten();
+    let length = length.and_then(|length| usize::try_from(length).ok()).filter(|length| *length <= OPENED_MAX);
+    zstd::bulk::decompress(bytes, length.ok_or(SealError::Broken)?).map_err(|_| SealError::Broken)
+}
+
+#[cfg(not(feature = "compress"))]
+fn decompress(_: &[u8]) -> Result<Vec<u8>, SealError> {
+    Err(SealError::Feature("compress"))
+}

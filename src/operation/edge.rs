@@ -1,0 +1,296 @@
+//! Edge operations: a claim of its own around any handler (O10 to O12).
+//!
+//! Promises:
+//!
+//! * The task that calls the handler commits the claim first. So a client that disconnects
+//!   meanwhile leaves no claim without a task that drives it, and a claim whose answer was lost is
+//!   released (O11). The handler runs in its own task, and its lease is extended while it runs. The
+//!   handler is not stopped when the client disconnects, when the engine's timeout answers 409, or
+//!   when the lease is lost.
+//! * The answer is given only after the outcome is stored. Until then the request gets 503
+//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is retried until the lease ends, also after
+//!   that answer.
+//! * How the run ended is judged only by what is certain
+//!   ([`classify`](crate::operation::rules::classify)).
+//!
+//! This mode protects the edge only: if the process dies between the handler's commit and the
+//! outcome, the record becomes UNKNOWN. A handler that ends with [`Guard::commit`] has both in one
+//! commit (mode `bridged`, O2).
+//!
+//! Not here: requests and responses (`http`).
+
+mod guard;
+mod heart;
+mod outcome;
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use tokio::sync::oneshot;
+
+use self::heart::Heart;
+use super::codec::Kept;
+use super::endpoint::Registered;
+use super::engine::Engine;
+use super::front::{Asking, Begin, Front, Turn};
+use super::reply::{Answered, Problem};
+use crate::inbox::handler::panic_text;
+use crate::observe::Noted;
+use crate::operation::port::{Claimed, Fenced, Keys, Owned};
+use crate::operation::rules::classify::{Run, Settle, Untagged};
+use crate::operation::rules::pace::after_attempts;
+use crate::operation::rules::{Code, Mode, Outcome, State};
+
+pub use guard::{Guard, GuardError, Progress};
+
+/// The first pause between two attempts to release a claim whose answer was lost.
+const RELEASE_AGAIN: Duration = Duration::from_millis(50);
+/// The longest such pause; the pause doubles each time.
+const RELEASE_AGAIN_MAX: Duration = Duration::from_secs(5);
+
+/// How a handler ended, as its transport saw it.
+#[derive(Debug)]
+pub struct Ended<T> {
+    /// What the handler said about its outcome; `None`: the status decides.
+    pub tag: Option<Outcome<()>>,
+    /// The part of the answer that can be stored.
+    pub kept: Kept,
+    /// The answer in the form of the transport, for the first request.
+    pub answer: T,
+}
+
+impl<T> Ended<T> {
+    /// Whether the handler reports a success.
+    fn is_success(&self) -> bool {
+        match &self.tag {
+            Some(tag) => matches!(tag, Outcome::Completed(())),
+            None => matches!(self.kept.status(), 200..=399),
+        }
+    }
+}
+
+/// What a request gets.
+#[derive(Debug)]
+pub enum EdgeAnswer<T> {
+    /// The handler ran for this request.
+    Ran {
+        /// The answer that the handler gave.
+        answer: T,
+        /// After how many seconds to retry, where the same key may run again (O29).
+        retry_after: Option<u32>,
+    },
+    /// An answer of the engine, or a replayed outcome.
+    Answered(Answered),
+}
+
+impl<S: Keys> Engine<S> {
+    /// Runs a handler of mode `edge` or `bridged` once per key. `run` gets a [`Guard`] if the
+    /// request has a key. A request without a key, on a route that does not require one, runs
+    /// unprotected.
+    ///
+    /// # Cancel safety
+    /// Dropped before the claim: nothing happened. Dropped later: the handler continues in its own
+    /// task.
+    pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, run: R) -> EdgeAnswer<T>
+    where
+        T: Send + 'static,
+        R: FnOnce(Option<Guard<S>>) -> W + Send + 'static,
+        W: Future<Output = Ended<T>> + Send + 'static,
+    {
+        let mut front = self.front(endpoint, asking);
+        let mut run = run;
+        let timeout = endpoint.route().timeout;
+        loop {
+            let begin = match front.turn().await {
+                Turn::Begin(begin) => begin,
+                Turn::Unkeyed => return EdgeAnswer::Ran { answer: run(None).await.answer, retry_after: None },
+                Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(&record)),
+                Turn::Answer(answered) => return EdgeAnswer::Answered(answered),
+            };
+            let running = front.under_way();
+            let (tell, told) = oneshot::channel();
+            // The task begins before the claim: a claim that no task drives would become unknown
+            // (O11).
+            self.spawn(claim_and_drive(self.clone(), front, begin, run, tell));
+            let told = tokio::select! {
+                biased;
+                told = tokio::time::timeout(timeout, told) => told,
+                // The run continues. The next request with this key finds its outcome.
+                () = self.reach().lost() => {
+                    running.note(Noted::StoreError("complete"));
+                    return EdgeAnswer::Answered(running.problem(Code::ResultNotStored));
+                }
+            };
+            match told {
+                Ok(Ok(Step::Answer(answer))) => return answer,
+                Ok(Ok(Step::Refused(refused))) => (front, run) = *refused,
+                Ok(Err(_)) => return EdgeAnswer::Answered(Answered::Problem(Problem::new(Code::ResultNotStored))),
+                Err(_) => return EdgeAnswer::Answered(running.still_running(timeout)),
+            }
+        }
+    }
+}
+
+/// What the task of a run sends to the request that waits for it.
+enum Step<T, R> {
+    /// Another run has the key: the request looks at the record again.
+    Refused(Box<(Front, R)>),
+    /// The run has ended, and the request gets this.
+    Answer(EdgeAnswer<T>),
+}
+
+/// Makes the claim, and if it succeeds, runs the handler.
+async fn claim_and_drive<S, T, R, W>(
+    guards: Engine<S>,
+    mut front: Front,
+    begin: Box<Begin>,
+    run: R,
+    tell: oneshot::Sender<Step<T, R>>,
+) where
+    S: Keys,
+    R: FnOnce(Option<Guard<S>>) -> W,
+    W: Future<Output = Ended<T>>,
+{
+    // A bridged handler holds a connection, as a transactional one does. Whether another handler
+    // holds one is not known.
+    let place = match front.endpoint().route().mode {
+        Mode::Bridged => match front.engine().place(front.endpoint().operation()).await {
+            Some(place) => Some(place),
+            None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
+        },
+        _ => None,
+    };
+    let engine = front.engine();
+    match engine.reach().within(engine.store().claim(&begin.claim, begin.basis())).await {
+        Ok(Claimed::Owned(owned)) => {
+            front.note(Noted::Acquired);
+            let tell = |answer| drop(tell.send(Step::Answer(answer)));
+            Edge { front, begin, owned }.drive(guards, run, tell).await;
+            drop(place);
+        }
+        // The next turn judges the record that exists now. A record that vanished is looked for
+        // again; `Front` limits the number of turns.
+        Ok(Claimed::Existing(_) | Claimed::Vanished) => {
+            drop(begin);
+            front.look_again();
+            drop(tell.send(Step::Refused(Box::new((front, run)))));
+        }
+        Err(error) => {
+            // A retry is judged by the record in the store, once the store answers again.
+            begin.has_ended();
+            let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
+            release_lost(&front, &begin).await;
+        }
+    }
+}
+
+/// Releases a claim whose answer was lost. The handler was not called, so the claim has no effect.
+///
+/// "There is no such claim" does not end the search: the claim may still be queued in the server,
+/// commit later, and then become unknown. So the release is tried until it has removed a claim, or
+/// until a lease has passed. A retry of the client that claims the key meanwhile is not affected,
+/// because its claim has another token.
+async fn release_lost(front: &Front, begin: &Begin) {
+    let until = Instant::now() + begin.claim.lease;
+    let (mut pause, mut answered) = (RELEASE_AGAIN, false);
+    while Instant::now() < until {
+        match front.engine().store().take_back(&begin.claim, begin.basis()).await {
+            Ok(Fenced::Done) => return,
+            Ok(Fenced::LostOwnership) => answered = true,
+            Err(error) => tracing::debug!(%error, "a claim that was lost sight of could not be released"),
+        }
+        if answered && front.engine().is_draining() {
+            return;
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(RELEASE_AGAIN_MAX);
+    }
+    if !answered {
+        tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim that was lost sight of could not be released: it may become unknown");
+    }
+}
+
+struct Edge {
+    front: Front,
+    begin: Box<Begin>,
+    owned: Owned,
+}
+
+impl Edge {
+    async fn drive<S, T, R, W>(self, guards: Engine<S>, run: R, tell: impl FnOnce(EdgeAnswer<T>))
+    where
+        S: Keys,
+        R: FnOnce(Option<Guard<S>>) -> W,
+        W: Future<Output = Ended<T>>,
+    {
+        let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
+        let route = endpoint.route();
+        let heart = Heart::start(&self.front, self.owned.clone());
+        let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone());
+        let progress = guard.progress().clone();
+        // The closure itself may panic, not only its future.
+        let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
+        engine.has_run(endpoint.operation(), self.begin.ran());
+        let reached = Run::of(route, progress.reached());
+        let (settle, ended) = match called {
+            Ok(ended) => {
+                let settle = match &ended.tag {
+                    Some(tag) => tag.settle(reached),
+                    None => reached.settle(Untagged::Status(ended.kept.status())),
+                };
+                (settle, Some(ended))
+            }
+            Err(panic) => {
+                tracing::error!(operation = %endpoint.operation(), key = self.front.short_key(), panic = panic_text(panic.as_ref()), "a handler panicked");
+                (reached.settle(Untagged::Failed), None)
+            }
+        };
+        if matches!(settle, Settle::Stored | Settle::Leave) {
+            self.begin.has_ended();
+        }
+        match settle {
+            Settle::Stored => tell(EdgeAnswer::Answered(match progress.stored() {
+                Some(reply) => Answered::Reply { reply, replayed: false },
+                None => self.front.problem(Code::CommitUnknown),
+            })),
+            Settle::Leave => {
+                self.front.note(Noted::CommitUnknown);
+                tell(EdgeAnswer::Answered(self.front.problem(Code::CommitUnknown)));
+            }
+            // A bridged run that reports a success, but whose guard has committed nothing.
+            settle @ Settle::Finish(State::UnknownRequiresRecovery)
+                if route.mode == Mode::Bridged && ended.as_ref().is_some_and(Ended::is_success) =>
+            {
+                tracing::error!(operation = %endpoint.operation(), key = self.front.short_key(),
+                    "a handler of mode `bridged` answered a success that its guard did not commit: its outcome is unknown. End it with `Guard::commit`");
+                self.front.note(Noted::TransactionEnded);
+                let answer = EdgeAnswer::Answered(self.front.problem(Code::TransactionEnded));
+                self.remember(settle, None, &heart, answer, tell).await;
+            }
+            settle @ (Settle::Finish(_) | Settle::Release) => {
+                let (kept, answer) = ended.map_or((None, None), |ended| (Some(ended.kept), Some(ended.answer)));
+                let answer = answer.map_or_else(
+                    || EdgeAnswer::Answered(self.front.problem(panicked(settle))),
+                    |answer| EdgeAnswer::Ran { answer, retry_after: self.retry_after(settle) },
+                );
+                self.remember(settle, kept.as_ref(), &heart, answer, tell).await;
+            }
+        }
+        heart.stop();
+    }
+
+    fn retry_after(&self, settle: Settle) -> Option<u32> {
+        let again = settle == Settle::Finish(State::FailedRetryable);
+        again.then(|| u32::try_from(after_attempts(self.owned.attempts).as_secs()).unwrap_or(1))
+    }
+}
+
+/// The code of the answer after the handler panicked.
+fn panicked(settle: Settle) -> Code {
+    match settle {
+        Settle::Finish(State::UnknownRequiresRecovery) => Code::OutcomeUnknown,
+        _ => Code::OperationFailed,
+    }
+}

@@ -1,0 +1,256 @@
+//! What the layer gives to a handler: how far its run has come, and a way to commit the outcome
+//! together with the handler's effects (O2).
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use sqlx::Transaction;
+use tokio::time::timeout;
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::operation::codec::{Kept, SealError, error_code};
+use crate::operation::endpoint::Registered;
+use crate::operation::engine::Engine;
+use crate::operation::port::{Bridged, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
+use crate::operation::reply::Reply;
+use crate::operation::rules::classify::Reached;
+use crate::operation::rules::{Fingerprint, State};
+use crate::store::base::Base;
+
+/// How long a commit whose answer was lost is looked for (O29).
+const LOOK_FOR: Duration = Duration::from_secs(1);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// How far a run has come (O10). Cheap to clone.
+#[derive(Debug, Clone, Default)]
+pub struct Progress(Arc<Far>);
+
+#[derive(Debug, Default)]
+struct Far {
+    met: AtomicBool,
+    started: AtomicBool,
+    committed: Mutex<Committed>,
+}
+
+#[derive(Debug, Default)]
+enum Committed {
+    #[default]
+    No,
+    Undone,
+    Unknown,
+    Yes(Reply),
+}
+
+impl Progress {
+    /// Notes that the extractor of the body is wrapped. From now on it is known whether the
+    /// operation's own code has started.
+    pub fn met_extractor(&self) {
+        self.0.met.store(true, Ordering::Release);
+    }
+
+    /// Notes that the request was accepted and the operation's own code begins.
+    pub fn started(&self) {
+        self.0.started.store(true, Ordering::Release);
+    }
+
+    pub(super) fn reached(&self) -> Reached {
+        match *self.committed() {
+            Committed::Yes(_) => return Reached::Committed,
+            Committed::Unknown => return Reached::CommitUnknown,
+            Committed::Undone => return Reached::Undone,
+            Committed::No => {}
+        }
+        if self.0.started.load(Ordering::Acquire) {
+            Reached::Started
+        } else if self.0.met.load(Ordering::Acquire) {
+            Reached::NotStarted
+        } else {
+            Reached::Called
+        }
+    }
+
+    /// The answer that the guard has committed.
+    pub(super) fn stored(&self) -> Option<Reply> {
+        match &*self.committed() {
+            Committed::Yes(reply) => Some(reply.clone()),
+            _ => None,
+        }
+    }
+
+    fn committed(&self) -> std::sync::MutexGuard<'_, Committed> {
+        self.0.committed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The claim of the request that a handler serves.
+pub struct Guard<S: Keys> {
+    engine: Engine<S>,
+    endpoint: Registered,
+    fingerprint: Fingerprint,
+    owned: Owned,
+    progress: Progress,
+}
+
+/// Why a guard did not commit.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GuardError {
+    /// Another owner may have executed the operation. Everything was rolled back.
+    #[error("the claim is not this run's any more: everything was rolled back")]
+    LostOwnership,
+    /// The guard has committed already, or does not know whether it has.
+    #[error("the guard has committed before")]
+    Again,
+    /// The answer could not be sealed. Everything was rolled back.
+    #[error(transparent)]
+    Seal(#[from] SealError),
+    /// An error of the database. After [`StoreError::CommitUnknown`] the request gets 503, and the
+    /// retry finds the outcome.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl<S: Keys> Guard<S> {
+    pub(super) fn new(engine: Engine<S>, endpoint: Registered, claim: &KeyClaim, owned: Owned) -> Self {
+        let fingerprint = claim.fingerprint.clone();
+        Self { engine, endpoint, fingerprint, owned, progress: Progress::default() }
+    }
+
+    /// The id of this run. Derive downstream ids from it, never from the client's key.
+    #[must_use]
+    pub fn operation_id(&self) -> Uuid {
+        self.owned.operation_id
+    }
+
+    /// How far this run has come.
+    #[must_use]
+    pub fn progress(&self) -> &Progress {
+        &self.progress
+    }
+}
+
+impl<S: Operations + Base> Guard<S> {
+    /// Writes the outcome in the handler's own transaction, commits both together, and returns the
+    /// answer. A status below 400 is a success; any other is a failure that is replayed.
+    ///
+    /// From then on this answer is the outcome, even if other layers change the response. A handler
+    /// that reports a success without this call has not succeeded: its key becomes UNKNOWN, and the
+    /// request gets 500 `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by itself
+    /// would run again after a kill. A failure or a panic without this call makes the key UNKNOWN
+    /// too, unless the handler returns
+    /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) to say that it has
+    /// committed nothing.
+    ///
+    /// The database may refuse a transaction above READ COMMITTED here (SQLSTATE 40001,
+    /// [`StoreError::Busy`]): when it conflicts with another transaction, or when the lease was
+    /// extended after the transaction's first statement, as happens in a handler that runs longer
+    /// than a third of its lease. The request gets 503, and the same key runs again.
+    ///
+    /// # Errors
+    /// [`GuardError`]. Except after two errors, the transaction was rolled back: after
+    /// [`StoreError::CommitUnknown`] its outcome is unknown, and [`StoreError::Fenced`] says that
+    /// the handler has ended the transaction itself. Each of the three steps (check of the
+    /// transaction, outcome, COMMIT) may take the route's completion budget.
+    ///
+    /// # Cancel safety
+    /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.
+    pub async fn commit(&self, mut tx: Transaction<'_, S::Db>, reply: Reply) -> Result<Reply, GuardError> {
+        {
+            let mut committed = self.progress.committed();
+            if !matches!(*committed, Committed::No | Committed::Undone) {
+                return Err(GuardError::Again);
+            }
+            // Holds until the result is known, also if this future is dropped.
+            *committed = Committed::Unknown;
+        }
+        let undone = |error: GuardError| {
+            *self.progress.committed() = Committed::Undone;
+            Err(error)
+        };
+        let kept = Kept::Whole(reply.clone());
+        let answer = match self.engine.encode(&self.endpoint, &self.owned.identity, &self.fingerprint, &kept) {
+            Ok(answer) => answer,
+            Err(error) => return undone(error.into()),
+        };
+        let outcome = if reply.status < 400 {
+            Outcome::Completed(answer)
+        } else {
+            Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
+        };
+        let route = self.endpoint.route();
+        // A savepoint can be set only inside a transaction. If a swallowed deadlock or a raw
+        // ROLLBACK ended the transaction, the outcome would be stored without the effects (O2,
+        // R23). A raw COMMIT ends the transaction too, so nothing is known about the effects.
+        match timeout(route.completion_budget, tx.stands()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error @ StoreError::Fenced(_))) => {
+                *self.progress.committed() = Committed::No;
+                return Err(error.into());
+            }
+            Ok(Err(error)) => return undone(error.into()),
+            Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
+        }
+        let finish = tx.finish_in(&self.owned, &outcome, &route.retention);
+        // The connection belongs to the application, so no other timeout limits this statement
+        // (R28).
+        let finished = timeout(route.completion_budget, finish).await;
+        match finished.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {
+            Ok(Fenced::Done) => {}
+            Ok(Fenced::LostOwnership) => return undone(GuardError::LostOwnership),
+            Err(error) => return undone(error.into()),
+        }
+        let committed = timeout(route.completion_budget, crate::outbox::enqueue::commit(tx)).await;
+        match committed.unwrap_or_else(|_| Err(StoreError::CommitUnknown(silent(route.completion_budget)))) {
+            Ok(()) => {}
+            Err(StoreError::CommitUnknown(_)) if self.is_there().await => {}
+            Err(error @ StoreError::CommitUnknown(_)) => return Err(error.into()),
+            Err(error) => return undone(error.into()),
+        }
+        *self.progress.committed() = Committed::Yes(reply.clone());
+        Ok(reply)
+    }
+
+    /// Looks on a new connection for the outcome of a commit whose answer was lost.
+    async fn is_there(&self) -> bool {
+        let looks = async {
+            loop {
+                let look = self.engine.store().find_afresh(&self.owned.identity).await;
+                let record = look.ok().and_then(|look| look.record);
+                let ours = |record: &crate::operation::rules::Record| {
+                    record.epoch == self.owned.epoch && record.operation_id == self.owned.operation_id
+                };
+                if record.is_some_and(|record| ours(&record) && record.state != State::InProgress) {
+                    return;
+                }
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+        };
+        timeout(LOOK_FOR, looks).await.is_ok()
+    }
+}
+
+fn silent(limit: Duration) -> sqlx::Error {
+    let what = format!("the database has said nothing for {}", humantime::format_duration(limit));
+    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, what))
+}
+
+impl<S: Keys> Clone for Guard<S> {
+    fn clone(&self) -> Self {
+        Self {
+            engine: self.engine.clone(),
+            endpoint: self.endpoint.clone(),
+            fingerprint: self.fingerprint.clone(),
+            owned: self.owned.clone(),
+            progress: self.progress.clone(),
+        }
+    }
+}
+
+impl<S: Keys> fmt::Debug for Guard<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guard").field("owned", &self.owned).field("progress", &self.progress).finish_non_exhaustive()
+    }
+}

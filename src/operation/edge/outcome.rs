@@ -1,0 +1,223 @@
+//! Writes the outcome of an edge run, with retries until the lease ends (O12).
+//!
+//! Promises: if the store refuses an outcome because of its content, the outcome is written without
+//! its body, so that it does not become unknown. Evidence is never fenced; decisions are (O8). A
+//! run that lost its lease and ends later writes evidence. It also takes the record over to write
+//! its outcome, if nobody runs the record again: the record is UNKNOWN, free to be retried, or
+//! gone.
+
+use std::time::{Duration, Instant};
+
+use super::{Edge, EdgeAnswer};
+use crate::error::StoreError;
+use crate::observe::Noted;
+use crate::operation::codec::{Kept, error_code};
+use crate::operation::edge::heart::Heart;
+use crate::operation::port::phases::{NewEvidence, Sealed};
+use crate::operation::port::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, Outcome, Owned};
+use crate::operation::rules::classify::Settle;
+use crate::operation::rules::record::Tombstone;
+use crate::operation::rules::{Code, Mode, Record, State};
+
+/// The first pause between two attempts to write an outcome.
+const AGAIN: Duration = Duration::from_millis(100);
+/// The longest such pause; the pause doubles each time.
+const AGAIN_MAX: Duration = Duration::from_secs(2);
+
+impl Edge {
+    /// Writes the outcome, and gives the answer as soon as it is known whether the outcome is
+    /// stored.
+    pub(super) async fn remember<T>(
+        &self,
+        settle: Settle,
+        kept: Option<&Kept>,
+        heart: &Heart,
+        answer: EdgeAnswer<T>,
+        tell: impl FnOnce(EdgeAnswer<T>),
+    ) {
+        let budget = self.front.endpoint().route().completion_budget;
+        let mut write = self.outcome(settle, kept);
+        let reach = self.front.engine().reach();
+        let first = tokio::time::timeout(budget, reach.within(self.write(&self.owned, write.as_ref()))).await;
+        let until = Instant::now() + self.front.endpoint().route().lease;
+        match first {
+            Ok(Ok(Fenced::Done)) => {
+                self.begin.has_ended();
+                return tell(answer);
+            }
+            Ok(Ok(Fenced::LostOwnership)) if self.late(write.as_ref()).await => {
+                self.begin.has_ended();
+                return tell(answer);
+            }
+            Ok(Ok(Fenced::LostOwnership)) => {
+                self.begin.has_ended();
+                return tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
+            }
+            Ok(Err(error)) => {
+                shorten(&mut write, &error);
+                tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), %error, "an outcome could not be written");
+            }
+            Err(_) => {
+                tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), "writing an outcome took too long");
+            }
+        }
+        self.front.note(Noted::StoreError("complete"));
+        tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
+        let mut pause = AGAIN;
+        // The lease is still being renewed. Without a limit of its own, this loop would retry a
+        // write that can never succeed for ever.
+        while heart.is_ours() && Instant::now() < until {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(AGAIN_MAX);
+            match self.write(&self.owned, write.as_ref()).await {
+                Ok(Fenced::Done) => return,
+                Ok(Fenced::LostOwnership) => {
+                    self.late(write.as_ref()).await;
+                    return;
+                }
+                Err(error) => {
+                    shorten(&mut write, &error);
+                    tracing::debug!(%error, "an outcome could not be written");
+                }
+            }
+        }
+        tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
+    }
+
+    /// The outcome to write; `None`: the record is deleted.
+    fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<Outcome> {
+        let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
+        let Settle::Finish(state) = settle else { return None };
+        let code = match kept {
+            Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
+            _ => None,
+        };
+        let answer = kept.map(|kept| engine.encode(endpoint, &claim.identity, &claim.fingerprint, kept));
+        Some(match (state, answer) {
+            (State::FailedRetryable, _) => Outcome::FailedRetryable { error_code: code },
+            (State::Completed, Some(Ok(answer))) => Outcome::Completed(answer),
+            (State::FailedReplayable, Some(Ok(answer))) => Outcome::FailedReplayable { answer, error_code: code },
+            (_, Some(Err(error))) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: its outcome is unknown to those who ask again");
+                Outcome::Unknown
+            }
+            _ => Outcome::Unknown,
+        })
+    }
+
+    async fn write(&self, owned: &Owned, outcome: Option<&Outcome>) -> Result<Fenced, StoreError> {
+        let store = self.front.engine().store();
+        match outcome {
+            Some(outcome) => store.finish(owned, outcome, &self.front.endpoint().route().retention).await,
+            None => store.release(owned).await,
+        }
+    }
+
+    /// Stores how this run ended as evidence for an operator, whoever owns the record (O8).
+    async fn observe(&self, outcome: Option<&Outcome>) {
+        let (verdict, status) = match outcome {
+            Some(Outcome::Completed(answer)) => ("success", Some(answer.status)),
+            Some(Outcome::FailedReplayable { answer, .. }) => ("failure", Some(answer.status)),
+            Some(Outcome::FailedRetryable { .. }) | None => ("not-sent", None),
+            Some(Outcome::Unknown) => ("indefinite", None),
+        };
+        let evidence = NewEvidence {
+            operation_id: self.owned.operation_id,
+            effect: String::new(),
+            epoch: self.owned.epoch,
+            send: 0,
+            kind: "run".to_owned(),
+            verdict: verdict.to_owned(),
+            status,
+            bytes: Sealed::default(),
+        };
+        if let Err(error) = self.front.engine().store().observe_run(&evidence).await {
+            tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), verdict, status, %error, "the outcome of a run that lost its lease could not be kept as evidence");
+        }
+    }
+
+    /// The lease was lost. Returns whether the record holds this run's outcome in the end.
+    ///
+    /// The evidence is written before the decisive read of the record, which waits for a process
+    /// that changes the record. A process that frees the key locks the record before it reads the
+    /// evidence. So either that process sees the evidence, or this run sees the freed record. If
+    /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
+    /// If this process dies before that, a retry is answered from the evidence.
+    async fn late(&self, outcome: Option<&Outcome>) -> bool {
+        let store = self.front.engine().store();
+        let look = store.find(&self.owned.identity).await;
+        // An earlier write whose answer was lost has succeeded.
+        let ours = |record: &Record| record.operation_id == self.owned.operation_id;
+        if let Ok(Look { record: Some(record), .. }) = &look
+            && ours(record)
+            && record.epoch == self.owned.epoch
+            && record.state != State::InProgress
+        {
+            return true;
+        }
+        self.observe(outcome).await;
+        let record = match self.settled().await {
+            Ok(look) => look.record,
+            Err(error) => {
+                tracing::warn!(%error, "a lost claim could not be looked at");
+                return false;
+            }
+        };
+        let ended = matches!(outcome, Some(Outcome::Completed(_) | Outcome::FailedReplayable { .. }));
+        let basis = match &record {
+            None if !ended => return outcome.is_none(),
+            None => Basis::New,
+            Some(record) if !ours(record) || record.mode != Mode::Edge => return self.anothers(record),
+            Some(record) if record.state == State::UnknownRequiresRecovery => Basis::TakeOver(record),
+            Some(record) if record.state == State::FailedRetryable && ended => Basis::Late(record),
+            Some(record) => return self.anothers(record),
+        };
+        let claim = KeyClaim {
+            operation_id: self.owned.operation_id,
+            owner: KeyClaim::new_owner(),
+            ..self.begin.claim.clone()
+        };
+        match store.claim(&claim, basis).await {
+            Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
+            _ => false,
+        }
+    }
+
+    /// Reads the record after the transaction that changes it. Retries a few times if that one
+    /// holds its lock for long.
+    async fn settled(&self) -> Result<Look, StoreError> {
+        let mut pause = AGAIN;
+        loop {
+            match self.front.engine().store().find_settled(&self.owned.identity).await {
+                Err(error) if error.is_transient() && pause < AGAIN_MAX => {
+                    tokio::time::sleep(pause).await;
+                    pause *= 2;
+                }
+                looked => return looked,
+            }
+        }
+    }
+
+    /// Logs that the outcome is stored only as evidence.
+    fn anothers(&self, record: &Record) -> bool {
+        tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
+        false
+    }
+}
+
+/// After an error that is not transient, removes the parts of the outcome that the store may have
+/// refused. The fact that the run ended is then still stored.
+fn shorten(write: &mut Option<Outcome>, error: &StoreError) {
+    if error.is_transient() {
+        return;
+    }
+    match write {
+        Some(Outcome::Completed(answer)) => answer.body = AnswerBody::Tombstone(Tombstone::Withheld),
+        Some(Outcome::FailedReplayable { answer, error_code }) => {
+            answer.body = AnswerBody::Tombstone(Tombstone::Withheld);
+            *error_code = None;
+        }
+        Some(Outcome::FailedRetryable { error_code }) => *error_code = None,
+        Some(Outcome::Unknown) | None => {}
+    }
+}

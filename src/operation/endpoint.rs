@@ -1,0 +1,436 @@
+//! A protected operation as its author declares it: route, fingerprints, and which parts of its
+//! answers are kept.
+//!
+//! Promise: settings that cannot keep the promises together are refused at registration, before the
+//! first request (M4).
+//!
+//! Not here: the requests ([`Front`](super::Front)), and the settings that a transport adds
+//! (`http`).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use uuid::Uuid;
+
+use super::codec::Keeping;
+use super::reply::Reply;
+use crate::error::HandlerError;
+use crate::observe::{self, Noted};
+use crate::operation::rules::fingerprint::FingerprinterError;
+use crate::operation::rules::identity::IdentityError;
+use crate::operation::rules::raw::RawCommand;
+use crate::operation::rules::route::{Durability, Replay, Requirement, RouteError, WhileRunning};
+use crate::operation::rules::{
+    Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
+};
+
+/// Builds an answer again from the record of what the operation made.
+pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
+/// Finds out the outcome of a run whose end was not recorded.
+pub(super) type Reconcile =
+    Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
+/// Turns an answer of one schema version into the next version.
+pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
+
+/// A run whose end was not recorded (O11).
+#[derive(Debug, Clone)]
+pub struct Reconciling {
+    /// The tenant of the request; empty for the public scope.
+    pub tenant: String,
+    /// The fingerprint of the command.
+    pub command: Fingerprint,
+    /// The id of the run; the handler was given the same id.
+    pub operation_id: Uuid,
+}
+
+/// The result of a reconciliation.
+#[derive(Debug, Clone)]
+pub enum Reconciled {
+    /// The effect happened; this is its answer.
+    Completed(Reply),
+    /// The operation was refused for good; this is its answer.
+    Failed(Reply),
+    /// The effect did not happen: the key becomes free again.
+    NotHappened,
+    /// The outcome cannot be found out yet.
+    Unknown,
+}
+
+/// A protected operation as it is declared, before an engine registers it.
+pub struct Endpoint {
+    route: Route,
+    /// The type of the command; `None` for a raw operation.
+    command: Option<&'static str>,
+    readable: std::ops::RangeInclusive<u32>,
+    write_version: Option<u32>,
+    operation: Result<OperationName, IdentityError>,
+    pub(super) keeping: Keeping,
+    pub(super) schema_version: u32,
+    pub(super) upcasts: BTreeMap<u32, Upcast>,
+    pub(super) rebuild: Option<Rebuild>,
+    pub(super) reconcile: Option<Reconcile>,
+    /// Each header has the version of the fingerprint from which it counts.
+    counted_headers: Vec<(String, u32)>,
+    request_body_max: usize,
+    request_body_within: Duration,
+    operation_path: Option<String>,
+    place: Option<(String, String)>,
+}
+
+/// Why an operation cannot be registered.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EndpointError {
+    /// The name of the operation cannot be used.
+    #[error(transparent)]
+    Name(#[from] IdentityError),
+    /// The policies of the route contradict each other.
+    #[error(transparent)]
+    Route(#[from] RouteError),
+    /// The name of the operation or its `write_version` cannot be used for fingerprints.
+    #[error(transparent)]
+    Fingerprints(#[from] FingerprinterError),
+    /// A header that is never replayed.
+    #[error("the header `{0}` is never stored: it belongs to one answer, one connection or one caller")]
+    Header(String),
+    /// A header that is no part of a command.
+    #[error("the header `{0}` is no part of a command: it changes from one try to the next")]
+    Counted(String),
+    /// Not a JSON pointer.
+    #[error("`{0}` is no JSON pointer: it begins with `/`")]
+    Pointer(String),
+    /// A typed operation claims every request; for a request without a key it makes one.
+    #[error("`requirement = off` is for the layer: a typed operation takes `optional`")]
+    Off,
+    /// The route builds answers again, and no function for it was given; or the other way round.
+    #[error("`replay = reconstruct` needs `rebuilt_by`, and only it")]
+    Rebuild,
+    /// The route reconciles, and no function for it was given; or the other way round.
+    #[error("`reconciles` needs `reconciled_by`, and only it")]
+    Reconcile,
+    /// The route answers duplicates with a link to the operation, and no path was given for it.
+    #[error("`while_running = accepted` needs `operation_path`")]
+    OperationPath,
+    /// The store does not count the bytes that it stores for a tenant.
+    #[error("`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not")]
+    StoredBytes,
+    /// Another operation of the engine has the name.
+    #[error(
+        "`{0}` is protected already, and otherwise: operations with one name share their keys, so each needs a name of its own; \
+         one that is served at two places is registered once, or twice alike"
+    )]
+    Twice(OperationName),
+}
+
+impl Endpoint {
+    /// An operation with a typed command, whose name and versions come from `C`.
+    #[must_use]
+    pub fn typed<C: IdempotentCommand>(route: Route) -> Self {
+        let command = Some(std::any::type_name::<C>());
+        Self { command, ..Self::new(C::OPERATION, C::OLDEST..=C::VERSION, route) }
+    }
+
+    /// An operation of which only the raw request is known, as in the generic layer (M18).
+    #[must_use]
+    pub fn raw(operation: &str, route: Route) -> Self {
+        Self::new(operation, 1..=1, route)
+    }
+
+    fn new(operation: &str, readable: std::ops::RangeInclusive<u32>, route: Route) -> Self {
+        Self {
+            route,
+            command: None,
+            readable,
+            write_version: None,
+            operation: operation.parse(),
+            keeping: Keeping::default(),
+            schema_version: 1,
+            upcasts: BTreeMap::new(),
+            rebuild: None,
+            reconcile: None,
+            counted_headers: vec![("prefer".to_owned(), 1), ("if-match".to_owned(), 1)],
+            request_body_max: 1 << 20,
+            request_body_within: Duration::from_secs(10),
+            operation_path: None,
+            place: None,
+        }
+    }
+
+    /// The version with which new fingerprints are written. Raise it when every process reads that
+    /// version (O21). Default: the oldest version that is read, so that processes of the previous
+    /// deploy can still answer.
+    #[must_use]
+    pub fn write_version(mut self, version: u32) -> Self {
+        self.write_version = Some(version);
+        self
+    }
+
+    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer`
+    /// and `If-Match` always count. For a route that already has stored keys, use
+    /// [`Self::counts_header_since`].
+    #[must_use]
+    pub fn counts_header(self, name: &str) -> Self {
+        self.counts_header_since(1, name)
+    }
+
+    /// Counts this request header from this version of the layer's fingerprint on; the first
+    /// version is 1. Older stored fingerprints are compared without the header. Call
+    /// [`Self::write_version`] with the new version after every process knows it (O21, M24).
+    #[must_use]
+    pub fn counts_header_since(mut self, version: u32, name: &str) -> Self {
+        self.counted_headers.push((name.to_ascii_lowercase(), version));
+        if self.command.is_none() {
+            self.readable = *self.readable.start()..=version.max(*self.readable.end());
+        }
+        self
+    }
+
+    /// The longest request body, in bytes. Default 1 MiB.
+    #[must_use]
+    pub fn request_body_max(mut self, bytes: usize) -> Self {
+        self.request_body_max = bytes;
+        self
+    }
+
+    /// How long a request body may take to arrive, from its head to its last byte. Default 10 s. A
+    /// slower one gets 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
+    #[must_use]
+    pub fn request_body_within(mut self, time: Duration) -> Self {
+        self.request_body_within = time;
+        self
+    }
+
+    /// The longest answer that is kept, in bytes. A longer one leaves a tombstone (pitfall 19).
+    /// Default 256 KiB.
+    #[must_use]
+    pub fn kept_body_max(mut self, bytes: usize) -> Self {
+        self.keeping.body_max = bytes;
+        self
+    }
+
+    /// Also keeps this header of answers.
+    #[must_use]
+    pub fn keeps_header(mut self, name: &str) -> Self {
+        self.keeping.headers.push(name.to_ascii_lowercase());
+        self
+    }
+
+    /// Replaces the value that this JSON pointer names by `"[redacted]"` before an answer is kept
+    /// (M67).
+    #[must_use]
+    pub fn redacts(mut self, pointer: &str) -> Self {
+        self.keeping.redact.push(pointer.to_owned());
+        self
+    }
+
+    /// The version of the schema that answers are written in today (M66). Default 1.
+    #[must_use]
+    pub fn schema_version(mut self, version: u32) -> Self {
+        self.schema_version = version;
+        self
+    }
+
+    /// Gives the function that turns an answer of version `from` into one of the next version.
+    /// Without it, the stored bytes are replayed as they are.
+    #[must_use]
+    pub fn upcast(mut self, from: u32, change: impl Fn(Reply) -> Reply + Send + Sync + 'static) -> Self {
+        self.upcasts.insert(from, Arc::new(change));
+        self
+    }
+
+    /// Gives the function that builds the answer again where the body is not kept
+    /// ([`Replay::Reconstruct`]). The function must not change anything.
+    #[must_use]
+    pub fn rebuilt_by(
+        mut self,
+        build: impl Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync + 'static,
+    ) -> Self {
+        self.rebuild = Some(Arc::new(build));
+        self
+    }
+
+    /// Gives the function that finds out the outcome of an edge run whose end was not recorded
+    /// (O11).
+    #[must_use]
+    pub fn reconciled_by(
+        mut self,
+        ask: impl Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync + 'static,
+    ) -> Self {
+        self.reconcile = Some(Arc::new(ask));
+        self
+    }
+
+    /// The path at which clients read an operation; its id is appended: `/operations/`.
+    #[must_use]
+    pub fn operation_path(mut self, prefix: &str) -> Self {
+        self.operation_path = Some(prefix.to_owned());
+        self
+    }
+
+    /// The method and path under which the operation is published (`/.well-known/idempotency`).
+    #[must_use]
+    pub fn served_at(mut self, method: &str, path: &str) -> Self {
+        self.place = Some((method.to_owned(), path.to_owned()));
+        self
+    }
+
+    /// Whether both declare the same, apart from where they are served. Functions cannot be
+    /// compared, so an endpoint that has one equals no other.
+    fn is_the_same(&self, other: &Self) -> bool {
+        let comparable = |one: &Self| one.upcasts.is_empty() && one.rebuild.is_none() && one.reconcile.is_none();
+        comparable(self)
+            && comparable(other)
+            && self.route == other.route
+            && self.command == other.command
+            && self.readable == other.readable
+            && self.write_version == other.write_version
+            && self.keeping == other.keeping
+            && self.schema_version == other.schema_version
+            && self.counted_headers == other.counted_headers
+            && self.request_body_max == other.request_body_max
+            && self.request_body_within == other.request_body_within
+            && self.operation_path == other.operation_path
+    }
+
+    pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
+        self.route.validate(durability)?;
+        self.keeping.validate()?;
+        if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
+            return Err(EndpointError::Counted(name.clone()));
+        }
+        if self.route.requirement == Requirement::Off && self.route.mode == Mode::Transactional {
+            return Err(EndpointError::Off);
+        }
+        if (self.route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
+            return Err(EndpointError::Rebuild);
+        }
+        if self.route.reconciles != self.reconcile.is_some() {
+            return Err(EndpointError::Reconcile);
+        }
+        if self.route.while_running == WhileRunning::Accepted && self.operation_path.is_none() {
+            return Err(EndpointError::OperationPath);
+        }
+        let operation = self.operation.clone()?;
+        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone())?;
+        Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter, last_was_new: AtomicBool::new(false) })))
+    }
+}
+
+/// A protected operation of an engine. Cheap to clone.
+#[derive(Clone)]
+pub struct Registered(Arc<Parts>);
+
+struct Parts {
+    endpoint: Endpoint,
+    fingerprinter: Fingerprinter,
+    /// Whether the last request that was looked up had no record; see [`Registered::saw`].
+    last_was_new: AtomicBool,
+}
+
+impl Registered {
+    /// The policies that the author chose.
+    #[must_use]
+    pub fn route(&self) -> &Route {
+        &self.0.endpoint.route
+    }
+
+    /// The name under which the operation is registered.
+    #[must_use]
+    pub fn operation(&self) -> &OperationName {
+        self.0.fingerprinter.operation()
+    }
+
+    /// Makes and compares the fingerprints of the operation's commands.
+    #[must_use]
+    pub fn fingerprinter(&self) -> &Fingerprinter {
+        &self.0.fingerprinter
+    }
+
+    /// The longest request body, in bytes.
+    #[must_use]
+    pub fn request_body_max(&self) -> usize {
+        self.0.endpoint.request_body_max
+    }
+
+    /// How long a request body may take to arrive.
+    #[must_use]
+    pub fn request_body_within(&self) -> Duration {
+        self.0.endpoint.request_body_within
+    }
+
+    /// The request headers that belong to the command, in lower case, each with the version of the
+    /// fingerprint from which it counts.
+    #[must_use]
+    pub fn counted_headers(&self) -> &[(String, u32)] {
+        &self.0.endpoint.counted_headers
+    }
+
+    /// The method and path where it is served, if given.
+    #[must_use]
+    pub fn place(&self) -> Option<(&str, &str)> {
+        self.0.endpoint.place.as_ref().map(|(method, path)| (method.as_str(), path.as_str()))
+    }
+
+    /// The URL of an operation, if a path was given.
+    #[must_use]
+    pub fn location_of(&self, operation_id: Uuid) -> Option<String> {
+        self.0.endpoint.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
+    }
+
+    /// The longest answer that is kept, in bytes.
+    #[must_use]
+    pub fn kept_body_max(&self) -> usize {
+        self.0.endpoint.keeping.body_max
+    }
+
+    /// Counts a request that the caller refuses with this code before it takes a turn of its
+    /// [`Front`](super::Front): a body that is too long, or not a command.
+    pub fn refused(&self, code: Code) {
+        observe::noted(self.operation().as_str(), "", Noted::Rejected(code.as_str()));
+    }
+
+    /// Whether both may be registered in one engine: they are different operations, or declare the
+    /// same.
+    pub(super) fn goes_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+            || self.operation() != other.operation()
+            || self.endpoint().is_the_same(other.endpoint())
+    }
+
+    pub(super) fn endpoint(&self) -> &Endpoint {
+        &self.0.endpoint
+    }
+
+    /// Records whether a request was the first with its key. First requests often come in a row, so
+    /// the next request is probably one too. This only decides in how many steps the store is
+    /// asked.
+    pub(super) fn saw(&self, new: bool) {
+        // Written only when it changes, because every request on every thread reads it.
+        if self.last_was_new() != new {
+            self.0.last_was_new.store(new, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn last_was_new(&self) -> bool {
+        self.0.last_was_new.load(Ordering::Relaxed)
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint")
+            .field("operation", &self.operation)
+            .field("route", &self.route)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registered").field(&self.operation().as_str()).finish()
+    }
+}

@@ -1,0 +1,499 @@
+//! The engine of a process: its store, secrets, limits and runs, and the operations that it
+//! protects.
+//!
+//! Promises: requests with the same scope, operation and key run once and get one answer (G13). All
+//! operations of a process share one engine through cheap clones. Work that the engine starts is
+//! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is refused
+//! at once; only for a connection of the store it may wait a second.
+//!
+//! Not here: the decision about each request ([`Front`](super::Front)).
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::future::Future;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::task::{JoinError, JoinHandle};
+use tokio_util::task::TaskTracker;
+
+use super::admission::{Admission, Place};
+use super::codec::{self, Kept, SealError, Sealer};
+use super::endpoint::{Endpoint, EndpointError, Registered};
+use super::front::{Asking, Front};
+use super::live::Live;
+use super::memory::{BodyMemory, BodyPermit};
+use super::quota::StoredQuota;
+use super::reach::Reach;
+use super::reply::Reply;
+use super::running::Running;
+use crate::error::StoreError;
+use crate::observe::{self, Forgotten, Health};
+use crate::operation::port::{Answer, KeptBody, Keys};
+use crate::operation::rules::pace::Usual;
+use crate::operation::rules::route::Durability;
+use crate::operation::rules::{Fingerprint, Identity, Keyring, Mode, OperationName, Record, Scope};
+
+/// Returns the region that keeps the keys of a scope (M106).
+type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
+
+/// The operation engine on one store. Cheap to clone.
+pub struct Engine<S: Keys> {
+    core: Core,
+    store: Arc<S>,
+}
+
+/// The part of an [`Engine`] that does not depend on the type of its store. It is enough for
+/// operations that do not use the application's transaction. Cheap to clone.
+#[derive(Clone)]
+pub struct Core {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    store: Arc<dyn Keys>,
+    keyring: Keyring,
+    sealer: Sealer,
+    running: Running,
+    reach: Reach,
+    admission: Admission,
+    usual: Mutex<HashMap<OperationName, Usual>>,
+    body_memory: BodyMemory,
+    open_per_tenant_max: Option<u32>,
+    stored_quota: Option<StoredQuota>,
+    region: Option<(String, Home)>,
+    live: Live,
+    endpoints: Mutex<Vec<Registered>>,
+    tasks: TaskTracker,
+}
+
+/// Collects the settings of an [`Engine`].
+pub struct EngineBuilder<S: Keys> {
+    store: S,
+    keyring: Keyring,
+    sealer: Sealer,
+    body_memory_max: usize,
+    body_memory_per_tenant_max: Option<usize>,
+    open_per_tenant_max: Option<u32>,
+    stored_bytes_per_tenant_max: Option<u64>,
+    region: Option<(String, Home)>,
+    health: Health,
+}
+
+impl<S: Keys> EngineBuilder<S> {
+    /// The secrets for the fingerprints of commands and principals. Default: none. The fingerprints
+    /// are then plain SHA-256, and someone who can read the database can guess commands offline
+    /// (pitfall 25).
+    #[must_use]
+    pub fn keyring(mut self, keyring: Keyring) -> Self {
+        self.keyring = keyring;
+        self
+    }
+
+    /// The encryption keys for stored bodies and commands. Default: stored in plain.
+    #[must_use]
+    pub fn sealer(mut self, sealer: Sealer) -> Self {
+        self.sealer = sealer;
+        self
+    }
+
+    /// How many bytes of request bodies this process may hold at once. Default 64 MiB. A request
+    /// beyond the limit gets 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
+    #[must_use]
+    pub fn body_memory_max(mut self, bytes: usize) -> Self {
+        self.body_memory_max = bytes;
+        self
+    }
+
+    /// How many bytes of [`Self::body_memory_max`] one tenant may hold. Default: half, so that a
+    /// tenant that sends many or slow requests leaves room for others.
+    #[must_use]
+    pub fn body_memory_per_tenant_max(mut self, bytes: usize) -> Self {
+        self.body_memory_per_tenant_max = Some(bytes);
+        self
+    }
+
+    /// How many operations of one tenant may run in this process at once. The same number may be
+    /// committed without an outcome in the store: running in other processes, or unknown and not
+    /// resolved (O11). Default: no limit. A request beyond it gets 429
+    /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. The limit costs one count in the store
+    /// before each claim.
+    #[must_use]
+    pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
+        self.open_per_tenant_max = Some(operations);
+        self
+    }
+
+    /// How many bytes the stored answers of one tenant may take: headers and body as they stand in
+    /// the database, until the lifetime of the body ends. Default: no limit. Beyond it, a request
+    /// that would run for the first time gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is
+    /// stored. Stored answers are still replayed.
+    ///
+    /// Each process asks the store at most every five seconds, and only for tenants that begin
+    /// operations. When a query takes longer than a quarter of a second, the process asks less
+    /// often, so that queries take at most a twentieth of the time. Between two queries a tenant
+    /// can exceed the limit by what it stores meanwhile and by what already runs. The limit keeps a
+    /// database from filling over hours; use a rate limit against fast clients. It does not count
+    /// records without a body, which are small, nor the commands of phased operations, which
+    /// [`Self::open_per_tenant_max`] limits while they run.
+    ///
+    /// A guard store does not count bytes: [`Engine::protect`](Core::protect) then returns an
+    /// error.
+    #[must_use]
+    pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
+        self.stored_bytes_per_tenant_max = Some(bytes);
+        self
+    }
+
+    /// The region of this service, and a function that returns the region that keeps the keys of a
+    /// scope. A request whose keys another region keeps gets 421 with that region's name; it is
+    /// never redirected (M106). The function returns `None` for keys that every region may serve.
+    #[must_use]
+    pub fn region(
+        mut self,
+        here: impl Into<String>,
+        home: impl Fn(&Scope) -> Option<String> + Send + Sync + 'static,
+    ) -> Self {
+        self.region = Some((here.into(), Arc::new(home)));
+        self
+    }
+
+    /// Where the engine reports whether its store answers, as the part `operations`. The engine
+    /// asks the store four times a second on a connection of its own, so `/readyz` waits for no
+    /// database. Default: the log only.
+    #[must_use]
+    pub fn health(mut self, health: Health) -> Self {
+        self.health = health;
+        self
+    }
+
+    /// Makes the engine. Inside a Tokio runtime, the engine begins at once to watch its store.
+    #[must_use]
+    pub fn build(self) -> Engine<S> {
+        let admission = Admission::new(self.store.connections_max());
+        let store = Arc::new(self.store);
+        let core = Core {
+            inner: Arc::new(Inner {
+                store: Arc::clone(&store) as Arc<dyn Keys>,
+                keyring: self.keyring,
+                sealer: self.sealer,
+                running: Running::default(),
+                reach: Reach::new(self.health),
+                admission,
+                usual: Mutex::default(),
+                body_memory: BodyMemory::new(self.body_memory_max, self.body_memory_per_tenant_max),
+                open_per_tenant_max: self.open_per_tenant_max,
+                stored_quota: self.stored_bytes_per_tenant_max.map(StoredQuota::new),
+                region: self.region,
+                live: Live::new(),
+                endpoints: Mutex::default(),
+                tasks: TaskTracker::new(),
+            }),
+        };
+        core.reach();
+        Engine { core, store }
+    }
+}
+
+impl<S: Keys> Engine<S> {
+    /// Returns a builder for an engine on this store.
+    pub fn builder(store: S) -> EngineBuilder<S> {
+        EngineBuilder {
+            store,
+            keyring: Keyring::plain(),
+            sealer: Sealer::plain(),
+            body_memory_max: 64 << 20,
+            body_memory_per_tenant_max: None,
+            open_per_tenant_max: None,
+            stored_bytes_per_tenant_max: None,
+            region: None,
+            health: Health::default(),
+        }
+    }
+
+    /// The store that holds the records of keys.
+    #[must_use]
+    pub fn store(&self) -> &Arc<S> {
+        &self.store
+    }
+
+    /// The engine without the type of its store.
+    pub(super) fn core(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl<S: Keys> Deref for Engine<S> {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl Core {
+    /// Registers an operation, and returns the handle that requests use. For an operation that is
+    /// served at two paths, register once and clone the handle, or register the same endpoint
+    /// twice.
+    ///
+    /// # Errors
+    /// Settings of the endpoint that contradict each other; a name that another operation of this
+    /// engine has (the two would share keys, and the lifetimes of one would apply to the other); a
+    /// limit on stored bytes with a store that does not count them.
+    pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+        if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
+            return Err(EndpointError::StoredBytes);
+        }
+        let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
+        let mut endpoints = lock(&self.inner.endpoints);
+        if !endpoints.iter().all(|there| there.goes_with(&registered)) {
+            return Err(EndpointError::Twice(registered.operation().clone()));
+        }
+        endpoints.push(registered.clone());
+        drop(endpoints);
+        if registered.route().mode != Mode::Edge {
+            self.inner.admission.shared_by(registered.operation());
+        }
+        observe::operation_starts(registered.operation().as_str(), registered.route().mode.as_str());
+        Ok(registered)
+    }
+
+    /// The operations that are protected, in the order of their registration.
+    #[must_use]
+    pub fn protected(&self) -> Vec<Registered> {
+        lock(&self.inner.endpoints).clone()
+    }
+
+    /// The store, through the interface that every store has.
+    pub(super) fn store(&self) -> &dyn Keys {
+        self.inner.store.as_ref()
+    }
+
+    /// The cipher of stored bytes. It also seals the commands of phased operations.
+    #[must_use]
+    pub fn sealer(&self) -> &Sealer {
+        &self.inner.sealer
+    }
+
+    /// A [`Front`] for one request: it decides what the request gets.
+    #[must_use]
+    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
+        Front::new(self.clone(), endpoint.clone(), asking)
+    }
+
+    /// Returns a permit for the request body of a tenant; it holds no bytes yet. Call
+    /// [`BodyPermit::grow`] as bytes arrive, and keep the permit as long as the bytes are needed.
+    #[must_use]
+    pub fn body_memory(&self, tenant: &str) -> BodyPermit {
+        self.inner.body_memory.of(tenant)
+    }
+
+    /// Runs work that must finish even when nobody waits for it any more. When a client
+    /// disconnects, the future of its request is dropped; this task is not (pitfall 2).
+    /// [`Self::drain`] waits for the task.
+    pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
+        self.inner.tasks.spawn(work)
+    }
+
+    /// Runs a database call of the application as long as the store answers. When the database is
+    /// away, the call fails within two seconds instead of waiting for a connection. The call's
+    /// future is dropped then; a write may have happened.
+    ///
+    /// # Errors
+    /// The error of the call; [`StoreError::Unavailable`] if the store is away, or goes away before
+    /// the call ends.
+    pub async fn while_there<T, E: Into<StoreError>>(
+        &self,
+        call: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, StoreError> {
+        self.reach().within(async { call.await.map_err(Into::into) }).await
+    }
+
+    /// Waits at most this long until all tasks that were started here have ended; returns whether
+    /// they have. Stop taking requests first. Give less time than the shortest lease, so that no
+    /// other process takes over a task that still runs here.
+    pub async fn drain(&self, at_most: Duration) -> bool {
+        self.inner.tasks.close();
+        let ended = tokio::time::timeout(at_most, self.inner.tasks.wait()).await.is_ok();
+        self.inner.tasks.reopen();
+        ended
+    }
+
+    /// Encodes an answer for storage: filtered, and compressed and encrypted where that is set. For
+    /// callers that finish a record themselves: phased operations and guards.
+    ///
+    /// # Errors
+    /// [`SealError`]. Do not store the answer in plain instead.
+    pub fn encode(
+        &self,
+        endpoint: &Registered,
+        identity: &Identity,
+        fingerprint: &Fingerprint,
+        kept: &Kept,
+    ) -> Result<Answer, SealError> {
+        codec::encode(endpoint.endpoint(), &self.inner.sealer, identity, fingerprint, kept)
+    }
+
+    /// Decodes the stored answer of a record. The caller has read `body`.
+    ///
+    /// # Errors
+    /// [`SealError`].
+    pub fn decode(&self, endpoint: &Registered, record: &Record, body: &KeptBody) -> Result<Reply, SealError> {
+        let (status, version) =
+            record.answer.as_ref().map_or((200, 1), |answer| (answer.status, answer.schema_version));
+        let of = (&record.identity, &record.fingerprint);
+        codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
+    }
+
+    /// Sets the gauges of M103. Call it in each process before metrics are shown. Like
+    /// [`Self::sweep`], it also records from time to time which fingerprint versions this process
+    /// reads and writes, for `oncebox doctor` (O21). If that fails, it logs a warning and
+    /// continues.
+    ///
+    /// # Errors
+    /// The error of the store; the gauges keep their values.
+    pub async fn measure(&self) -> Result<(), StoreError> {
+        let stats = self.reach().within(self.inner.store.operation_stats()).await?;
+        self.announce().await;
+        // The store cannot see the uncommitted claims of transactional operations; only the process
+        // that runs them can (O19).
+        let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());
+        observe::operations_stand(oldest, stats.unknown);
+        Ok(())
+    }
+
+    /// Deletes expired data: bodies, then the records of every protected operation, at most about
+    /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
+    /// regularly, in as many processes as you like.
+    ///
+    /// # Errors
+    /// The error of the store; what was deleted before it stays deleted.
+    pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
+        self.announce().await;
+        let mut forgotten = self.inner.store.expire_bodies(limit).await?;
+        observe::forgotten(Forgotten::Bodies, forgotten);
+        let mut swept = HashSet::new();
+        for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
+            let route = endpoint.route();
+            let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
+            let keys = purged.await?;
+            observe::forgotten(Forgotten::Keys, keys);
+            forgotten += keys;
+        }
+        Ok(forgotten)
+    }
+
+    /// What is known of the store. Starts the task that watches it, if it does not run yet.
+    pub(super) fn reach(&self) -> &Reach {
+        self.inner.reach.attend(&self.inner.store);
+        &self.inner.reach
+    }
+
+    /// Returns a place as [`Self::place`] does, but only if one is free now.
+    pub(super) fn place_at_once(&self, operation: &OperationName) -> Option<Place> {
+        self.inner.admission.at_once(operation)
+    }
+
+    /// Waits for a place for an operation that holds a connection while it runs. Returns `None` if
+    /// no place became free in time; the caller answers that there is no room.
+    pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
+        self.inner.admission.place(operation).await
+    }
+
+    /// Waits for a task that needs the store. Returns `None` when the store is away for so long
+    /// that waiting is useless (see [`Reach::lost`]). The task continues in both cases.
+    pub(super) async fn attended<T>(&self, mut task: JoinHandle<T>) -> Option<Result<T, JoinError>> {
+        tokio::select! {
+            biased;
+            joined = &mut task => Some(joined),
+            () = self.reach().lost() => None,
+        }
+    }
+
+    async fn announce(&self) {
+        let versions: Vec<_> = self.protected().iter().map(|one| one.fingerprinter().versions()).collect();
+        self.inner.live.announce(self.store(), &versions).await;
+    }
+
+    /// Whether [`Self::drain`] runs now.
+    pub(super) fn is_draining(&self) -> bool {
+        self.inner.tasks.is_closed()
+    }
+
+    pub(super) fn running(&self) -> &Running {
+        &self.inner.running
+    }
+
+    pub(super) fn keyring(&self) -> &Keyring {
+        &self.inner.keyring
+    }
+
+    /// Whether as many operations of this tenant run in this process as are allowed.
+    pub(super) fn is_over_quota(&self, tenant: &str) -> bool {
+        self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
+    }
+
+    /// Whether a limit for tenants must be checked in the store before a claim.
+    pub(super) fn has_quota(&self) -> bool {
+        self.inner.open_per_tenant_max.is_some() || self.inner.stored_quota.is_some()
+    }
+
+    /// Whether the tenant has as many committed records without an outcome as are allowed.
+    pub(super) async fn is_over_open_quota(&self, tenant: &str) -> Result<bool, StoreError> {
+        match self.inner.open_per_tenant_max {
+            Some(max) => Ok(self.inner.store.open_of_tenant(tenant).await? >= u64::from(max)),
+            None => Ok(false),
+        }
+    }
+
+    /// Whether the tenant has as many bytes stored as are allowed.
+    pub(super) async fn is_over_bytes(&self, tenant: &str) -> Result<bool, StoreError> {
+        match &self.inner.stored_quota {
+            Some(quota) => quota.is_reached(tenant, || self.inner.store.stored_of_tenant(tenant)).await,
+            None => Ok(false),
+        }
+    }
+
+    /// The region that keeps the keys of this scope, if it is not this one.
+    pub(super) fn home_elsewhere(&self, scope: &Scope) -> Option<String> {
+        let (here, home) = self.inner.region.as_ref()?;
+        home(scope).filter(|home| home != here)
+    }
+
+    pub(super) fn usual(&self, operation: &OperationName) -> Option<Duration> {
+        lock(&self.inner.usual).get(operation).and_then(|usual| usual.duration())
+    }
+
+    pub(super) fn has_run(&self, operation: &OperationName, ran: Duration) {
+        lock(&self.inner.usual).entry(operation.clone()).or_default().observe(ran);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<S: Keys> Clone for Engine<S> {
+    fn clone(&self) -> Self {
+        Self { core: self.core.clone(), store: Arc::clone(&self.store) }
+    }
+}
+
+impl<S: Keys> fmt::Debug for Engine<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("store", &self.store).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("store", &self.inner.store).finish_non_exhaustive()
+    }
+}
+
+impl<S: Keys> fmt::Debug for EngineBuilder<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineBuilder").field("store", &self.store).finish_non_exhaustive()
+    }
+}

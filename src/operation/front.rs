@@ -1,0 +1,639 @@
+//! The front of every operation: what happens with a request before and after it executes (O15).
+//!
+//! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns:
+//!
+//! ```text
+//! loop {
+//!     match front.turn().await {
+//!         Turn::Answer(answered) => return answered,
+//!         Turn::Unkeyed          => run without protection,
+//!         Turn::Recover(record)  => recover the operation, then go on (or answer front.pending(&record)),
+//!         Turn::Begin(begin)     => match store.begin..(&begin.claim, begin.basis(), front.patience()).await {
+//!             claimed            => { front.note(Noted::Acquired); run; finish; return front.first(begin.ran(), reply) }
+//!             refused            => front.refused(begin),   // and go on
+//!             Err(error)         => return front.store_failed("claim", &error),
+//!         },
+//!     }
+//! }
+//! ```
+//!
+//! Promises: [`decide`] alone decides, and nothing executes without its decision. A front holds no
+//! connection between two reads, so waiting duplicates do not starve others. Every loop has a
+//! bound, and every turn is counted in metrics.
+//!
+//! Cancel safety: dropped at any point, it owns nothing. Dropping [`Begin`] removes its entry from
+//! the map of runs.
+//!
+//! Not here: claim and execution, which each kind of operation does, and the form of answers
+//! (`http`, gRPC).
+
+mod answer;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use uuid::Uuid;
+
+use super::endpoint::Registered;
+use super::engine::Core;
+use super::reply::Answered;
+use super::running::{Entry, Run, Waiting};
+use crate::error::StoreError;
+use crate::inbox::rules::horizon::Bounds;
+use crate::observe::{self, Noted};
+use crate::operation::port::{Basis, Fenced, KeptBody, KeyClaim};
+use crate::operation::rules::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
+use crate::operation::rules::route::{AfterExpiry, WhileRunning};
+use crate::operation::rules::{
+    Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
+};
+use crate::time::db_time::DbTime;
+
+/// How many turns a request may take without waiting, until it is answered that the key is in use.
+const ROUNDS_MAX: u32 = 8;
+/// The first pause between two reads of a request that waits for another process.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The longest such pause.
+const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
+
+/// The key of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KeyGiven {
+    /// The request has no key.
+    Missing,
+    /// The request has a key that is not valid.
+    Malformed(KeyError),
+    /// The request was sent with this key.
+    Given(Key),
+}
+
+/// A request as the engine sees it.
+#[derive(Clone)]
+pub struct Asking {
+    /// The tenant and principal, from verified authentication; never from a header that a client
+    /// may set.
+    pub scope: Option<Scope>,
+    /// The key that came with the request, or what was wrong with it.
+    pub key: KeyGiven,
+    /// The command, which the caller has read and validated.
+    pub command: Arc<dyn Canonical + Send + Sync>,
+}
+
+/// What the operation does next.
+#[derive(Debug)]
+pub enum Turn {
+    /// Run without protection: the request has no key, and the route requires none.
+    Unkeyed,
+    /// Claim on this basis, then execute.
+    Begin(Box<Begin>),
+    /// The driver of a phased operation is gone: take the operation over by `record.operation_id`.
+    Recover(Box<Record>),
+    /// Give the request this answer.
+    Answer(Answered),
+}
+
+/// A claim to be made. While it lives (or a place that was taken from it), duplicates in this
+/// process are answered from the map of runs. Dropping it wakes the duplicates that wait.
+#[derive(Debug)]
+pub struct Begin {
+    /// The claim. Its operation id is a new one, or that of the record that runs again.
+    pub claim: KeyClaim,
+    ground: Ground,
+    entry: Arc<Entry>,
+    /// Whether the claim succeeded before: after a deadlock it is made again, for the same request.
+    claimed: AtomicBool,
+}
+
+/// The state of the record that the claim relies on.
+#[derive(Debug, Clone)]
+pub(super) enum Ground {
+    New,
+    TakeOver(Box<Record>),
+    Reclaim(Box<Record>),
+    Anew(Box<Record>),
+}
+
+impl Ground {
+    pub(super) fn basis(&self) -> Basis<'_> {
+        match self {
+            Self::New => Basis::New,
+            Self::TakeOver(record) => Basis::TakeOver(record),
+            Self::Reclaim(record) => Basis::Reclaim(record),
+            Self::Anew(record) => Basis::Anew(record),
+        }
+    }
+}
+
+impl Begin {
+    /// The state of the record that the claim relies on; if it has changed, the store refuses the
+    /// claim.
+    #[must_use]
+    pub fn basis(&self) -> Basis<'_> {
+        self.ground.basis()
+    }
+
+    /// Returns true the first time the claim succeeds, so that a rerun after a deadlock counts
+    /// once.
+    pub(super) fn is_first_claim(&self) -> bool {
+        !self.claimed.swap(true, Ordering::Relaxed)
+    }
+
+    /// The same as an owned value, for work that outlives the request.
+    pub(super) fn ground(&self) -> Ground {
+        self.ground.clone()
+    }
+
+    /// How long the run has taken so far.
+    #[must_use]
+    pub fn ran(&self) -> Duration {
+        self.entry.ran()
+    }
+
+    /// Its entry in the map of runs, for work that outlives the request and must end before the key
+    /// is used again.
+    pub(super) fn place(&self) -> Arc<Entry> {
+        Arc::clone(&self.entry)
+    }
+
+    /// Removes the run from the map; see `Entry::leave`.
+    pub(super) fn has_ended(&self) {
+        self.entry.leave();
+    }
+}
+
+/// Which source the next turn asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Neither the map nor the store was asked yet.
+    Fresh,
+    /// Look in the map of runs, then in the store.
+    Look,
+    /// A lock or an insert was refused. A record that the next read finds is judged; no record
+    /// means that somebody holds the key (O15 step 4).
+    Refused,
+}
+
+/// The run or record that a decision is about.
+enum Seen {
+    Nobody,
+    Run(Arc<Run>),
+    Record(Box<Record>, DbTime),
+}
+
+/// Takes the turns of one request.
+pub struct Front {
+    engine: Core,
+    endpoint: Registered,
+    asking: Asking,
+    identity: Option<Identity>,
+    home: Option<String>,
+    stage: Stage,
+    rounds: u32,
+    waits_until: Option<Instant>,
+    /// The place among the duplicates that wait for this key.
+    waiting: Option<Waiting>,
+    look_every: Duration,
+    /// Whether the tenant has as many bytes stored as it may.
+    over_bytes: bool,
+    /// The body of the record that was read last, if the store returned it.
+    body: Option<KeptBody>,
+}
+
+impl Front {
+    pub(super) fn new(engine: Core, endpoint: Registered, asking: Asking) -> Self {
+        let identity = match (&asking.scope, &asking.key) {
+            (Some(scope), KeyGiven::Given(key)) => {
+                Some(Identity::new(scope, endpoint.operation().clone(), key.clone()))
+            }
+            _ => None,
+        };
+        let home = asking.scope.as_ref().and_then(|scope| engine.home_elsewhere(scope));
+        Self {
+            engine,
+            endpoint,
+            asking,
+            identity,
+            home,
+            stage: Stage::Fresh,
+            rounds: 0,
+            waits_until: None,
+            waiting: None,
+            look_every: LOOK_EVERY,
+            over_bytes: false,
+            body: None,
+        }
+    }
+
+    /// The engine that received this request.
+    #[must_use]
+    pub fn engine(&self) -> &Core {
+        &self.engine
+    }
+
+    /// The operation that the request asks for.
+    #[must_use]
+    pub fn endpoint(&self) -> &Registered {
+        &self.endpoint
+    }
+
+    /// How long a claim may wait for its turn in a store with one writer at a time (O18): the
+    /// `patience` of the store's calls.
+    #[must_use]
+    pub fn patience(&self) -> Duration {
+        self.endpoint.route().wait_max
+    }
+
+    /// A short hash of the key for logs; empty if there is no key.
+    #[must_use]
+    pub fn short_key(&self) -> String {
+        self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
+    }
+
+    /// The answer to a request that is refused before the store is asked and the body is read: no
+    /// key, no scope, another region. `None`: continue.
+    #[must_use]
+    pub fn early(&self) -> Option<Answered> {
+        let decision = self.decide(Found::NotAsked);
+        let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);
+        (!goes_on).then(|| self.refusal(decision, None))
+    }
+
+    /// Whether the request has no key and the route requires none.
+    #[must_use]
+    pub fn is_unkeyed(&self) -> bool {
+        self.decide(Found::NotAsked) == Decision::PassThrough
+    }
+
+    /// Returns what the operation does next.
+    pub async fn turn(&mut self) -> Turn {
+        loop {
+            let (decision, seen) = self.ask().await;
+            let decision = self.within_quota(decision).await;
+            tracing::trace!(?decision, stage = ?self.stage, "decided");
+            if let Some(turn) = self.follow(decision, seen).await {
+                return turn;
+            }
+        }
+    }
+
+    /// Returns a claim to insert without a read before it, when this is probably a first request
+    /// because the last request of this operation was one. Returns `None` (the caller uses
+    /// [`Self::turn`]) if the key already runs in this process, if the route judges the age of keys
+    /// (O23), or if tenants have limits, which are checked before a claim. Until the result of the
+    /// claim is known, other requests for this key wait for it without a connection.
+    pub(super) fn claim_unseen(&self) -> Option<Box<Begin>> {
+        let digest = self.identity.as_ref()?.digest();
+        let judges_age = self.endpoint.route().after_expiry == AfterExpiry::Reject;
+        let probable =
+            self.stage == Stage::Fresh && self.endpoint.last_was_new() && !judges_age && !self.engine.has_quota();
+        let looks = probable && self.decide(Found::NotAsked) == Decision::Look;
+        if !looks || self.engine.running().get(&digest).is_some() {
+            return None;
+        }
+        let claim = self.claim(&Ground::New)?;
+        let entry = self.enter(&claim, true)?;
+        Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
+    }
+
+    /// A transaction holds the claim of [`Self::claim_unseen`]. Returns whether it may execute;
+    /// if not, the caller rolls back, drops `begin` and takes a turn.
+    pub(super) fn claimed_unseen(&mut self, begin: &Begin) -> bool {
+        let runs = self.decide(Found::Nothing(None)) == Decision::Claim;
+        if runs {
+            self.rounds += 1;
+            begin.entry.runs();
+        }
+        runs
+    }
+
+    /// Notes that the claim was refused: another record exists, or somebody holds the key. The next
+    /// turn reads the record.
+    pub fn refused(&mut self, begin: Box<Begin>) {
+        drop(begin);
+        self.stage = Stage::Refused;
+    }
+
+    /// A front of the same request, to make an answer while another task holds this one.
+    pub(super) fn under_way(&self) -> Self {
+        Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
+    }
+
+    /// The same request under a key that the server makes: for an operation that must claim when
+    /// the client sent no key (M17).
+    #[must_use]
+    pub fn under_own_key(&self) -> Self {
+        let mut asking = self.asking.clone();
+        if let Ok(key) = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque) {
+            asking.key = KeyGiven::Given(key);
+        }
+        Self::new(self.engine.clone(), self.endpoint.clone(), asking)
+    }
+
+    /// Reads the record again in the next turn: after a recovery, or when the answer of a commit
+    /// was lost.
+    pub fn look_again(&mut self) {
+        self.stage = Stage::Look;
+        self.rounds += 1;
+    }
+
+    /// Counts an event in metrics and notes it in the span.
+    pub fn note(&self, noted: Noted) {
+        observe::noted(self.endpoint.operation().as_str(), &self.short_key(), noted);
+    }
+
+    /// The answer after the store failed at this stage: 503. Nothing was executed, or everything
+    /// was rolled back.
+    pub fn store_failed(&self, stage: &'static str, error: &StoreError) -> Answered {
+        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), stage, %error, "the store failed");
+        self.note(Noted::StoreError(stage));
+        self.problem(Code::StoreUnavailable)
+    }
+
+    async fn ask(&mut self) -> (Decision, Seen) {
+        if self.stage == Stage::Fresh {
+            let decision = self.decide(Found::NotAsked);
+            if decision != Decision::Look {
+                return (decision, Seen::Nobody);
+            }
+            self.stage = Stage::Look;
+        }
+        let Some(identity) = self.identity.clone() else { return (Decision::ScopeRequired, Seen::Nobody) };
+        if self.rounds > ROUNDS_MAX {
+            return (Decision::InProgress(InProgress::Conflict), Seen::Nobody);
+        }
+        let run = self.engine.running().get(&identity.digest());
+        if let Some(run) = &run {
+            run.known().await;
+        }
+        if let Some(run) = run.filter(|run| !run.ended.is_cancelled()) {
+            let found = Found::Running { principal: &run.principal, fingerprint: &run.fingerprint };
+            let decision = self.decide(found);
+            match self.operation_of(decision, &identity).await {
+                Some((record, now)) => {
+                    return (Decision::InProgress(InProgress::Accepted), Seen::Record(record, now));
+                }
+                None if !run.ended.is_cancelled() => return (decision, Seen::Run(run)),
+                // The run has ended meanwhile: the store has its outcome.
+                None => {}
+            }
+        }
+        let refused = self.stage == Stage::Refused;
+        self.stage = Stage::Look;
+        let look = match self.find(&identity).await {
+            Ok(look) => look,
+            Err(error) => {
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "a key could not be looked for");
+                self.note(Noted::StoreError("find"));
+                return (self.decide(Found::Unreachable), Seen::Nobody);
+            }
+        };
+        self.body = look.body;
+        if !refused {
+            self.endpoint.saw(look.record.is_none());
+        }
+        match look.record {
+            Some(record) => {
+                let decision = self.decide(Found::Record(&record, look.now));
+                (decision, Seen::Record(Box::new(record), look.now))
+            }
+            // Only once: whoever held the key may have rolled back; after a wait the key is then
+            // free.
+            None if refused => (self.decide(Found::Busy), Seen::Nobody),
+            None => {
+                let id_skew = self.endpoint.route().id_skew;
+                let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
+                (self.decide(Found::Nothing(Some(bounds))), Seen::Nobody)
+            }
+        }
+    }
+
+    /// The record of a run in this process, where the route sends duplicates to their operation:
+    /// only the record has the operation's id, and only after the claim is committed. `None`: there
+    /// is no such record, or it was not read in time; the decision from the map stays.
+    async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
+        let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
+        if !accepts || decision != Decision::InProgress(InProgress::Conflict) {
+            return None;
+        }
+        let look = match tokio::time::timeout(LOOK_EVERY_MAX, self.find(identity)).await.ok()? {
+            Ok(look) => look,
+            Err(error) => {
+                tracing::debug!(operation = %self.endpoint.operation(), %error, "the record of a run of this process could not be read");
+                self.note(Noted::StoreError("find"));
+                return None;
+            }
+        };
+        let record = look.record?;
+        let accepted = self.decide(Found::Record(&record, look.now)) == Decision::InProgress(InProgress::Accepted);
+        accepted.then(|| (Box::new(record), look.now))
+    }
+
+    /// Changes a decision to execute into a refusal if the tenant is at a limit: operations without
+    /// an outcome, in all processes (O11), or stored bytes.
+    async fn within_quota(&mut self, decision: Decision) -> Decision {
+        let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
+        let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
+        let reach = self.engine.reach();
+        let over = match reach.within(self.engine.is_over_open_quota(scope.tenant())).await {
+            Ok(false) => {
+                let over = reach.within(self.engine.is_over_bytes(scope.tenant())).await;
+                self.over_bytes = matches!(over, Ok(true));
+                over
+            }
+            over => over,
+        };
+        match over {
+            Ok(false) => decision,
+            Ok(true) => Decision::QuotaExceeded,
+            Err(error) => {
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "what a tenant has open or stored could not be counted");
+                self.note(Noted::StoreError("find"));
+                Decision::StoreUnavailable
+            }
+        }
+    }
+
+    /// Reads the record. A transient error is retried a few times.
+    async fn find(&self, identity: &Identity) -> Result<crate::operation::port::Look, StoreError> {
+        let mut tries = 0;
+        loop {
+            match self.engine.reach().within(self.engine.store().find(identity)).await {
+                Err(StoreError::Busy(_)) if tries < 5 => tries += 1,
+                found => return found,
+            }
+            tokio::time::sleep(Duration::from_millis(10 << tries)).await;
+        }
+    }
+
+    fn decide(&self, found: Found<'_>) -> Decision {
+        let route = self.endpoint.route();
+        let request;
+        let asked = match (&self.asking.key, &self.asking.scope, &self.identity) {
+            (KeyGiven::Missing, _, _) => Asked::Keyless,
+            (KeyGiven::Malformed(_), _, _) => Asked::Malformed,
+            (KeyGiven::Given(_), Some(scope), Some(identity)) if self.home.is_none() => {
+                request = Request {
+                    scope,
+                    identity,
+                    command: &*self.asking.command,
+                    fingerprinter: self.endpoint.fingerprinter(),
+                    over_quota: self.engine.is_over_quota(scope.tenant()),
+                };
+                Asked::Keyed(&request)
+            }
+            (KeyGiven::Given(_), Some(_), _) => Asked::Elsewhere,
+            (KeyGiven::Given(_), None, _) => Asked::Unscoped,
+        };
+        decide(route, asked, found)
+    }
+
+    /// Does what the decision says. `None`: decide again.
+    async fn follow(&mut self, decision: Decision, seen: Seen) -> Option<Turn> {
+        let record = match seen {
+            Seen::Record(record, now) => Some((record, now)),
+            Seen::Run(run) => {
+                if decision == Decision::InProgress(InProgress::Wait) && self.may_wait() {
+                    let until = self.waits_until.map_or(self.look_every, |until| until.duration_since(Instant::now()));
+                    // The run wakes its waiters when it ends.
+                    let _ = tokio::time::timeout(until, run.ended.cancelled()).await;
+                    return None;
+                }
+                self.note_lock(decision, false);
+                return Some(Turn::Answer(self.answer_running(decision, &run)));
+            }
+            Seen::Nobody => None,
+        };
+        match (decision, record) {
+            (Decision::PassThrough, _) => Some(Turn::Unkeyed),
+            (Decision::Claim, _) => self.begin(Ground::New),
+            (Decision::TakeOver(kind), Some((record, _))) => {
+                self.note(Noted::TakenOver(match kind {
+                    TakeOver::Bridged => "bridged",
+                    TakeOver::Repeatable => "repeatable",
+                }));
+                self.begin(Ground::TakeOver(record))
+            }
+            (Decision::Reclaim, Some((record, _))) => {
+                match self.end_of_late_run(&record).await {
+                    Ok(false) => {}
+                    Ok(true) => {
+                        self.look_again();
+                        return None;
+                    }
+                    Err(error) => return Some(Turn::Answer(self.store_failed("claim", &error))),
+                }
+                self.note(Noted::TakenOver("reclaim"));
+                self.begin(Ground::Reclaim(record))
+            }
+            (Decision::ExecuteAsNew, Some((record, _))) => {
+                self.note(Noted::Expired("executed"));
+                self.begin(Ground::Anew(record))
+            }
+            (Decision::InProgress(InProgress::Wait), _) if self.may_wait() => {
+                tokio::time::sleep(self.look_every).await;
+                self.look_every = (self.look_every * 3 / 2).min(LOOK_EVERY_MAX);
+                None
+            }
+            (Decision::MarkUnknown(lost), Some((record, _))) => self.mark_unknown(lost, &record).await,
+            (Decision::Recover, Some((record, _))) => {
+                self.note(Noted::Recovering);
+                Some(Turn::Recover(record))
+            }
+            (Decision::Reconcile, Some((record, now))) => {
+                super::reconcile::wake(&self.engine, &self.endpoint, &record);
+                Some(Turn::Answer(self.answer(Decision::Reconcile, Some((&record, now))).await))
+            }
+            (decision, record) => {
+                self.note_lock(decision, record.is_none());
+                let record = record.as_ref().map(|(record, now)| (&**record, *now));
+                Some(Turn::Answer(self.answer(decision, record).await))
+            }
+        }
+    }
+
+    fn begin(&mut self, ground: Ground) -> Option<Turn> {
+        let claim = self.claim(&ground)?;
+        // A request that waits is bounded by its time, not by its turns.
+        if self.waiting.is_none() {
+            self.rounds += 1;
+        }
+        // `None`: another request of this process was faster. The next turn finds it in the map.
+        let entry = self.enter(&claim, false)?;
+        self.waiting = None;
+        Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
+    }
+
+    fn enter(&self, claim: &KeyClaim, tries: bool) -> Option<Arc<Entry>> {
+        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
+        self.engine.running().enter(&claim.identity, principal, fingerprint, tries).map(Arc::new)
+    }
+
+    fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
+        let (Some(identity), Some(scope)) = (self.identity.clone(), &self.asking.scope) else { return None };
+        let principal = scope.mark(self.engine.keyring());
+        let fingerprint = self.endpoint.fingerprinter().write(&*self.asking.command);
+        let operation_id = match ground {
+            Ground::New | Ground::Anew(_) => Uuid::now_v7(),
+            Ground::TakeOver(seen) | Ground::Reclaim(seen) => seen.operation_id,
+        };
+        let route = self.endpoint.route();
+        let owner = KeyClaim::new_owner();
+        let (mode, lease) = (route.mode, route.lease);
+        Some(KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease })
+    }
+
+    /// Whether an earlier run of this failed record has ended after all. If so, its outcome is
+    /// written now. Only runs of these modes can lose their lease and still have an effect.
+    async fn end_of_late_run(&self, seen: &Record) -> Result<bool, StoreError> {
+        if !matches!(seen.mode, Mode::Edge | Mode::Bridged) {
+            return Ok(false);
+        }
+        let ended = super::reconcile::end_of_late_run(&self.engine, &self.endpoint, seen);
+        self.engine.reach().within(ended).await
+    }
+
+    async fn mark_unknown(&mut self, lost: Lost, record: &Record) -> Option<Turn> {
+        if lost == Lost::CommittedClaim {
+            self.note(Noted::TransactionEnded);
+        }
+        self.rounds += 1;
+        match self.engine.reach().within(self.engine.store().mark_unknown(record)).await {
+            Ok(Fenced::Done | Fenced::LostOwnership) => None,
+            Err(error) => Some(Turn::Answer(self.store_failed("claim", &error))),
+        }
+    }
+
+    /// Counts a request that is refused because the key is in use, if the holder has no visible
+    /// record (`unseen`) or the request has waited (M104).
+    fn note_lock(&self, decision: Decision, unseen: bool) {
+        if matches!(decision, Decision::InProgress(_)) && (unseen || self.waiting.is_some()) {
+            self.note(Noted::LockTimeout);
+        }
+    }
+
+    /// Whether a duplicate may wait on. The first call starts its time and takes a place.
+    fn may_wait(&mut self) -> bool {
+        let route = self.endpoint.route();
+        let until = *self.waits_until.get_or_insert_with(|| Instant::now() + route.wait_max);
+        if self.waiting.is_none()
+            && let Some(identity) = &self.identity
+        {
+            self.waiting = self.engine.running().wait(identity.digest(), route.waiters_max);
+        }
+        self.waiting.is_some() && Instant::now() < until
+    }
+}
+
+impl fmt::Debug for Front {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Front").field("endpoint", &self.endpoint).field("stage", &self.stage).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Asking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Asking").field("scope", &self.scope).field("key", &self.key).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,232 @@
+//! The answers of the front: problems with `Retry-After`, and replayed outcomes.
+
+use std::time::Duration;
+
+use super::{Front, KeyGiven};
+use crate::observe::Noted;
+use crate::operation::codec::SealError;
+use crate::operation::reply::{Answered, Problem, Reply};
+use crate::operation::rules::decide::InProgress;
+use crate::operation::rules::pace::{retry_after, while_running};
+use crate::operation::rules::record::{Resource, StoredBody};
+use crate::operation::rules::route::WhileRunning;
+use crate::operation::rules::{Code, Decision, Record, State};
+use crate::operation::running::Run;
+use crate::time::db_time::DbTime;
+
+/// `Retry-After` for a tenant that has too many bytes stored: space becomes free in minutes, not in
+/// seconds.
+const FULL: Duration = Duration::from_secs(30);
+
+impl Front {
+    /// A problem with this code and the values of its table.
+    #[must_use]
+    pub fn problem(&self, code: Code) -> Answered {
+        Answered::Problem(Problem::new(code))
+    }
+
+    /// The answer to a duplicate of an operation whose recovery continues: 202 if the route accepts
+    /// duplicates, else 409 (`IDEMPOTENCY_RECOVERY_PENDING`). It has the operation's location, if a
+    /// path was given.
+    #[must_use]
+    pub fn pending(&self, record: &Record) -> Answered {
+        let mut problem = Problem::new(Code::RecoveryPending);
+        problem.operation_id = Some(record.operation_id);
+        problem.location = self.endpoint.location_of(record.operation_id);
+        if self.endpoint.route().while_running == WhileRunning::Accepted {
+            problem.status = 202;
+        }
+        Answered::Problem(problem)
+    }
+
+    /// The answer of a run that has ended in this process, for its own request.
+    pub fn first(&self, begin_ran: Duration, reply: Reply) -> Answered {
+        self.engine.has_run(self.endpoint.operation(), begin_ran);
+        Answered::Reply { reply, replayed: false }
+    }
+
+    /// The answer to a duplicate while the first request runs in this process, and to a request
+    /// whose own timeout has passed (O10).
+    #[must_use]
+    pub fn still_running(&self, ran: Duration) -> Answered {
+        self.note(Noted::InProgress);
+        let mut problem = Problem::new(Code::InProgress);
+        problem.retry_after = Some(self.comes_again(self.endpoint.route().lease, ran));
+        Answered::Problem(problem)
+    }
+
+    /// The answer when as many operations run as the store's connections can carry. Nothing was
+    /// begun (O29).
+    #[must_use]
+    pub(in crate::operation) fn no_room(&self) -> Answered {
+        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");
+        self.note(Noted::StoreError("admit"));
+        let detail = "as many operations run as the connections of the database carry: nothing was done";
+        Answered::Problem(Problem { detail: Some(detail.to_owned()), ..Problem::new(Code::StoreUnavailable) })
+    }
+
+    pub(super) fn answer_running(&self, decision: Decision, run: &Run) -> Answered {
+        match decision {
+            Decision::InProgress(_) => self.still_running(run.since.elapsed()),
+            decision => self.refusal(decision, None),
+        }
+    }
+
+    pub(super) async fn answer(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
+        match (decision, seen) {
+            (Decision::Replay, Some((record, _))) => self.replay(record).await,
+            (Decision::ReplayReference, Some((record, _))) => self.reference(record),
+            (Decision::Reconstruct, Some((record, _))) => self.rebuild(record).await,
+            (Decision::NotRetained, Some((record, _))) => self.not_retained(record),
+            (decision, seen) => self.refusal(decision, seen),
+        }
+    }
+
+    async fn replay(&self, record: &Record) -> Answered {
+        let found = match &self.body {
+            Some(body) => Ok(Some(body.clone())),
+            None => self.engine.reach().within(self.engine.store().body(record)).await,
+        };
+        let body = match found {
+            Ok(Some(body)) => body,
+            // The lifetime of the body ended between the two reads.
+            Ok(None) => return self.not_retained(record),
+            Err(error) => return self.store_failed("replay", &error),
+        };
+        match self.engine.decode(&self.endpoint, record, &body) {
+            Ok(reply) => {
+                self.note(Noted::Replayed(if record.state == State::Completed { "completed" } else { "failure" }));
+                Answered::Reply { reply, replayed: true }
+            }
+            Err(error) => {
+                tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), %error, "a stored answer cannot be read");
+                self.note(Noted::StoreError("replay"));
+                // Another process may have the key or the feature. Broken bytes cannot be repaired.
+                let elsewhere = matches!(error, SealError::UnknownKid(_) | SealError::Feature(_));
+                if elsewhere { self.problem(Code::FingerprintVersionUnknown) } else { self.not_retained(record) }
+            }
+        }
+    }
+
+    fn reference(&self, record: &Record) -> Answered {
+        match resource_of(record) {
+            Some(Resource { location: Some(location), .. }) => {
+                self.note(Noted::Replayed("reference"));
+                Answered::Reply { reply: Reply::new(303).header("location", location.as_str()), replayed: true }
+            }
+            _ => self.not_retained(record),
+        }
+    }
+
+    async fn rebuild(&self, record: &Record) -> Answered {
+        let Some(rebuild) = self.endpoint.endpoint().rebuild.clone() else { return self.not_retained(record) };
+        // The function executes nothing. It runs as a tracked task because it is application code
+        // and may panic.
+        match self.engine.spawn(rebuild(record.clone())).await {
+            Ok(Ok(reply)) => {
+                self.note(Noted::Replayed("reconstructed"));
+                Answered::Reply { reply, replayed: true }
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "an answer could not be built anew");
+                self.problem(Code::StoreUnavailable)
+            }
+            Err(error) => {
+                tracing::error!(operation = %self.endpoint.operation(), %error, "building an answer anew failed");
+                self.problem(Code::StoreUnavailable)
+            }
+        }
+    }
+
+    fn not_retained(&self, record: &Record) -> Answered {
+        self.note(Noted::Replayed("tombstone"));
+        let mut problem = Problem::new(Code::ResultNotRetained);
+        problem.operation_id = Some(record.operation_id);
+        problem.resource = resource_of(record).cloned();
+        problem.location = problem.resource.as_ref().and_then(|resource| resource.location.clone());
+        Answered::Problem(problem)
+    }
+
+    pub(super) fn refusal(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
+        let Some((code, key_state)) = decision.problem() else {
+            // This decision has no answer here: fail closed (M60).
+            return self.problem(Code::StoreUnavailable);
+        };
+        self.note_refusal(decision, code);
+        let mut problem = Problem { key_state, ..Problem::new(code) };
+        let route = self.endpoint.route();
+        match decision {
+            Decision::Mismatch | Decision::PrincipalMismatch => problem.status = route.mismatch.status(),
+            Decision::KeyInvalid => problem.detail = self.what_is_wrong(),
+            Decision::KeyFromTheFuture => {
+                problem.detail = Some("the time in the key lies ahead of the server's: check the clock".to_owned());
+            }
+            Decision::QuotaExceeded if self.over_bytes => {
+                problem.detail = Some(
+                    "as many bytes of answers are stored as may be: each is let go at the end of its life".to_owned(),
+                );
+                problem.retry_after = Some(retry_after(FULL, fastrand::f64()));
+            }
+            Decision::WrongRegion => problem.home_region = self.home.clone(),
+            Decision::InProgress(how) => {
+                let ran = seen.map_or(Duration::ZERO, |(record, now)| record.created_at.until(now));
+                let left = seen.map_or(Duration::from_secs(1), |(record, now)| record.lease_left(now));
+                problem.retry_after = Some(self.comes_again(left, ran));
+                if let (InProgress::Accepted, Some((record, _))) = (how, seen) {
+                    problem.status = 202;
+                    problem.operation_id = Some(record.operation_id);
+                    problem.location = self.endpoint.location_of(record.operation_id);
+                }
+            }
+            Decision::RecoveryPending | Decision::Reconcile | Decision::Recover => {
+                if let Some((record, _)) = seen {
+                    return self.pending(record);
+                }
+            }
+            Decision::UnknownOutcome => {
+                problem.operation_id = seen.map(|(record, _)| record.operation_id);
+                problem.location = problem.operation_id.and_then(|id| self.endpoint.location_of(id));
+            }
+            _ => {}
+        }
+        Answered::Problem(problem)
+    }
+
+    fn note_refusal(&self, decision: Decision, code: Code) {
+        self.note(match decision {
+            Decision::Mismatch => Noted::Mismatch,
+            Decision::PrincipalMismatch => Noted::PrincipalMismatch,
+            Decision::InProgress(_) => Noted::InProgress,
+            Decision::Expired => Noted::Expired("rejected"),
+            Decision::RecoveryPending | Decision::Reconcile | Decision::Recover | Decision::UnknownOutcome => {
+                Noted::Recovering
+            }
+            _ => Noted::Rejected(code.as_str()),
+        });
+        if decision == Decision::WrongRecord {
+            tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), "the record under this key is another's: nothing was touched");
+        }
+    }
+
+    /// Says what is wrong with the key. The text never repeats the key.
+    fn what_is_wrong(&self) -> Option<String> {
+        match &self.asking.key {
+            KeyGiven::Malformed(error) => Some(error.to_string()),
+            KeyGiven::Given(_) => Some("the key carries no time, which this operation asks for".to_owned()),
+            KeyGiven::Missing => None,
+        }
+    }
+
+    fn comes_again(&self, left: Duration, ran: Duration) -> u32 {
+        let usual = self.engine.usual(self.endpoint.operation());
+        let expected = while_running(left, ran, usual.or(Some(ran + Duration::from_secs(1))));
+        retry_after(expected, fastrand::f64())
+    }
+}
+
+fn resource_of(record: &Record) -> Option<&Resource> {
+    match record.answer.as_ref().map(|answer| &answer.body) {
+        Some(StoredBody::Reference(resource)) => Some(resource),
+        _ => None,
+    }
+}

@@ -1,0 +1,65 @@
+//! Phased operations: phases in transactions of their own, with calls of providers between them (O5
+//! to O9, O13, O22; M52, M53, M78 to M83).
+//!
+//! An author writes phases, and an adapter for each provider. A phase is a transaction that ends at
+//! a recovery point or with the intent to call a provider. The engine commits the bytes that it
+//! will send, sends them, stores every answer as evidence, decides from the evidence, and runs the
+//! next phase. After a crash at any point, a worker or the repeated request continues the operation
+//! from its last commit.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
+//! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
+//! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
+//! | `identity` | identities derived from the operation |
+//! | `engine`, `opening` | a request for an operation, and the first phase |
+//! | `taken` | prepares the driver of an operation that was taken over |
+//! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and its release |
+//! | `evidence`, `vault` | how observations are stored |
+//! | `registry`, `recovery` | the registered flows, and the worker |
+//!
+//! The worker is built with the service's flows, so it runs in the service's process:
+//! `Recovery::new(&phased, ..).run(stop)` beside the server, as in `examples/payments_api`, or in a
+//! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
+//!
+//! Not here: what an answer proves and what the next step is
+//! ([`policy::operation::provider`](crate::operation::rules::provider)), which stage follows which
+//! (room `policy`), and the rows (`store`).
+
+mod call;
+mod driver;
+mod effect;
+#[cfg(feature = "email")]
+pub mod email;
+mod ends;
+mod engine;
+mod evidence;
+mod flow;
+mod hold;
+#[cfg(feature = "client")]
+pub mod http;
+mod identity;
+mod leaving;
+mod opening;
+mod phase;
+mod provider;
+mod recovery;
+mod registry;
+mod rerun;
+#[cfg(any(feature = "client", feature = "email"))]
+mod sending;
+mod taken;
+mod vault;
+#[cfg(feature = "client")]
+pub mod webhook;
+
+pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};
+pub use ends::{First, Local, LocalPoint, Settled, SettledPoint};
+pub use engine::{PhasedEngine, PhasedEngineBuilder, PhasedEngineError};
+pub use flow::{Flow, FlowBuilder, FlowError};
+pub use identity::{Identities, ProviderKey};
+pub use phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
+pub use provider::{Asked, Call, Prepare, Provider, Sent};
+pub use recovery::{Recovery, RecoveryOptions};
+pub use registry::DriveSettings;

@@ -1,0 +1,298 @@
+//! One call of a provider. Its beginning is committed before it starts. It starts only if it fits
+//! into the lease and into the provider's window at that moment. Its answer is stored even if the
+//! lease is lost (O5, O6, O8).
+//!
+//! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
+//! ([`provider`](crate::operation::rules::provider)).
+
+use std::time::Duration;
+
+use super::driver::{Driver, End, Next};
+use super::effect::Declared;
+use super::evidence::{self, By, Observation};
+use super::identity::ProviderKey;
+use super::provider::{Asked, Call, Sent};
+use crate::error::StoreError;
+use crate::observe::Noted;
+use crate::operation::port::Fenced;
+use crate::operation::port::phases::{StoredIntent, StoredOperation};
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
+use crate::time::pace::Pace;
+
+/// Why a provider is queried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asks {
+    /// The strategy of the effect allows nothing else.
+    Only,
+    /// To find the effect before it is sent again.
+    First,
+}
+
+/// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
+/// settles it if it answers the only send. After several sends a refusal is no reason to send again
+/// at once, or without end.
+fn is_vain(verdict: Verdict) -> bool {
+    matches!(
+        verdict,
+        Verdict::Indefinite | Verdict::NotSent | Verdict::StoredError | Verdict::Wait(_) | Verdict::Refused
+    )
+}
+
+/// Whether this verdict may decide the outcome of the effect.
+fn proves(verdict: Verdict) -> bool {
+    matches!(verdict, Verdict::Succeeded | Verdict::Failed | Verdict::Refused | Verdict::Mismatch)
+}
+
+/// The reason to park an operation whose evidence could not be stored; it holds the evidence
+/// itself.
+fn unstored(effect: &Declared, send: u32, verdict: Verdict, status: Option<u16>) -> String {
+    let status = status.map(|status| format!(" {status}")).unwrap_or_default();
+    format!("evidence-not-stored: {} send {send}: {}{status}", effect.name, verdict.name())
+}
+
+impl Driver {
+    /// Makes the send that was begun together with its intent.
+    pub(super) async fn first_send(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Next, StoreError> {
+        self.send(effect, stored, intent, 1, None).await
+    }
+
+    /// Sends the same bytes again under the same key. `window`: the window in which the send must
+    /// start, because an earlier send may have arrived.
+    pub(super) async fn send_again(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+        window: Option<Window>,
+    ) -> Result<Next, StoreError> {
+        if !self.phased.is_ours().await? || !self.fits(effect).await {
+            return self.release_with_backoff(stored.attempts).await;
+        }
+        match self.phased.store.begin_send(&self.driven, effect.name).await? {
+            Some(number) => self.send(effect, stored, intent, number, window).await,
+            None => Ok(Next::End(End::Lost)),
+        }
+    }
+
+    async fn send(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+        number: u32,
+        window: Option<Window>,
+    ) -> Result<Next, StoreError> {
+        // The send is begun in the store, and nothing was sent yet.
+        let bytes = match self.ready(effect, intent).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => {
+                self.not_started(effect, number, "the lease is too short, or the database belongs to another").await?;
+                return self.release_with_backoff(stored.attempts).await;
+            }
+            Err(error) => {
+                self.not_started(effect, number, "its request could not be had").await?;
+                return Err(error);
+            }
+        };
+        // The decision may be old: pauses, the database or a stopped process took time. There is no
+        // await between this check and the call.
+        let now = stored.now.after(self.read_at.elapsed());
+        if window.is_some_and(|window| !window.is_open(intent.first_sent_at, now)) {
+            self.not_started(effect, number, "the provider may have forgotten the key meanwhile").await?;
+            return Ok(Next::Again);
+        }
+        let key = ProviderKey::stored(&intent.intent.provider_key);
+        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: number };
+        tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.send(&call)).await;
+        let sent = answered.unwrap_or_else(|_| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
+        self.reached |= sent.answer.counts();
+        if is_vain(sent.answer.verdict()) {
+            self.vain += 1;
+        }
+        self.unmade |= sent.answer == Answer::NotMade;
+        if sent.answer.verdict() != Verdict::NotSent || !self.taken_back(effect, number, &sent.saw).await {
+            self.keep_answer(effect, number, &sent).await?;
+        }
+        Ok(Next::Again)
+    }
+
+    /// Returns the bytes to send, or `None` if the call may not start. Whether the call fits into
+    /// the lease is checked last.
+    async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
+        let bytes = self.request(effect, intent)?;
+        let may = self.phased.is_ours().await? && self.fits(effect).await;
+        Ok(may.then_some(bytes))
+    }
+
+    /// Stores that a send that was begun did not start.
+    async fn not_started(&mut self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
+        let saw = format!("not started: {why}").into_bytes();
+        if self.taken_back(effect, number, &saw).await {
+            return Ok(());
+        }
+        self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
+    }
+
+    /// Tries to take the beginning of a send back. Returns true if no evidence is to be stored: the
+    /// beginning was taken back; or perhaps it was, and then the number of this send may belong to
+    /// another send, so evidence must not name it. In doubt the send counts as made, which is the
+    /// careful choice.
+    async fn taken_back(&self, effect: &Declared, number: u32, why: &[u8]) -> bool {
+        let operation = self.driven.operation_id;
+        match self.phased.store.take_back_send(&self.driven, effect.name, number).await {
+            Ok(Fenced::Done) => {
+                let why = String::from_utf8_lossy(why);
+                tracing::info!(%operation, effect = effect.name, send = number, %why, "a send did not leave us");
+                true
+            }
+            Ok(Fenced::LostOwnership) => false,
+            Err(error) => {
+                tracing::warn!(%operation, effect = effect.name, send = number, %error, "a send that did not leave us is in doubt");
+                true
+            }
+        }
+    }
+
+    /// Queries the provider for the effect. "Not found" before a resend proves nothing and must not
+    /// end later queries, so it is stored as indefinite.
+    pub(super) async fn query(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+        asks: Asks,
+    ) -> Result<Next, StoreError> {
+        let Some(asked) = self.ask(effect, stored, intent).await? else {
+            return self.release_with_backoff(stored.attempts).await;
+        };
+        self.asked = asks == Asks::First;
+        let verdict = match asked.answer.verdict() {
+            Verdict::NotFound if asks == Asks::First => Verdict::Indefinite,
+            verdict => verdict,
+        };
+        if asks == Asks::Only && is_vain(verdict) {
+            self.vain += 1;
+        }
+        // A provider that is away gives the same answer each time. It proves nothing and is stored
+        // once.
+        let of_it = stored.evidence.iter().map(|row| &row.evidence).rfind(|row| row.effect == effect.name);
+        let is_said = verdict == Verdict::Indefinite
+            && of_it
+                .is_some_and(|row| row.kind == "query" && row.verdict == verdict.word() && row.status == asked.status);
+        if !is_said {
+            self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        }
+        Ok(Next::Again)
+    }
+
+    /// Makes one query; `None` if it may not start.
+    async fn ask(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Option<Asked>, StoreError> {
+        let Some(bytes) = self.ready(effect, intent).await? else { return Ok(None) };
+        let key = ProviderKey::stored(&intent.intent.provider_key);
+        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
+        tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
+        let asked = answered.unwrap_or_else(|_| Asked {
+            answer: QueryAnswer::Failed,
+            status: None,
+            saw: b"no answer in time".to_vec(),
+        });
+        self.reached |= asked.status.is_some();
+        Ok(Some(asked))
+    }
+
+    /// Whether a call fits into the lease. Renews the lease first if it would not fit.
+    async fn fits(&self, effect: &Declared) -> bool {
+        if !may_start(effect.provider.timeout(), self.hold.left()) {
+            self.hold.renew().await;
+        }
+        !self.hold.is_lost() && may_start(effect.provider.timeout(), self.hold.left())
+    }
+
+    fn request(&self, effect: &Declared, intent: &StoredIntent) -> Result<Vec<u8>, StoreError> {
+        let what = format!("request:{}", effect.name);
+        self.phased.vault.open(self.driven.operation_id, &what, &intent.intent.request)
+    }
+
+    async fn keep_answer(&mut self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
+        let (by, status) = match sent.answer {
+            Answer::Status { status, .. } => (By::Answer, Some(status)),
+            Answer::NotConnected | Answer::NotMade | Answer::NoAnswer => (By::Error, None),
+        };
+        self.keep(effect, number, (by, sent.answer.verdict(), status, &sent.saw)).await
+    }
+
+    /// Appends an observation, whether the lease is held or lost, and logs an error if it
+    /// contradicts an outcome (O8).
+    async fn keep(
+        &mut self,
+        effect: &Declared,
+        send: u32,
+        (by, verdict, status, saw): (By, Verdict, Option<u16>, &[u8]),
+    ) -> Result<(), StoreError> {
+        let (operation_id, epoch) = (self.driven.operation_id, self.driven.epoch);
+        let seen = Observation { operation_id, effect: effect.name, epoch, send, by, verdict, status, saw };
+        let row = evidence::row(&self.phased.vault, &seen)?;
+        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
+        let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
+        // The observation exists only here. A row that is written twice counts once.
+        while let Err(error) = self.phased.store.observe(&row).await {
+            tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                "what a provider said waits to be stored");
+            let patient = error.is_transient() || tokio::time::Instant::now() < until;
+            if !patient && !proves(verdict) {
+                return Err(error);
+            }
+            // The proof becomes the reason of a parked operation, so an operator sees it. If
+            // parking fails too, storing is retried as long as this process lives.
+            if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
+                return Ok(());
+            }
+            tokio::time::sleep(pace.next_wait()).await;
+        }
+        self.proof |= proves(verdict);
+        if self.hold.is_lost()
+            && let Some(stored) = self.phased.store.operation(operation_id).await?
+        {
+            self.look_for_conflict(&stored)?;
+        }
+        Ok(())
+    }
+
+    /// Logs an error if the evidence of providers contradicts what another driver or an operator
+    /// decided.
+    pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
+        for intent in &stored.intents {
+            // An operator who ends the operation leaves its effects without an outcome.
+            let decided = match (intent.outcome.as_deref(), stored.stage) {
+                (Some("succeeded"), _) | (None, Stage::Succeeded) => Settled::Succeeded,
+                (Some(_), _) | (None, Stage::Failed) => Settled::Failed,
+                (None, _) => continue,
+            };
+            let effect = intent.intent.effect.as_str();
+            let rows = evidence::providers(&self.phased.vault, &stored.evidence, effect)?;
+            if evidence::evidence(&rows).contradicts(decided) {
+                tracing::error!(operation = %stored.operation_id, effect, ?decided,
+                    "evidence contradicts what was decided: nothing is rewritten, a person must look");
+                self.note(Noted::Contradiction);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn note(&self, what: Noted) {
+        self.member.note(self.context.identity(), what);
+    }
+}

@@ -1,0 +1,367 @@
+//! The engine of phased operations: handles a request for one (O15, O22).
+//!
+//! The first phase runs in the transaction that holds claim, command and operation. Then a driver
+//! continues in its own task, and the request waits for it as long as its budget lasts. A request
+//! that finds an operation without a driver takes it over in the same way.
+//!
+//! Promises: the driver needs no waiting request: it continues when the client disconnects or the
+//! budget ends. The answer of the first request is the stored answer.
+//!
+//! Not here: the phases after the first ([`driver`](super::driver)).
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::driver::{Came, End, Ended};
+use super::flow::{AnyCommand, Flow, FlowError};
+use super::opening::{Opened, Opening};
+use super::registry::{DriveSettings, Phased};
+use super::taken::taken;
+use crate::error::StoreError;
+use crate::observe::Noted;
+use crate::operation::port::phases::{Phases, Taken};
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::record::Mode;
+use crate::operation::rules::{Canonical, Code, Record, Scope};
+use crate::operation::{Answered, Asking, BodyPermit, Engine, Front, KeyGiven, Problem, Registered, Turn};
+use crate::store::base::Base;
+use crate::time::pace::Since;
+
+/// Runs the phased operations of an engine. Cheap to clone.
+#[derive(Debug)]
+pub struct PhasedEngine {
+    phased: Arc<Phased>,
+    stop: CancellationToken,
+}
+
+/// Collects the flows and settings of a [`PhasedEngine`].
+#[derive(Debug)]
+pub struct PhasedEngineBuilder<S> {
+    phased: Phased,
+    of: PhantomData<fn(S)>,
+}
+
+/// Why an operation cannot be registered.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PhasedEngineError {
+    /// The flow does not fit into the lease of the endpoint, or is registered twice.
+    #[error(transparent)]
+    Flow(#[from] FlowError),
+    /// Flow and endpoint belong to different operations.
+    #[error("flow `{flow}` is not of the operation `{operation}`: give them one name")]
+    Name {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The name of the endpoint's operation.
+        operation: String,
+    },
+    /// The mode of the endpoint is not phased.
+    #[error("the operation `{operation}` is of mode {mode}: phases take mode phased")]
+    Mode {
+        /// The name of the endpoint's operation.
+        operation: String,
+        /// The mode of the endpoint's route, which is not phased.
+        mode: Mode,
+    },
+}
+
+impl<S: Base> PhasedEngineBuilder<S> {
+    /// Sets how operations are driven.
+    #[must_use]
+    pub fn settings(mut self, settings: DriveSettings) -> Self {
+        self.phased.settings = settings;
+        self
+    }
+
+    /// Registers a flow for a protected operation.
+    ///
+    /// # Errors
+    /// [`PhasedEngineError`]: the operation could not be recovered.
+    pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
+        let (flow, operation) = (flow.any(), endpoint.operation().as_str());
+        if flow.name() != operation {
+            return Err(PhasedEngineError::Name { flow: flow.name(), operation: operation.to_owned() });
+        }
+        if endpoint.route().mode != Mode::Phased {
+            return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
+        }
+        self.phased.register(flow, endpoint.clone())?;
+        Ok(self)
+    }
+
+    /// Makes the engine with all registered flows.
+    #[must_use]
+    pub fn build(self) -> PhasedEngine {
+        PhasedEngine { phased: Arc::new(self.phased), stop: CancellationToken::new() }
+    }
+}
+
+impl PhasedEngine {
+    /// Returns a builder for the phased operations of this engine. `deployment` is the id of this
+    /// deployment, from its configuration. If the database has another id, nothing is sent (O22).
+    #[must_use]
+    pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> PhasedEngineBuilder<S> {
+        let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
+        let phased = Phased::new(engine.core().clone(), store, DriveSettings::default(), deployment);
+        PhasedEngineBuilder { phased, of: PhantomData }
+    }
+
+    pub(super) fn phased(&self) -> Arc<Phased> {
+        Arc::clone(&self.phased)
+    }
+
+    /// Stops the drivers that requests started here, after the calls in flight. A worker continues
+    /// their operations. [`Engine::drain`](crate::operation::Core::drain) waits for them.
+    pub fn stop(&self) {
+        self.stop.cancel();
+    }
+
+    /// Runs an operation for a request, and waits for its outcome for at most `budget`. After that
+    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues.
+    ///
+    /// # Cancel safety
+    /// Dropped before the first phase has begun: nothing happened. Dropped later: the operation
+    /// continues.
+    pub async fn execute_phased<C>(
+        &self,
+        endpoint: &Registered,
+        scope: Option<Scope>,
+        key: KeyGiven,
+        command: C,
+        budget: Duration,
+    ) -> Answered
+    where
+        C: Canonical + Serialize + Send + Sync + 'static,
+    {
+        self.execute(None, endpoint, (scope, key, command), budget).await
+    }
+
+    /// As [`Self::execute_phased`], for a command whose body holds a permit of the engine's memory
+    /// budget (`body_memory_max`). The permit is returned when neither this request nor its driver
+    /// needs the command.
+    ///
+    /// # Cancel safety
+    /// As [`Self::execute_phased`].
+    pub async fn execute_phased_holding<C>(
+        &self,
+        permit: BodyPermit,
+        endpoint: &Registered,
+        scope: Option<Scope>,
+        key: KeyGiven,
+        command: C,
+        budget: Duration,
+    ) -> Answered
+    where
+        C: Canonical + Serialize + Send + Sync + 'static,
+    {
+        self.execute(Some(permit), endpoint, (scope, key, command), budget).await
+    }
+
+    async fn execute<C>(
+        &self,
+        permit: Option<BodyPermit>,
+        endpoint: &Registered,
+        (scope, key, command): (Option<Scope>, KeyGiven, C),
+        budget: Duration,
+    ) -> Answered
+    where
+        C: Canonical + Serialize + Send + Sync + 'static,
+    {
+        let engine = &self.phased.engine;
+        let permit = Arc::new(permit);
+        let command = Arc::new(command);
+        let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
+        let mut front = engine.front(endpoint, asking);
+        let Some(member) = self.phased.newest(endpoint.operation().as_str()) else {
+            tracing::error!(operation = %endpoint.operation(), "no flow is registered for this operation");
+            return front.problem(Code::StoreUnavailable);
+        };
+        let bytes = match serde_json::to_vec(&*command) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "a command cannot be written");
+                return front.problem(Code::RequestInvalid);
+            }
+        };
+        let command: AnyCommand = command;
+        let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget);
+        loop {
+            match front.turn().await {
+                Turn::Answer(answered) => return shown(answered),
+                Turn::Unkeyed => front = front.under_own_key(),
+                Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
+                    Ok(Recovered::Look) => front.look_again(),
+                    Ok(Recovered::Pending) => return shown(front.pending(&record)),
+                    Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
+                    // The operation exists; an outage of the store does not undo what it did.
+                    Err(error) => {
+                        drop(front.store_failed("recover", &error));
+                        return shown(front.pending(&record));
+                    }
+                },
+                Turn::Begin(begin) => {
+                    let (claim, patience) = (begin.claim.clone(), front.patience());
+                    let opening = Opening {
+                        phased: self.phased(),
+                        stop: self.stop.clone(),
+                        member: Arc::clone(&member),
+                        command: Arc::clone(&command),
+                        bytes: bytes.clone(),
+                        patience,
+                        permit: Arc::clone(&permit),
+                    };
+                    let Some(place) = engine.place(endpoint.operation()).await else { return front.no_room() };
+                    let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
+                        Some(Ok(opened)) => opened,
+                        ended => {
+                            if let Some(Err(error)) = ended {
+                                tracing::error!(operation = %endpoint.operation(), %error, "the first phase died");
+                            }
+                            front.note(Noted::CommitUnknown);
+                            return front.problem(Code::CommitUnknown);
+                        }
+                    };
+                    // From here on the operation holds a connection only for short moments.
+                    drop(place);
+                    match opened {
+                        Opened::Refused(begin) => front.refused(begin),
+                        Opened::Replied(reply) => return front.first(began.elapsed(), reply),
+                        Opened::Look => front.look_again(),
+                        Opened::Problem(code) => return front.problem(code),
+                        Opened::Failed(error) => return front.store_failed("claim", &error),
+                        Opened::Driving(driving) => {
+                            if let Some(answered) = wait(&front, driving, until, began).await {
+                                return answered;
+                            }
+                            // This task does not know the answer: read what is stored.
+                            return self.stands(&mut front, &claim.operation_id).await;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The answer for an operation that continues without its first request.
+    async fn stands(&self, front: &mut Front, operation_id: &Uuid) -> Answered {
+        front.look_again();
+        match front.turn().await {
+            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => {
+                let mut pending = Problem::new(Code::RecoveryPending);
+                pending.operation_id = Some(*operation_id);
+                pending.location = front.endpoint().location_of(*operation_id);
+                shown(Answered::Problem(pending))
+            }
+            Turn::Answer(answered) => shown(answered),
+            Turn::Recover(record) => shown(front.pending(&record)),
+            Turn::Unkeyed | Turn::Begin(_) => {
+                tracing::error!(operation = %operation_id, "an operation is gone that was just there");
+                front.problem(Code::StoreUnavailable)
+            }
+        }
+    }
+
+    /// Takes the operation over and waits for it.
+    async fn recover(&self, record: &Record, until: tokio::time::Instant) -> Result<Recovered, StoreError> {
+        let store = &self.phased.store;
+        let found = match store.operation(record.operation_id).await {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(Recovered::Unknown),
+            Err(error @ StoreError::Corrupt(_)) => {
+                tracing::error!(operation = %record.operation_id, %error, "an operation cannot be read");
+                return Ok(Recovered::Unknown);
+            }
+            Err(error) => return Err(error),
+        };
+        let Some(member) = self.phased.member(&found.flow, found.flow_version) else {
+            // A process that has the flow drives the operation when it is due. Clients that ask
+            // here must neither use up its attempts nor shorten its pauses.
+            return Ok(Recovered::Pending);
+        };
+        if !self.phased.is_ours().await? {
+            return Ok(Recovered::Pending);
+        }
+        let asked = Since::now();
+        let (driven, stored) = match store.take_operation(record.operation_id, member.lease()).await? {
+            Taken::Driven(driven, stored) => (driven, *stored),
+            // The outcome may have been stored in between.
+            Taken::Not(stored) if matches!(stored.stage, Stage::Succeeded | Stage::Failed) => {
+                return Ok(Recovered::Look);
+            }
+            Taken::Not(stored) if stored.parked.is_some() => return Ok(Recovered::Look),
+            Taken::Not(_) => return Ok(Recovered::Pending),
+            Taken::Missing => return Ok(Recovered::Unknown),
+        };
+        tracing::info!(operation = %record.operation_id, stage = stored.stage.as_str(), "a request recovers its operation");
+        let is_due = stored.due_at.is_none_or(|due| due <= stored.now);
+        let came = if is_due { Came::Due } else { Came::Early };
+        let work = taken(Arc::clone(&self.phased), driven, stored, (asked, member.lease()), came, self.stop.clone());
+        let driving = self.phased.engine.spawn(work);
+        match tokio::time::timeout_at(until, driving).await {
+            Ok(Ok(ended)) => match ended?.end {
+                End::Known | End::Parked => Ok(Recovered::Look),
+                End::Later | End::Lost => Ok(Recovered::Pending),
+            },
+            Ok(Err(error)) => {
+                tracing::error!(operation = %record.operation_id, %error, "a recovery died: its lease runs out");
+                Ok(Recovered::Pending)
+            }
+            Err(_) => Ok(Recovered::Pending),
+        }
+    }
+}
+
+/// Changes the status of a recovery that continues to 202 if the answer has a location.
+fn shown(mut answered: Answered) -> Answered {
+    if let Answered::Problem(problem) = &mut answered
+        && problem.code == Code::RecoveryPending
+        && problem.location.is_some()
+    {
+        problem.status = 202;
+    }
+    answered
+}
+
+/// The result of a recovery by a request.
+enum Recovered {
+    /// The record has changed, or may have changed: read it again.
+    Look,
+    /// The operation has no outcome yet. It continues later or in another process.
+    Pending,
+    /// The record exists, but its operation does not or cannot be read.
+    Unknown,
+}
+
+/// Waits for a driver. `None`: the driver ended without an answer, or the time is over.
+async fn wait(
+    front: &Front,
+    driving: JoinHandle<Result<Ended, StoreError>>,
+    until: tokio::time::Instant,
+    began: Instant,
+) -> Option<Answered> {
+    match tokio::time::timeout_at(until, driving).await {
+        Ok(Ok(Ok(Ended { end: End::Known, reply: Some(reply) }))) => Some(front.first(began.elapsed(), reply)),
+        Ok(Ok(Ok(_))) | Err(_) => None,
+        Ok(Ok(Err(error))) => {
+            tracing::warn!(%error, "an operation was broken off: its lease runs out, and it is recovered");
+            None
+        }
+        Ok(Err(error)) => {
+            tracing::error!(%error, "the driver of an operation died: its lease runs out, and it is recovered");
+            None
+        }
+    }
+}
+
+impl Clone for PhasedEngine {
+    fn clone(&self) -> Self {
+        Self { phased: Arc::clone(&self.phased), stop: self.stop.clone() }
+    }
+}

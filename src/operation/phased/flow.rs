@@ -1,0 +1,347 @@
+//! A phased operation as it is registered: its name, version, command, phases and effects (O22).
+//!
+//! `build` checks that every point and effect has one name, that something can be repeated within
+//! each window (O6), and that an effect to be undone exists. Registration checks that calls fit
+//! into the lease (O5). An operation that could not be recovered is never started.
+//!
+//! Not here: the execution ([`driver`](super::driver)).
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::effect::{Declared, Effect, Settlements, Undo};
+use super::ends::{First, Local, LocalPoint, Settled, SettledPoint};
+use super::phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
+use super::provider::Provider;
+use crate::error::{HandlerError, StoreError};
+use crate::operation::port::phases::{FIRST_POINT, PhaseTx};
+use crate::operation::rules::provider::{Strategy, WindowError};
+use crate::store::base::Base;
+
+pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
+
+/// A registered operation. A worker drives only the flows and versions that it has.
+#[derive(Debug)]
+pub struct Flow<S>(AnyFlow, PhantomData<fn(S)>);
+
+/// A flow without the type of its database, as drivers use it.
+#[derive(Debug)]
+pub(super) struct AnyFlow {
+    name: &'static str,
+    version: u32,
+    decode: fn(&[u8]) -> Result<AnyCommand, serde_json::Error>,
+    first: Box<dyn ErasedFirst>,
+    local: BTreeMap<&'static str, Box<dyn ErasedLocal>>,
+    settled: BTreeMap<String, Box<dyn ErasedSettled>>,
+    effects: Vec<Declared>,
+}
+
+/// Builds a flow from its phases and effects.
+#[derive(Debug)]
+pub struct FlowBuilder<S, C> {
+    flow: AnyFlow,
+    /// The points in the order of registration, to find duplicates.
+    points: Vec<String>,
+    of: PhantomData<fn(S, C)>,
+}
+
+/// Why a flow is refused at start.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FlowError {
+    /// A point or an effect was registered twice.
+    #[error("flow `{flow}`: `{name}` is registered twice, or is the name of the first point")]
+    Twice {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The point or effect.
+        name: String,
+    },
+    /// Nothing can be sent again within the window of an effect (O6).
+    #[error("flow `{flow}`, effect `{effect}`: {error}")]
+    Window {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The name of the effect.
+        effect: &'static str,
+        /// What is wrong with its window.
+        error: WindowError,
+    },
+    /// `max_in_flight` of an effect's window is shorter than its provider's timeout (O6).
+    #[error(
+        "flow `{flow}`, effect `{effect}`: `max_in_flight` of its window must not be shorter than its provider's timeout"
+    )]
+    Flight {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The name of the effect.
+        effect: &'static str,
+    },
+    /// An effect undoes an effect that the flow does not have.
+    #[error("flow `{flow}`, effect `{effect}` undoes `{undoes}`, which is no effect of the flow")]
+    Undoes {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The name of the effect that undoes another.
+        effect: &'static str,
+        /// The name of the effect that does not exist.
+        undoes: &'static str,
+    },
+    /// The timeout of a call is zero, or not shorter than two thirds of the lease (O5).
+    #[error("flow `{flow}`, effect `{effect}`: its timeout must be longer than zero and shorter than two thirds of the lease ({})",
+        humantime::format_duration(*lease))]
+    Timeout {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The name of the effect.
+        effect: &'static str,
+        /// The lease of the operation's route; two thirds of it are the bound.
+        lease: Duration,
+    },
+    /// A flow is registered twice with the same name and version.
+    #[error("flow `{flow}` is registered twice with version {version}")]
+    Registered {
+        /// The name of the flow.
+        flow: &'static str,
+        /// The version that both flows have.
+        version: u32,
+    },
+}
+
+impl<S: Base> Flow<S> {
+    /// Begins a flow with its first phase. Name and version are stored with every operation. Raise
+    /// the version when the phases or the command change, and keep the old flow until its last
+    /// operation has an outcome.
+    #[must_use]
+    pub fn begin<C>(name: &'static str, version: u32, first: impl FirstPhase<S, C>) -> FlowBuilder<S, C>
+    where
+        C: Serialize + DeserializeOwned + Send + Sync + 'static,
+    {
+        let flow = AnyFlow {
+            name,
+            version,
+            decode: |bytes| Ok(Arc::new(serde_json::from_slice::<C>(bytes)?)),
+            first: Box::new(Typed::<S, _, C>::new(first)),
+            local: BTreeMap::new(),
+            settled: BTreeMap::new(),
+            effects: Vec::new(),
+        };
+        FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], of: PhantomData }
+    }
+
+    pub(super) fn any(self) -> AnyFlow {
+        self.0
+    }
+}
+
+impl AnyFlow {
+    pub(super) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(super) fn version(&self) -> u32 {
+        self.version
+    }
+
+    pub(super) fn decode(&self, bytes: &[u8]) -> Result<AnyCommand, StoreError> {
+        (self.decode)(bytes).map_err(|error| {
+            StoreError::Corrupt(format!("a command of `{}` version {}: {error}", self.name, self.version))
+        })
+    }
+
+    pub(super) fn first(&self) -> &dyn ErasedFirst {
+        self.first.as_ref()
+    }
+
+    pub(super) fn local(&self, point: &str) -> Option<&dyn ErasedLocal> {
+        self.local.get(point).map(AsRef::as_ref)
+    }
+
+    pub(super) fn settled(&self, point: &str) -> Option<&dyn ErasedSettled> {
+        self.settled.get(point).map(AsRef::as_ref)
+    }
+
+    pub(super) fn effect(&self, name: &str) -> Option<&Declared> {
+        self.effects.iter().find(|effect| effect.name == name)
+    }
+
+    /// The effect that is outstanding at a point.
+    pub(super) fn effect_at(&self, point: &str) -> Option<&Declared> {
+        self.effects.iter().find(|effect| effect.sent == point || effect.settled == point)
+    }
+
+    /// Returns an effect that is proven to stand and is not declared repeatable. A failed operation
+    /// must not have such an effect.
+    pub(super) fn standing(&self, settled: &Settlements) -> Option<&'static str> {
+        use super::effect::Settlement::{Succeeded, Undone};
+        let undone = |name| {
+            self.effects
+                .iter()
+                .any(|undo| undo.undoes == Some(name) && matches!(settled.of(undo.name), Some(Undone(_))))
+        };
+        let stands = |effect: &&Declared| {
+            effect.strategy != Strategy::Repeatable
+                && matches!(settled.of(effect.name), Some(Succeeded))
+                && !undone(effect.name)
+        };
+        self.effects.iter().find(stands).map(|effect| effect.name)
+    }
+
+    /// Checks that every call fits into the time that a renewed lease leaves.
+    pub(super) fn fits(&self, lease: Duration) -> Result<(), FlowError> {
+        // A lease is renewed after a third of it.
+        let longest = lease * 2 / 3;
+        let fits = |effect: &&Declared| !effect.provider.timeout().is_zero() && effect.provider.timeout() < longest;
+        match self.effects.iter().find(|effect| !fits(effect)) {
+            Some(effect) => Err(FlowError::Timeout { flow: self.name, effect: effect.name, lease }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
+    /// Adds a phase before the first intent, at this point.
+    #[must_use]
+    pub fn local(mut self, point: LocalPoint, phase: impl LocalPhase<S, C>) -> Self {
+        self.points.push(point.0.to_owned());
+        self.flow.local.insert(point.0, Box::new(Typed::<S, _, C>::new(phase)));
+        self
+    }
+
+    /// Adds an effect, and the phase that runs when it is settled.
+    #[must_use]
+    pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
+        self.declare(effect.declared(), Box::new(Typed::<S, _, C>::new(then)))
+    }
+
+    /// Adds an effect that undoes another, and the phase that runs when it is settled.
+    #[must_use]
+    pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
+        self.declare(undo.declared(), Box::new(Typed::<S, _, C>::new(then)))
+    }
+
+    /// Adds another phase after an effect is settled, at this point.
+    #[must_use]
+    pub fn settled(mut self, point: SettledPoint, phase: impl SettledPhase<S, C>) -> Self {
+        self.points.push(point.0.to_owned());
+        self.flow.settled.insert(point.0.to_owned(), Box::new(Typed::<S, _, C>::new(phase)));
+        self
+    }
+
+    fn declare(mut self, declared: Declared, then: Box<dyn ErasedSettled>) -> Self {
+        self.points.extend([declared.sent.clone(), declared.settled.clone()]);
+        self.flow.settled.insert(declared.settled.clone(), then);
+        self.flow.effects.push(declared);
+        self
+    }
+
+    /// Checks the flow and returns it.
+    ///
+    /// # Errors
+    /// [`FlowError`]: the flow could not be recovered.
+    pub fn build(self) -> Result<Flow<S>, FlowError> {
+        let Self { flow, mut points, .. } = self;
+        let mut names: Vec<String> = flow.effects.iter().map(|effect| effect.name.to_owned()).collect();
+        for list in [&mut points, &mut names] {
+            list.sort_unstable();
+            if let Some(pair) = list.windows(2).find(|pair| pair[0] == pair[1]) {
+                return Err(FlowError::Twice { flow: flow.name, name: pair[0].clone() });
+            }
+        }
+        for effect in &flow.effects {
+            if let Strategy::Key(window) | Strategy::KeyAndQuery(window) = effect.strategy {
+                let refused = |error| FlowError::Window { flow: flow.name, effect: effect.name, error };
+                window.validate().map_err(refused)?;
+                if window.max_in_flight < effect.provider.timeout() {
+                    return Err(FlowError::Flight { flow: flow.name, effect: effect.name });
+                }
+            }
+            if let Some(undoes) = effect.undoes
+                && !flow.effects.iter().any(|other| other.name == undoes && other.undoes.is_none())
+            {
+                return Err(FlowError::Undoes { flow: flow.name, effect: effect.name, undoes });
+            }
+        }
+        Ok(Flow(flow, PhantomData))
+    }
+}
+
+/// A phase without the types of its database and its command.
+struct Typed<S, P, C> {
+    phase: P,
+    of: PhantomData<fn(S, C)>,
+}
+
+impl<S, P, C> Typed<S, P, C> {
+    fn new(phase: P) -> Self {
+        Self { phase, of: PhantomData }
+    }
+}
+
+fn typed<C: 'static>(command: &AnyCommand) -> Result<&C, HandlerError> {
+    command.downcast_ref().ok_or_else(|| HandlerError::terminal("the command is of another type than the flow's"))
+}
+
+/// The arguments of a phase: its transaction, the context of the operation, and the command.
+pub(super) struct Given<'a> {
+    pub(super) tx: &'a mut dyn PhaseTx,
+    pub(super) context: &'a Context,
+    pub(super) command: &'a AnyCommand,
+}
+
+#[async_trait]
+pub(super) trait ErasedFirst: Send + Sync {
+    async fn run(&self, given: Given<'_>) -> Result<First, HandlerError>;
+}
+
+#[async_trait]
+pub(super) trait ErasedLocal: Send + Sync {
+    async fn run(&self, given: Given<'_>) -> Result<Local, HandlerError>;
+}
+
+#[async_trait]
+pub(super) trait ErasedSettled: Send + Sync {
+    async fn run(&self, given: Given<'_>, settled: &Settlements) -> Result<Settled, HandlerError>;
+}
+
+#[async_trait]
+impl<S: Base, C: Send + Sync + 'static, P: FirstPhase<S, C>> ErasedFirst for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>) -> Result<First, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?).await
+    }
+}
+
+#[async_trait]
+impl<S: Base, C: Send + Sync + 'static, P: LocalPhase<S, C>> ErasedLocal for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>) -> Result<Local, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?).await
+    }
+}
+
+#[async_trait]
+impl<S: Base, C: Send + Sync + 'static, P: SettledPhase<S, C>> ErasedSettled for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>, settled: &Settlements) -> Result<Settled, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?, settled).await
+    }
+}
+
+macro_rules! opaque {
+    ($($erased:ident)*) => {
+        $(
+            impl std::fmt::Debug for dyn $erased {
+                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                    f.write_str("phase")
+                }
+            }
+        )*
+    };
+}
+
+opaque! { ErasedFirst ErasedLocal ErasedSettled }

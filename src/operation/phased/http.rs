@@ -1,0 +1,158 @@
+//! An HTTP client for adapters of providers. It reports what is certain about a failed call (O7),
+//! and never sends twice.
+//!
+//! Promises: redirects and retries of the client library are off. [`Outcome::NotConnected`] is
+//! returned only if no connection was made (name not found, refused, TLS failed). An answer is read
+//! up to a limit. Proxies of the environment are not used, because a proxy that refuses a
+//! connection proves nothing about the provider.
+//!
+//! Not here: what an answer proves; an adapter reads status and body.
+
+use std::time::Duration;
+
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use reqwest::{Method, Url, redirect};
+
+use crate::operation::rules::pace::asked_to_wait;
+use crate::operation::rules::provider::Answer;
+
+const ANSWER_MAX: usize = 64 << 10;
+
+/// A client for one provider. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct HttpCaller {
+    client: reqwest::Client,
+}
+
+/// The result of a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// No connection was made: not one byte of the request was sent.
+    NotConnected(String),
+    /// The call ended without a complete answer: the effect may have happened.
+    NoAnswer(String),
+    /// The provider answered, and the answer is complete.
+    Answered(Response),
+}
+
+/// An answer that was read completely.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Response {
+    /// The HTTP status of the answer.
+    pub status: u16,
+    /// The headers of the answer.
+    pub headers: HeaderMap,
+    /// The bytes of the body, at most 64 KiB.
+    pub body: Vec<u8>,
+}
+
+/// A header that cannot be sent.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the header `{0}` cannot be sent")]
+pub struct BadHeader(String);
+
+impl HttpCaller {
+    /// A client whose calls take at most `timeout`, of which connecting may take a third.
+    ///
+    /// # Errors
+    /// TLS cannot be set up.
+    pub fn new(timeout: Duration) -> Result<Self, reqwest::Error> {
+        Self::over(reqwest::Client::builder(), timeout)
+    }
+
+    /// As [`Self::new`], with the settings of a builder, such as certificates or name resolution.
+    ///
+    /// # Errors
+    /// The settings cannot be used.
+    pub fn over(builder: reqwest::ClientBuilder, timeout: Duration) -> Result<Self, reqwest::Error> {
+        let client = builder
+            .redirect(redirect::Policy::none())
+            .retry(reqwest::retry::never())
+            .no_proxy()
+            .connect_timeout(timeout / 3)
+            .timeout(timeout)
+            .build()?;
+        Ok(Self { client })
+    }
+
+    /// Sends these bytes once.
+    ///
+    /// # Errors
+    /// A header cannot be sent; no byte was sent.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the outcome is unknown.
+    pub async fn call(
+        &self,
+        method: Method,
+        url: Url,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Result<Outcome, BadHeader> {
+        let mut sent = HeaderMap::new();
+        for (name, value) in headers {
+            let bad = || BadHeader((*name).to_owned());
+            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| bad())?;
+            sent.append(name, HeaderValue::from_str(value).map_err(|_| bad())?);
+        }
+        let mut response = match self.client.request(method, url).headers(sent).body(body).send().await {
+            Ok(response) => response,
+            Err(error) => return Ok(lost(&error)),
+        };
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        let mut body = Vec::new();
+        loop {
+            match response.chunk().await {
+                Ok(Some(chunk)) if body.len() + chunk.len() <= ANSWER_MAX => body.extend_from_slice(&chunk),
+                Ok(Some(_)) => return Ok(Outcome::NoAnswer("the answer is too long".to_owned())),
+                Ok(None) => return Ok(Outcome::Answered(Response { status, headers, body })),
+                // The status alone decides nothing: the body says what was done.
+                Err(error) => return Ok(Outcome::NoAnswer(chain(&error))),
+            }
+        }
+    }
+}
+
+impl Response {
+    /// The pause that `Retry-After` asks for, given in seconds or as a date.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        asked_to_wait(self.headers.get(RETRY_AFTER)?.to_str().ok()?, std::time::SystemTime::now())
+    }
+
+    /// The answer with only the status and `Retry-After` filled in.
+    #[must_use]
+    pub fn answer(&self) -> Answer {
+        match Answer::status(self.status) {
+            Answer::Status { status, listed, in_progress, replayed, matches, .. } => {
+                Answer::Status { status, listed, in_progress, replayed, matches, retry_after: self.retry_after() }
+            }
+            other => other,
+        }
+    }
+}
+
+/// What is certain about a call that failed.
+fn lost(error: &reqwest::Error) -> Outcome {
+    // reqwest sets this only for errors while the connection is made, which include the timeout of
+    // its connector.
+    if error.is_connect() || error.is_builder() {
+        return Outcome::NotConnected(chain(error));
+    }
+    Outcome::NoAnswer(chain(error))
+}
+
+/// An error with its causes, without its URL.
+fn chain(error: &reqwest::Error) -> String {
+    let mut text = String::from("the call failed");
+    let mut cause = std::error::Error::source(error);
+    while let Some(one) = cause {
+        text.push_str(": ");
+        text.push_str(&one.to_string());
+        cause = one.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

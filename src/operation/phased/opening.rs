@@ -1,0 +1,316 @@
+//! The first phase of an operation: claim, command, operation and the writes of the phase commit
+//! together (O22).
+//!
+//! Promises: a first phase that refuses or fails leaves nothing, or only the refusal if it is
+//! binding. A handler that ended the transaction itself is detected, and the operation is parked
+//! for an operator (O1).
+//!
+//! Not here: the answer to the request ([`engine`](super::engine)), and the later phases
+//! ([`driver`](super::driver)).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
+use super::effect::Intent;
+use super::ends::First;
+use super::flow::{AnyCommand, Given};
+use super::hold::Hold;
+use super::identity::Identities;
+use super::phase::Context;
+use super::registry::{Member, Phased};
+use super::rerun::take_back;
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::Proof;
+use crate::observe::Noted;
+use crate::operation::port::phases::{Driven, FIRST_POINT, NewIntent, NewOperation, Phases};
+use crate::operation::port::{Basis, Begun, Fenced};
+use crate::operation::rules::doubt::{Aftermath, Doubt};
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::{Code, Record};
+use crate::operation::standing::mark_unknown_later;
+use crate::operation::{Begin, BodyPermit, Reply};
+use crate::time::pace::Since;
+
+/// The reason to park an operation whose first phase may not be committed as a whole.
+pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
+
+/// The result of the first phase.
+pub(super) enum Opened {
+    /// Another record or claim exists.
+    Refused(Box<Begin>),
+    /// The operation ended here, with a stored outcome or with nothing stored.
+    Replied(Reply),
+    /// The answer of the commit was lost, and the record exists: read it.
+    Look,
+    /// The engine answers with this code.
+    Problem(Code),
+    /// The first phase is committed, and this task drives the next phases.
+    Driving(JoinHandle<Result<Ended, StoreError>>),
+    Failed(StoreError),
+}
+
+pub(super) struct Opening {
+    pub(super) phased: Arc<Phased>,
+    pub(super) stop: CancellationToken,
+    pub(super) member: Arc<Member>,
+    pub(super) command: AnyCommand,
+    pub(super) bytes: Vec<u8>,
+    pub(super) patience: Duration,
+    /// The memory permit of the command; the driver keeps it.
+    pub(super) permit: Arc<Option<BodyPermit>>,
+}
+
+/// How the first phase's transaction is to end.
+enum Move {
+    Advance(String, Stage, Option<(&'static str, NewIntent)>),
+    Finish(Reply, Option<Option<String>>),
+    /// Nothing of the phase is stored; this is the answer.
+    Forget(Reply),
+}
+
+/// The result of one attempt.
+enum Tried {
+    /// Another record or claim exists.
+    Refused,
+    Ended(Opened),
+    /// The phase is committed; the driver continues, with the effect that was intended.
+    Begun(Driven, Context, Option<&'static str>),
+    /// A transient error: nothing is stored, and the phase runs again (R27). Holds the result after
+    /// the last attempt.
+    Again(Opened),
+}
+
+impl Opening {
+    pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
+        match self.open(begin).await {
+            Ok(opened) => opened,
+            Err(error) => Opened::Failed(error),
+        }
+    }
+
+    async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
+        if !self.phased.engine.reach().within(self.phased.is_ours()).await? {
+            return Ok(Opened::Problem(Code::StoreUnavailable));
+        }
+        let flow = self.member.flow();
+        let command = self.phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
+        let (name, flow_version) = (flow.name().to_owned(), flow.version());
+        let new = NewOperation { claim: begin.claim.clone(), flow: name, flow_version, command };
+        let mut tries = 0;
+        let (driven, context, fresh, asked) = loop {
+            let asked = Since::now();
+            match self.try_once(&new, &begin).await {
+                Ok(Tried::Begun(driven, context, fresh)) => break (driven, context, fresh, asked),
+                Ok(Tried::Ended(opened)) => return Ok(opened),
+                Ok(Tried::Refused) => return Ok(Opened::Refused(begin)),
+                Ok(Tried::Again(_)) | Err(StoreError::Busy(_)) if tries < TRIES => tries += 1,
+                Ok(Tried::Again(opened)) => return Ok(opened),
+                Err(error) => return Err(error),
+            }
+            tokio::time::sleep(before_try(tries)).await;
+        };
+        let phased = Arc::clone(&self.phased);
+        let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.lease(), asked);
+        let fingerprint = begin.claim.fingerprint.clone();
+        let driver = Driver {
+            fresh,
+            ..Driver::new(self.phased, (self.member, context, self.command, fingerprint), hold, Came::First, self.stop)
+        };
+        // From here on duplicates read the record of the operation.
+        drop(begin);
+        let permit = self.permit;
+        Ok(Opened::Driving(phased.engine.spawn(async move {
+            let ended = driver.drive().await;
+            drop(permit);
+            ended
+        })))
+    }
+
+    async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
+        let (phased, flow) = (&self.phased, self.member.flow());
+        let store = &phased.store;
+        let begun = phased.engine.reach().within(store.begin_first(new, begin.basis(), self.patience)).await?;
+        let mut tx = match begun {
+            Begun::Claimed(tx) => tx,
+            Begun::Existing(_) | Begun::Locked => return Ok(Tried::Refused),
+        };
+        if begin.is_first_claim() {
+            self.note(begin, Noted::Acquired);
+        }
+        let driven = tx.driven().clone();
+        let identities = Identities::new(phased.deployment, driven.operation_id);
+        let context = Context::new(identities, begin.claim.identity.clone());
+        let ended = guarded(
+            self.member.timeout(),
+            flow.first().run(Given { tx: tx.as_mut(), context: &context, command: &self.command }),
+        )
+        .await;
+        let first = match ended {
+            Ok(first) => first,
+            Err(error) => {
+                return match take_back(tx).await? {
+                    Proof::Same if error.is_transient() => Ok(Tried::Again(failed(&error))),
+                    Proof::Same => Ok(Tried::Ended(failed(&error))),
+                    proof => self.ended_by_itself(new, begin, &driven, proof).await,
+                };
+            }
+        };
+        let rejected = matches!(first, First::Rejected { binding: true, .. });
+        let (how, fresh) = match self.judge(phased, &context, first)? {
+            Move::Forget(reply) => {
+                return match take_back(tx).await? {
+                    Proof::Same => Ok(Tried::Ended(Opened::Replied(reply))),
+                    proof => self.ended_by_itself(new, begin, &driven, proof).await,
+                };
+            }
+            Move::Advance(to, stage, intent) => {
+                let (fresh, intents): (Vec<_>, Vec<_>) = intent.into_iter().unzip();
+                (tx.advance(FIRST_POINT, &to, stage, &intents).await?, Ok(fresh.first().copied()))
+            }
+            Move::Finish(reply, failure) => {
+                // A rejection takes back the writes of the phase before it (pitfall 18).
+                let proof = if rejected { tx.undo_effects().await? } else { Proof::Same };
+                if proof == Proof::Same {
+                    let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
+                    (tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?, Err(reply))
+                } else {
+                    ((proof, Fenced::Done), Err(reply))
+                }
+            }
+        };
+        if how != (Proof::Same, Fenced::Done) {
+            let _ = tx.rollback().await;
+            return self.ended_by_itself(new, begin, &driven, how.0).await;
+        }
+        match tx.commit().await {
+            Ok(()) => crate::outbox::enqueue::hint(),
+            Err(StoreError::CommitUnknown(error)) => {
+                tracing::warn!(operation = %driven.operation_id, %error, "a first phase was lost sight of");
+                match Doubt::CommitLost.after(store.find_after_lost_commit(&begin.claim, begin.basis()).await) {
+                    // The operation is stored, with an outcome or to be driven further.
+                    Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
+                    Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
+                        self.note(begin, Noted::CommitUnknown);
+                        return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown)));
+                    }
+                }
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(match fresh {
+            Err(reply) => Tried::Ended(Opened::Replied(reply)),
+            Ok(fresh) => Tried::Begun(driven, context, fresh),
+        })
+    }
+
+    fn judge(&self, phased: &Phased, context: &Context, first: First) -> Result<Move, StoreError> {
+        let (flow, end) = (self.member.flow(), first.end());
+        let unknown = |what: &str| {
+            StoreError::Refused(format!(
+                "the first phase of `{}` goes on at `{what}`, which its flow does not have",
+                flow.name()
+            ))
+        };
+        let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;
+        Ok(match first {
+            First::RecoveryPoint(point) if flow.local(point.0).is_some() => {
+                Move::Advance(point.0.to_owned(), stage, None)
+            }
+            First::RecoveryPoint(point) => return Err(unknown(point.0)),
+            First::Intent(Intent(prepared)) => {
+                let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
+                let intent = new_intent(phased, context, effect, &prepared)?;
+                Move::Advance(effect.sent.clone(), stage, Some((effect.name, intent)))
+            }
+            First::Response(reply) => Move::Finish(reply, None),
+            First::Rejected { reply, code, binding: true } => Move::Finish(reply, Some(code)),
+            First::Rejected { reply, .. } | First::Retryable(reply) | First::DontStore(reply) => Move::Forget(reply),
+        })
+    }
+
+    /// Handles a handler that ended the transaction of the first phase itself: its effects may be
+    /// committed (O1).
+    async fn ended_by_itself(
+        &self,
+        new: &NewOperation,
+        begin: &Begin,
+        driven: &Driven,
+        proof: Proof,
+    ) -> Result<Tried, StoreError> {
+        let store = &self.phased.store;
+        let nothing_ran_after = proof == Proof::Aborted;
+        let aftermath = Doubt::TokenGone { nothing_ran_after }
+            .after(store.find_after_lost_commit(&begin.claim, begin.basis()).await);
+        tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
+        if matches!(aftermath, Aftermath::InsertUnknown | Aftermath::MarkUnknown | Aftermath::Ended) {
+            self.note(begin, Noted::TransactionEnded);
+        }
+        match aftermath {
+            Aftermath::Stored => return Ok(Tried::Ended(Opened::Look)),
+            Aftermath::CommitUnknown => {
+                self.note(begin, Noted::CommitUnknown);
+                return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown)));
+            }
+            Aftermath::InsertUnknown => {
+                if let Err(error) = stand(store.as_ref(), new, begin.basis(), self.patience).await {
+                    tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
+                    let (engine, patience) = (&self.phased.engine, self.patience);
+                    mark_unknown_later(
+                        engine,
+                        Arc::clone(store),
+                        begin,
+                        new.clone(),
+                        patience,
+                        |store, new, basis, patience| stand(store, new, basis, patience).boxed(),
+                    );
+                }
+            }
+            Aftermath::MarkUnknown => {
+                store.park(driven, FIRST_ENDED).await?;
+            }
+            Aftermath::Ended => {}
+        }
+        Ok(Tried::Ended(Opened::Problem(Code::TransactionEnded)))
+    }
+
+    fn note(&self, begin: &Begin, what: Noted) {
+        self.member.note(&begin.claim.identity, what);
+    }
+}
+
+fn seen_by(basis: Basis<'_>) -> Option<&Record> {
+    match basis {
+        Basis::New => None,
+        Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => Some(seen),
+    }
+}
+
+/// Stores an operation whose run left no row of its own (O1): parked, under its key, also if the
+/// key was used before. If another run has claimed the key since, nothing changes.
+async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
+    let busy = |what: &str| StoreError::Busy(sqlx::Error::Protocol(what.to_owned()));
+    match store.begin_first(new, basis, patience).await? {
+        Begun::Claimed(mut tx) => {
+            tx.park(FIRST_ENDED).await?;
+            tx.commit().await
+        }
+        // The claim may be refused because the record's time for a retry is over; the caller tries
+        // again.
+        Begun::Existing(record) if seen_by(basis).is_some_and(|seen| seen.epoch == record.epoch) => {
+            Err(busy("the record stands as it was seen"))
+        }
+        Begun::Existing(_) => Ok(()),
+        Begun::Locked => Err(busy("another transaction holds the key")),
+    }
+}
+
+/// Logs that the first phase failed and nothing of it is stored, and returns the code to answer.
+fn failed(error: &HandlerError) -> Opened {
+    tracing::warn!(%error, "a first phase failed: nothing happened");
+    Opened::Problem(if error.is_transient() { Code::StoreUnavailable } else { Code::OperationFailed })
+}

@@ -1,0 +1,124 @@
+//! The phases that an author writes: code that runs in one transaction and returns how it ends
+//! (M53).
+//!
+//! A phase may run more than once, but only one run commits. It calls no provider and waits for
+//! nothing outside, so no transaction stays open across a call (M52).
+//!
+//! Not here: how a phase may end ([`ends`](super::ends)), and the code that runs it
+//! ([`driver`](super::driver)).
+
+use std::fmt;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use super::effect::Settlements;
+use super::ends::{First, Local, Settled};
+use super::identity::Identities;
+use crate::error::{HandlerError, StoreError};
+use crate::message::NewMessage;
+use crate::operation::port::phases::PhaseTx;
+use crate::operation::rules::Identity;
+use crate::outbox::enqueue::enqueue;
+use crate::store::base::Base;
+
+/// The facts about its operation that a phase may use.
+#[derive(Debug, Clone)]
+pub struct Context {
+    identities: Identities,
+    identity: Identity,
+}
+
+/// The transaction of a phase: a connection, without a way to end the transaction.
+pub struct Phase<'a, S: Base> {
+    connection: &'a mut <S::Db as sqlx::Database>::Connection,
+    context: &'a Context,
+}
+
+/// The first phase. Every check that may refuse the request belongs here, uniqueness included
+/// (O13).
+#[async_trait]
+pub trait FirstPhase<S: Base, C>: Send + Sync + 'static {
+    /// Runs the phase. An error rolls back: nothing happened.
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError>;
+}
+
+/// A later phase before the first intent.
+#[async_trait]
+pub trait LocalPhase<S: Base, C>: Send + Sync + 'static {
+    /// Runs the phase. An error rolls this phase back, and it runs again.
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<Local, HandlerError>;
+}
+
+/// A phase after an effect is settled.
+#[async_trait]
+pub trait SettledPhase<S: Base, C>: Send + Sync + 'static {
+    /// Runs the phase. An error rolls this phase back; the operation is UNKNOWN until the phase
+    /// succeeds.
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C, settled: &Settlements) -> Result<Settled, HandlerError>;
+}
+
+impl Context {
+    pub(super) fn new(identities: Identities, identity: Identity) -> Self {
+        Self { identities, identity }
+    }
+
+    /// The id of the operation that the phase belongs to.
+    #[must_use]
+    pub fn operation_id(&self) -> Uuid {
+        self.identities.operation_id()
+    }
+
+    /// Derives the identities of rows, messages and effects.
+    #[must_use]
+    pub fn identities(&self) -> Identities {
+        self.identities
+    }
+
+    /// The tenant of the request.
+    #[must_use]
+    pub fn tenant(&self) -> &str {
+        self.identity.tenant()
+    }
+
+    /// The tenant, operation and key of the request.
+    #[must_use]
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+}
+
+impl<S: Base> fmt::Debug for Phase<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Phase").field("context", &self.context).finish_non_exhaustive()
+    }
+}
+
+impl<'a, S: Base> Phase<'a, S> {
+    /// Wraps a transaction of the store `S`; an error if another kind of store began it.
+    pub(super) fn new(tx: &'a mut dyn PhaseTx, context: &'a Context) -> Result<Self, StoreError> {
+        Ok(Self { connection: tx.connection()?, context })
+    }
+
+    /// The connection, inside the transaction of the phase.
+    pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
+        self.connection
+    }
+
+    /// The context of the operation.
+    #[must_use]
+    pub fn context(&self) -> &'a Context {
+        self.context
+    }
+
+    /// Enqueues a message in this transaction: the message exists exactly if the phase commits.
+    ///
+    /// # Errors
+    /// As [`enqueue`].
+    ///
+    /// # Cancel safety
+    /// As [`enqueue`].
+    pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
+        enqueue(self.connection(), message).await
+    }
+}

@@ -1,0 +1,98 @@
+//! The tasks of an adapter for a provider: make the exact bytes once, send them, query for the
+//! effect, and report the answer.
+//!
+//! The adapter does I/O and reads answers. What an answer proves, and the next step, is decided by
+//! [`policy::operation::provider`](crate::operation::rules::provider).
+//!
+//! Rules for an adapter (O5, O7): it sends the bytes as they are given, under the given key.
+//! Redirects and retries of a client library are off. It returns [`Answer::NotConnected`] only if
+//! not one byte of the request can have left. It lists a code as a verdict only if the provider
+//! documents that every later send gets the same code.
+//!
+//! Not here: an adapter over HTTP ([`http`](super::http)), and when an adapter is called
+//! ([`driver`](super::driver)).
+
+use std::fmt;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::identity::ProviderKey;
+use crate::error::HandlerError;
+use crate::operation::rules::provider::{Answer, QueryAnswer};
+
+/// A provider, as the driver uses it.
+#[async_trait]
+pub trait Provider: fmt::Debug + Send + Sync + 'static {
+    /// The name, which must never change: it is stored with every intent.
+    fn name(&self) -> &'static str;
+
+    /// The version of the bytes that [`Prepare::prepare`] makes. Bytes of older versions are still
+    /// sent.
+    fn version(&self) -> u32;
+
+    /// The longest time that a call takes; it must be shorter than two thirds of the lease.
+    fn timeout(&self) -> Duration;
+
+    /// Sends the bytes once, without a retry.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the outcome is unknown. The driver drops it only after
+    /// [`Self::timeout`].
+    async fn send(&self, call: &Call<'_>) -> Sent;
+
+    /// Queries whether the effect of this call exists. A provider without a query answers
+    /// [`QueryAnswer::Failed`].
+    async fn query(&self, _call: &Call<'_>) -> Asked {
+        Asked { answer: QueryAnswer::Failed, status: None, saw: Vec::new() }
+    }
+}
+
+/// Makes the exact bytes of a request.
+pub trait Prepare<R: ?Sized>: Provider {
+    /// Returns the bytes to send; called once, before the first send (O5).
+    ///
+    /// # Errors
+    /// The request cannot be written: the phase ends with this error, and nothing is sent.
+    fn prepare(&self, request: &R, key: &ProviderKey) -> Result<Vec<u8>, HandlerError>;
+}
+
+/// The arguments of a call.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// The key that the provider sees, the same at every send.
+    pub key: &'a ProviderKey,
+    /// The bytes to send, the same at every send.
+    pub bytes: &'a [u8],
+    /// The version of the adapter that made the bytes.
+    pub version: u32,
+    /// The number of this send, from 1; 0 for a query.
+    pub send: u32,
+}
+
+/// The result of a send.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sent {
+    /// What the provider answered to the send, in the adapter's words.
+    pub answer: Answer,
+    /// What is stored as evidence and given to the next phase, at most about 2 KiB. It must hold no
+    /// secrets, unless a cipher is set.
+    pub saw: Vec<u8>,
+}
+
+/// The result of a query.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Asked {
+    /// What the provider answered to the query, in the adapter's words.
+    pub answer: QueryAnswer,
+    /// The status of the provider's answer.
+    pub status: Option<u16>,
+    /// What is stored as evidence and given to the next phase; see [`Sent::saw`].
+    pub saw: Vec<u8>,
+}
+
+impl fmt::Debug for Call<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Call({}, {} bytes, send {})", self.key, self.bytes.len(), self.send)
+    }
+}

@@ -1,0 +1,225 @@
+//! The recovery worker: takes over operations that no process drives, and drives them through the
+//! same phases (M80, M83, O22).
+//!
+//! Promises: one statement takes the lease, so only one of many workers has an operation. A worker
+//! drives at most `concurrency` operations at once, and at most `per_tenant` of one tenant, so that
+//! a slow tenant does not delay the others for long. It takes only the flows and versions of this
+//! process, and nothing if the database belongs to another deployment. At a stop it takes nothing
+//! more, lets calls in flight end, releases what it holds, and returns.
+//!
+//! It runs in the service's process, or in one that is built with the same flows; the stock
+//! `publisher` has none.
+//!
+//! Not here: how an operation is driven ([`driver`](super::driver)).
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Came, Ended};
+use super::engine::PhasedEngine;
+use super::registry::Phased;
+use super::taken::taken;
+use crate::error::StoreError;
+use crate::observe::{Health, PartState};
+use crate::time::pace::{Pace, Since, sleep_unless};
+
+const PART: &str = "recovery";
+/// The pause after the worker has seen that the database belongs to another deployment.
+const FOREIGN: Duration = Duration::from_secs(30);
+
+/// Settings of a recovery worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecoveryOptions {
+    /// How many operations are driven at once. Default 8.
+    pub concurrency: u32,
+    /// How many of these may belong to one tenant. Default 6. A service with one tenant may set the
+    /// same number as for `concurrency`.
+    pub per_tenant: u32,
+    /// The pause between two searches when nothing was due. Default 500 ms.
+    pub every: Duration,
+}
+
+impl Default for RecoveryOptions {
+    fn default() -> Self {
+        Self { concurrency: 8, per_tenant: 6, every: Duration::from_millis(500) }
+    }
+}
+
+/// A recovery worker for the operations of one engine.
+#[derive(Debug)]
+pub struct Recovery {
+    phased: Arc<Phased>,
+    options: RecoveryOptions,
+    health: Health,
+    driven_of: DrivenOf,
+}
+
+/// The number of operations that are driven, by tenant.
+#[derive(Debug, Clone, Default)]
+struct DrivenOf(Arc<Mutex<HashMap<Vec<u8>, u32>>>);
+
+impl DrivenOf {
+    /// Counts one operation of a tenant until the returned value is dropped.
+    fn one(&self, tenant: Vec<u8>) -> One {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant.clone()).or_default() += 1;
+        One { of: self.clone(), tenant }
+    }
+
+    /// Returns the tenants that are at the limit, and how many more operations every other tenant
+    /// may have.
+    fn full(&self, per_tenant: u32) -> (Vec<Vec<u8>>, u32) {
+        let driven = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let full = driven.iter().filter(|(_, count)| **count >= per_tenant).map(|(tenant, _)| tenant.clone()).collect();
+        let most = driven.values().filter(|count| **count < per_tenant).max().copied().unwrap_or(0);
+        (full, per_tenant - most)
+    }
+}
+
+/// One operation of a tenant that is driven now.
+struct One {
+    of: DrivenOf,
+    tenant: Vec<u8>,
+}
+
+impl Drop for One {
+    fn drop(&mut self) {
+        let mut driven = self.of.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = driven.get_mut(&self.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                driven.remove(&self.tenant);
+            }
+        }
+    }
+}
+
+impl Recovery {
+    /// A worker for the operations of an engine.
+    #[must_use]
+    pub fn new(engine: &PhasedEngine, options: RecoveryOptions, health: Health) -> Self {
+        Self { phased: engine.phased(), options, health, driven_of: DrivenOf::default() }
+    }
+
+    /// Runs until `stop` is cancelled.
+    ///
+    /// # Errors
+    /// None at present: after an error of the database it tries again and reports the error in its
+    /// health.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the leases expire, and other workers take the operations over.
+    pub async fn run(self, stop: CancellationToken) -> Result<(), StoreError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
+        let mut first = 0;
+        while !stop.is_cancelled() {
+            match self.round(first, &mut driven, &stop).await {
+                Ok(worked) => {
+                    pace.worked();
+                    self.health.set(PART, PartState::Ready);
+                    self.pause(&mut driven, worked, &stop).await;
+                }
+                // One row or flow that cannot be read must not stop the others: the next round
+                // begins with another flow.
+                Err(error) => {
+                    if !error.is_transient() {
+                        tracing::error!(%error, "due operations were not taken up");
+                    }
+                    self.health.set(PART, PartState::Waiting(format!("database: {error}")));
+                    pace.wait(&stop).await;
+                }
+            }
+            first += 1;
+        }
+        while let Some(end) = driven.join_next().await {
+            note(end);
+        }
+        Ok(())
+    }
+
+    async fn round(
+        &self,
+        first: usize,
+        driven: &mut JoinSet<Result<Ended, StoreError>>,
+        stop: &CancellationToken,
+    ) -> Result<bool, StoreError> {
+        while let Some(end) = driven.try_join_next() {
+            note(end);
+        }
+        if !self.phased.is_ours().await? {
+            self.health.set(PART, PartState::Waiting("this database belongs to another deployment".to_owned()));
+            sleep_unless(stop, FOREIGN).await;
+            return Ok(false);
+        }
+        let mut worked = false;
+        let mut flows = self.phased.flows();
+        let count = flows.len();
+        flows.rotate_left(first % count.max(1));
+        for (at, (flow, versions, lease)) in flows.into_iter().enumerate() {
+            let free = self.options.concurrency.saturating_sub(u32::try_from(driven.len()).unwrap_or(u32::MAX));
+            if free == 0 || stop.is_cancelled() {
+                break;
+            }
+            // Each flow gets a share, so that a busy one leaves room for the others. What is left
+            // goes to the next round.
+            let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
+            let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
+            let store = &self.phased.store;
+            let asked = Since::now();
+            for (held, stored) in store.take_due_but(flow, &versions, share.min(more), lease, &full).await? {
+                worked = true;
+                let tenant = stored.identity.as_ref().map(|identity| identity.tenant().as_bytes().to_vec());
+                let one = self.driven_of.one(tenant.unwrap_or_default());
+                tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");
+                let (phased, stop) = (Arc::clone(&self.phased), stop.clone());
+                driven.spawn(async move {
+                    let _one = one;
+                    taken(phased, held, stored, (asked, lease), Came::Due, stop).await
+                });
+            }
+        }
+        Ok(worked)
+    }
+
+    /// Waits for a driver that ended, a request that brings work, or the next search.
+    async fn pause(&self, driven: &mut JoinSet<Result<Ended, StoreError>>, worked: bool, stop: &CancellationToken) {
+        if worked && driven.len() < self.options.concurrency as usize {
+            return;
+        }
+        let full = driven.len() >= self.options.concurrency as usize;
+        tokio::select! {
+            () = stop.cancelled() => {}
+            Some(end) = driven.join_next(), if full => note(end),
+            () = self.phased.wake.notified(), if !full => {}
+            () = tokio::time::sleep(self.options.every), if !full => {}
+        }
+    }
+}
+
+fn note(end: Result<Result<Ended, StoreError>, tokio::task::JoinError>) {
+    match end {
+        Ok(Ok(ended)) => tracing::debug!(end = ?ended.end, "a recovery ended"),
+        Ok(Err(error)) => tracing::warn!(%error, "a recovery was broken off: its lease runs out"),
+        Err(error) => tracing::error!(%error, "a recovery died: its lease runs out"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tenant_has_its_share_until_one_of_its_operations_ends() {
+        let driven = DrivenOf::default();
+        let of = |tenant: &str| driven.one(tenant.into());
+        assert_eq!(driven.full(2), (Vec::new(), 2));
+        let (first, _second, _other) = (of("a"), of("a"), of("b"));
+        assert_eq!(driven.full(2), (vec![b"a".to_vec()], 1), "and b may have one more");
+        drop(first);
+        assert_eq!(driven.full(2), (Vec::new(), 1));
+    }
+}

@@ -1,0 +1,161 @@
+//! The phased operations of a process: flows with their endpoints, the cipher of their bytes, and
+//! the deployment that they belong to (O22).
+//!
+//! Promises: a flow is registered once by name and version; a worker drives only registered flows.
+//! Nothing is sent if the deployment in the database is not the configured one, because a clone of
+//! a database must not charge anybody.
+//!
+//! Not here: requests ([`engine`](super::engine)), and the worker ([`recovery`](super::recovery)).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use uuid::Uuid;
+
+use super::flow::{AnyFlow, FlowError};
+use super::vault::Vault;
+use crate::error::StoreError;
+use crate::observe::{Noted, noted};
+use crate::operation::port::phases::Phases;
+use crate::operation::rules::Identity;
+use crate::operation::rules::retention::Retention;
+use crate::operation::{Core, Registered};
+
+/// Settings of the drivers of operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DriveSettings {
+    /// After how many attempts in vain an operation is parked (O9). Default 100, which takes more
+    /// than an hour with the other defaults.
+    pub attempts_max: u32,
+    /// After how many calls that prove nothing a drive releases its operation. Default 3.
+    pub calls_per_drive: u32,
+    /// The longest pause that a provider may ask for while the driver waits. For a longer pause the
+    /// driver releases the operation. Default 2.5 s.
+    pub wait_max: Duration,
+    /// The pause until an operation is due again after the first attempt in vain. It doubles each
+    /// time, with jitter. Default 1 s.
+    pub backoff_first: Duration,
+    /// The longest pause until an operation is due again. Default 1 min.
+    pub backoff_max: Duration,
+    /// How long to retry storing proof that the database refuses, before the operation is parked
+    /// with that proof as the reason. A database that is away does not count: the driver waits for
+    /// it. Default 20 s.
+    pub refused_max: Duration,
+}
+
+impl Default for DriveSettings {
+    fn default() -> Self {
+        Self {
+            attempts_max: 100,
+            calls_per_drive: 3,
+            wait_max: Duration::from_millis(2_500),
+            backoff_first: Duration::from_secs(1),
+            backoff_max: Duration::from_secs(60),
+            refused_max: Duration::from_secs(20),
+        }
+    }
+}
+
+/// A flow and the endpoint of its operation.
+#[derive(Debug)]
+pub(super) struct Member {
+    flow: AnyFlow,
+    endpoint: Registered,
+}
+
+/// The shared state of all drivers in this process.
+#[derive(Debug)]
+pub(super) struct Phased {
+    pub(super) engine: Core,
+    pub(super) store: Arc<dyn Phases>,
+    pub(super) vault: Vault,
+    pub(super) settings: DriveSettings,
+    pub(super) deployment: Uuid,
+    /// Wakes the recovery worker of this process.
+    pub(super) wake: Notify,
+    members: BTreeMap<(&'static str, u32), Arc<Member>>,
+}
+
+impl Member {
+    pub(super) fn flow(&self) -> &AnyFlow {
+        &self.flow
+    }
+
+    pub(super) fn endpoint(&self) -> &Registered {
+        &self.endpoint
+    }
+
+    /// Counts an event of an operation and notes it in the span.
+    pub(super) fn note(&self, identity: &Identity, what: Noted) {
+        noted(self.flow.name(), &identity.key().short_hash(), what);
+    }
+
+    pub(super) fn retention(&self) -> Retention {
+        self.endpoint.route().retention
+    }
+
+    /// How long a phase may run.
+    pub(super) fn timeout(&self) -> Duration {
+        self.endpoint.route().timeout
+    }
+
+    pub(super) fn lease(&self) -> Duration {
+        self.endpoint.route().lease
+    }
+}
+
+impl Phased {
+    pub(super) fn new(engine: Core, store: Arc<dyn Phases>, settings: DriveSettings, deployment: Uuid) -> Self {
+        let vault = Vault::new(engine.sealer().clone());
+        Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
+    }
+
+    pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), FlowError> {
+        flow.fits(endpoint.route().lease)?;
+        let at = (flow.name(), flow.version());
+        if self.members.contains_key(&at) {
+            return Err(FlowError::Registered { flow: at.0, version: at.1 });
+        }
+        self.members.insert(at, Arc::new(Member { flow, endpoint }));
+        Ok(())
+    }
+
+    pub(super) fn member(&self, flow: &str, version: u32) -> Option<Arc<Member>> {
+        self.members
+            .iter()
+            .find(|((name, of), _)| *name == flow && *of == version)
+            .map(|(_, member)| Arc::clone(member))
+    }
+
+    pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member>> {
+        self.members.iter().rev().find(|((name, _), _)| *name == flow).map(|(_, member)| Arc::clone(member))
+    }
+
+    /// Flows with their versions, and the lease of the newest version.
+    pub(super) fn flows(&self) -> Vec<(&'static str, Vec<u32>, Duration)> {
+        let mut flows: Vec<(&'static str, Vec<u32>, Duration)> = Vec::new();
+        for ((name, version), member) in &self.members {
+            match flows.last_mut() {
+                Some((last, versions, lease)) if last == name => {
+                    versions.push(*version);
+                    *lease = member.lease();
+                }
+                _ => flows.push((name, vec![*version], member.lease())),
+            }
+        }
+        flows
+    }
+
+    /// Whether the database belongs to the configured deployment. If not, an error is logged, and
+    /// nothing may be sent.
+    pub(super) async fn is_ours(&self) -> Result<bool, StoreError> {
+        let found = self.store.deployment().await?;
+        if found != self.deployment {
+            tracing::error!(configured = %self.deployment, %found,
+                "this database belongs to another deployment: nothing is sent to providers");
+        }
+        Ok(found == self.deployment)
+    }
+}

@@ -1,0 +1,129 @@
+//! Handles a later phase that did not advance its operation: the phase runs again, or the operation
+//! is parked (O1, O9, R23).
+//!
+//! Promise: a phase runs again only if it is proven that its earlier run committed nothing: the
+//! transaction proves it, or, if the answer of its commit was lost, its mark is not in the
+//! database.
+//!
+//! Not here: when the phase runs again ([`leaving`](super::leaving)), what may run again
+//! ([`doubt`](crate::operation::rules::doubt)), and the first phase ([`opening`](super::opening)).
+
+use std::time::Duration;
+
+use super::driver::{Driver, End, Next};
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::port::Proof;
+use crate::observe::Noted;
+use crate::operation::port::phases::{PhaseTx, Run, StoredOperation};
+use crate::operation::rules::doubt::Trace;
+use crate::operation::rules::flow::PhaseEnd;
+use crate::time::pace::Pace;
+
+/// The reason for the failure of a phase that returned a success.
+const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
+
+/// The pause between two checks of this driver's own commit whose answer was lost.
+const OWN_COMMIT_EVERY: Duration = Duration::from_millis(100);
+
+impl Driver {
+    /// Begins the transaction of a phase, if no earlier run is committed or may still commit. While
+    /// the server still has an earlier run, the operation is released with a backoff, however long
+    /// that lasts; no attempt counts, and no connection is kept for it.
+    pub(super) async fn begin(
+        &mut self,
+        stored: &StoredOperation,
+    ) -> Result<Result<Box<dyn PhaseTx>, Next>, StoreError> {
+        let point = stored.point.as_str();
+        let run = self.phased.store.begin_run(&self.driven, point).await?;
+        let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
+        match run {
+            Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
+            // The next read shows who has the operation, and at which point.
+            Run::Overtaken => Ok(Err(Next::Again)),
+            // The server still works on this driver's own commit, whose answer was lost. Nobody
+            // else may send first what that commit intends.
+            Run::Unended if self.fresh.is_some() && !self.hold.left().is_zero() => {
+                tokio::time::sleep(OWN_COMMIT_EVERY).await;
+                Ok(Err(Next::Again))
+            }
+            Run::Unended => {
+                tracing::warn!(operation = %self.driven.operation_id, point,
+                    "the server still has a run of a phase whose connection was lost: the phase waits until that ends");
+                Ok(Err(self.release_with_backoff(stored.attempts).await?))
+            }
+            Run::Begun(_) | Run::Marked => Ok(Err(self.ended_by_itself().await?)),
+        }
+    }
+
+    /// The transaction of a phase that returned a success is gone. If it is proven that nothing was
+    /// committed, the phase failed: it swallowed an error after which the database rolled its
+    /// transaction back (R23).
+    pub(super) async fn gone(&mut self, tx: Box<dyn PhaseTx>, proof: Proof) -> Result<Next, StoreError> {
+        let trace = match take_back(tx).await {
+            Err(error @ StoreError::Busy(_)) => return Err(error),
+            Ok(Proof::Aborted) => Trace::Undone,
+            // It was aborted before, perhaps before the connection was lost.
+            _ if proof == Proof::Aborted => Trace::Undone,
+            Ok(Proof::Same | Proof::Ended) | Err(_) => Trace::Ended,
+        };
+        if !trace.may_run_again() {
+            return self.ended_by_itself().await;
+        }
+        match self.phased.store.operation(self.driven.operation_id).await? {
+            Some(stored) => self.phase_failed(&stored, &HandlerError::retryable(SWALLOWED)).await,
+            None => Ok(Next::End(End::Lost)),
+        }
+    }
+
+    /// Rolls back a phase that failed, if its transaction is still the one that began.
+    pub(super) async fn failed(
+        &mut self,
+        tx: Box<dyn PhaseTx>,
+        stored: &StoredOperation,
+        error: &HandlerError,
+    ) -> Result<Next, StoreError> {
+        let trace = match take_back(tx).await? {
+            // Aborted by the database, not by this driver: nothing was committed.
+            Proof::Same | Proof::Aborted => Trace::Undone,
+            Proof::Ended => Trace::Ended,
+        };
+        if trace.may_run_again() { self.phase_failed(stored, error).await } else { self.ended_by_itself().await }
+    }
+
+    /// Parks an operation whose handler committed by itself without moving the point: only a person
+    /// can find out what it did. Parking is retried as long as the lease keeps other drivers away,
+    /// because if the handler rolled its mark back, nothing else tells them not to run the phase
+    /// again.
+    async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
+        let operation = self.driven.operation_id;
+        tracing::error!(%operation, "a phase ended its transaction by itself");
+        self.note(Noted::TransactionEnded);
+        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
+        loop {
+            match self.park_for_operator("phase-ended-its-transaction").await {
+                Err(error) if error.is_transient() && !self.hold.left().is_zero() => {
+                    tracing::debug!(%operation, %error, "an operation that ended its transaction was not left to an operator yet");
+                    tokio::time::sleep(pace.next_wait()).await;
+                }
+                // Changed so that this drive does not begin the phase again.
+                Err(StoreError::Busy(error)) => return Err(StoreError::Unavailable(error)),
+                end => return end,
+            }
+        }
+    }
+
+    /// A phase ended in a way that is not allowed at its point: rolls back and parks the operation.
+    pub(super) async fn impossible(&mut self, tx: Box<dyn PhaseTx>, end: PhaseEnd) -> Result<Next, StoreError> {
+        tx.rollback().await?;
+        tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
+        self.park_for_operator("phase-ended-impossibly").await
+    }
+}
+
+/// Rolls back all writes of a phase. Returns whether its transaction was still the one that began.
+pub(super) async fn take_back(mut tx: Box<dyn PhaseTx>) -> Result<Proof, StoreError> {
+    let proof = tx.undo_effects().await;
+    // If the connection does not answer, it is closed, and the server rolls back.
+    let _ = tx.rollback().await;
+    proof
+}

@@ -1,0 +1,118 @@
+//! An operation with one effect that is sent to others: its intent is committed, the effect is
+//! sent, and its result is the answer.
+//!
+//! Not here: what is sent and how, which the provider decides ([`webhook`](super::webhook),
+//! [`email`](super::email)).
+
+use std::collections::BTreeSet;
+
+use async_trait::async_trait;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::effect::{Effect, Settlement, Settlements};
+use super::ends::{First, Settled};
+use super::flow::{Flow, FlowError};
+use super::phase::{FirstPhase, Phase, SettledPhase};
+use super::provider::Prepare;
+use crate::error::HandlerError;
+use crate::operation::Reply;
+use crate::operation::port::phases::StoredOperation;
+use crate::operation::rules::IdempotentCommand;
+use crate::operation::rules::delivery::Delivery;
+use crate::operation::rules::provider::{Settled as Proved, Strategy};
+use crate::store::base::Base;
+
+/// The flow with this one effect; `refused` is the code of the answer to a refused effect.
+pub(super) fn flow<S, C, P>(
+    name: &'static str,
+    provider: P,
+    strategy: Strategy,
+    refused: &'static str,
+) -> Result<Flow<S>, FlowError>
+where
+    S: Base,
+    C: IdempotentCommand + Serialize + DeserializeOwned + Send + Sync + 'static,
+    P: Prepare<C>,
+{
+    let effect = Effect::new(name, provider, strategy);
+    let begin = Begin { effect: effect.clone(), refused };
+    Flow::begin::<C>(C::OPERATION, 1, begin).effect(&effect, End { name, refused }).build()
+}
+
+/// The first phase, which commits the intent to send.
+struct Begin<P> {
+    effect: Effect<P>,
+    refused: &'static str,
+}
+
+#[async_trait]
+impl<S: Base, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begin<P> {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError> {
+        match self.effect.intend(phase.context(), command) {
+            Ok(intent) => Ok(First::Intent(intent)),
+            Err(error) if error.is_terminal() => {
+                let word = Delivery::Refused.word();
+                let body = serde_json::json!({"code": self.refused, "state": word, "detail": error.message()});
+                Ok(First::Rejected {
+                    reply: Reply::json(422, &body)?,
+                    code: Some(self.refused.to_owned()),
+                    binding: true,
+                })
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// The last phase, which answers with the result of the effect.
+struct End {
+    name: &'static str,
+    refused: &'static str,
+}
+
+#[async_trait]
+impl<S: Base, C: Send + Sync + 'static> SettledPhase<S, C> for End {
+    async fn run(&self, _: &mut Phase<'_, S>, _: &C, settled: &Settlements) -> Result<Settled, HandlerError> {
+        match settled.of(self.name) {
+            Some(Settlement::Failed(proof)) => {
+                let body = serde_json::json!({"code": self.refused, "state": Delivery::Refused.word()});
+                let code = Some(self.refused.to_owned());
+                Ok(Settled::Failure { proof: proof.clone(), reply: Reply::json(422, &body)?, code })
+            }
+            Some(Settlement::Succeeded) => {
+                Ok(Settled::Response(Reply::json(200, &serde_json::json!({"state": Delivery::Sent.word()}))?))
+            }
+            _ => Err(HandlerError::terminal(format!("the effect `{}` is not settled", self.name))),
+        }
+    }
+}
+
+/// Builds the stored bytes: one line with the destination, then the body.
+pub(super) fn packed(whereto: &impl Serialize, body: &[u8]) -> Result<Vec<u8>, HandlerError> {
+    Ok([serde_json::to_vec(whereto)?.as_slice(), b"\n", body].concat())
+}
+
+/// Splits what [`packed`] has joined.
+pub(super) fn opened<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), HandlerError> {
+    let end = bytes.iter().position(|&byte| byte == b'\n');
+    let end = end.ok_or_else(|| HandlerError::terminal("the stored bytes have no first line"))?;
+    Ok((serde_json::from_slice(&bytes[..end])?, &bytes[end + 1..]))
+}
+
+/// The delivery state of the first effect of such an operation; `None` before its intent.
+#[must_use]
+pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
+    let intent = stored.intents.first()?;
+    let settled = match intent.outcome.as_deref() {
+        Some("succeeded") => Some(Proved::Succeeded),
+        Some(_) => Some(Proved::Failed),
+        None => None,
+    };
+    let of_it = stored.evidence.iter().filter(|row| row.evidence.effect == intent.intent.effect);
+    // A row that was written twice counts once.
+    let not_sent: BTreeSet<u32> =
+        of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
+    let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
+    Some(Delivery::of(settled, stored.parked.is_some(), intent.sends.saturating_sub(not_sent)))
+}

@@ -1,0 +1,71 @@
+//! Starts the driver of an operation that was taken over: reads what the driver needs, or records
+//! why the operation cannot be driven here.
+//!
+//! Not here: taking the operation over ([`engine`](super::engine), [`recovery`](super::recovery)).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Came, Driver, End, Ended};
+use super::flow::AnyCommand;
+use super::hold::Hold;
+use super::identity::Identities;
+use super::phase::Context;
+use super::registry::{Member, Phased};
+use crate::error::StoreError;
+use crate::observe::{Noted, noted};
+use crate::operation::port::phases::{Driven, Due, StoredOperation};
+use crate::operation::rules::Fingerprint;
+use crate::time::pace::Since;
+
+/// Drives an operation. The statement that took it over was sent at `asked` and granted `lease`.
+pub(super) async fn taken(
+    phased: Arc<Phased>,
+    driven: Driven,
+    stored: StoredOperation,
+    (asked, lease): (Since, Duration),
+    came: Came,
+    stop: CancellationToken,
+) -> Result<Ended, StoreError> {
+    let key = stored.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default();
+    noted(&stored.flow, &key, Noted::TakenUp);
+    let store = &phased.store;
+    let reason = match prepared(&phased, &stored).await {
+        Ok(Prepared::Ready(member, context, command, fingerprint)) => {
+            let hold = Hold::new(Arc::clone(store), driven, lease, asked);
+            let ready = (member, context, command, fingerprint);
+            return Driver::new(phased, ready, hold, came, stop).drive().await;
+        }
+        Ok(Prepared::Gone(reason)) => reason,
+        Err(error) => {
+            // Another process may have the encryption key or the flow version.
+            tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
+            let after = (came != Came::Early).then_some(phased.settings.backoff_max);
+            store.hand_back(&driven, Due { after, attempt: false }).await?;
+            return Ok(Ended { end: End::Later, reply: None });
+        }
+    };
+    tracing::error!(operation = %stored.operation_id, reason, "an operation cannot be driven");
+    store.park(&driven, reason).await?;
+    Ok(Ended { end: End::Parked, reply: None })
+}
+
+enum Prepared {
+    Ready(Arc<Member>, Context, AnyCommand, Fingerprint),
+    Gone(&'static str),
+}
+
+async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Prepared, StoreError> {
+    let unknown = || StoreError::Refused(format!("no flow `{}` of version {}", stored.flow, stored.flow_version));
+    let member = phased.member(&stored.flow, stored.flow_version).ok_or_else(unknown)?;
+    let Some(identity) = stored.identity.clone() else { return Ok(Prepared::Gone("record-gone")) };
+    let Some(record) = phased.store.find(&identity).await?.record else {
+        return Ok(Prepared::Gone("record-gone"));
+    };
+    let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;
+    let command = member.flow().decode(&bytes)?;
+    let context = Context::new(Identities::new(phased.deployment, stored.operation_id), identity);
+    Ok(Prepared::Ready(member, context, command, record.fingerprint))
+}

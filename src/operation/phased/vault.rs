@@ -1,0 +1,38 @@
+//! Seals commands, requests and evidence for storage, each bound to its operation and its kind
+//! (O22).
+//!
+//! Not here: the cipher ([`Sealer`]).
+
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::operation::Sealer;
+use crate::operation::port::phases::Sealed;
+
+#[derive(Debug, Clone)]
+pub(super) struct Vault(Sealer);
+
+impl Vault {
+    /// A vault that uses the keys of this sealer.
+    pub(super) fn new(sealer: Sealer) -> Self {
+        Self(sealer)
+    }
+
+    /// Seals bytes of an operation; `what` is `command`, `request:EFFECT` or `evidence`.
+    ///
+    /// # Errors
+    /// The error of the cipher; nothing is stored in plain instead.
+    pub(super) fn seal(&self, operation_id: Uuid, what: &str, plain: &[u8]) -> Result<Sealed, StoreError> {
+        let sealed = self.0.seal(&[operation_id.as_bytes(), what.as_bytes()], plain.to_vec());
+        sealed.map_err(|error| StoreError::Refused(format!("the {what} of the operation {operation_id}: {error}")))
+    }
+
+    /// Opens bytes of an operation that [`Self::seal`] sealed with the same `what`.
+    ///
+    /// # Errors
+    /// The key is not known in this process, or the bytes were sealed as something else.
+    pub(super) fn open(&self, operation_id: Uuid, what: &str, sealed: &Sealed) -> Result<Vec<u8>, StoreError> {
+        let opened = self.0.open(&[operation_id.as_bytes(), what.as_bytes()], sealed);
+        opened.map_err(|error| StoreError::Refused(format!("the {what} of the operation {operation_id}: {error}")))
+    }
+}

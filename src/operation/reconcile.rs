@@ -1,0 +1,133 @@
+//! Finds out the outcome of an edge run whose end was not recorded, where its route can (O11).
+//!
+//! Promises: however many requests start a reconciliation, one of them asks. It takes the record
+//! over with the fenced claim, so a slow answer that arrives after another's changes nothing. If
+//! the outcome cannot be found out, the record stays UNKNOWN. Evidence of a run that ended after it
+//! had lost its lease overrides the answer of the route: the key of a run that ended is not freed.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::codec::{Kept, error_code};
+use super::endpoint::{Reconciled, Reconciling, Registered};
+use super::engine::Core;
+use crate::error::StoreError;
+use crate::operation::port::phases::{NewEvidence, StoredEvidence};
+use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Outcome, late_runs};
+use crate::operation::rules::Record;
+use crate::operation::rules::record::Tombstone;
+
+/// Starts a reconciliation in a task of its own.
+pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
+    let Some(ask) = endpoint.endpoint().reconcile.clone() else { return };
+    let (engine_of_task, endpoint, record) = (engine.clone(), endpoint.clone(), record.clone());
+    engine.spawn(async move {
+        let engine = engine_of_task;
+        let claim = KeyClaim {
+            identity: record.identity.clone(),
+            principal: record.principal.clone(),
+            fingerprint: record.fingerprint.clone(),
+            mode: record.mode,
+            operation_id: Uuid::now_v7(),
+            owner: KeyClaim::new_owner(),
+            lease: endpoint.route().lease,
+        };
+        let owned = match engine.store().claim(&claim, Basis::TakeOver(&record)).await {
+            Ok(Claimed::Owned(owned)) => owned,
+            // Another task asks, or the outcome is known by now.
+            Ok(Claimed::Existing(_) | Claimed::Vanished) => return,
+            Err(error) => return tracing::debug!(%error, "a record could not be taken over for reconciliation"),
+        };
+        let asked = Reconciling {
+            tenant: record.identity.tenant().to_owned(),
+            command: record.fingerprint.clone(),
+            operation_id: record.operation_id,
+        };
+        let limit = endpoint.route().lease.saturating_sub(endpoint.route().completion_budget);
+        let found = match tokio::time::timeout(limit.max(Duration::from_millis(1)), ask(asked)).await {
+            Ok(Ok(found)) => found,
+            Ok(Err(error)) => {
+                tracing::warn!(operation = %endpoint.operation(), %error, "reconciliation failed");
+                Reconciled::Unknown
+            }
+            Err(_) => Reconciled::Unknown,
+        };
+        let encode = |reply| engine.encode(&endpoint, &record.identity, &record.fingerprint, &Kept::Whole(reply));
+        let outcome = match found {
+            Reconciled::NotHappened => match engine.store().release(&owned).await {
+                Ok(Fenced::Done) => return,
+                Ok(Fenced::LostOwnership) => Ok(ended(&engine, &endpoint, &record).await),
+                Err(error) => {
+                    tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
+                    return;
+                }
+            },
+            Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(Outcome::Unknown),
+            Reconciled::Unknown => Ok(Outcome::Unknown),
+            Reconciled::Completed(reply) => encode(reply).map(Outcome::Completed),
+            Reconciled::Failed(reply) => {
+                let error_code = error_code(endpoint.endpoint(), &reply);
+                encode(reply).map(|answer| Outcome::FailedReplayable { answer, error_code })
+            }
+        };
+        let outcome = outcome.unwrap_or_else(|error| {
+            tracing::error!(operation = %endpoint.operation(), %error, "what was found out could not be sealed");
+            Outcome::Unknown
+        });
+        if let Err(error) = engine.store().finish(&owned, &outcome, &endpoint.route().retention).await {
+            tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
+        }
+    });
+}
+
+/// Replaces a failure that may be retried by the outcome that a late run reported as evidence. So
+/// an effect that happened is not executed again, even if the process of that run died before it
+/// wrote its outcome. Returns false if no run reported an end: the key may run again.
+pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: &Record) -> Result<bool, StoreError> {
+    let said = engine.store().runs_of(seen.operation_id).await?;
+    let Some(run) = how_it_ended(&said) else { return Ok(false) };
+    let claim = KeyClaim {
+        identity: seen.identity.clone(),
+        principal: seen.principal.clone(),
+        fingerprint: seen.fingerprint.clone(),
+        mode: seen.mode,
+        operation_id: seen.operation_id,
+        owner: KeyClaim::new_owner(),
+        lease: endpoint.route().lease,
+    };
+    if let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
+        engine.store().finish(&owned, &outcome_of(endpoint, run), &endpoint.route().retention).await?;
+    }
+    Ok(true)
+}
+
+/// The outcome of a late run, by which the key was not freed.
+async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Outcome {
+    let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
+    how_it_ended(&said).map_or(Outcome::Unknown, |run| outcome_of(endpoint, run))
+}
+
+/// The last report of runs that lost their lease. A success overrides a failure.
+fn how_it_ended(said: &[StoredEvidence]) -> Option<&NewEvidence> {
+    let of = |verdict: &str| late_runs(said).find(|run| run.verdict == verdict);
+    of("success").or_else(|| of("failure"))
+}
+
+/// The outcome of such a run. Its answer is not kept.
+fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> Outcome {
+    tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
+    let body = AnswerBody::Tombstone(Tombstone::Withheld);
+    let answer = Answer { status: run.status.unwrap_or(200), schema_version: endpoint.endpoint().schema_version, body };
+    match run.verdict.as_str() {
+        "success" => Outcome::Completed(answer),
+        _ => Outcome::FailedReplayable { answer, error_code: None },
+    }
+}
+
+/// Whether a run that lost its lease has succeeded. Returns true if that cannot be read, so that
+/// nothing is decided against it.
+async fn late_success(engine: &Core, record: &Record) -> bool {
+    let said = engine.store().runs_of(record.operation_id).await;
+    said.map_or(true, |said| late_runs(&said).any(|run| run.verdict == "success"))
+}

@@ -1,0 +1,307 @@
+//! How a request is answered: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21,
+//! O23, O29, M42).
+//!
+//! Guarantees. Tests check each in all combinations of facts, and with mutants of the table:
+//!
+//! * The facts are judged in this order: principal, fingerprint version, fingerprint, state. Expiry
+//!   counts only for terminal states (O3).
+//! * Another command under the key executes nothing and replays nothing, in any state (M26, M27).
+//!   Another principal gets exactly the same answer.
+//! * A stale claim is executed again in two cases only: in mode `bridged`, and on an edge route
+//!   that is declared repeatable. A committed claim of a transactional operation is never taken
+//!   over: it is an alarm.
+//! * IN_PROGRESS and UNKNOWN never expire. What this process cannot judge (a secret that it does
+//!   not have, a newer version, a store that is away) is answered with 503, and nothing runs (M60).
+//!
+//! An operation asks more than once (O15): first with [`Found::NotAsked`], before it takes a
+//! connection; with [`Found::Running`], if the key runs in this process; with the result of a plain
+//! read; and, if the lock or the insert was refused, with the result of a second read or
+//! [`Found::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
+//! statement: an INSERT for [`Decision::Claim`], an UPDATE that compares the epoch for the others.
+//! If that statement changed no row, read and ask again.
+//!
+//! Not here: the statements (`store`), the answers' texts (`http`), and how a run ends
+//! ([`classify`](super::classify)).
+
+mod table;
+
+use super::fingerprint::{Canonical, Fingerprint, Fingerprinter};
+use super::identity::{Identity, PrincipalMark, Scope};
+use super::problem::{Code, KeyState};
+use super::record::{Record, StoredBody};
+use super::retention::KeyAge;
+use super::route::Route;
+use crate::inbox::rules::horizon::Bounds;
+use crate::time::db_time::DbTime;
+
+use self::table::{Asks, Body, Facts, Seen, judge};
+
+/// What an operation must do with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Decision {
+    /// Run without protection: the route has keys off, or optional and the request has none.
+    PassThrough,
+    /// The request has no key, and the route needs one.
+    KeyRequired,
+    /// The key is malformed, or it has no time and the route needs one.
+    KeyInvalid,
+    /// The key's time lies beyond database time and skew: the client's clock is wrong.
+    KeyFromTheFuture,
+    /// There is no scope from verified authentication.
+    ScopeRequired,
+    /// The record of this key is kept in another region.
+    WrongRegion,
+    /// The store does not answer.
+    StoreUnavailable,
+    /// The record under this digest has another identity, so it must not be changed. This is an
+    /// alarm, answered like an unavailable store.
+    WrongRecord,
+    /// The tenant has too many operations that run or are not resolved. The engine also uses this
+    /// when the tenant's stored answers have too many bytes.
+    QuotaExceeded,
+    /// Look for the key in the map of what runs in this process, then in the store.
+    Look,
+    /// Insert the record. The process whose insert succeeds executes.
+    Claim,
+    /// Answer with what is stored.
+    Replay,
+    /// Answer with 303 and the resource's location.
+    ReplayReference,
+    /// Let the route build the answer from the resource. Nothing is executed.
+    Reconstruct,
+    /// The operation happened, and its answer is not kept.
+    NotRetained,
+    /// The first request under this key still runs.
+    InProgress(InProgress),
+    /// Raise the epoch, then execute.
+    TakeOver(TakeOver),
+    /// The last run failed without an effect outstanding: raise epoch and attempts, then execute.
+    Reclaim,
+    /// The record has expired: raise epoch and generation, make a new id, then execute (O4).
+    ExecuteAsNew,
+    /// The record has expired, and the route wants a new key.
+    Expired,
+    /// Take the operation's lease and recover it within the time budget. If that takes longer,
+    /// answer that recovery is pending.
+    Recover,
+    /// Another process recovers the operation now. Answer that recovery is pending.
+    RecoveryPending,
+    /// Wake the worker that reconciles this route; answer that recovery is pending.
+    Reconcile,
+    /// Write UNKNOWN by a fenced UPDATE that raises the epoch, then read and ask again.
+    MarkUnknown(Lost),
+    /// The outcome is not known, and only an operator can find it out.
+    UnknownOutcome,
+    /// The key was used with another command: refuse the request.
+    Mismatch,
+    /// The key was used by another principal. The answer is the same as for a mismatch.
+    PrincipalMismatch,
+    /// This process cannot judge the fingerprint or the principal; another one can.
+    FingerprintUnreadable,
+    /// No process can judge the fingerprint any more.
+    FingerprintTooOld,
+}
+
+/// What a request gets while the first one runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum InProgress {
+    /// Answer 409 at once.
+    Conflict,
+    /// Answer 202 with the location of the operation.
+    Accepted,
+    /// Read again after waits, without a connection, up to the route's limit; then answer 409.
+    Wait,
+}
+
+/// Why a claim without an outcome may be executed again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum TakeOver {
+    /// The effect and the outcome commit together, so without an outcome nothing was done (O2).
+    Bridged,
+    /// The route's author declared that a second run does no harm (O11).
+    Repeatable,
+}
+
+/// Why the outcome of a claim is unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Lost {
+    /// A claim of a transactional operation was committed without its outcome, because a handler
+    /// ended the transaction. This is an alarm (O1).
+    CommittedClaim,
+    /// The lease of an edge claim has ended (O11).
+    StaleEdge,
+}
+
+/// What a request brings to the decision: a key that can be used, or why there is none.
+#[derive(Clone, Copy)]
+pub(crate) enum Asked<'a> {
+    /// No key was sent.
+    Keyless,
+    /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
+    Malformed,
+    /// A key was sent, and the caller is not authenticated.
+    Unscoped,
+    /// A key was sent whose home is another region (M106).
+    Elsewhere,
+    /// A request under a key.
+    Keyed(&'a Request<'a>),
+}
+
+/// A request under a key, with its body read and validated.
+#[derive(Clone, Copy)]
+pub(crate) struct Request<'a> {
+    /// The tenant and principal, from verified authentication.
+    pub scope: &'a Scope,
+    /// Tenant, operation and key.
+    pub identity: &'a Identity,
+    /// The command, for its fingerprint.
+    pub command: &'a dyn Canonical,
+    /// Which fingerprints of the operation this process reads and writes.
+    pub fingerprinter: &'a Fingerprinter,
+    /// Whether the tenant has too many operations running or unresolved to start another one.
+    pub over_quota: bool,
+}
+
+/// What is known of the key.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Found<'a> {
+    /// Nothing was read yet.
+    NotAsked,
+    /// A request under this key runs in this process.
+    Running {
+        /// The principal of the request that runs.
+        principal: &'a PrincipalMark,
+        /// The fingerprint of the command that runs.
+        fingerprint: &'a Fingerprint,
+    },
+    /// The store does not answer, or takes no writes.
+    Unreachable,
+    /// There is no committed record, and the lock or the insert was refused: another process has a
+    /// claim that is not committed yet (O19).
+    Busy,
+    /// There is no committed record. The bounds are database time and the operation's purge bound,
+    /// read in the same statement. Without them, a route that checks the age of keys refuses it.
+    Nothing(Option<Bounds>),
+    /// A committed record, and the database time of the read.
+    Record(&'a Record, DbTime),
+}
+
+/// Decides how a request is answered.
+#[must_use]
+pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Decision {
+    judge(table::TABLE, &facts(route, asked, found))
+}
+
+/// Builds the facts for the table. Facts that do not apply keep the most conservative value
+/// ([`Facts::CAREFUL`]).
+fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
+    let (asks, request) = match asked {
+        Asked::Keyless => (Asks::Keyless, None),
+        Asked::Malformed => (Asks::Malformed, None),
+        Asked::Unscoped => (Asks::Unscoped, None),
+        Asked::Elsewhere => (Asks::Elsewhere, None),
+        Asked::Keyed(request) => (Asks::Keyed, Some(request)),
+    };
+    let mut facts = Facts {
+        requirement: route.requirement,
+        asks,
+        while_running: route.while_running,
+        after_expiry: route.after_expiry,
+        replay: route.replay,
+        effects: route.effects,
+        reconciles: route.reconciles,
+        over_quota: request.is_none_or(|request| request.over_quota),
+        ..Facts::CAREFUL
+    };
+    let Some(request) = request else { return facts };
+    let compare = |facts: &mut Facts, principal: &PrincipalMark, fingerprint: &Fingerprint| {
+        facts.principal = request.scope.compare(principal, request.fingerprinter.keyring());
+        facts.fingerprint = request.fingerprinter.compare(fingerprint, request.command);
+    };
+    match found {
+        Found::NotAsked => facts.seen = Seen::NotAsked,
+        Found::Unreachable => facts.seen = Seen::Unreachable,
+        Found::Busy => facts.seen = Seen::Busy,
+        Found::Running { principal, fingerprint } => {
+            facts.seen = Seen::Running;
+            compare(&mut facts, principal, fingerprint);
+        }
+        Found::Nothing(bounds) => {
+            facts.seen = Seen::Nothing;
+            facts.age = bounds.map_or(KeyAge::Untimed, |bounds| KeyAge::of(request.identity.key().time(), bounds));
+        }
+        Found::Record(record, _) if record.identity != *request.identity => facts.seen = Seen::WrongRecord,
+        Found::Record(record, now) => {
+            facts.seen = Seen::Record;
+            compare(&mut facts, &record.principal, &record.fingerprint);
+            facts.state = record.state_at(now);
+            facts.mode = record.mode;
+            facts.owned = record.is_owned(now);
+            facts.parked = record.parked;
+            facts.body = match record.answer.as_ref().map(|answer| &answer.body) {
+                Some(StoredBody::Kept) => Body::Kept,
+                Some(StoredBody::Reference(_)) => Body::Reference,
+                Some(StoredBody::Tombstone(_)) | None => Body::Gone,
+            };
+        }
+    }
+    facts
+}
+
+impl Decision {
+    /// The problem code of the answer, with what is known of the key. `None` if the decision leads
+    /// to a run, a read or a replay.
+    #[must_use]
+    pub(crate) fn problem(self) -> Option<(Code, KeyState)> {
+        let code = match self {
+            Self::PassThrough
+            | Self::Look
+            | Self::Claim
+            | Self::Replay
+            | Self::ReplayReference
+            | Self::Reconstruct
+            | Self::TakeOver(_)
+            | Self::Reclaim
+            | Self::ExecuteAsNew => return None,
+            Self::KeyRequired => Code::KeyRequired,
+            Self::KeyInvalid | Self::KeyFromTheFuture => Code::KeyInvalid,
+            Self::ScopeRequired => Code::ScopeRequired,
+            Self::WrongRegion => Code::WrongRegion,
+            Self::StoreUnavailable | Self::WrongRecord => Code::StoreUnavailable,
+            Self::QuotaExceeded => Code::QuotaExceeded,
+            Self::NotRetained => Code::ResultNotRetained,
+            // Whether it succeeded cannot be said: it may even be unknown.
+            Self::FingerprintTooOld => return Some((Code::ResultNotRetained, KeyState::Unknown)),
+            Self::InProgress(_) => Code::InProgress,
+            Self::Expired => Code::KeyExpired,
+            Self::Recover | Self::RecoveryPending | Self::Reconcile => Code::RecoveryPending,
+            Self::MarkUnknown(_) | Self::UnknownOutcome => Code::OutcomeUnknown,
+            Self::Mismatch | Self::PrincipalMismatch => Code::KeyReused,
+            Self::FingerprintUnreadable => Code::FingerprintVersionUnknown,
+        };
+        Some((code, code.key_state()))
+    }
+}
+
+impl std::fmt::Debug for Request<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Request").field("identity", self.identity).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for Asked<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Keyless => f.write_str("Keyless"),
+            Self::Malformed => f.write_str("Malformed"),
+            Self::Unscoped => f.write_str("Unscoped"),
+            Self::Elsewhere => f.write_str("Elsewhere"),
+            Self::Keyed(request) => f.debug_tuple("Keyed").field(request).finish(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod walk;

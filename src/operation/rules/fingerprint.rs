@@ -1,0 +1,329 @@
+//! Whether a second request is the same command as the first (M18 to M28, O21).
+//!
+//! Guarantees:
+//!
+//! * A fingerprint holds the version and key id under which it was made, and is compared under
+//!   them. So raising either changes no verdict on what is stored.
+//! * A fingerprint that this process cannot compute is never called different. A newer version or
+//!   an unknown key id is *unreadable* (503, because another process may be able to). A version
+//!   older than it knows is *too old* (the result is not retained). In both cases nothing is
+//!   executed.
+//! * `write_version` is a setting of its own, separate from the versions that can be read. Raise it
+//!   when every process reads the new version.
+//!
+//! Not here: the canonical form itself ([`canonical`](super::canonical)), and the answer
+//! ([`decide`](super::decide())).
+
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use super::canonical::FingerprintWriter;
+use super::framed;
+use super::identity::{IdentityError, OperationName};
+use super::keyring::{Keyring, Kid};
+use super::versions::Versions;
+use crate::text::hex::{hex, unhex};
+
+/// A command whose repetition is recognised. Fingerprint it after validation and defaults (M20).
+pub trait IdempotentCommand {
+    /// The operation's name. It must never change.
+    const OPERATION: &'static str;
+    /// The newest version of [`fingerprint`](Self::fingerprint) that this program can write.
+    const VERSION: u32;
+    /// The oldest version that this program can still write, to compare it with what is stored.
+    /// Keep an old version until all its records have expired.
+    const OLDEST: u32 = Self::VERSION;
+
+    /// Writes the fields of this command as they belong to that version.
+    fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter);
+}
+
+/// What a [`Fingerprinter`] takes: any [`IdempotentCommand`], or the raw request of the generic
+/// layer.
+pub trait Canonical {
+    /// Writes the fields as they belong to that version.
+    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter);
+}
+
+impl<C: IdempotentCommand> Canonical for C {
+    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
+        self.fingerprint(version, writer);
+    }
+}
+
+/// A fingerprint as it is stored: `version:kid:hex`.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Fingerprint {
+    version: u32,
+    kid: Kid,
+    hash: [u8; 32],
+}
+
+/// The stored text is not a fingerprint.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("a stored fingerprint is not `version:kid:hex` with 64 hexadecimal digits")]
+pub struct ParseFingerprintError;
+
+/// How a stored fingerprint compares with a command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Comparison {
+    /// The command is the same as the stored one.
+    Equal,
+    /// The command is not the stored one.
+    Different,
+    /// A newer program wrote the fingerprint: another process can compare it.
+    Newer,
+    /// It was written under a key id that this process does not have: another process can compare
+    /// it.
+    UnknownKid,
+    /// An older program than this one knows wrote it: no process can compare it any more.
+    TooOld,
+}
+
+/// The fingerprints of one operation: which versions are read, and which one is written.
+#[derive(Debug, Clone)]
+pub struct Fingerprinter {
+    operation: OperationName,
+    readable: RangeInclusive<u32>,
+    write_version: u32,
+    keyring: Keyring,
+}
+
+/// Settings under which an operation's fingerprints cannot be written.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FingerprinterError {
+    /// The command's operation has no usable name.
+    #[error(transparent)]
+    Operation(#[from] IdentityError),
+    /// The version to write is not among those that can be read.
+    #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
+    WriteVersion {
+        /// The operation whose setting is wrong.
+        operation: OperationName,
+        /// The value of `write_version`.
+        asked: u32,
+        /// The oldest version that can be written.
+        oldest: u32,
+        /// The newest version that can be written.
+        newest: u32,
+    },
+}
+
+impl Fingerprinter {
+    /// For an operation whose command can be written in these versions. The default of
+    /// `write_version` is the oldest one, which every process that runs beside this one can read
+    /// (O21).
+    ///
+    /// # Errors
+    ///
+    /// `write_version` is not one of these versions.
+    pub fn new(
+        operation: OperationName,
+        readable: RangeInclusive<u32>,
+        write_version: Option<u32>,
+        keyring: Keyring,
+    ) -> Result<Self, FingerprinterError> {
+        let write_version = write_version.unwrap_or(*readable.start());
+        if !readable.contains(&write_version) {
+            let (oldest, newest) = readable.into_inner();
+            return Err(FingerprinterError::WriteVersion { operation, asked: write_version, oldest, newest });
+        }
+        Ok(Self { operation, readable, write_version, keyring })
+    }
+
+    /// For a typed command.
+    ///
+    /// # Errors
+    ///
+    /// The operation has no usable name, or `write_version` is not one of the command's versions.
+    pub fn of<C: IdempotentCommand>(write_version: Option<u32>, keyring: Keyring) -> Result<Self, FingerprinterError> {
+        Self::new(C::OPERATION.parse()?, C::OLDEST..=C::VERSION, write_version, keyring)
+    }
+
+    /// The fingerprint for a new record of this command.
+    #[must_use]
+    pub fn write(&self, command: &(impl Canonical + ?Sized)) -> Fingerprint {
+        let (kid, hash) = self.keyring.write(&self.message(self.write_version, command));
+        Fingerprint { version: self.write_version, kid, hash }
+    }
+
+    /// Compares a stored fingerprint with a command, under the stored version and key id.
+    #[must_use]
+    pub fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
+        if stored.version > *self.readable.end() {
+            return Comparison::Newer;
+        }
+        if stored.version < *self.readable.start() {
+            return Comparison::TooOld;
+        }
+        match self.keyring.hash(&stored.kid, &self.message(stored.version, command)) {
+            None => Comparison::UnknownKid,
+            Some(hash) if hash == stored.hash => Comparison::Equal,
+            Some(_) => Comparison::Different,
+        }
+    }
+
+    /// The operation whose commands are fingerprinted.
+    #[must_use]
+    pub fn operation(&self) -> &OperationName {
+        &self.operation
+    }
+
+    /// The secrets. Principals are hashed with them too.
+    #[must_use]
+    pub fn keyring(&self) -> &Keyring {
+        &self.keyring
+    }
+
+    /// What this process reads and writes of the operation, for `oncebox doctor`.
+    #[must_use]
+    pub fn versions(&self) -> Versions {
+        Versions {
+            operation: self.operation.clone(),
+            readable: self.readable.clone(),
+            write_version: self.write_version,
+            kids: self.keyring.readable().collect(),
+            write_kid: self.keyring.write_kid().clone(),
+        }
+    }
+
+    fn message(&self, version: u32, command: &(impl Canonical + ?Sized)) -> Vec<u8> {
+        let mut writer = FingerprintWriter::new();
+        command.write_canonical(version, &mut writer);
+        let (domain, operation) = (b"oncebox fingerprint".as_slice(), self.operation.as_str().as_bytes());
+        framed([domain, operation, &version.to_be_bytes(), &writer.finish()])
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}:{}", self.version, self.kid, hex(&self.hash))
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fingerprint({}:{}:{}..)", self.version, self.kid, hex(&self.hash[..4]))
+    }
+}
+
+impl FromStr for Fingerprint {
+    type Err = ParseFingerprintError;
+
+    fn from_str(text: &str) -> Result<Self, ParseFingerprintError> {
+        let mut parts = text.splitn(3, ':');
+        let mut part = || parts.next().ok_or(ParseFingerprintError);
+        let (version, kid, hash) = (part()?, part()?, part()?);
+        let digits = version.bytes().all(|byte| byte.is_ascii_digit());
+        Ok(Self {
+            version: version.parse().ok().filter(|_| digits).ok_or(ParseFingerprintError)?,
+            kid: kid.parse().map_err(|_| ParseFingerprintError)?,
+            hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or(ParseFingerprintError)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Payment {
+        amount: i64,
+        channel: &'static str,
+    }
+
+    impl IdempotentCommand for Payment {
+        const OPERATION: &'static str = "create_payment";
+        const VERSION: u32 = 2;
+        const OLDEST: u32 = 1;
+
+        fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter) {
+            writer.field("amountMinor", &self.amount);
+            if version >= 2 {
+                writer.field("channel", self.channel);
+            }
+        }
+    }
+
+    const PAYMENT: Payment = Payment { amount: 1_000, channel: "web" };
+    const SECRET: [u8; 32] = [7; 32];
+
+    fn fingerprinter(readable: RangeInclusive<u32>, write: Option<u32>, keyring: Keyring) -> Fingerprinter {
+        let operation = Payment::OPERATION.parse().expect("a name");
+        Fingerprinter::new(operation, readable, write, keyring).expect("settings")
+    }
+
+    fn plain(write: u32) -> Fingerprinter {
+        fingerprinter(1..=2, Some(write), Keyring::plain())
+    }
+
+    fn ring(write: &str) -> Keyring {
+        Keyring::new(write.parse().expect("a key id"), [("k1".parse().expect("a key id"), SECRET.as_slice())])
+            .expect("a ring")
+    }
+
+    // The hash was computed by Python's hashlib from the documented bytes. Shown by: leaving the
+    // operation out.
+    #[test]
+    fn m25_o21_a_fingerprint_is_version_kid_and_a_hash_that_any_language_can_check() {
+        let text = plain(1).write(&PAYMENT).to_string();
+        assert_eq!(text, "1:sha256:6f7c1e5a3cda8d99450a5004829f843aea214fc07cace8ea6bbffef93e2282bd");
+        assert_eq!(text.parse::<Fingerprint>().expect("its own text").to_string(), text);
+        let signed = format!("+{text}");
+        for bad in ["", "1", "1:sha256", &signed, "x:sha256:00", &text[..text.len() - 1], &text.to_uppercase()] {
+            assert_eq!(bad.parse::<Fingerprint>(), Err(ParseFingerprintError), "{bad}");
+        }
+    }
+
+    // Shown by: comparing under the version to write; and under the key id to write.
+    #[test]
+    fn o21_m24_a_stored_fingerprint_is_compared_under_its_own_version_and_key_id() {
+        for stored in [plain(1).write(&PAYMENT), plain(2).write(&PAYMENT)] {
+            for reader in [plain(1), plain(2), fingerprinter(1..=2, None, ring("k1"))] {
+                assert_eq!(reader.compare(&stored, &PAYMENT), Comparison::Equal);
+                let other = Payment { amount: 10_000, ..PAYMENT };
+                assert_eq!(reader.compare(&stored, &other), Comparison::Different);
+            }
+        }
+        let app = Payment { channel: "app", ..PAYMENT };
+        assert_eq!(plain(2).compare(&plain(1).write(&PAYMENT), &app), Comparison::Equal, "version 1 had no channel");
+        assert_eq!(plain(1).compare(&plain(2).write(&PAYMENT), &app), Comparison::Different);
+    }
+
+    // Shown by: calling each of the three `Different`.
+    #[test]
+    fn o21_what_cannot_be_computed_is_never_called_different() {
+        let newer = plain(2).write(&PAYMENT);
+        let old_program = fingerprinter(1..=1, None, Keyring::plain());
+        assert_eq!(old_program.compare(&newer, &PAYMENT), Comparison::Newer);
+        let older = plain(1).write(&PAYMENT);
+        assert_eq!(fingerprinter(2..=3, None, Keyring::plain()).compare(&older, &PAYMENT), Comparison::TooOld);
+        let keyed = fingerprinter(1..=2, None, ring("k1")).write(&PAYMENT);
+        assert_eq!(plain(2).compare(&keyed, &PAYMENT), Comparison::UnknownKid);
+    }
+
+    // Shown by: writing with the newest version, always or where none is set; with the first secret
+    // of the ring always.
+    #[test]
+    fn o21_what_is_written_is_a_setting_apart_from_what_is_read() {
+        let version = |fingerprinter: &Fingerprinter| fingerprinter.write(&PAYMENT).to_string();
+        assert!(version(&plain(1)).starts_with("1:sha256:"));
+        assert!(version(&fingerprinter(1..=2, None, ring("sha256"))).starts_with("1:sha256:"));
+        assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("1:k1:"));
+        let newest = Fingerprinter::of::<Payment>(None, Keyring::plain()).expect("settings");
+        assert_eq!((newest.versions().readable, newest.operation().as_str()), (1..=2, Payment::OPERATION));
+        for asked in [0, 3] {
+            let error = Fingerprinter::of::<Payment>(Some(asked), Keyring::plain()).expect_err("not writable");
+            let expected = format!("`write_version` of create_payment is {asked}: this program writes versions 1 to 2");
+            assert_eq!(error.to_string(), expected);
+        }
+    }
+
+    #[test]
+    fn m13_the_same_command_of_another_operation_has_another_fingerprint() {
+        let other = Fingerprinter::new("refund".parse().expect("a name"), 1..=2, Some(1), Keyring::plain());
+        assert_ne!(other.expect("settings").write(&PAYMENT), plain(1).write(&PAYMENT));
+    }
+}

@@ -1,0 +1,213 @@
+//! The server's secrets for hashes that must not be guessed offline, because an amount and an
+//! account have few possible values (O20, O21).
+//!
+//! Guarantees:
+//!
+//! * A hash that was written under a key id is read under that id while the ring holds it. So
+//!   changing `write_kid` changes no stored hash.
+//! * No secret is kept as bytes or shown: the ring holds hash states, and `Debug` prints ids only.
+//! * The id `sha256` means "no secret" and can always be read, so a ring can be introduced later.
+//!
+//! Not here: where the secrets come from (`app`), and encryption of bodies.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::{Digest, Sha256};
+
+/// The minimum length of a secret in bytes.
+pub(crate) const SECRET_BYTES_MIN: usize = 32;
+
+/// The id of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Kid(String);
+
+/// The secrets for reading, and the one for writing.
+#[derive(Clone)]
+pub struct Keyring {
+    write: Kid,
+    /// `None` writes without a secret.
+    writer: Option<Hmac<Sha256>>,
+    secrets: BTreeMap<Kid, Hmac<Sha256>>,
+}
+
+/// Why a ring of secrets cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KeyringError {
+    /// The text is not a valid key id.
+    #[error("`{0}` is no key id: use 1 to 32 of A-Z, a-z, 0-9 and _ . -")]
+    Kid(String),
+    /// A secret was given the id `sha256`, which means "no secret".
+    #[error("the key id `sha256` stands for hashes without a secret: choose another name")]
+    Reserved,
+    /// The same id was given twice.
+    #[error("the key id `{0}` is given twice")]
+    Twice(Kid),
+    /// The secret is so short that it can be guessed.
+    #[error("the secret of key id `{kid}` has {bytes} bytes: it needs at least 32")]
+    Short {
+        /// The key id of the short secret.
+        kid: Kid,
+        /// The length of the secret in bytes.
+        bytes: usize,
+    },
+    /// There is no secret with the id of `write_kid`.
+    #[error("`write_kid` is `{0}`, and there is no secret with this id")]
+    WriteKid(Kid),
+}
+
+impl Kid {
+    /// The id of hashes without a secret.
+    #[must_use]
+    pub fn plain() -> Self {
+        Self("sha256".to_owned())
+    }
+
+    /// The id as text, 1 to 32 ASCII characters.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for Kid {
+    type Err = KeyringError;
+
+    fn from_str(text: &str) -> Result<Self, KeyringError> {
+        let good = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
+        if text.is_empty() || text.len() > 32 || !text.bytes().all(good) {
+            return Err(KeyringError::Kid(text.to_owned()));
+        }
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Kid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Keyring {
+    /// A ring without secrets: plain SHA-256.
+    #[must_use]
+    pub fn plain() -> Self {
+        Self { write: Kid::plain(), writer: None, secrets: BTreeMap::new() }
+    }
+
+    /// A ring of secrets that writes with one of them. `write` may be [`Kid::plain`] while other
+    /// processes do not have the secrets yet (O21).
+    ///
+    /// # Errors
+    ///
+    /// An id or a secret cannot be used.
+    pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, KeyringError> {
+        let mut ring = Self::plain();
+        for (kid, secret) in secrets {
+            let short = KeyringError::Short { kid: kid.clone(), bytes: secret.len() };
+            if kid == Kid::plain() {
+                return Err(KeyringError::Reserved);
+            }
+            let keyed = match Hmac::new_from_slice(secret) {
+                Ok(keyed) if secret.len() >= SECRET_BYTES_MIN => keyed,
+                _ => return Err(short),
+            };
+            if ring.secrets.insert(kid.clone(), keyed).is_some() {
+                return Err(KeyringError::Twice(kid));
+            }
+        }
+        if write != Kid::plain() {
+            let Some(writer) = ring.secrets.get(&write) else { return Err(KeyringError::WriteKid(write)) };
+            ring.writer = Some(writer.clone());
+            ring.write = write;
+        }
+        Ok(ring)
+    }
+
+    /// The id under which new hashes are written.
+    #[must_use]
+    pub fn write_kid(&self) -> &Kid {
+        &self.write
+    }
+
+    /// The ids whose hashes can be read.
+    pub fn readable(&self) -> impl Iterator<Item = Kid> {
+        std::iter::once(Kid::plain()).chain(self.secrets.keys().cloned())
+    }
+
+    /// The hash of a message under an id; `None` if the ring does not hold the id.
+    pub(super) fn hash(&self, kid: &Kid, message: &[u8]) -> Option<[u8; 32]> {
+        let keyed = if *kid == Kid::plain() { None } else { Some(self.secrets.get(kid)?) };
+        Some(hash(keyed, message))
+    }
+
+    /// The hash of a message under the id for writing.
+    pub(super) fn write(&self, message: &[u8]) -> (Kid, [u8; 32]) {
+        (self.write.clone(), hash(self.writer.as_ref(), message))
+    }
+}
+
+fn hash(keyed: Option<&Hmac<Sha256>>, message: &[u8]) -> [u8; 32] {
+    match keyed {
+        None => Sha256::digest(message).into(),
+        Some(keyed) => keyed.clone().chain_update(message).finalize().into_bytes().into(),
+    }
+}
+
+impl fmt::Debug for Keyring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Keyring").field("write", &self.write.0).field("kids", &self.secrets.keys()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::hex::hex;
+
+    fn kid(text: &str) -> Kid {
+        text.parse().expect("a key id")
+    }
+
+    // The vector was computed by Python's hmac module. Shown by: hashing the secret in front of the
+    // message.
+    #[test]
+    fn o21_the_hash_is_hmac_sha256_that_any_language_can_check() {
+        let ring = Keyring::new(kid("k1"), [(kid("k1"), [0x0b; 32].as_slice())]).expect("a ring");
+        let hash = ring.hash(&kid("k1"), b"Hi There").expect("a known id");
+        assert_eq!(hex(&hash), "198a607eb44bfbc69903a0f1cf2bbdc5ba0aa3f3d9ae3c1c7a3b1696a0b68cf7");
+        let plain = ring.hash(&Kid::plain(), b"abc").expect("always readable");
+        assert_eq!(hex(&plain), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(ring.hash(&kid("k2"), b"Hi There"), None);
+    }
+
+    // Shown by: leaving each check of `new` out in turn.
+    #[test]
+    fn o21_a_ring_that_cannot_keep_the_promise_is_refused() {
+        let secret = [7_u8; 32];
+        let ring = |write: &str, kids: &[(&str, &[u8])]| {
+            Keyring::new(kid(write), kids.iter().map(|(id, secret)| (kid(id), *secret)))
+        };
+        assert!(ring("sha256", &[("k1", &secret)]).is_ok(), "readable before it is written");
+        assert_eq!(ring("k2", &[("k1", &secret)]).err(), Some(KeyringError::WriteKid(kid("k2"))));
+        let short = KeyringError::Short { kid: kid("k1"), bytes: 31 };
+        assert_eq!(ring("k1", &[("k1", &secret[..31])]).err(), Some(short));
+        assert_eq!(ring("k1", &[("k1", &secret), ("k1", &secret)]).err(), Some(KeyringError::Twice(kid("k1"))));
+        assert_eq!(ring("sha256", &[("sha256", &secret)]).err(), Some(KeyringError::Reserved));
+        for bad in ["", "a:b", "a b", &"k".repeat(33)] {
+            assert_eq!(bad.parse::<Kid>(), Err(KeyringError::Kid(bad.to_owned())));
+        }
+    }
+
+    #[test]
+    fn a_ring_shows_ids_and_no_secret() {
+        let ring =
+            Keyring::new(kid("k1"), [(kid("k1"), b"0123456789abcdef0123456789abcdef".as_slice())]).expect("a ring");
+        let shown = format!("{ring:?}");
+        assert!(shown.contains("k1") && !shown.contains("0123") && !shown.contains("48"), "{shown}");
+        assert_eq!(ring.readable().collect::<Vec<_>>(), [Kid::plain(), kid("k1")]);
+    }
+}

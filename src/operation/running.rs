@@ -1,0 +1,273 @@
+//! The operations that run in this process: one entry for each key whose operation began here and
+//! has not ended.
+//!
+//! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection,
+//! except where a route answers with a link to the operation (202), which only the record knows. An
+//! entry never decides that something executes (O15, O19). Dropping its holder removes the entry,
+//! also after a panic, and wakes all requests that wait for it. The number of requests that wait
+//! for a key is bounded.
+//!
+//! Not here: the runs of other processes, which only the store knows.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::operation::rules::{Fingerprint, Identity, PrincipalMark};
+
+#[derive(Debug)]
+pub(super) struct Run {
+    pub(super) principal: PrincipalMark,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) since: Instant,
+    pub(super) ended: CancellationToken,
+    /// Whether this is a claim without a read whose result is not known yet. It answers no
+    /// duplicate.
+    tries: AtomicBool,
+    tried: Notify,
+}
+
+impl Run {
+    /// Waits until the result of a claim without a read is known; such a claim is one statement.
+    pub(super) async fn known(&self) {
+        let mut tried = std::pin::pin!(self.tried.notified());
+        tried.as_mut().enable();
+        if self.tries.load(Ordering::Acquire) {
+            tried.await;
+        }
+    }
+
+    fn is_known(&self) {
+        self.tries.store(false, Ordering::Release);
+        self.tried.notify_waiters();
+    }
+}
+
+#[derive(Debug, Default)]
+struct Runs {
+    by_key: HashMap<[u8; 32], Arc<Run>>,
+    by_tenant: HashMap<String, u32>,
+    /// How many duplicates wait, by key; also for runs of other processes.
+    waiting: HashMap<[u8; 32], u32>,
+}
+
+/// The runs of this process by key, shared by its clones.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Running(Arc<Mutex<Runs>>);
+
+/// The place of one waiting duplicate.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    map: Running,
+    digest: [u8; 32],
+}
+
+#[derive(Debug)]
+pub(super) struct Entry {
+    map: Running,
+    digest: [u8; 32],
+    tenant: String,
+    run: Arc<Run>,
+    left: AtomicBool,
+}
+
+impl Running {
+    /// Enters a run; with `tries`, a claim without a read, which may find that there is nothing to
+    /// run. Returns `None` if this key has an entry already.
+    pub(super) fn enter(
+        &self,
+        identity: &Identity,
+        principal: PrincipalMark,
+        fingerprint: Fingerprint,
+        tries: bool,
+    ) -> Option<Entry> {
+        let digest = identity.digest();
+        let mut runs = self.lock();
+        if runs.by_key.contains_key(&digest) {
+            return None;
+        }
+        let run = Arc::new(Run {
+            principal,
+            fingerprint,
+            since: Instant::now(),
+            ended: CancellationToken::new(),
+            tries: AtomicBool::new(tries),
+            tried: Notify::new(),
+        });
+        runs.by_key.insert(digest, Arc::clone(&run));
+        *runs.by_tenant.entry(identity.tenant().to_owned()).or_default() += 1;
+        Some(Entry {
+            map: self.clone(),
+            digest,
+            tenant: identity.tenant().to_owned(),
+            run,
+            left: AtomicBool::new(false),
+        })
+    }
+
+    pub(super) fn get(&self, digest: &[u8; 32]) -> Option<Arc<Run>> {
+        self.lock().by_key.get(digest).cloned()
+    }
+
+    /// A place among the requests that wait for a key. `None`: `at_most` requests wait already.
+    pub(super) fn wait(&self, digest: [u8; 32], at_most: u32) -> Option<Waiting> {
+        let mut runs = self.lock();
+        let waiting = runs.waiting.get(&digest).copied().unwrap_or(0);
+        if waiting >= at_most {
+            return None;
+        }
+        runs.waiting.insert(digest, waiting + 1);
+        Some(Waiting { map: self.clone(), digest })
+    }
+
+    pub(super) fn of_tenant(&self, tenant: &str) -> u32 {
+        self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
+    }
+
+    /// The age of the oldest run; `None` if nothing runs.
+    pub(super) fn oldest(&self) -> Option<Duration> {
+        self.lock().by_key.values().map(|run| run.since.elapsed()).max()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Runs> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let mut runs = self.map.lock();
+        match runs.waiting.get_mut(&self.digest) {
+            Some(waiting) if *waiting > 1 => *waiting -= 1,
+            _ => drop(runs.waiting.remove(&self.digest)),
+        }
+    }
+}
+
+impl Entry {
+    /// How long the run has taken so far.
+    pub(super) fn ran(&self) -> Duration {
+        self.run.since.elapsed()
+    }
+
+    /// Notes that the claim has succeeded: this is a run.
+    pub(super) fn runs(&self) {
+        self.run.is_known();
+    }
+
+    /// Removes the entry before the answer is given, so that a client that repeats the request
+    /// after the answer is not told that it still runs.
+    pub(super) fn leave(&self) {
+        if self.left.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let mut runs = self.map.lock();
+        runs.by_key.remove(&self.digest);
+        if let Some(count) = runs.by_tenant.get_mut(&self.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                runs.by_tenant.remove(&self.tenant);
+            }
+        }
+        drop(runs);
+        self.run.ended.cancel();
+        self.run.is_known();
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::operation::rules::{
+        FingerprintWriter, Fingerprinter, IdempotentCommand, Key, KeyFormat, Keyring, Scope,
+    };
+
+    struct Nothing;
+
+    impl IdempotentCommand for Nothing {
+        const OPERATION: &'static str = "nothing";
+        const VERSION: u32 = 1;
+
+        fn fingerprint(&self, _: u32, _: &mut FingerprintWriter) {}
+    }
+
+    fn enter(map: &Running, key: &str) -> Option<Entry> {
+        let scope = Scope::new("t1", "p1").unwrap();
+        let fingerprinter = Fingerprinter::of::<Nothing>(None, Keyring::plain()).unwrap();
+        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
+        let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
+        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing), false)
+    }
+
+    // Shown by: no bound; a place that its waiter keeps.
+    #[test]
+    fn m120_so_many_wait_for_a_key_and_a_place_is_free_when_its_waiter_goes() {
+        let (map, one, other) = (Running::default(), [1; 32], [2; 32]);
+        let first = map.wait(one, 2).unwrap();
+        let second = map.wait(one, 2).unwrap();
+        assert!(map.wait(one, 2).is_none() && map.wait(other, 2).is_some(), "each key has its own places");
+        drop(first);
+        let third = map.wait(one, 2).unwrap();
+        assert!(map.wait(one, 2).is_none());
+        drop((second, third));
+        assert!(map.lock().waiting.is_empty());
+    }
+
+    // Shown by: a claim without a read that answers as a run does; one whose end wakes no request.
+    #[tokio::test]
+    async fn o15_who_meets_a_claim_without_a_look_waits_for_what_comes_of_it() {
+        let map = Running::default();
+        let operation = "nothing".parse().unwrap();
+        let key = Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap();
+        let identity = Identity::new(&Scope::new("t1", "p1").unwrap(), operation, key);
+        let tries = |map: &Running| {
+            let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
+            let fingerprint = Fingerprinter::of::<Nothing>(None, ring.clone()).unwrap().write(&Nothing);
+            map.enter(&identity, scope.mark(&ring), fingerprint, true).unwrap()
+        };
+        for runs in [true, false] {
+            let entry = tries(&map);
+            let met = map.get(&identity.digest()).unwrap();
+            let mut known = std::pin::pin!(met.known());
+            assert!(futures::poll!(known.as_mut()).is_pending());
+            if runs {
+                entry.runs();
+            } else {
+                entry.leave();
+            }
+            known.await;
+            assert_eq!(met.ended.is_cancelled(), !runs);
+        }
+    }
+
+    // Shown by: not removing the tenant's count; entering over a run that is there.
+    #[test]
+    fn o15_a_key_runs_once_and_its_entry_goes_with_its_holder() {
+        let map = Running::default();
+        let first = enter(&map, "key-0000000000000001").unwrap();
+        assert!(enter(&map, "key-0000000000000001").is_none());
+        let second = enter(&map, "key-0000000000000002").unwrap();
+        assert_eq!((map.of_tenant("t1"), map.of_tenant("t2")), (2, 0));
+        let ended = first.run.ended.clone();
+        // The second call has no effect, not even on a new entry of the same key.
+        first.leave();
+        let again = enter(&map, "key-0000000000000001").unwrap();
+        drop(first);
+        assert!(enter(&map, "key-0000000000000001").is_none());
+        drop((again, second));
+        assert!(ended.is_cancelled());
+        assert_eq!((map.of_tenant("t1"), map.oldest()), (0, None));
+        assert!(enter(&map, "key-0000000000000001").is_some());
+    }
+}

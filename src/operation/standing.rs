@@ -1,0 +1,57 @@
+//! Marks a run that ended its own transaction as unknown, in the background, when that failed
+//! during the request.
+//!
+//! Promises: the write is retried until it succeeds or its time is over, which is logged as an
+//! error. A drain of the engine waits for it. While it is retried, other requests for the key in
+//! this process are answered that it runs.
+//!
+//! What remains possible: another process that gets the key before the write succeeds executes it
+//! again, and so does this process after the time is over.
+//!
+//! Not here: which row is written, and when ([`transactional`](super::transactional),
+//! [`phased::opening`](super::phased)).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::future::BoxFuture;
+
+use super::engine::Core;
+use super::front::Begin;
+use crate::error::StoreError;
+use crate::operation::port::Basis;
+
+/// How long the write is retried, and the pause between two attempts.
+const TRIED_FOR: Duration = Duration::from_secs(60);
+const AGAIN: Duration = Duration::from_millis(250);
+
+/// Writes the row, if the record is still as the claim saw it.
+pub(super) type Stand<S, T> = for<'a> fn(&'a S, &'a T, Basis<'a>, Duration) -> BoxFuture<'a, Result<(), StoreError>>;
+
+/// Retries `stand` after the answer: a retry of the client that ran first would be a second effect
+/// (O1).
+pub(super) fn mark_unknown_later<S: Send + Sync + ?Sized + 'static, T: Send + Sync + 'static>(
+    engine: &Core,
+    store: Arc<S>,
+    begin: &Begin,
+    what: T,
+    patience: Duration,
+    stand: Stand<S, T>,
+) {
+    let (engine, ground, operation) = (engine.clone(), begin.ground(), begin.claim.operation_id);
+    let place = begin.place();
+    let until = Instant::now() + TRIED_FOR;
+    engine.clone().spawn(async move {
+        while Instant::now() < until {
+            tokio::time::sleep(AGAIN).await;
+            match stand(&store, &what, ground.basis(), patience).await {
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::debug!(%operation, %error, "an operation that ended its transaction does not stand yet")
+                }
+            }
+        }
+        tracing::error!(%operation, "an operation that ended its transaction was never made to stand as unknown");
+        drop(place);
+    });
+}

@@ -1,0 +1,553 @@
+//! Transactional operations: claim, effects, messages and the stored answer in one commit (O1, O15,
+//! O29, M50).
+//!
+//! Promises:
+//!
+//! * The handler runs in its own task: when a client disconnects, its request is dropped, not the
+//!   transaction (pitfall 2).
+//! * Whatever the handler returns, nothing follows from it until it is proven that the transaction
+//!   is still the one that holds the claim. If it is not, "nothing happened" is answered only where
+//!   that is proven (O1).
+//! * An error, a panic and a timeout roll back and leave no row. After a transient error, such as a
+//!   deadlock, the handler runs again (R27).
+//! * The answer is encoded before COMMIT: an answer that cannot be stored is not committed.
+//!
+//! Not here: the decisions ([`Front`], [`doubt`](crate::operation::rules::doubt)).
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use sqlx::Database;
+use uuid::Uuid;
+
+use super::codec::{Kept, error_code};
+use super::endpoint::Registered;
+use super::engine::Engine;
+use super::front::{Asking, Begin, Front, KeyGiven, Turn};
+use super::reply::{Answered, Reply};
+use super::standing::mark_unknown_later;
+use crate::error::{HandlerError, StoreError};
+use crate::inbox::handler::panic_text;
+use crate::inbox::port::Proof;
+use crate::message::NewMessage;
+use crate::observe::Noted;
+use crate::operation::port;
+use crate::operation::port::{Basis, Begun, OperationTx, Operations};
+use crate::operation::rules::classify::{Reached, Run, Settle};
+use crate::operation::rules::doubt::{Aftermath, Doubt, Look};
+use crate::operation::rules::{Canonical, Code, Outcome, Scope, State};
+use crate::store::base::Base;
+
+/// How many attempts are made while the database returns transient errors.
+const TRIES_MAX: u32 = 10;
+
+/// The transaction of one operation. Everything that is written through it commits together with
+/// the operation's outcome.
+///
+/// It has no commit and no rollback: the value that the handler returns decides. A handler that
+/// ends the transaction with its own statement is detected.
+pub struct EffectTx<'t, S: Base> {
+    connection: &'t mut <S::Db as Database>::Connection,
+    operation_id: Uuid,
+    sent: &'t mut Sent,
+}
+
+/// The messages that one attempt enqueued.
+#[derive(Default)]
+struct Sent {
+    /// Whether this attempt enqueued at least one message.
+    enqueued: bool,
+    /// The messages that are written together with the outcome.
+    last: Vec<NewMessage>,
+}
+
+impl<'t, S: Base> EffectTx<'t, S> {
+    /// Wraps a transaction of the store `S`; an error if another kind of store began it.
+    fn new(tx: &'t mut dyn OperationTx, sent: &'t mut Sent) -> Result<Self, StoreError> {
+        Ok(Self { operation_id: tx.owned().operation_id, connection: tx.connection()?, sent })
+    }
+
+    /// The sqlx connection, inside the transaction.
+    pub fn connection(&mut self) -> &mut <S::Db as Database>::Connection {
+        self.connection
+    }
+
+    /// Enqueues a message in the same transaction.
+    ///
+    /// # Errors
+    /// As [`crate::outbox::enqueue::enqueue`].
+    pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
+        self.sent.enqueued = true;
+        crate::outbox::enqueue::enqueue(self.connection, message).await
+    }
+
+    /// Enqueues a message in the same transaction, but only when the outcome is written: on
+    /// PostgreSQL in the same statement, which saves the round trip of [`Self::enqueue`]. These
+    /// messages come after all that `enqueue` and the connection wrote, in the order of the calls.
+    /// They are committed with every outcome that commits the effects. A rejection, which takes the
+    /// effects back, drops them; a savepoint to which the handler itself rolls back does not.
+    ///
+    /// # Errors
+    /// [`StoreError::Limit`] if a trace header is malformed or given twice. Other errors in the
+    /// message are found when the outcome is written: then nothing is committed, and the request
+    /// gets the answer for an error of the handler.
+    pub fn enqueue_last(&mut self, mut message: NewMessage) -> Result<(), StoreError> {
+        // Taken now, because the current span is the handler's.
+        message.settle_trace()?;
+        self.sent.enqueued = true;
+        self.sent.last.push(message);
+        Ok(())
+    }
+
+    /// The id of this run, the same in every attempt. Derive downstream ids from it, never from the
+    /// client's key (M78, M79).
+    #[must_use]
+    pub fn operation_id(&self) -> Uuid {
+        self.operation_id
+    }
+}
+
+impl<S: Base> fmt::Debug for EffectTx<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EffectTx").finish_non_exhaustive()
+    }
+}
+
+/// The result of one attempt.
+enum Tried {
+    /// The handler's own answer, given for the first time.
+    Done(Reply),
+    /// Another record exists, or somebody holds the key.
+    Refused,
+    /// The store failed at this stage, and nothing was committed.
+    Again(&'static str, StoreError),
+    /// The outcome is stored: answer from the record.
+    Stored,
+    /// The request gets this answer.
+    Answer(Answered),
+}
+
+impl<S: Operations + Base> Engine<S> {
+    /// Runs a transactional operation once per key, and answers repeated requests (M1).
+    ///
+    /// `handler` is called with the command and the transaction. After a deadlock it is called
+    /// again; nothing of the first call remains. [`Outcome::Completed`] commits. A binding
+    /// [`Outcome::Rejected`] takes the effects back and stores the refusal. [`Outcome::Unknown`]
+    /// commits and needs an operator. Every other outcome rolls everything back and frees the key.
+    /// An error rolls back and answers 500 `OPERATION_FAILED`.
+    ///
+    /// # Cancel safety
+    /// Dropped, the operation continues in its own task, and a retry with the same key finds its
+    /// outcome.
+    pub async fn execute_transactional<C, F>(
+        &self,
+        endpoint: &Registered,
+        scope: Option<Scope>,
+        key: KeyGiven,
+        command: C,
+        handler: F,
+    ) -> Answered
+    where
+        C: Canonical + Send + Sync + 'static,
+        F: for<'t> Fn(&'t C, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+            + Send
+            + Sync
+            + 'static,
+    {
+        let command = Arc::new(command);
+        let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
+        let mut front = self.front(endpoint, asking);
+        // A request that executes nothing needs no task.
+        let begin = loop {
+            if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
+                break Start::Unseen(begin);
+            }
+            match front.turn().await {
+                Turn::Begin(begin) => break Start::Seen(begin),
+                Turn::Unkeyed => front = front.under_own_key(),
+                Turn::Recover(record) => return front.pending(&record),
+                Turn::Answer(answered) => return answered,
+            }
+        };
+        let handler = Box::new(Typed { command, handler, of: PhantomData });
+        let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
+        // Made before the future is boxed: a large future would be moved at each step of its start.
+        let under_way = execution.front.under_way();
+        match self.attended(self.spawn(Box::pin(execution.run(begin)))).await {
+            Some(Ok(answered)) => answered,
+            // The operation continues; the next request with this key finds its outcome.
+            None => {
+                under_way.note(Noted::CommitUnknown);
+                under_way.problem(Code::CommitUnknown)
+            }
+            Some(Err(error)) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "a transactional operation failed");
+                Answered::Problem(super::Problem::new(Code::CommitUnknown))
+            }
+        }
+    }
+}
+
+/// How the claim of a run begins.
+enum Start {
+    /// The record was read before.
+    Seen(Box<Begin>),
+    /// The key is probably new: the claim is made without a read.
+    Unseen(Box<Begin>),
+}
+
+/// A handler together with its command, for any database.
+trait Handle: Send + Sync {
+    fn handle<'t>(
+        &'t self,
+        tx: &'t mut dyn OperationTx,
+        sent: &'t mut Sent,
+    ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>;
+}
+
+/// A handler that writes through the connections of one kind of database.
+struct Typed<S, C, F> {
+    command: Arc<C>,
+    handler: F,
+    of: PhantomData<fn(S)>,
+}
+
+impl<S, C, F> Handle for Typed<S, C, F>
+where
+    S: Base,
+    C: Send + Sync,
+    F: for<'t> Fn(&'t C, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>> + Send + Sync,
+{
+    fn handle<'t>(
+        &'t self,
+        tx: &'t mut dyn OperationTx,
+        sent: &'t mut Sent,
+    ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>> {
+        match EffectTx::new(tx, sent) {
+            Ok(tx) => (self.handler)(&self.command, tx),
+            Err(error) => Box::pin(std::future::ready(Err(error.into()))),
+        }
+    }
+}
+
+struct Execution {
+    store: Arc<dyn Operations>,
+    front: Front,
+    handler: Box<dyn Handle>,
+}
+
+impl Execution {
+    async fn run(mut self, start: Start) -> Answered {
+        let engine = self.front.engine().clone();
+        let mut place = engine.place_at_once(self.front.endpoint().operation());
+        let (mut begin, mut claimed) = match start {
+            Start::Seen(begin) => (begin, None),
+            Start::Unseen(begin) => {
+                // Without a place, the record is read instead: a stored answer needs no place.
+                let tried = match &place {
+                    Some(_) => self.claim_unseen(begin).await,
+                    None => {
+                        drop(begin);
+                        Ok(None)
+                    }
+                };
+                match tried {
+                    Ok(Some((begin, tx))) => (begin, Some(tx)),
+                    Ok(None) => {
+                        drop(place.take());
+                        match self.turn().await {
+                            Ok(begin) => (begin, None),
+                            Err(answered) => return *answered,
+                        }
+                    }
+                    Err(error) => return self.front.store_failed("claim", &error),
+                }
+            }
+        };
+        loop {
+            let held = match place.take() {
+                Some(place) => place,
+                None => match engine.place(self.front.endpoint().operation()).await {
+                    Some(place) => place,
+                    None => return self.front.no_room(),
+                },
+            };
+            match self.tries(&begin, claimed.take()).await {
+                Tried::Done(reply) => return self.front.first(begin.ran(), reply),
+                Tried::Answer(answered) => return answered,
+                Tried::Again(stage, error) => return self.front.store_failed(stage, &error),
+                Tried::Refused => self.front.refused(begin),
+                Tried::Stored => {
+                    drop(begin);
+                    self.front.look_again();
+                }
+            }
+            // A request that waits for another run must hold no place.
+            drop(held);
+            begin = match self.turn().await {
+                Ok(begin) => begin,
+                Err(answered) => return *answered,
+            };
+        }
+    }
+
+    async fn turn(&mut self) -> Result<Box<Begin>, Box<Answered>> {
+        Err(Box::new(match self.front.turn().await {
+            Turn::Begin(begin) => return Ok(begin),
+            Turn::Unkeyed => self.front.problem(Code::StoreUnavailable),
+            Turn::Recover(record) => self.front.pending(&record),
+            Turn::Answer(answered) => answered,
+        }))
+    }
+
+    /// Makes a claim without a read. Returns `None` if the claim does not execute: take a turn,
+    /// which reads the record.
+    async fn claim_unseen(
+        &mut self,
+        begin: Box<Begin>,
+    ) -> Result<Option<(Box<Begin>, Box<dyn OperationTx>)>, StoreError> {
+        let engine = self.front.engine();
+        let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
+            Ok(Some(tx)) => tx,
+            Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
+            // A server that answers but takes no writes can still return stored answers.
+            Err(StoreError::Unavailable(sqlx::Error::Database(_))) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        if !self.front.claimed_unseen(&begin) {
+            rolled_back(tx).await;
+            return Ok(None);
+        }
+        Ok(Some((begin, tx)))
+    }
+
+    /// Repeats the attempt while the database returns transient errors (R27), up to [`TRIES_MAX`]
+    /// times and within the route's timeout.
+    async fn tries(&self, begin: &Begin, mut claimed: Option<Box<dyn OperationTx>>) -> Tried {
+        let until = Instant::now() + self.front.endpoint().route().timeout;
+        for tried in 1.. {
+            match self.try_once(begin, claimed.take()).await {
+                Tried::Again(stage, error) => {
+                    if tried >= TRIES_MAX || Instant::now() >= until || !matches!(error, StoreError::Busy(_)) {
+                        return Tried::Again(stage, error);
+                    }
+                    tracing::debug!(%error, tried, "the database asks to try again");
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=10) * u64::from(tried))).await;
+                }
+                end => return end,
+            }
+        }
+        Tried::Refused
+    }
+
+    /// Makes one attempt. `claimed`: the transaction that already holds the claim.
+    async fn try_once(&self, begin: &Begin, claimed: Option<Box<dyn OperationTx>>) -> Tried {
+        let front = &self.front;
+        let route = front.endpoint().route();
+        let mut tx = match claimed {
+            Some(tx) => tx,
+            None => {
+                let (reach, store) = (front.engine().reach(), &self.store);
+                match reach.within(store.begin_operation(&begin.claim, begin.basis(), front.patience())).await {
+                    Ok(Begun::Claimed(tx)) => tx,
+                    Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
+                    Err(error) => return Tried::Again("claim", error),
+                }
+            }
+        };
+        if begin.is_first_claim() {
+            front.note(Noted::Acquired);
+        }
+        let mut sent = Sent::default();
+        let call = self.handler.handle(tx.as_mut(), &mut sent);
+        let called = tokio::time::timeout(route.timeout, AssertUnwindSafe(call).catch_unwind()).await;
+        let failed = match called {
+            Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, sent).await,
+            Ok(Ok(Err(error))) => error,
+            Ok(Err(panic)) => HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref()))),
+            Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
+        };
+        match self.roll_back(begin, tx, failed.is_transient()).await {
+            Some(end) => end,
+            None if failed.is_transient() => {
+                Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
+            }
+            None => {
+                tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");
+                Tried::Answer(front.problem(Code::OperationFailed))
+            }
+        }
+    }
+
+    async fn settle(
+        &self,
+        begin: &Begin,
+        mut tx: Box<dyn OperationTx>,
+        outcome: Outcome<Reply>,
+        mut sent: Sent,
+    ) -> Tried {
+        let front = &self.front;
+        let (endpoint, claim) = (front.endpoint(), &begin.claim);
+        let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
+        let reply = outcome.into_answer();
+        let Settle::Finish(state) = settle else {
+            return self.roll_back(begin, tx, false).await.unwrap_or(Tried::Done(reply));
+        };
+        let kept = Kept::Whole(reply.clone());
+        let answer = match front.engine().encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
+            Ok(answer) => answer,
+            Err(error) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: nothing is committed");
+                let failed = Tried::Answer(front.problem(Code::OperationFailed));
+                return self.roll_back(begin, tx, false).await.unwrap_or(failed);
+            }
+        };
+        let outcome = match state {
+            State::Completed => port::Outcome::Completed(answer),
+            State::FailedReplayable => {
+                port::Outcome::FailedReplayable { answer, error_code: error_code(endpoint.endpoint(), &reply) }
+            }
+            _ => port::Outcome::Unknown,
+        };
+        if state == State::FailedReplayable {
+            sent = Sent::default();
+            match tx.undo_effects().await {
+                Ok(Proof::Same) => {}
+                Ok(proof) => return self.doubt(begin, tx, proof).await,
+                Err(error) => return Tried::Again("complete", error),
+            }
+        }
+        match tx.complete(sent.last, &outcome, &endpoint.route().retention).await {
+            Ok(Proof::Same) => {}
+            Ok(proof) => return self.doubt(begin, tx, proof).await,
+            Err(error) => {
+                rolled_back(tx).await;
+                return self.failed_to_end("complete", error);
+            }
+        }
+        match tx.commit().await {
+            Ok(()) => {
+                if sent.enqueued {
+                    crate::outbox::enqueue::hint();
+                }
+                Tried::Done(reply)
+            }
+            Err(StoreError::CommitUnknown(error)) => {
+                tracing::warn!(operation = %endpoint.operation(), key = front.short_key(), %error, "a commit was lost sight of");
+                self.after(begin, Doubt::CommitLost, Some((state, reply))).await
+            }
+            Err(error) => self.failed_to_end("commit", error),
+        }
+    }
+
+    /// A statement or COMMIT has certainly failed: nothing was committed.
+    fn failed_to_end(&self, stage: &'static str, error: StoreError) -> Tried {
+        if error.is_transient() {
+            return Tried::Again(stage, error);
+        }
+        tracing::warn!(operation = %self.front.endpoint().operation(), stage, %error, "the operation could not be committed");
+        Tried::Answer(self.front.problem(Code::OperationFailed))
+    }
+
+    /// Rolls back a transaction that is proven to hold the claim. Returns `None`: nothing happened.
+    ///
+    /// `transient`: the handler failed with a transient error, such as a deadlock, by which the
+    /// database itself may have ended the transaction (R27). If the store proves that nothing was
+    /// committed, the key stays free.
+    async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, transient: bool) -> Option<Tried> {
+        let budget = self.front.endpoint().route().completion_budget;
+        match tokio::time::timeout(budget, tx.undo_effects()).await {
+            Ok(Ok(Proof::Same)) => {
+                rolled_back(tx).await;
+                None
+            }
+            Ok(Ok(proof)) => {
+                if transient && self.is_undone(tx.as_mut()).await {
+                    rolled_back(tx).await;
+                    return None;
+                }
+                Some(self.doubt(begin, tx, proof).await)
+            }
+            // Dropping the transaction closes its connection, and the server rolls back.
+            Ok(Err(error)) => Some(Tried::Again("execute", error)),
+            Err(_) => {
+                drop(tx);
+                Some(self.after(begin, Doubt::CommitLost, None).await)
+            }
+        }
+    }
+
+    async fn is_undone(&self, tx: &mut dyn OperationTx) -> bool {
+        tx.nothing_committed().await.unwrap_or_else(|error| {
+            tracing::debug!(%error, "what a connection has committed could not be asked");
+            false
+        })
+    }
+
+    async fn doubt(&self, begin: &Begin, tx: Box<dyn OperationTx>, proof: Proof) -> Tried {
+        rolled_back(tx).await;
+        self.after(begin, Doubt::TokenGone { nothing_ran_after: proof == Proof::Aborted }, None).await
+    }
+
+    /// Reads the record on a new connection to learn what became of a transaction, and acts on it.
+    async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
+        let look = self.store.find_after_lost_commit(&begin.claim, begin.basis()).await;
+        self.follow(begin, doubt, look, answer).await
+    }
+
+    async fn follow(&self, begin: &Begin, doubt: Doubt, look: Look, answer: Option<(State, Reply)>) -> Tried {
+        let (front, claim) = (&self.front, &begin.claim);
+        let store = &self.store;
+        let aftermath = doubt.after(look);
+        let Some(code) = aftermath.code() else {
+            return match answer {
+                // The id of a new run proves that the record is from this commit.
+                Some((state, reply))
+                    if look == Look::Ours(state) && matches!(begin.basis(), Basis::New | Basis::Anew(_)) =>
+                {
+                    Tried::Done(reply)
+                }
+                _ => Tried::Stored,
+            };
+        };
+        front.note(if aftermath.is_alarm() { Noted::TransactionEnded } else { Noted::CommitUnknown });
+        let written = match aftermath {
+            Aftermath::InsertUnknown => store.stand_unknown(claim, begin.basis(), front.patience()).await,
+            Aftermath::MarkUnknown => match store.find(&claim.identity).await {
+                Ok(found) => match found.record {
+                    Some(record) => store.mark_unknown(&record).await.map(drop),
+                    None => Ok(()),
+                },
+                Err(error) => Err(error),
+            },
+            _ => Ok(()),
+        };
+        if let Err(error) = written {
+            tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
+            if aftermath == Aftermath::InsertUnknown {
+                let (engine, patience) = (front.engine(), front.patience());
+                mark_unknown_later(
+                    engine,
+                    Arc::clone(store),
+                    begin,
+                    claim.clone(),
+                    patience,
+                    |store, claim, basis, patience| store.stand_unknown(claim, basis, patience).boxed(),
+                );
+            }
+        }
+        Tried::Answer(front.problem(code))
+    }
+}
+
+/// Rolls back. If the server does not answer, the connection is closed, and the server rolls back.
+async fn rolled_back(tx: Box<dyn OperationTx>) {
+    if let Err(error) = tx.rollback().await {
+        tracing::debug!(%error, "a rollback was not answered");
+    }
+}

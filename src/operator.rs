@@ -1,0 +1,509 @@
+//! Duty: what an operator reads and changes. Each act has one implementation, which command line,
+//! dashboard and library call.
+
+pub(crate) mod keys;
+
+use std::future::Future;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::inbox::rules::horizon::Verdict;
+use crate::store::base::Base;
+
+/// The state of one shard.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct ShardStatus {
+    /// The number of the shard, from 0.
+    pub shard: i32,
+    /// First and last bucket.
+    pub buckets: (u8, u8),
+    /// The cursor: every committed position up to here is proven, dead, held or decided, or
+    /// stands in an open gap.
+    pub scanned_to: i64,
+    /// Number of open gap ranges.
+    pub gaps: u64,
+    /// Raised by every new owner; a write under an older epoch changes nothing.
+    pub epoch: i64,
+    /// The owner, where the lease is not over.
+    pub owner: Option<String>,
+    /// What is left of the lease, seconds.
+    pub lease_seconds_left: f64,
+    /// Seconds since the cursor was last written.
+    pub cursor_age_seconds: f64,
+}
+
+/// The bound up to which rows of a kind are counted one by one, so that the cost of a status is
+/// bounded.
+pub(crate) const COUNTED_MAX: i64 = 10_000;
+
+/// Everything that `oncebox status` and `/metrics` show of a database. Rows are counted up to
+/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct Status {
+    /// The state of every shard of the outbox.
+    pub shards: Vec<ShardStatus>,
+    /// Rows not yet proven, diverted rows not counted.
+    pub pending: u64,
+    /// Age of the oldest of them, seconds.
+    pub oldest_pending_age_seconds: f64,
+    /// Outbox rows held behind a dead one, or because their topic cannot be sent to.
+    pub held: u64,
+    /// How long ago the first of them was enqueued, seconds.
+    pub oldest_held_age_seconds: f64,
+    /// Dead outbox rows: messages that could not be sent.
+    pub dead: u64,
+    /// Per consumer: name, waiting, dead, inbox rows (an estimate on large tables).
+    pub consumers: Vec<ConsumerStatus>,
+    /// E-mails not yet sent.
+    pub emails_pending: u64,
+}
+
+/// The state of one consumer.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct ConsumerStatus {
+    /// The name of the consumer, under which it registered.
+    pub name: String,
+    /// Messages that wait for a retry, or behind one.
+    pub waiting: u64,
+    /// Waiting messages that stand behind a dead one.
+    pub held: u64,
+    /// How long ago the first message that waits or is held was stored, seconds.
+    pub oldest_waiting_age_seconds: f64,
+    /// Messages of the consumer that are stored as dead.
+    pub dead: u64,
+    /// Inbox rows of the consumer; above 10,000 an estimate, on SQLite 10,000.
+    pub inbox_rows: u64,
+    /// How many seconds ago one of its processes was last seen; each notes its presence every ten
+    /// seconds.
+    pub seen_seconds_ago: f64,
+}
+
+/// The indexes of the first row of each topic, in a list in position order. Rows that are held for
+/// their destination stand behind the first one of their topic.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<usize> {
+    let mut seen = std::collections::HashSet::new();
+    let is_first = |(at, topic): (usize, Option<&'a str>)| topic.filter(|topic| seen.insert(*topic)).map(|_| at);
+    topics.enumerate().filter_map(is_first).collect()
+}
+
+/// The numbers of waiting and of held messages, from three counts: all rows in state `waiting`,
+/// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`].
+pub(crate) fn waiting_and_held(stand: i64, held: i64, due: i64) -> (u64, u64) {
+    let others = stand - held;
+    let waiting = if stand < COUNTED_MAX { others } else { others.max(due) };
+    (u64::try_from(waiting).unwrap_or(0), u64::try_from(held).unwrap_or(0))
+}
+
+/// Where a message is dead: in the outbox, or with a consumer.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeadPlace {
+    /// Could not be sent: the outbox.
+    Outbox,
+    /// Could not be handled: this consumer.
+    Consumer(String),
+}
+
+/// Why a message is not sent or not handled.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeadState {
+    /// Refused because of the message itself, or given up after its last try.
+    #[default]
+    Dead,
+    /// Stands behind a dead message of its key, in the outbox also behind a held one, or its topic
+    /// cannot be sent to.
+    Held,
+    /// Only of a consumer: it is tried again when it is due, or stands behind such a message.
+    Waiting,
+}
+
+impl DeadState {
+    /// The reason of a consumer's message that is not dead: its row stores none.
+    pub(crate) fn reason_of_consumer(self, has_next_try: bool) -> &'static str {
+        match (self, has_next_try) {
+            (Self::Held, _) => "stands behind a dead one of its key",
+            (_, true) => "retry",
+            (_, false) => "stands behind a waiting one of its key",
+        }
+    }
+}
+
+/// Which dead, held or waiting messages an operator asks for; all conditions must be met.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeadFilter {
+    /// Only in these states; empty means dead.
+    pub states: Vec<DeadState>,
+    /// Only the message with the number that `dead list` shows: `o17` (outbox position) or `c9`
+    /// (consumer row).
+    pub number: Option<String>,
+    /// Only with this message id.
+    pub message_id: Option<Uuid>,
+    /// Only of this topic.
+    pub topic: Option<String>,
+    /// Only of this key.
+    pub key: Option<String>,
+    /// Only of this consumer (`outbox` for the outbox).
+    pub consumer: Option<String>,
+    /// Only with this reason.
+    pub reason: Option<String>,
+    /// At most this many; 0 is 100.
+    pub limit: usize,
+}
+
+impl DeadFilter {
+    /// The states to search for.
+    pub(crate) fn states(&self) -> &[DeadState] {
+        if self.states.is_empty() { &[DeadState::Dead] } else { &self.states }
+    }
+}
+
+/// The part of an error that a database keeps: at most its first 4,096 bytes, cut between
+/// characters.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+pub(crate) fn kept_error(error: &str) -> &str {
+    &error[..error.floor_char_boundary(4_096)]
+}
+
+/// One error of a message's history, of which the newest 50 are kept.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct HistoryEntry {
+    /// When, by the database's clock.
+    pub at: DateTime<Utc>,
+    /// The number of the failed try.
+    pub attempt: u32,
+    /// The error of that try.
+    pub error: String,
+}
+
+/// A message that is dead, held or waiting.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct DeadMessage {
+    /// `o<position>` for the outbox, `c<sequence>` for a consumer: what `dead list` shows.
+    pub number: String,
+    /// Whether it is dead, held or waiting.
+    pub state: DeadState,
+    /// On which side it stands: in the outbox, or with a consumer.
+    pub place: DeadPlace,
+    /// The id under which it is published or deduplicated.
+    pub message_id: Uuid,
+    /// The id as its producer sent it, where its text is not that of `message_id`.
+    pub sent_id: Option<String>,
+    /// The topic that the message belongs to.
+    pub topic: String,
+    /// Key, as text where it is UTF-8.
+    pub key: Option<String>,
+    /// What happened, for example `payment.created`; empty where the message has none.
+    pub kind: String,
+    /// Why it is dead, held or waiting, in a few words.
+    pub reason: String,
+    /// The last error that is stored of it; `None` where there is none.
+    pub error: Option<String>,
+    /// Tries that were counted so far.
+    pub attempts: u32,
+    /// When it became dead or held; for a waiting message, when it was stored.
+    pub dead_at: DateTime<Utc>,
+    /// When it is tried next. None for a held message: it goes on with the message before it, or,
+    /// if held for its destination, when a trial of its topic succeeds. A trial is made after 30 s,
+    /// or after the publisher's probe interval where that is longer.
+    pub next_try: Option<DateTime<Utc>>,
+    /// How many messages of its key stand behind it. For the first message of a topic that is held
+    /// for its destination: how many of the topic are held behind it. Counted up to 10,000, which
+    /// means 10,000 or more.
+    pub behind: u64,
+    /// The request of an operator that is not carried out yet.
+    pub requested: Option<String>,
+    /// Error history, oldest first.
+    pub history: Vec<HistoryEntry>,
+    /// Headers, shown by `dead show`.
+    pub headers: Vec<(String, String)>,
+    /// Payload bytes, shown by `dead show`.
+    #[serde(skip)]
+    pub payload: Vec<u8>,
+    /// The media type of the payload; `None` where the message names none.
+    pub content_type: Option<String>,
+}
+
+/// An act of an operator on dead, held or waiting messages. A consumer's message that waits or is
+/// held is buried first, in the same transaction, and then treated as dead. A message that a
+/// process is handling now is refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OperatorAct {
+    /// Send or handle it again, with the same id: inboxes still deduplicate.
+    Redrive,
+    /// Send or handle it again, edited or unchanged, under a new id. The old id goes into the
+    /// header `oncebox-causation-id`.
+    RedriveAs {
+        /// The id that the message is sent or handled under from now on.
+        id: Uuid,
+        /// The new payload, where it is edited.
+        payload: Option<Vec<u8>>,
+    },
+    /// No more tries: it is dead until another act.
+    Bury,
+    /// Delete it; the messages behind it go on.
+    Discard,
+}
+
+impl OperatorAct {
+    /// The name of the act in audit rows.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Redrive => "redrive",
+            Self::RedriveAs { .. } => "redrive-as",
+            Self::Bury => "bury",
+            Self::Discard => "discard",
+        }
+    }
+
+    /// Whether the message must be buried before this act, because it belongs to a consumer and is
+    /// not dead.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the act has no meaning for a message in this state.
+    pub(crate) fn buries(&self, message: &DeadMessage) -> Result<bool, StoreError> {
+        let refused = |why: &str| Err(StoreError::Refused(format!("{}: {why}", message.number)));
+        let is_dead = message.state == DeadState::Dead;
+        match (&message.place, self) {
+            (DeadPlace::Outbox, Self::Bury) => refused("only a message of a consumer is buried"),
+            (DeadPlace::Outbox, Self::Discard) => Ok(false),
+            (DeadPlace::Outbox, _) if !is_dead => refused(
+                "it is held, and goes on by itself with what holds it; mend that, or act on the dead message before it",
+            ),
+            (DeadPlace::Consumer(_), Self::Bury) if is_dead => refused("it is dead already"),
+            (DeadPlace::Consumer(_), Self::Redrive) if !is_dead && message.next_try.is_none() => {
+                refused("it stands behind another message of its key, and goes on with that one")
+            }
+            (DeadPlace::Consumer(_), Self::RedriveAs { .. }) if !is_dead => {
+                refused("only a dead message gets a new id; bury it first")
+            }
+            _ => Ok(!is_dead),
+        }
+    }
+
+    /// The error for a message that cannot be buried now.
+    pub(crate) fn runs_now(message: &DeadMessage) -> StoreError {
+        StoreError::Refused(format!(
+            "{}: a process handles it at this moment, or another copy of it is dead; look again with `oncebox dead list`",
+            message.number
+        ))
+    }
+}
+
+/// The reason of a message that an operator buried.
+pub(crate) const BURIED: &str = "buried";
+
+/// The result of a redrive of a consumer's dead message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Redriven {
+    /// It waits for its next try.
+    Waits,
+    /// Another copy of it was handled after this one was stored as dead: it is discarded.
+    AlreadyHandled,
+}
+
+impl Redriven {
+    /// The detail of the audit row: why the message was dead, and whether it was discarded.
+    pub(crate) fn detail(self, reason: &str) -> String {
+        match self {
+            Self::Waits => reason.to_owned(),
+            Self::AlreadyHandled => format!("{reason}; discarded: another copy was handled since"),
+        }
+    }
+}
+
+/// Decides what a redrive does. `stood` tells of the inbox row that was there before the act
+/// inserted one: none, or whether it has the content of the message.
+///
+/// A message that was too old or from the future has no inbox row; every other dead message has its
+/// own.
+pub(crate) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool>) -> Result<Redriven, StoreError> {
+    let is_renamed = matches!(act, OperatorAct::RedriveAs { .. });
+    match stood {
+        None => Ok(Redriven::Waits),
+        Some(true) if !is_renamed => {
+            let has_own_row = !Verdict::left_no_inbox_row(&dead.reason);
+            Ok(if has_own_row { Redriven::Waits } else { Redriven::AlreadyHandled })
+        }
+        Some(_) => Err(StoreError::Refused(format!(
+            "{}: the inbox has this message id already, from another message, so this one would never run under it; \
+             choose another id by `--new-id`",
+            dead.number
+        ))),
+    }
+}
+
+/// The result of an act.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
+pub struct OperatorOutcome {
+    /// Numbers of the messages that were acted on.
+    pub numbers: Vec<String>,
+    /// Those of them that a redrive discarded: another copy was handled since.
+    pub already_handled: Vec<String>,
+    /// True where nothing was written.
+    pub dry_run: bool,
+}
+
+impl OperatorOutcome {
+    /// Adds the result for one message.
+    pub(crate) fn add(&mut self, message: &DeadMessage, done: Redriven) {
+        self.numbers.push(message.number.clone());
+        if done == Redriven::AlreadyHandled {
+            self.already_handled.push(message.number.clone());
+        }
+    }
+}
+
+/// Who acts, why, and within which limits. Every act writes an audit row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ActContext {
+    /// The person or program that acts, for the audit row.
+    pub actor: String,
+    /// Why the act is done, for the audit row.
+    pub reason: String,
+    /// Only report what would be done.
+    pub dry_run: bool,
+    /// Longest age of a dead outbox row that may be redriven with its own id.
+    pub redrive_age_max: Option<Duration>,
+}
+
+/// A consumer that was seen within this time counts as present: a process of it runs, or may come
+/// back by itself.
+pub const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
+
+/// What was deleted with a consumer.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Forgotten {
+    /// Messages that waited, were held or dead.
+    pub messages: u64,
+    /// Rows that its inbox had.
+    pub inbox_rows: u64,
+}
+
+impl Forgotten {
+    /// The name of a consumer that is being forgotten. A process that starts with the old name
+    /// registers a new consumer.
+    pub(crate) fn name(consumer: i32) -> String {
+        format!("(forgotten {consumer})")
+    }
+
+    /// Refuses to forget a consumer while a process of it may run.
+    pub(crate) fn check(name: &str, seen_seconds_ago: f64) -> Result<(), StoreError> {
+        if seen_seconds_ago >= CONSUMER_PRESENT.as_secs_f64() {
+            return Ok(());
+        }
+        Err(StoreError::Refused(format!(
+            "a process of consumer `{name}` was there {seen_seconds_ago:.0} s ago; stop it, and come back when it was gone for {}",
+            humantime::format_duration(CONSUMER_PRESENT)
+        )))
+    }
+
+    pub(crate) fn unknown(name: &str) -> StoreError {
+        StoreError::Refused(format!("there is no consumer `{name}`; `oncebox consumers list` shows them"))
+    }
+}
+
+/// One act of an operator, as the audit shows it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct AuditEntry {
+    /// When, by the database's clock.
+    pub at: DateTime<Utc>,
+    /// The person or program that acted.
+    pub actor: String,
+    /// The name of the act: `redrive`, `discard`, `release`, ...
+    pub act: String,
+    /// Why it was done, as the operator said it.
+    pub reason: String,
+    /// What the act was on: a topic, the outbox, a consumer, an operation.
+    pub place: String,
+    /// The number that a list showed, or the hash of a key; empty where neither was named.
+    pub number: String,
+    /// The message or the operation; nil where the act was on neither.
+    pub message_id: Uuid,
+    /// Further details, such as the state before the act.
+    pub detail: String,
+}
+
+/// A connection that waits for a lock.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LockWait {
+    /// Its number on the server.
+    pub connection: String,
+    /// What it runs, without values.
+    pub statement: String,
+    /// For how long, seconds.
+    pub seconds: f64,
+    /// The connections that hold the lock, as far as the server tells: number, name of the program,
+    /// what it does.
+    pub holders: Vec<String>,
+}
+
+impl DeadMessage {
+    /// The text of an id, where it does not parse to the id that we use.
+    pub(crate) fn sent_id(id: Uuid, text: String) -> Option<String> {
+        (text.parse() != Ok(id)).then_some(text)
+    }
+}
+
+/// Duty: what an operator sees of a database, and the acts on it.
+pub trait Operator: Base {
+    /// The current state of shards, consumers, dead messages and e-mails.
+    fn status(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
+
+    /// Connections that have waited for a lock for longer than this, as far as the server tells. No
+    /// table shows a handler that hangs in a lock.
+    fn lock_waits(&self, longer_than: Duration) -> impl Future<Output = Result<Vec<LockWait>, StoreError>> + Send;
+
+    /// The acts of operators, newest first; with an id only those on this message or operation.
+    fn audit(&self, id: Option<Uuid>, limit: usize)
+    -> impl Future<Output = Result<Vec<AuditEntry>, StoreError>> + Send;
+
+    /// Forgets a consumer that is gone: deletes its waiting, held and dead messages, its inbox and
+    /// its name. A consumer that starts with the same name is a new one. With `dry_run` the rows
+    /// are only counted.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the consumer is not known, or was seen within
+    /// [`CONSUMER_PRESENT`].
+    fn forget_consumer(
+        &self,
+        name: &str,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<Forgotten, StoreError>> + Send;
+
+    /// Messages that could not be sent or handled, oldest first.
+    fn dead(&self, filter: &DeadFilter) -> impl Future<Output = Result<Vec<DeadMessage>, StoreError>> + Send;
+
+    /// Repairs positions that the relay would never read: a sequence that is behind the cursor is
+    /// set above it, and messages at positions that the relay has passed are put before it again,
+    /// in order. Some messages may be sent a second time, none is lost. Returns a sentence for each
+    /// repair and writes an audit row; with `dry_run` nothing is written.
+    fn mend(&self, context: &ActContext) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
+
+    /// Acts on the messages that match a filter, with an audit row for each. For outbox rows it
+    /// writes a request that the owner of the shard carries out. Consumer rows change at once
+    /// (redrive: due now, or behind an earlier message of its key; discard: deleted, and the next
+    /// message is due).
+    fn act(
+        &self,
+        filter: &DeadFilter,
+        act: &OperatorAct,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<OperatorOutcome, StoreError>> + Send;
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_cut_between_characters() {
+        let error = format!("a{}", "ä".repeat(4_096));
+        assert_eq!(kept_error(&error).len(), 4_095);
+        assert_eq!(kept_error("short"), "short");
+    }
+}

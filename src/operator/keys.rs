@@ -1,0 +1,651 @@
+//! Duty: what an operator reads and changes of keys and operations. Each act has one
+//! implementation, which command line and library call.
+//!
+//! Guarantees:
+//!
+//! * An act is one transaction with its audit row, fenced by the epoch that the operator read. If
+//!   the row has changed since, the act is refused, and the operator must read again. A dry run
+//!   does everything and rolls back.
+//! * What may have had an effect is never forgotten: a key in progress, a key whose outcome is
+//!   unknown, and any operation with an intent stay (O11).
+//! * Only the worker of an operation sends again, by its usual rule
+//!   ([`Strategy::next`](crate::operation::rules::provider::Strategy::next)). It goes beyond that
+//!   rule only where an operator accepts a duplicate, with name and reason (O6).
+//! * What an operator states is evidence of kind `operator` (O8), appended in the same transaction.
+//!
+//! Not here: printing (`cli`), and dead messages ([`Operator`](super::Operator)).
+
+use std::future::Future;
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::ActContext;
+use crate::error::StoreError;
+use crate::operation::port::phases::{
+    ENDED, FIRST_POINT, NewEvidence, Phases, Sealed, StoredIntent, StoredOperation, end_stage,
+};
+use crate::operation::port::{Fenced, Look, Outcome, late_runs};
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::retention::Retention;
+use crate::operation::rules::versions::Announced;
+use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+
+/// Which idempotency keys an operator asks for; all conditions must be met.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KeyFilter {
+    /// Only those whose digest begins with these bytes.
+    pub digest: Vec<u8>,
+    /// Only of this tenant; empty: the public scope.
+    pub tenant: Option<String>,
+    /// Only of this operation.
+    pub operation: Option<OperationName>,
+    /// Only in this state. [`State::Expired`] is not stored: the clock decides.
+    pub state: Option<State>,
+    /// Only claimed longer ago than this.
+    pub older_than: Option<Duration>,
+    /// Only those that can be purged: they have an outcome and no intent, and no late run succeeded
+    /// against that outcome.
+    pub forgettable: bool,
+    /// At most this many.
+    pub limit: u32,
+}
+
+/// Which phased operations an operator asks for; all conditions must be met.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OperationFilter {
+    /// Only the operation with this id; `None`: any.
+    pub operation_id: Option<Uuid>,
+    /// Only of this flow.
+    pub flow: Option<String>,
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only at this stage.
+    pub stage: Option<Stage>,
+    /// Only those that wait for an operator.
+    pub parked: bool,
+    /// Only those with a conflict that no person has judged: they failed with an effect that was
+    /// not undone, or their evidence contradicts their outcome (O8).
+    pub conflicts: bool,
+    /// Only begun longer ago than this.
+    pub older_than: Option<Duration>,
+    /// At most this many.
+    pub limit: u32,
+}
+
+/// The operations that match an `OperationFilter`.
+#[derive(Debug, Default)]
+pub struct FoundOperations {
+    /// First those that wait for an operator, then others without an outcome, then the rest, each
+    /// oldest first.
+    pub operations: Vec<StoredOperation>,
+    /// The ids of operations whose rows cannot be read, and why. No worker drives them, so an
+    /// operator must see them.
+    pub unreadable: Vec<(Uuid, String)>,
+    /// In a list of conflicts: the ids of operations of which only evidence is left that something
+    /// happened.
+    pub orphans: Vec<Uuid>,
+}
+
+impl FoundOperations {
+    /// Adds the operation that was read under this id. One that cannot be read does not hide the
+    /// others.
+    pub(crate) fn add(
+        &mut self,
+        id: Uuid,
+        read: Result<Option<StoredOperation>, StoreError>,
+    ) -> Result<(), StoreError> {
+        match read {
+            Ok(found) => self.operations.extend(found),
+            Err(error @ StoreError::Corrupt(_)) => self.unreadable.push((id, error.to_string())),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+}
+
+/// An act of an operator on a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KeyChange {
+    /// The record is deleted: the next request with this key executes.
+    Release {
+        /// Whether a failure is forgotten although a run that lost its lease succeeded.
+        against_evidence: bool,
+    },
+    /// The record is deleted, and the bound of the purge is raised above the time inside the key,
+    /// so that a late retry is recognised as expired (O23). Without a time in the key no bound is
+    /// recorded: its operation does not judge ages.
+    Purge {
+        /// The same as in [`Self::Release`].
+        against_evidence: bool,
+    },
+    /// An UNKNOWN gets its outcome.
+    Resolve {
+        /// What the operator found out.
+        outcome: Outcome,
+        /// How long answer, body and metadata are kept, counted from now.
+        retention: Retention,
+        /// Whether the outcome is written although a run that lost its lease ended with the
+        /// opposite.
+        against_evidence: bool,
+    },
+}
+
+/// An act of an operator on an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OperationChange {
+    /// It is due at once, with no attempts counted. What the operator states, if anything, is
+    /// evidence.
+    GoOn {
+        /// The rows that are appended to the evidence of the operation.
+        evidence: Vec<NewEvidence>,
+        /// The stage at which it goes on, where that changes.
+        stage: Option<Stage>,
+        /// Whether a live lease is taken away.
+        take_over: bool,
+    },
+    /// It gets its outcome, and so does its record.
+    End {
+        /// What the operator found out.
+        outcome: Box<Outcome>,
+        /// How long answer, body and metadata are kept, counted from now.
+        retention: Retention,
+        /// What the operator said, appended to the evidence of the operation.
+        evidence: Box<NewEvidence>,
+        /// Whether a live lease is taken away.
+        take_over: bool,
+    },
+}
+
+/// What an operator found out about an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resolution {
+    /// How the operation ended: this outcome is written, and no phase runs any more.
+    Ended(Outcome, Retention),
+    /// Whether one effect happened: the worker goes on with the flow from there.
+    Effect {
+        /// The name of the effect within its operation.
+        effect: String,
+        /// True where the effect happened, false where it did not.
+        happened: bool,
+    },
+}
+
+impl KeyFilter {
+    /// The smallest and the greatest digest that begin with the given bytes.
+    pub(crate) fn digests(&self) -> (Vec<u8>, Vec<u8>) {
+        let filled = |with: u8| {
+            let mut digest = self.digest.clone();
+            digest.resize(32, with);
+            digest
+        };
+        (filled(0), filled(0xff))
+    }
+
+    /// Whether only records without an outcome match, of which there are few.
+    pub(crate) fn is_of_open_state(&self) -> bool {
+        matches!(self.state, Some(State::InProgress | State::UnknownRequiresRecovery))
+    }
+
+    /// The state as it is stored, and whether its time must be over.
+    pub(crate) fn stored_state(&self) -> (Option<&'static str>, bool) {
+        match self.state {
+            Some(State::Expired) => (None, true),
+            state => (state.map(State::as_str), false),
+        }
+    }
+}
+
+impl OperationFilter {
+    /// Whether the filter asks for the conflicts of all operations.
+    pub(crate) fn is_of_all_conflicts(&self) -> bool {
+        self.conflicts
+            && self.operation_id.is_none()
+            && self.flow.is_none()
+            && self.tenant.is_none()
+            && self.stage.is_none()
+    }
+}
+
+/// The values of an act's audit row.
+#[derive(Debug)]
+pub(crate) struct Audit<'a> {
+    /// The word for it.
+    pub(crate) act: &'static str,
+    /// The name of the operation.
+    pub(crate) place: &'a str,
+    /// The digest of the key, where its record is there.
+    pub(crate) digest: Option<[u8; 32]>,
+    /// The id of the run that the act was on.
+    pub(crate) operation_id: Uuid,
+    /// The state before the act.
+    pub(crate) detail: String,
+}
+
+impl KeyChange {
+    /// The audit row of this change.
+    pub(crate) fn audit<'a>(&self, seen: &'a Record) -> Audit<'a> {
+        Audit {
+            act: self.act(),
+            place: seen.identity.operation().as_str(),
+            digest: Some(seen.identity.digest()),
+            operation_id: seen.operation_id,
+            detail: self.detail(seen),
+        }
+    }
+
+    fn act(&self) -> &'static str {
+        match self {
+            Self::Release { .. } => "release",
+            Self::Purge { .. } => "purge",
+            Self::Resolve { .. } => "resolve",
+        }
+    }
+
+    fn detail(&self, seen: &Record) -> String {
+        match self {
+            Self::Release { .. } | Self::Purge { .. } => format!("{} of mode {}", seen.state, seen.mode),
+            Self::Resolve { outcome, .. } => {
+                format!("{} of mode {}, resolved as {}", seen.state, seen.mode, word(outcome))
+            }
+        }
+    }
+}
+
+impl OperationChange {
+    /// The audit row of this change.
+    pub(crate) fn audit<'a>(&self, seen: &'a StoredOperation) -> Audit<'a> {
+        Audit {
+            act: self.act(),
+            place: &seen.flow,
+            digest: seen.identity.as_ref().map(Identity::digest),
+            operation_id: seen.operation_id,
+            detail: self.detail(seen),
+        }
+    }
+
+    /// The new stage; none where the stage stays.
+    pub(crate) fn stage(&self) -> Result<Option<Stage>, StoreError> {
+        match self {
+            Self::GoOn { stage, .. } => Ok(*stage),
+            Self::End { outcome, .. } => end_stage(outcome).map(Some),
+        }
+    }
+
+    /// Whether the operation gets its outcome.
+    pub(crate) fn ends(&self) -> bool {
+        matches!(self, Self::End { .. })
+    }
+
+    fn act(&self) -> &'static str {
+        match self {
+            Self::GoOn { evidence, .. } if evidence.iter().all(|row| row.verdict == WAIVED) => "retry",
+            Self::GoOn { .. } | Self::End { .. } => "resolve",
+        }
+    }
+
+    fn detail(&self, seen: &StoredOperation) -> String {
+        let from = format!("{} at {}", seen.stage.as_str(), seen.point);
+        match self {
+            Self::GoOn { evidence, .. } => {
+                let words = evidence.iter().map(|row| format!(", {} {}: {}", row.effect, row.send, row.verdict));
+                from + &words.collect::<String>()
+            }
+            Self::End { outcome, .. } => format!("{from}, resolved as {}", word(outcome)),
+        }
+    }
+
+    /// Whether a live lease is taken away.
+    pub(crate) fn takes_over(&self) -> bool {
+        match self {
+            Self::GoOn { take_over, .. } | Self::End { take_over, .. } => *take_over,
+        }
+    }
+}
+
+/// The verdict for a send that may have arrived and is repeated all the same.
+const WAIVED: &str = "waived";
+
+fn word(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome::Completed(_) => "completed",
+        Outcome::FailedReplayable { .. } => "failed",
+        Outcome::FailedRetryable { .. } => "not happened",
+        Outcome::Unknown => "unknown",
+    }
+}
+
+fn refused<T>(why: impl Into<String>) -> Result<T, StoreError> {
+    Err(StoreError::Refused(why.into()))
+}
+
+/// Refuses the act where the record or operation has changed since the operator saw it.
+fn changed(fenced: Fenced) -> Result<(), StoreError> {
+    match fenced {
+        Fenced::Done => Ok(()),
+        Fenced::LostOwnership => refused("it has changed meanwhile: look again"),
+    }
+}
+
+/// Duty: operating keys and operations.
+pub trait KeyOperator: Phases {
+    /// The records that match, oldest claim first; each result has a record. It is quick with a
+    /// digest or with a state without an outcome. With any other filter it reads the whole table.
+    fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
+
+    /// The operations that match, with intents and evidence: first those that wait for an operator,
+    /// then others without an outcome, then the rest, each oldest first.
+    fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
+
+    /// Which fingerprints live processes read and write, by operation and process (O21). A process
+    /// is live if it announced them within the last
+    /// [`LIVE_FOR`](crate::operation::rules::versions::LIVE_FOR) of database time.
+    fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
+
+    /// Records that a person has judged a conflict, with an audit row. The operation is listed no
+    /// more, and is deleted with its record; if the record is gone, the operation is deleted at
+    /// once.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: the operation has no outcome yet, or nothing is known of this id.
+    fn judge(&self, operation_id: Uuid, context: &ActContext) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Changes a record and writes the audit row, fenced by the epoch that was read.
+    /// [`Self::act_on_key`] refuses changes that are not allowed; this method only runs the
+    /// statement and returns whether the fence held.
+    fn change_key(
+        &self,
+        seen: &Record,
+        change: &KeyChange,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Changes an operation and writes the audit row. It is fenced by the epoch, by the lease
+    /// unless that is taken over, and by the number of evidence rows, because the operator has not
+    /// judged newer evidence (O8).
+    fn change_operation(
+        &self,
+        seen: &StoredOperation,
+        change: &OperationChange,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Releases, purges or resolves a key.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: the key is in progress; its outcome is unknown (only `resolve` ends
+    /// that); it has an intent; `resolve` on a record that has its outcome, or on an operation in
+    /// phases; a run that lost its lease ended with the opposite, and `against_evidence` is not
+    /// given; the record has changed since it was read.
+    fn act_on_key(
+        &self,
+        seen: &Record,
+        change: &KeyChange,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            match (change, seen.state) {
+                (KeyChange::Resolve { .. }, _) if seen.mode == Mode::Phased => {
+                    return refused(format!(
+                        "it is an operation in phases: `oncebox operations resolve {}`",
+                        seen.operation_id
+                    ));
+                }
+                (KeyChange::Resolve { outcome: Outcome::Unknown, .. }, _) => {
+                    return refused("an unknown outcome resolves nothing");
+                }
+                (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
+                    let opposite = if matches!(outcome, Outcome::Completed(_)) { "failure" } else { "success" };
+                    let said = self.runs_of(seen.operation_id).await?;
+                    if !against_evidence && late_runs(&said).any(|run| run.verdict == opposite) {
+                        return refused(ended_late(opposite));
+                    }
+                }
+                (KeyChange::Resolve { .. }, state) => {
+                    return refused(format!("it is {state}: only an unknown outcome is resolved"));
+                }
+                (_, State::InProgress) => return refused("it is IN_PROGRESS: what it does may happen yet (O11)"),
+                (_, State::UnknownRequiresRecovery) => {
+                    return refused(
+                        "its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)",
+                    );
+                }
+                (KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence }, state) => {
+                    let operation = self.operation(seen.operation_id).await?;
+                    if operation.is_some_and(|operation| !operation.intents.is_empty()) {
+                        return refused("a provider was asked for it: it stays until its time is over (O11)");
+                    }
+                    let said = self.runs_of(seen.operation_id).await?;
+                    let succeeded = state != State::Completed && late_runs(&said).any(|run| run.verdict == "success");
+                    if succeeded && !against_evidence {
+                        return refused(ended_late("success"));
+                    }
+                }
+            }
+            changed(self.change_key(seen, change, context).await?)
+        }
+    }
+
+    /// Makes an operation due for its worker at once, with no attempts counted. The worker decides
+    /// by its usual rule what may be sent. With `accept_duplicate` the sends that may have arrived
+    /// are waived: the worker sends again beyond that rule, so the effect may happen twice. The
+    /// waiver is no proof that those sends did not arrive.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
+    /// given; its first phase was never committed as a whole; a handler ended the transaction of a
+    /// phase, and no duplicate is accepted; an open effect has the strategy `none`, and no
+    /// duplicate is accepted; a duplicate is accepted and no effect is open; it has changed since
+    /// it was read.
+    fn retry(
+        &self,
+        seen: &StoredOperation,
+        accept_duplicate: bool,
+        take_over: bool,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            may_change(seen, take_over)?;
+            if seen.point == FIRST_POINT {
+                return refused(
+                    "its first phase was never committed as a whole: what it did may be done, so resolve it",
+                );
+            }
+            // The handler committed its writes by itself, but the point was not moved (O1).
+            let ended = seen.parked.as_deref().is_some_and(|reason| reason.ends_with(ENDED));
+            if ended && !accept_duplicate {
+                return refused(
+                    "a phase ended its transaction by itself: what it did may be done twice. Resolve it, or accept a duplicate",
+                );
+            }
+            let open = || seen.intents.iter().filter(|intent| intent.outcome.is_none());
+            let mut evidence = Vec::new();
+            if accept_duplicate {
+                for intent in open() {
+                    let waived = |send| says(seen, &intent.intent.effect, send, WAIVED, context);
+                    evidence.extend((1..=intent.sends).map(waived));
+                }
+                if evidence.is_empty() && !ended {
+                    return refused("nothing of it is open: there is no duplicate to accept");
+                }
+            } else if let Some(intent) = open().find(|intent| intent.intent.strategy == "none") {
+                return refused(format!(
+                    "`{}` has no means to find out whether it happened (strategy `none`): resolve it, or accept a duplicate",
+                    intent.intent.effect
+                ));
+            }
+            // UNKNOWN without an intent: a phase before any call of a provider was given up.
+            let stage = (seen.intents.is_empty() && seen.stage == Stage::Unknown).then_some(Stage::Local);
+            let change = OperationChange::GoOn { evidence, stage, take_over };
+            changed(self.change_operation(seen, &change, context).await?)
+        }
+    }
+
+    /// Records how an operation ended, or whether one of its effects happened.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
+    /// given; there is no such effect, or it is settled; the evidence says the opposite, or a
+    /// failure is recorded while an effect was not undone, and `against_evidence` is not given; it
+    /// has changed since it was read.
+    fn resolve(
+        &self,
+        seen: &StoredOperation,
+        resolution: &Resolution,
+        take_over: bool,
+        against_evidence: bool,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            may_change(seen, take_over)?;
+            let change = match resolution {
+                Resolution::Ended(outcome, retention) => {
+                    let verdict = match outcome {
+                        Outcome::Completed(_) => "success",
+                        Outcome::FailedReplayable { .. } => "failure",
+                        _ => return refused("an operation in phases ends with what it did, or with a failure"),
+                    };
+                    not_against(seen, None, verdict, against_evidence)?;
+                    if verdict == "failure" && !against_evidence {
+                        nothing_stands(seen)?;
+                    }
+                    let evidence = Box::new(says(seen, "", 0, verdict, context));
+                    let (outcome, retention) = (Box::new(outcome.clone()), *retention);
+                    OperationChange::End { outcome, retention, evidence, take_over }
+                }
+                Resolution::Effect { effect, happened } => {
+                    match seen.intents.iter().find(|intent| intent.intent.effect == *effect) {
+                        None => return refused(format!("it has no effect `{effect}`")),
+                        Some(intent) => {
+                            if let Some(outcome) = &intent.outcome {
+                                return refused(format!("`{effect}` is settled: {outcome}"));
+                            }
+                        }
+                    }
+                    let verdict = if *happened { "success" } else { "failure" };
+                    not_against(seen, Some(effect), verdict, against_evidence)?;
+                    let evidence = vec![says(seen, effect, 0, verdict, context)];
+                    OperationChange::GoOn { evidence, stage: None, take_over }
+                }
+            };
+            changed(self.change_operation(seen, &change, context).await?)
+        }
+    }
+}
+
+fn may_change(seen: &StoredOperation, take_over: bool) -> Result<(), StoreError> {
+    if seen.outcome_at.is_some() {
+        return refused(format!("it has its outcome: {}; no outcome is rewritten", seen.stage.as_str()));
+    }
+    if seen.lease_until.is_some() && !take_over {
+        return refused("somebody drives it: wait until its lease is over, or take it over");
+    }
+    Ok(())
+}
+
+/// Refuses a verdict that evidence contradicts, unless the operator forces it (O8).
+fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forced: bool) -> Result<(), StoreError> {
+    let opposite = if verdict == "success" { "failure" } else { "success" };
+    let contradicts = seen.evidence.iter().map(|row| &row.evidence).find(|row| {
+        // For a settled effect the flow has already decided from this evidence.
+        let settled = seen.intents.iter().any(|intent| intent.intent.effect == row.effect && intent.outcome.is_some());
+        row.kind != "run" && row.verdict == opposite && !settled && effect.is_none_or(|effect| effect == row.effect)
+    });
+    match contradicts {
+        Some(row) if !forced => refused(format!(
+            "the evidence of `{}` says the opposite: {}; `operations show` has it",
+            row.effect, row.verdict
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a failure while an effect of the operation has succeeded and was not undone. The phases
+/// of the operation have the same rule (O13).
+///
+/// # Errors
+/// `StoreError::Refused`, with the name of that effect.
+pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
+    let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
+    let undone = |effect: &str| {
+        seen.intents.iter().filter(happened).any(|intent| intent.intent.undoes.as_deref() == Some(effect))
+    };
+    let stands = seen
+        .intents
+        .iter()
+        .filter(happened)
+        .map(|intent| &intent.intent)
+        .find(|intent| intent.undoes.is_none() && intent.strategy != "repeatable" && !undone(&intent.effect));
+    match stands {
+        Some(intent) => refused(format!("`{}` has succeeded, and nothing has undone it: it stands", intent.effect)),
+        None => Ok(()),
+    }
+}
+
+/// The evidence of an operator who has judged a conflict.
+pub(crate) fn judgement(seen: &StoredOperation, context: &ActContext) -> Result<NewEvidence, StoreError> {
+    if seen.outcome_at.is_none() {
+        return refused(format!("it is {}: there is no outcome to judge; resolve it", seen.stage.as_str()));
+    }
+    Ok(says(seen, "", 0, "indefinite", context))
+}
+
+/// The audit row of a judgement.
+pub(crate) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audit<'_> {
+    Audit {
+        act: "judge",
+        place: seen.map_or("", |seen| &seen.flow),
+        digest: seen.and_then(|seen| seen.identity.as_ref()).map(Identity::digest),
+        operation_id,
+        detail: seen.map_or_else(|| "evidence alone".to_owned(), |seen| seen.stage.as_str().to_owned()),
+    }
+}
+
+/// The error for an id with neither an operation nor left-over evidence.
+pub(crate) fn nothing_known(operation_id: Uuid) -> StoreError {
+    StoreError::Refused(format!(
+        "there is nothing to judge of {operation_id}: `oncebox operations list --conflicts` shows what is"
+    ))
+}
+
+/// Why an act is refused: a run that lost its lease ended with this verdict.
+fn ended_late(verdict: &str) -> String {
+    format!("a run of it that lost its lease ended with {verdict}; `oncebox keys show` has it")
+}
+
+/// The evidence of an operator who resolves a key against late runs. After it those runs no longer
+/// prevent the key from running again.
+pub(crate) fn overruled(seen: &Record, outcome: &Outcome, context: &ActContext) -> NewEvidence {
+    let verdict = match outcome {
+        Outcome::Completed(_) => "success",
+        Outcome::FailedReplayable { .. } => "failure",
+        Outcome::FailedRetryable { .. } => "not-sent",
+        Outcome::Unknown => "indefinite",
+    };
+    word_of(seen.operation_id, seen.epoch, ("", 0), verdict, context)
+}
+
+/// Evidence of the operator, with name and reason.
+fn says(seen: &StoredOperation, effect: &str, send: u32, verdict: &str, context: &ActContext) -> NewEvidence {
+    word_of(seen.operation_id, seen.epoch, (effect, send), verdict, context)
+}
+
+fn word_of(
+    operation_id: Uuid,
+    epoch: i64,
+    (effect, send): (&str, u32),
+    verdict: &str,
+    context: &ActContext,
+) -> NewEvidence {
+    let bytes = serde_json::json!({ "actor": context.actor, "reason": context.reason }).to_string().into_bytes();
+    NewEvidence {
+        operation_id,
+        effect: effect.to_owned(),
+        epoch,
+        send,
+        kind: "operator".to_owned(),
+        verdict: verdict.to_owned(),
+        status: None,
+        bytes: Sealed { bytes, kid: None },
+    }
+}

@@ -1,0 +1,16 @@
+//! The outbox: a message is written in the transaction of the caller, and a relay carries it to the
+//! broker, in order for each key.
+//!
+//! | module | for |
+//! |---|---|
+//! | `enqueue` | what a service calls in its transaction |
+//! | `rules` | pure: which positions may still appear, whose fault a failure is, who is held |
+//! | `port` | what a relay needs of a database |
+//! | `relay` | the work: leases, reads, sends, marks |
+//!
+//! Not here: the statements (`store`), and the protocols of brokers (`broker`).
+
+pub(crate) mod enqueue;
+pub(crate) mod port;
+pub(crate) mod relay;
+pub(crate) mod rules;

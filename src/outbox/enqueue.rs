@@ -1,0 +1,105 @@
+//! Enqueues messages from Rust, in the caller's own transaction.
+//!
+//! Guarantees: one statement for each call; every limit is checked before anything is written, the
+//! same limits as in the SQL doors; a message exists exactly when the caller's transaction
+//! committed (G1). Not here: the statements, which each database has its own.
+
+use std::future::Future;
+use std::sync::LazyLock;
+
+use sqlx::{Database, Transaction};
+use tokio::sync::Notify;
+use uuid::Uuid;
+
+use crate::email::port::NewEmail;
+use crate::error::StoreError;
+use crate::message::NewMessage;
+
+/// A connection of sqlx that leads to an outbox.
+pub trait Enqueue: Send {
+    /// Writes the messages in one statement and returns their ids, in order.
+    ///
+    /// # Errors
+    /// [`StoreError::Limit`] with the name of the limit, before anything is written; otherwise the
+    /// error of the database.
+    ///
+    /// # Cancel safety
+    /// If it is dropped before it returns, the statement may or may not have run: roll the
+    /// transaction back.
+    fn write(&mut self, messages: Vec<NewMessage>) -> impl Future<Output = Result<Vec<Uuid>, StoreError>> + Send;
+
+    /// Stores an e-mail in the caller's transaction. A second one with the same unique key changes
+    /// nothing and returns false.
+    ///
+    /// # Errors
+    /// What the database says.
+    ///
+    /// # Cancel safety
+    /// As [`Enqueue::write`].
+    fn queue_email(&mut self, email: &NewEmail) -> impl Future<Output = Result<bool, StoreError>> + Send;
+}
+
+/// Enqueues one message in the caller's transaction and returns its id.
+///
+/// # Errors
+/// [`StoreError::Limit`] where the message breaks a limit, otherwise the error of the database.
+/// Roll the transaction back.
+///
+/// # Cancel safety
+/// As [`Enqueue::write`].
+pub async fn enqueue<C: Enqueue>(connection: &mut C, message: NewMessage) -> Result<Uuid, StoreError> {
+    let ids = connection.write(vec![message]).await?;
+    ids.first().copied().ok_or_else(|| StoreError::Corrupt("the outbox returned no id".to_owned()))
+}
+
+/// Enqueues many messages with one statement and returns their ids, in order.
+///
+/// # Errors
+/// As [`enqueue`]; one message that breaks a limit refuses all.
+///
+/// # Cancel safety
+/// As [`Enqueue::write`].
+pub async fn enqueue_all<C: Enqueue>(connection: &mut C, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
+    if messages.is_empty() {
+        return Ok(Vec::new());
+    }
+    connection.write(messages).await
+}
+
+static HINT: LazyLock<Notify> = LazyLock::new(Notify::new);
+
+/// Waits for the next hint that this process committed messages. A lost hint only delays until the
+/// next poll.
+pub async fn enqueued() {
+    HINT.notified().await;
+}
+
+/// Commits and gives a relay in the same process a hint, so that it need not wait for its next
+/// poll.
+///
+/// # Errors
+/// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: read whether your
+/// rows are there, do not guess.
+///
+/// # Cancel safety
+/// None: a dropped commit has an unknown outcome.
+pub async fn commit<Db: Database>(transaction: Transaction<'_, Db>) -> Result<(), StoreError> {
+    let outcome = transaction.commit().await.map_err(commit_error);
+    if outcome.is_ok() {
+        hint();
+    }
+    outcome
+}
+
+/// Tells a relay in this process that messages were committed.
+pub fn hint() {
+    HINT.notify_one();
+}
+
+/// Converts an error of COMMIT: after a lost connection the outcome is unknown.
+pub(crate) fn commit_error(error: sqlx::Error) -> StoreError {
+    match StoreError::from(error) {
+        StoreError::Unavailable(error) => StoreError::CommitUnknown(error),
+        other => other,
+    }
+}

@@ -1,0 +1,316 @@
+//! The relay: sends committed messages to the broker, in order per key, and loses none.
+//!
+//! Guarantees: the cursor moves only past rows that the broker has proven, or that are diverted, in
+//! order (G2). A session starts at or before the first unproven row, and on any doubt the whole
+//! session is dropped (R15, G3). A message that cannot be sent holds only its own key. A
+//! destination that does not exist, refuses, or does not answer holds only its own topic, and is
+//! released without a person. A broker or database that is away costs no attempt (G10). Every write
+//! is fenced (G9). The relay is ready only while its work makes progress.
+//!
+//! The path of a row: `pump` reads and claims it, `sending` decides and sends, the broker settles,
+//! `pump` marks. Diverted rows return through `release`; rows of a blocked topic return after a
+//! `trial`, which runs beside the session.
+//!
+//! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`,
+//! `diversion`).
+
+mod ending;
+mod options;
+mod pump;
+mod release;
+mod sending;
+mod trial;
+mod window;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use crate::broker::{Broker, Publisher};
+use crate::error::{BrokerError, StoreError};
+use crate::observe::{self, Health, PartState};
+use crate::outbox::port::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySession};
+use crate::outbox::rules::isolate::{Isolation, Verdict};
+use crate::time::pace::{Pace, sleep_unless};
+
+use ending::{Doubt, End, Refused};
+pub use options::RelayOptions;
+use pump::Pump;
+use trial::Pauses;
+
+/// How a relay ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RelayEnd {
+    /// The stop token was cancelled, and the relay stopped.
+    Stopped,
+    /// The outbox was empty and `until_empty` is set.
+    Empty,
+}
+
+/// Why a relay has to end and needs a person.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RelayError {
+    /// The database refuses, or fails in a way that only a person can mend.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The broker refuses, or fails in a way that only a person can mend.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+}
+
+/// The relay of one shard of an outbox.
+#[derive(Debug)]
+pub struct Relay {
+    store: Arc<dyn Outbox>,
+    broker: Arc<dyn Broker>,
+    options: RelayOptions,
+    health: Health,
+    part: String,
+}
+
+/// State that outlives a session, in memory only: a new process starts without it.
+#[derive(Debug, Default)]
+struct Memory {
+    isolation: Isolation,
+    /// Verdicts on rows, by position: decided in one session, carried out when the row is met next.
+    verdicts: HashMap<i64, Diversion>,
+    /// Rows that the broker refused when they were sent with others: they are stored as held, and
+    /// then each is sent alone.
+    alone: HashSet<i64>,
+    /// Topics that were found blocked, with the reason, until their rows are stored as held.
+    blocked: HashMap<String, String>,
+    /// When each blocked topic is tried again.
+    pauses: Pauses,
+    /// How many sessions in a row ended in doubt and marked nothing.
+    doubts: u32,
+    /// True where something was learned of a row or topic since the last session ended.
+    progress: bool,
+    /// True where the database refused the last read: no session is ready before a read succeeds.
+    refused: bool,
+}
+
+/// The name of the health trouble of a relay whose topics are all blocked.
+const TOPICS: &str = "topics";
+/// After so many sessions in a row that ended in doubt without a mark, the relay is not ready.
+const DOUBTS_SHOWN: u32 = 2;
+
+impl Relay {
+    /// Makes a relay; it does nothing before [`Relay::run`].
+    pub fn new(store: impl Outbox + 'static, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
+        let part = format!("relay {}", options.shard);
+        Self { store: Arc::new(store), broker, options, health, part }
+    }
+
+    /// Runs until the token is cancelled, or until the outbox is empty where `until_empty` is set.
+    /// Waits for a database or broker that is away, and stands by while another relay has the
+    /// lease.
+    ///
+    /// # Errors
+    /// Errors for a person to mend: no schema, a refused setting, an unknown shard.
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses nothing: rows in flight are sent again by the next session.
+    /// Cancelling the token is better, because it also marks and releases the lease.
+    pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
+        observe::relay_starts(self.broker.name());
+        self.health.set(&self.part, PartState::Starting);
+        let overdue = async {
+            stop.cancelled().await;
+            tokio::time::sleep(self.options.shutdown_grace).await;
+        };
+        tokio::select! {
+            ended = self.sessions(&stop) => ended,
+            // A database or broker that does not answer cannot delay the stop further. The lease
+            // runs out, and rows that are not marked are sent again.
+            () = overdue => {
+                tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the last mark was not made");
+                Ok(RelayEnd::Stopped)
+            }
+        }
+    }
+
+    async fn sessions(&self, stop: &CancellationToken) -> Result<RelayEnd, RelayError> {
+        let mut memory = Memory::default();
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+        loop {
+            let Some(publisher) = self.connect(stop).await? else { return Ok(RelayEnd::Stopped) };
+            let Some(session) = self.lease(stop, memory.refused || memory.doubts >= DOUBTS_SHOWN).await? else {
+                publisher.close().await;
+                return Ok(RelayEnd::Stopped);
+            };
+            observe::session_began(self.broker.name());
+            let began = tokio::time::Instant::now();
+            let doubt = match Pump::new(self, session, publisher, &mut memory).run(stop).await {
+                End::Stopped => return Ok(RelayEnd::Stopped),
+                End::Empty => return Ok(RelayEnd::Empty),
+                End::Doubt(doubt) => doubt,
+            };
+            self.learn(&mut memory, doubt).await?;
+            if began.elapsed() > Duration::from_secs(10) || std::mem::take(&mut memory.progress) {
+                pace.worked();
+            }
+            if !pace.wait(stop).await {
+                return Ok(RelayEnd::Stopped);
+            }
+        }
+    }
+
+    /// Opens a session with the broker. While the broker is away, retries with backoff.
+    async fn connect(&self, stop: &CancellationToken) -> Result<Option<Box<dyn Publisher>>, BrokerError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(10));
+        loop {
+            let opened = tokio::select! {
+                opened = self.broker.publisher() => opened,
+                () = stop.cancelled() => return Ok(None),
+            };
+            match opened {
+                Ok(publisher) => return Ok(Some(publisher)),
+                Err(error @ BrokerError::Refused(_)) => return Err(error),
+                Err(error) => {
+                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    if !pace.wait(stop).await {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes the lease of the shard. Waits while the database is away or another relay has it.
+    async fn lease(
+        &self,
+        stop: &CancellationToken,
+        in_trouble: bool,
+    ) -> Result<Option<Box<dyn RelaySession>>, StoreError> {
+        let request = LeaseRequest {
+            shard: self.options.shard,
+            owner: self.options.owner.clone(),
+            length: self.options.lease,
+            read_bytes: self.options.read_bytes,
+        };
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+        loop {
+            if stop.is_cancelled() {
+                return Ok(None);
+            }
+            match self.store.open(&request).await {
+                Ok(LeaseAnswer::Taken(session)) => {
+                    if !in_trouble {
+                        self.health.set(&self.part, PartState::Ready);
+                    }
+                    return Ok(Some(session));
+                }
+                Ok(LeaseAnswer::HeldBy { owner, left }) => {
+                    self.health.set(&self.part, PartState::Standby(format!("{owner} has the lease")));
+                    self.health.trouble(&self.part, TOPICS, None);
+                    let wait = left.clamp(Duration::from_millis(50), self.options.lease / 4);
+                    if !sleep_unless(stop, wait).await {
+                        return Ok(None);
+                    }
+                }
+                Ok(LeaseAnswer::NoShard) => {
+                    return Err(StoreError::Refused(format!(
+                        "there is no shard {} in this database; `oncebox status` lists them",
+                        self.options.shard
+                    )));
+                }
+                Err(error) if error.is_transient() => {
+                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    if !pace.wait(stop).await {
+                        return Ok(None);
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Notes what the next session must do differently after this doubt (R16).
+    async fn learn(&self, memory: &mut Memory, doubt: Doubt) -> Result<(), StoreError> {
+        let shard = self.options.shard;
+        let (why, row) = match doubt {
+            Doubt::Store(error) => return self.learn_of_store(memory, error),
+            Doubt::Refused(refused) => {
+                let first = refused.iter().min_by_key(|refused| refused.position);
+                let (why, row) = first.map_or((String::new(), None), |first| (first.why.clone(), Some(first.position)));
+                judge(memory, refused);
+                (why, row)
+            }
+            Doubt::Silent { topics, overtaken, why } => {
+                // The topics are blocked only if the broker as a whole answers.
+                if overtaken || self.broker_answers().await {
+                    memory.progress = true;
+                    memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));
+                }
+                (why, None)
+            }
+            Doubt::Held(why) => {
+                memory.progress = true;
+                (why, None)
+            }
+            Doubt::Lost { row, why } => {
+                if let Some(row) = row
+                    && memory.isolation.on_session_end(row) == Verdict::Dead
+                {
+                    memory.verdicts.insert(row, Diversion::Dead { reason: why.clone(), holds: true });
+                }
+                (why, row)
+            }
+        };
+        tracing::warn!(shard, %why, row, "a relay session ended in doubt");
+        observe::session_doubted(self.broker.name());
+        memory.doubts = memory.doubts.saturating_add(1);
+        if memory.doubts >= DOUBTS_SHOWN {
+            let why = format!("{} sessions in a row ended and got nothing marked: {why}", memory.doubts);
+            self.health.set(&self.part, PartState::Waiting(why));
+        }
+        Ok(())
+    }
+
+    fn learn_of_store(&self, memory: &mut Memory, error: StoreError) -> Result<(), StoreError> {
+        let shard = self.options.shard;
+        match error {
+            StoreError::Fenced(why) => {
+                observe::lease_lost();
+                // The next owner draws its own conclusions. Ours, if kept, could apply to a row
+                // that was redriven since.
+                *memory = Memory::default();
+                tracing::error!(shard, %why, "the lease is lost");
+            }
+            error if error.is_transient() => {
+                tracing::warn!(shard, %error, "the database went away");
+            }
+            error @ (StoreError::SchemaMissing(_) | StoreError::SchemaNewer { .. } | StoreError::SchemaOld { .. }) => {
+                return Err(error);
+            }
+            error => {
+                memory.refused = true;
+                self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                tracing::error!(shard, %error, "the outbox could not be read or written");
+            }
+        }
+        Ok(())
+    }
+
+    async fn broker_answers(&self) -> bool {
+        match tokio::time::timeout(Duration::from_secs(10), self.broker.publisher()).await {
+            Ok(Ok(publisher)) => {
+                publisher.close().await;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Blocks the topics of these refusals. A nack does not tell whether the message, the topic or only
+/// this session is at fault; the topic's trial in a new session finds out (R21).
+fn judge(memory: &mut Memory, refused: Vec<Refused>) {
+    for Refused { topic, why, .. } in refused {
+        memory.progress = true;
+        memory.blocked.insert(topic, why);
+    }
+}

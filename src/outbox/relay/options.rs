@@ -1,0 +1,81 @@
+//! The settings of a relay; a bound has its reason beside its default.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::inbox::consumer::DeadPolicy;
+
+/// Settings of a relay.
+#[derive(Debug, Clone)]
+pub struct RelayOptions {
+    /// The number of the shard; 0 is the only one on MySQL and SQLite.
+    pub shard: i32,
+    /// The name of the lease's owner: host, process and a random part.
+    pub owner: String,
+    /// The length of the lease, in the time of the database. Default 10 s: a standby takes over
+    /// within that time, and a short freeze does not lose the lease.
+    pub lease: Duration,
+    /// Most rows of one read. Default 1,000: more gains little and delays the mark.
+    pub batch_rows: usize,
+    /// Most bytes of one read, unless a single message is larger. Default 4 MiB: half a window, and
+    /// a thousand messages of 4 KiB.
+    pub read_bytes: usize,
+    /// Most rows from the oldest unproven one to the last one that was read. It bounds what a crash
+    /// repeats.
+    pub window_rows: usize,
+    /// Most bytes that are sent and not proven. It bounds memory.
+    pub window_bytes: usize,
+    /// The shortest pause between reads that found nothing.
+    pub poll_min: Duration,
+    /// The longest pause between reads that found nothing. It delays a message after a quiet time.
+    pub poll_max: Duration,
+    /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
+    pub held_rows_max: usize,
+    /// What a dead message does to later messages of its key.
+    pub dead: DeadPolicy,
+    /// Exceptions to `dead`, by topic.
+    pub dead_topics: BTreeMap<String, DeadPolicy>,
+    /// How long messages may stay unanswered before their topics are held, unless the broker says
+    /// that it is blocked. Where they keep other rows waiting, the time is shorter: one second if
+    /// rows sent later were answered, five seconds if none was.
+    pub publish_stall: Duration,
+    /// How often a blocked topic is tried, beside the session. A topic that does not answer is
+    /// tried ever more rarely, up to every 30 s.
+    pub probe: Duration,
+    /// Whether a missing topic is declared before its rows are held. The broker decides what that
+    /// creates: on Kafka a topic.
+    pub declare_topics: bool,
+    /// How long a stop waits for rows in flight.
+    pub shutdown_grace: Duration,
+    /// Whether the relay ends when the outbox is empty.
+    pub until_empty: bool,
+}
+
+impl RelayOptions {
+    /// The default settings for an owner.
+    pub fn new(owner: impl Into<String>) -> Self {
+        Self {
+            shard: 0,
+            owner: owner.into(),
+            lease: Duration::from_secs(10),
+            batch_rows: 1_000,
+            read_bytes: 4 << 20,
+            window_rows: 8_000,
+            window_bytes: 8 * 1024 * 1024,
+            poll_min: Duration::from_millis(2),
+            poll_max: Duration::from_millis(50),
+            held_rows_max: 100_000,
+            dead: DeadPolicy::Hold,
+            dead_topics: BTreeMap::new(),
+            publish_stall: Duration::from_secs(30),
+            probe: Duration::from_secs(2),
+            declare_topics: false,
+            shutdown_grace: Duration::from_secs(10),
+            until_empty: false,
+        }
+    }
+
+    pub(super) fn holds(&self, topic: &str) -> bool {
+        *self.dead_topics.get(topic).unwrap_or(&self.dead) == DeadPolicy::Hold
+    }
+}

@@ -1,0 +1,580 @@
+//! One session of a relay: read, claim, send, settle, mark, until a stop, emptiness or a doubt.
+//!
+//! Promise: a batch is sent only after a synchronous commit that began after its read (R5). The
+//! oldest batch is marked only when every row of it is proven or diverted. After a doubt nothing
+//! more is sent, and the caller gets the doubt. A topic whose rows are neither taken nor refused
+//! delays other rows for about a second.
+
+use std::collections::{HashSet, VecDeque};
+use std::time::Duration;
+
+use futures::FutureExt;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::ending::{Doubt, End, Ending, Of};
+use super::release::Release;
+use super::sending::Unsent;
+use super::trial::Trials;
+use super::window::Window;
+use super::{Memory, Relay};
+use crate::broker::{Publisher, Settled};
+use crate::error::BrokerError;
+use crate::observe::{self, PartState, Trouble};
+use crate::outbox::port::{Mark, OpenGaps, RelaySession};
+use crate::outbox::rules::diversion::{Diversion as Diverted, DivertedRow as Row};
+use crate::time::lease::Lease;
+
+/// State of one relay session: its lease, its publisher, and the rows between them.
+pub(super) struct Pump<'a> {
+    pub(super) relay: &'a Relay,
+    pub(super) session: Box<dyn RelaySession>,
+    pub(super) publisher: Box<dyn Publisher>,
+    pub(super) memory: &'a mut Memory,
+    pub(super) window: Window,
+    pub(super) unsent: VecDeque<Unsent>,
+    /// The tag of the row that is in flight alone: nothing else is sent until it is settled.
+    pub(super) alone: Option<u64>,
+    pub(super) diverted: Diverted,
+    /// Rows that are diverted in the window and not yet stored as dead or held.
+    pub(super) unmarked: HashSet<i64>,
+    pub(super) ready_topics: HashSet<String>,
+    pub(super) release: Release,
+    pub(super) trials: Trials,
+    pub(super) ending: Option<Ending>,
+    /// The clock for rows in flight. It counts only time in which this loop ran and the broker was
+    /// not blocked, so that a freeze of this process, its machine or the database is not taken for
+    /// silence of the broker.
+    pub(super) clock: Duration,
+    turned_at: Instant,
+    looked_at: Duration,
+    settled: Vec<Settled>,
+    claimed_at: Instant,
+    pub(super) read_at: Instant,
+    poll: Duration,
+    rows_max: usize,
+    tidied_at: Instant,
+    /// True where the last read found nothing and there was no more to read.
+    empty: bool,
+    /// True where there are more dead and held rows than `held_rows_max`. A row that is not loaded
+    /// could be overtaken, so nothing is read until all are loaded.
+    not_loaded: bool,
+    /// True where rows have left the dead and held table since it was loaded.
+    some_left: bool,
+    /// True while the health shows that this part waits.
+    shown_waiting: bool,
+    shown_gaps: bool,
+    /// True while the health may show that no topic takes messages. It begins as true, because an
+    /// earlier session may have shown it.
+    pub(super) shown_blocked: bool,
+}
+
+/// A read without rows may need a claim for gaps or for rows of other shards; that claim may wait
+/// this long.
+const QUIET_CLAIM: Duration = Duration::from_millis(800);
+const TIDY: Duration = Duration::from_secs(5);
+/// One turn of the loop counts for at most so much time on the clock.
+const TURN_MAX: Duration = Duration::from_millis(250);
+/// How long a topic may keep other rows waiting while it neither takes nor refuses, if rows that
+/// were sent later are settled.
+const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
+/// The same limit where no later row was settled, so that the whole broker may be slow.
+const SILENT_MAX: Duration = Duration::from_secs(5);
+/// How often the session checks for silence.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// How long a session that is ending waits for rows in flight.
+pub(super) const DRAIN_MAX: Duration = Duration::from_millis(500);
+/// The part of a stop's grace that is kept for the last mark.
+const MARK_KEPT: Duration = Duration::from_secs(2);
+/// A longer step is shown in the health: the database or the broker's client does not answer.
+const STEP_SHOWN: Duration = Duration::from_secs(1);
+
+impl<'a> Pump<'a> {
+    pub(super) fn new(
+        relay: &'a Relay,
+        session: Box<dyn RelaySession>,
+        publisher: Box<dyn Publisher>,
+        memory: &'a mut Memory,
+    ) -> Self {
+        let now = Instant::now();
+        let trials = Trials::new(&relay.broker, relay.options.declare_topics);
+        Self {
+            relay,
+            session,
+            publisher,
+            memory,
+            window: Window::default(),
+            unsent: VecDeque::new(),
+            alone: None,
+            diverted: Diverted::default(),
+            unmarked: HashSet::new(),
+            ready_topics: HashSet::new(),
+            release: Release::new(now),
+            trials,
+            ending: None,
+            clock: Duration::ZERO,
+            turned_at: now,
+            looked_at: Duration::ZERO,
+            settled: Vec::new(),
+            claimed_at: now,
+            read_at: now,
+            poll: relay.options.poll_min,
+            rows_max: relay.options.batch_rows.clamp(1, 100),
+            tidied_at: now,
+            empty: false,
+            not_loaded: false,
+            some_left: false,
+            shown_waiting: false,
+            shown_gaps: false,
+            shown_blocked: true,
+        }
+    }
+
+    pub(super) async fn run(mut self, stop: &CancellationToken) -> End {
+        match self.work(stop).await {
+            Ok(end) => {
+                if let Err(error) = self.session.release().await {
+                    tracing::debug!(%error, "the lease was not given back; it runs out");
+                }
+                self.publisher.close().await;
+                end
+            }
+            Err(doubt) => {
+                self.publisher.close().await;
+                End::Doubt(doubt)
+            }
+        }
+    }
+
+    async fn work(&mut self, stop: &CancellationToken) -> Result<End, Doubt> {
+        self.shown_load().await?;
+        loop {
+            self.relay.health.beat(&self.relay.part);
+            self.turn();
+            self.hear_what_is_there()?;
+            if self.ending.is_some() {
+                self.drain().await?;
+                continue;
+            }
+            if stop.is_cancelled() {
+                return self.finish().await;
+            }
+            let moved = self.shown_step().await?;
+            if self.relay.options.until_empty && self.empty && self.nothing_left() {
+                let mark = self.window.take_done();
+                self.claim(mark).await?;
+                // A row that was only just stored as held may have to be sent alone.
+                if self.nothing_left() {
+                    return Ok(End::Empty);
+                }
+            }
+            if !moved {
+                self.wait(stop).await?;
+            }
+        }
+    }
+
+    fn turn(&mut self) {
+        let now = Instant::now();
+        let turn = now.saturating_duration_since(std::mem::replace(&mut self.turned_at, now));
+        if self.publisher.blocked().is_none() {
+            self.clock += turn.min(TURN_MAX);
+        }
+    }
+
+    async fn shown_step(&mut self) -> Result<bool, Doubt> {
+        let (done, late) = shown(self.relay, self.step()).await;
+        self.shown_waiting |= late;
+        done
+    }
+
+    async fn shown_load(&mut self) -> Result<(), Doubt> {
+        let (done, late) = shown(self.relay, self.load()).await;
+        self.shown_waiting |= late;
+        done
+    }
+
+    /// Loads the dead and held rows.
+    async fn load(&mut self) -> Result<(), Doubt> {
+        let limit = self.relay.options.held_rows_max.saturating_add(1);
+        let rows = self.session.diverted(limit).await?;
+        self.not_loaded = rows.len() >= limit;
+        self.some_left = false;
+        self.diverted = Diverted::load(rows.into_iter().filter_map(|row| {
+            let why = super::release::why(&row.diversion)?;
+            Some(Row { position: row.position, topic: row.topic, key: row.key, why })
+        }));
+        Ok(())
+    }
+
+    /// One round of work. Returns false where there was nothing to do.
+    async fn step(&mut self) -> Result<bool, Doubt> {
+        let mut moved = self.send_unsent().await?;
+        if self.not_loaded && self.some_left && self.nothing_under_way() {
+            self.load().await?;
+            self.release.reloaded(Instant::now());
+        }
+        moved |= self.look_after_released().await?;
+        if self.may_read() {
+            moved |= self.read().await?;
+        } else {
+            if self.unsent.is_empty() && self.alone.is_none() {
+                // There is no read for the rows sent alone to wait for.
+                self.release.was_read();
+            }
+            if self.window.has_something_done() {
+                let mark = self.window.take_done();
+                self.claim(mark).await?;
+                moved = true;
+            }
+        }
+        if self.claimed_at.elapsed() >= Lease::renewed_after(self.relay.options.lease) {
+            let mark = self.window.take_done();
+            self.claim(mark).await?;
+        }
+        if self.tidied_at.elapsed() >= TIDY {
+            self.tidied_at = Instant::now();
+            self.session.tidy().await?;
+            self.show_gaps().await?;
+        }
+        moved |= self.send_unsent().await?;
+        Ok(moved)
+    }
+
+    fn may_read(&mut self) -> bool {
+        let options = &self.relay.options;
+        if !self.has_room() || self.release.pauses_reading() || Instant::now() < self.read_at {
+            return false;
+        }
+        if self.not_loaded || self.diverted.len() >= options.held_rows_max {
+            let held = self.diverted.len();
+            let why = format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read");
+            self.relay.health.set(&self.relay.part, PartState::Waiting(why));
+            self.shown_waiting = true;
+            return false;
+        }
+        if self.shown_waiting && !self.memory.refused && self.publisher.blocked().is_none() {
+            self.shown_waiting = false;
+            self.relay.health.set(&self.relay.part, PartState::Ready);
+        }
+        true
+    }
+
+    /// Whether the next read fits into the window: a full one, or an eighth of the window.
+    /// Otherwise many small reads would follow each other, each with a commit of its own.
+    fn has_room(&self) -> bool {
+        let options = &self.relay.options;
+        let portion = self.rows_max.min(options.window_rows / 8).max(1);
+        self.unsent.is_empty()
+            && self.alone.is_none()
+            && self.room() >= portion
+            && self.window.bytes() < options.window_bytes
+    }
+
+    /// How many more rows may be read before the oldest unmarked ones are marked.
+    pub(super) fn room(&self) -> usize {
+        self.relay.options.window_rows.max(1).saturating_sub(self.window.span())
+    }
+
+    fn nothing_under_way(&self) -> bool {
+        self.window.is_empty()
+            && self.unsent.is_empty()
+            && self.alone.is_none()
+            && self.unmarked.is_empty()
+            && self.diverted.on_way() == 0
+    }
+
+    async fn read(&mut self) -> Result<bool, Doubt> {
+        let read = self.session.read(self.rows_max.min(self.room())).await?;
+        self.release.was_read();
+        self.shown_waiting |= std::mem::take(&mut self.memory.refused);
+        if read.rows.is_empty() && !read.more && self.window.is_empty() {
+            // All rows were seen, so every blocked topic has its rows in the table by now.
+            self.memory.blocked.clear();
+            self.gets_on();
+        }
+        let rows = read.rows;
+        let found = rows.len();
+        let weight: usize = rows.iter().map(|row| row.message.weight()).sum();
+        self.fit_batch(found, weight);
+        self.empty = found == 0 && !read.more;
+        if self.empty {
+            self.read_at = Instant::now() + self.poll;
+            self.poll = (self.poll * 2).min(self.relay.options.poll_max);
+        } else {
+            self.poll = self.relay.options.poll_min;
+        }
+        let batch = self.window.open(Some(read.batch), found);
+        // A read without rows needs no claim, unless there are gaps to fence or rows of other
+        // shards to pass: then within a second. Its batch is marked with the next claim.
+        let due = read.needs_claim && self.claimed_at.elapsed() >= QUIET_CLAIM;
+        if found > 0 || due || self.window.has_something_done() {
+            let mark = self.window.take_done();
+            self.claim(mark).await?;
+        }
+        for row in rows {
+            self.unsent.push_back(Unsent {
+                position: row.position,
+                batch,
+                message: row.message,
+                is_release: false,
+                alone: false,
+            });
+        }
+        Ok(found > 0 || read.more)
+    }
+
+    /// Adapts the number of rows of a read to their size, so that a read stays near an eighth of
+    /// the window's bytes.
+    fn fit_batch(&mut self, rows: usize, weight: usize) {
+        let target = (self.relay.options.window_bytes / 8).max(1);
+        if rows == self.rows_max && weight < target {
+            self.rows_max = (self.rows_max * 2).min(self.relay.options.batch_rows).max(1);
+        } else if weight > 2 * target {
+            self.rows_max = (self.rows_max / 2).max(1);
+        }
+    }
+
+    /// Shows open gaps, whose number is bounded (R9): a warning from half of the bound on, and not
+    /// ready at the bound, where nothing new is read.
+    async fn show_gaps(&mut self) -> Result<(), Doubt> {
+        let gaps = self.session.open_gaps().await?;
+        let trouble = gaps.map(|OpenGaps { open, max, held_by }| {
+            let by = held_by.map_or_else(String::new, |by| format!("; the oldest that may still write is {by}"));
+            if open >= max {
+                Trouble::Stops(format!(
+                    "{open} gaps are open, and no more may be: nothing new is read until they close{by}"
+                ))
+            } else {
+                Trouble::Shown(format!("{open} of {max} gaps are open: at {max} nothing new is read{by}"))
+            }
+        });
+        if let Some(Trouble::Shown(why)) = &trouble
+            && !self.shown_gaps
+        {
+            tracing::warn!(shard = self.relay.options.shard, %why, "many gaps in the outbox");
+        }
+        self.shown_gaps = trouble.is_some();
+        self.relay.health.trouble(&self.relay.part, "gaps", trouble);
+        Ok(())
+    }
+
+    /// Commits synchronously, with the mark, and updates this session's state by what the mark did.
+    pub(super) async fn claim(&mut self, mark: Mark) -> Result<(), Doubt> {
+        let gone: Vec<i64> = mark.released.iter().chain(&mark.discarded).copied().collect();
+        let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
+        let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
+        let says_something = !mark.is_empty();
+        self.session.claim(mark).await?;
+        self.claimed_at = Instant::now();
+        if says_something {
+            self.gets_on();
+        }
+        self.some_left |= !gone.is_empty();
+        for position in changed {
+            self.memory.verdicts.remove(&position);
+            self.release.changed(position);
+        }
+        for position in gone {
+            self.diverted.leave(position);
+            self.memory.alone.remove(&position);
+            self.release.left(position);
+        }
+        for position in stored {
+            self.unmarked.remove(&position);
+            self.memory.verdicts.remove(&position);
+            self.release.look_again();
+        }
+        Ok(())
+    }
+
+    /// Forgets earlier doubts: something was marked, or there is nothing to do.
+    fn gets_on(&mut self) {
+        self.shown_waiting |= std::mem::take(&mut self.memory.doubts) > 0;
+    }
+
+    fn nothing_left(&self) -> bool {
+        self.window.is_empty() && self.unsent.is_empty() && self.diverted.on_way() == 0 && self.release.is_idle()
+    }
+
+    /// Takes the outcomes that the broker has ready, without waiting.
+    fn hear_what_is_there(&mut self) -> Result<(), Doubt> {
+        let mut settled = std::mem::take(&mut self.settled);
+        let outcome = self.publisher.settle(&mut settled).now_or_never();
+        self.settled = settled;
+        self.heard(outcome.unwrap_or(Ok(())))
+    }
+
+    /// Handles the outcomes, and after them the error that ended the broker's session, if any.
+    fn heard(&mut self, outcome: Result<(), BrokerError>) -> Result<(), Doubt> {
+        let mut settled = std::mem::take(&mut self.settled);
+        let mut proven = 0;
+        let mut refusals = Vec::new();
+        for Settled { tag, outcome } in settled.drain(..) {
+            match outcome {
+                Ok(_) => proven += u64::from(self.proven(tag)),
+                Err(refusal) => refusals.push((tag, refusal)),
+            }
+        }
+        self.settled = settled;
+        if proven > 0 {
+            observe::published(self.relay.broker.name(), proven);
+        }
+        if !refusals.is_empty() {
+            self.refused(refusals);
+        }
+        outcome.map_err(|error| self.broken(&error))?;
+        self.silence()
+    }
+
+    /// The doubt after the broker's session was lost: by rows refused before, or for no known
+    /// cause.
+    pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
+        match self.ending.take() {
+            Some(mut ending) => ending.doubt(),
+            // The cause was found already: no other row is suspected.
+            None if self.memory.progress => Doubt::Held(error.to_string()),
+            None => {
+                // A broker that is away is no reason to suspect a row.
+                let is_away = matches!(error, BrokerError::Unavailable(_));
+                let row = if is_away { None } else { self.window.first_unproven() };
+                Doubt::Lost { row, why: error.to_string() }
+            }
+        }
+    }
+
+    /// Waits for outcomes of rows in flight while the session is ending. If only diverted rows are
+    /// the cause and no row of their keys is in flight any more, the session goes on.
+    async fn drain(&mut self) -> Result<(), Doubt> {
+        let Some(ending) = &mut self.ending else { return Ok(()) };
+        let until = ending.until;
+        if ending.refused.iter().all(|refused| refused.of != Of::Session)
+            && self.window.in_flight_of(&ending.keys()).is_empty()
+        {
+            self.ending = None;
+            return Ok(());
+        }
+        if self.window.in_flight() == 0 || Instant::now() >= until {
+            return Err(ending.doubt());
+        }
+        let mut settled = std::mem::take(&mut self.settled);
+        let outcome = tokio::time::timeout_at(until, self.publisher.settle(&mut settled)).await;
+        self.settled = settled;
+        self.heard(outcome.unwrap_or(Ok(())))
+    }
+
+    /// Checks whether topics, or the broker, stay silent while messages are in flight.
+    fn silence(&mut self) -> Result<(), Doubt> {
+        if let Some(why) = self.publisher.blocked() {
+            // No failure: the broker says that it takes nothing for now.
+            if self.window.in_flight() > 0 {
+                self.shown_waiting = true;
+                let why = format!("the broker is blocked: {why}");
+                self.relay.health.set(&self.relay.part, PartState::Waiting(why));
+            }
+            return Ok(());
+        }
+        let is_time = self.clock >= self.looked_at + LOOK_EVERY;
+        if !is_time || self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX) {
+            return Ok(());
+        }
+        self.looked_at = self.clock;
+        let silent = self.silent_topics();
+        let Some(longest) = silent.iter().map(|(_, silence)| *silence).max() else { return Ok(()) };
+        let overtaken = self.window.is_overtaken();
+        // If two topics are silent, one may wait for the other in the broker's client.
+        let keeps_others = !self.has_room() || silent.len() > 1;
+        let limit = match (keeps_others, overtaken || self.alone.is_some()) {
+            (false, _) => self.relay.options.publish_stall,
+            (true, true) => KEPT_WAITING_MAX.min(self.relay.options.publish_stall),
+            (true, false) => SILENT_MAX.min(self.relay.options.publish_stall),
+        };
+        if longest < limit {
+            return Ok(());
+        }
+        // Topics silent for less than half of the longest time began to wait for others.
+        let began = |silence: Duration| silence >= limit.max(longest / 2);
+        let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
+        let limit = humantime::format_duration(limit);
+        let why = format!("the broker has neither taken nor refused messages of {} for {limit}", named(&topics));
+        Err(Doubt::Silent { topics, overtaken, why })
+    }
+
+    /// Topics whose oldest row in flight has waited for `KEPT_WAITING_MAX`, with that time.
+    pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
+        let mut silent = self.window.silence(self.clock, self.goes_in_turn());
+        silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
+        silent
+    }
+
+    /// Waits for the first of: an outcome, the answer of a trial, a hint that a row was enqueued,
+    /// the next poll, the stop.
+    async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
+        let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
+        if self.has_room() && !self.release.pauses_reading() {
+            until = until.min(self.read_at);
+        }
+        let in_flight = self.window.in_flight() > 0;
+        let mut settled = std::mem::take(&mut self.settled);
+        // Every branch is cancel safe: `settle` by its contract, the others by theirs.
+        let outcome = tokio::select! {
+            outcome = self.publisher.settle(&mut settled), if in_flight => outcome,
+            () = self.trials.answered() => Ok(()),
+            () = crate::outbox::enqueue::enqueued() => {
+                self.read_at = Instant::now();
+                Ok(())
+            }
+            () = tokio::time::sleep_until(until) => Ok(()),
+            () = stop.cancelled() => Ok(()),
+        };
+        self.settled = settled;
+        self.heard(outcome)
+    }
+
+    /// Stops: sends nothing new, waits for rows in flight within the grace, and marks.
+    async fn finish(&mut self) -> Result<End, Doubt> {
+        let grace = self.relay.options.shutdown_grace;
+        let deadline = Instant::now() + grace - MARK_KEPT.min(grace / 4);
+        while self.window.in_flight() > 0 && Instant::now() < deadline {
+            let mut settled = std::mem::take(&mut self.settled);
+            let outcome = tokio::time::timeout_at(deadline, self.publisher.settle(&mut settled)).await;
+            self.settled = settled;
+            match outcome {
+                Ok(Ok(())) => self.heard(Ok(()))?,
+                // Rows that are not proven are sent again by the next session.
+                Ok(Err(_)) | Err(_) => break,
+            }
+            if self.ending.is_some() {
+                break;
+            }
+        }
+        let mark = self.window.take_done();
+        self.claim(mark).await?;
+        Ok(End::Stopped)
+    }
+}
+
+/// Runs a step. While it takes long, the health shows that it waits. Returns true where it did.
+async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
+    let mut late = false;
+    let mut step = std::pin::pin!(step);
+    loop {
+        match tokio::time::timeout(STEP_SHOWN, step.as_mut()).await {
+            Ok(done) => return (done, late),
+            Err(_) => {
+                late = true;
+                let why = "the database or the broker's client does not answer".to_owned();
+                relay.health.set(&relay.part, PartState::Waiting(why));
+            }
+        }
+    }
+}
+
+/// Names the first topic, and how many more there are.
+fn named(topics: &[String]) -> String {
+    match topics {
+        [] => "any topic".to_owned(),
+        [topic] => format!("topic `{topic}`"),
+        [topic, ..] => format!("topic `{topic}` and {} more", topics.len() - 1),
+    }
+}

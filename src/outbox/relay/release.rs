@@ -1,0 +1,349 @@
+//! The release of dead and held rows (R17): how they return to the broker. The session decides
+//! between two reads, in the order of positions and under the bounds of the window; the mark
+//! removes released rows from the table.
+//!
+//! A row can be released when it is held, no older dead row of its key exists, and its destination
+//! is open. An operator's redrive makes a dead row such a row; a discard removes it; a trial beside
+//! the session opens a topic.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::ending::Doubt;
+use super::pump::Pump;
+use super::sending::Unsent;
+use super::trial::Found;
+use crate::message::OutgoingMessage;
+use crate::observe::Trouble;
+use crate::outbox::port::{Diversion, OutboxRow, RequestedAct};
+use crate::outbox::rules::diversion::{Diverted, DivertedRow};
+
+/// How often the session looks for requests of operators.
+const REQUESTS: Duration = Duration::from_millis(500);
+
+/// How many rows are released at first. Each one that is proven allows one more at a time, so that
+/// the number doubles with each round of answers, up to a batch: the destination may still be
+/// blocked, and then other rows have waited for a few rows only.
+const FEW: usize = 16;
+/// How long reading pauses until rows that were diverted behind released ones are stored, so that
+/// they can be released too. Without the pause a topic that is never quiet would go through the
+/// table for ever.
+const PAUSE_MAX: Duration = Duration::from_millis(150);
+/// The shortest time between two such pauses.
+const PAUSE_EVERY: Duration = Duration::from_secs(1);
+
+/// The state of releases in one session.
+#[derive(Debug)]
+pub(super) struct Release {
+    /// Blocked topics whose trial row was taken.
+    open: HashSet<String>,
+    /// Rows that an operator wants sent again.
+    redriven: HashSet<i64>,
+    /// How many rows may be under release at once.
+    width: usize,
+    /// Since when reading is paused.
+    pause: Option<Instant>,
+    pause_from: Instant,
+    /// True where a row was sent alone and there was no read since.
+    owes_a_read: bool,
+    /// True where something changed: look for rows to release.
+    look: bool,
+    requests_at: Instant,
+}
+
+impl Release {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            open: HashSet::new(),
+            redriven: HashSet::new(),
+            width: FEW,
+            pause: None,
+            pause_from: now,
+            owes_a_read: false,
+            look: true,
+            requests_at: now,
+        }
+    }
+
+    /// True while reading is paused, because rows that could follow the released ones are not
+    /// stored yet.
+    pub(super) fn pauses_reading(&self) -> bool {
+        self.pause.is_some_and(|since| since.elapsed() < PAUSE_MAX)
+    }
+
+    fn pause(&mut self, wanted: bool) {
+        let now = Instant::now();
+        if !wanted {
+            self.pause = None;
+        } else if now >= self.pause_from {
+            self.pause = Some(now);
+            self.pause_from = now + PAUSE_EVERY;
+        }
+    }
+
+    /// True where there is no reason to look for rows to release.
+    pub(super) fn is_idle(&self) -> bool {
+        !self.look
+    }
+
+    pub(super) fn look_again(&mut self) {
+        self.look = true;
+    }
+
+    /// Notes a read, after which a row may be sent alone again.
+    pub(super) fn was_read(&mut self) {
+        self.owes_a_read = false;
+    }
+
+    /// Notes that a row left the table.
+    pub(super) fn left(&mut self, position: i64) {
+        self.redriven.remove(&position);
+        self.look = true;
+    }
+
+    /// Notes that the broker has proven a released row: one more may be under way.
+    pub(super) fn proven(&mut self, batch_rows: usize) {
+        self.width = (self.width + 1).min(batch_rows);
+    }
+
+    /// Notes that a released row goes back to the table: fewer may be under way.
+    pub(super) fn stays(&mut self) {
+        self.width = (self.width / 2).max(FEW);
+        self.look = true;
+    }
+
+    /// Closes a topic until its next trial: the broker refused a row for its destination.
+    pub(super) fn close(&mut self, topic: &str) {
+        self.open.remove(topic);
+    }
+
+    /// Notes that the change of a row is stored, which completes the request for it. Not to be
+    /// called earlier: until the change is stored, the request is still in the table and would be
+    /// taken twice.
+    pub(super) fn changed(&mut self, position: i64) {
+        self.redriven.remove(&position);
+        self.look = true;
+    }
+
+    /// Notes that the table was loaded anew; requests are read again.
+    pub(super) fn reloaded(&mut self, now: Instant) {
+        self.redriven.clear();
+        self.requests_at = now;
+        self.look = true;
+    }
+}
+
+/// The policy's reason for a diversion; `None` for a dead row under `skip`, which holds nothing.
+pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
+    match diversion {
+        Diversion::Dead { holds: true, .. } => Some(Diverted::Dead),
+        Diversion::Dead { holds: false, .. } => None,
+        Diversion::HeldBehind => Some(Diverted::BehindDead),
+        Diversion::HeldDestination { .. } => Some(Diverted::Destination),
+    }
+}
+
+impl Pump<'_> {
+    /// Handles operators' requests, trials, and rows to release. False where nothing happened.
+    pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
+        let now = Instant::now();
+        if now >= self.release.requests_at {
+            self.release.requests_at = now + REQUESTS;
+            self.take_requests().await?;
+        }
+        if self.diverted.is_empty() {
+            self.release.pause(false);
+            self.release.width = FEW;
+            self.release.look = false;
+            self.show_blocked(None);
+            return Ok(false);
+        }
+        let tried = self.look_after_trials().await?;
+        if !self.release.look || self.alone.is_some() || !self.unsent.is_empty() {
+            return Ok(tried);
+        }
+        Ok(self.send_released().await? || tried)
+    }
+
+    async fn take_requests(&mut self) -> Result<(), Doubt> {
+        for request in self.session.requests().await? {
+            match request.act {
+                RequestedAct::Redrive if self.release.redriven.insert(request.position) => {
+                    let (position, topic, key) = (request.position, request.topic, request.key);
+                    tracing::info!(position, %topic, "an operator redrives a dead message");
+                    self.diverted.divert(DivertedRow { position, topic, key, why: Diverted::BehindDead });
+                    self.release.look = true;
+                }
+                RequestedAct::Discard if self.diverted.goes(request.position) => {
+                    tracing::info!(position = request.position, topic = %request.topic, "an operator discards a message");
+                    self.window.discard(request.position);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Handles what trials found, and starts those that are due.
+    async fn look_after_trials(&mut self) -> Result<bool, Doubt> {
+        let every = self.relay.options.probe;
+        let mut moved = false;
+        while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses, every) {
+            moved = true;
+            match found {
+                Found::There(topics) => {
+                    let rows = self.first_rows(&topics).await?;
+                    self.trials.give(lane, rows);
+                }
+                Found::Taken { topic, position } => {
+                    tracing::info!(%topic, "the destination takes messages again; those that are held go there now");
+                    self.window.proven_beside(position);
+                    self.diverted.goes(position);
+                    self.opened(topic);
+                }
+                Found::Message { topic, position } => {
+                    self.memory.alone.insert(position);
+                    self.opened(topic);
+                }
+                Found::Blocked { position: Some(position), reason, is_new: true, .. } => {
+                    self.window.changed_beside(position, Diversion::HeldDestination { reason });
+                }
+                Found::Blocked { topic, reason, is_new: true, .. } => {
+                    tracing::info!(%topic, reason, "the destination is blocked still");
+                }
+                Found::Blocked { .. } => {}
+            }
+        }
+        let blocked: HashSet<&str> = self.diverted.blocked_topics().collect();
+        self.release.open.retain(|topic| blocked.contains(topic.as_str()));
+        self.memory.pauses.keep(&blocked);
+        let open = &self.release.open;
+        self.trials.begin(&blocked, |topic| open.contains(topic), &mut self.memory.pauses, every);
+        let is_all = self.ready_topics.is_empty() && open.is_empty();
+        let first = if is_all { self.memory.pauses.all_in_vain(&blocked) } else { None };
+        let why = first.map(|first| format!("no topic takes messages, {} blocked: {first}", blocked.len()));
+        self.show_blocked(why);
+        Ok(moved)
+    }
+
+    /// Shows in the health whether every topic with work is blocked: then the relay is not ready.
+    /// While another topic takes messages, it is.
+    fn show_blocked(&mut self, why: Option<String>) {
+        if self.shown_blocked != why.is_some() {
+            self.shown_blocked = why.is_some();
+            self.relay.health.trouble(&self.relay.part, super::TOPICS, why.map(Trouble::Stops));
+        }
+    }
+
+    fn opened(&mut self, topic: String) {
+        self.memory.blocked.remove(&topic);
+        self.release.open.insert(topic);
+        self.release.width = FEW;
+        self.release.look = true;
+    }
+
+    /// The first row of each of these topics, for its trial. Left out are topics whose first row is
+    /// not stored yet or already under release, and the last ones where the rows exceed the bytes
+    /// of a read.
+    async fn first_rows(&mut self, topics: &[String]) -> Result<Vec<(i64, OutgoingMessage)>, Doubt> {
+        let topics: HashSet<&str> = topics.iter().map(String::as_str).collect();
+        let mut first: HashMap<&str, i64> = HashMap::new();
+        for row in self.diverted.releasable(|topic| topics.contains(topic)) {
+            if first.len() == topics.len() {
+                break;
+            }
+            first.entry(&row.topic).or_insert(row.position);
+        }
+        let is_stored = |position: &i64| !self.unmarked.contains(position) && !self.diverted.is_on_way(*position);
+        let mut first: Vec<i64> = first.into_values().filter(is_stored).collect();
+        if first.is_empty() {
+            return Ok(Vec::new());
+        }
+        first.sort_unstable();
+        let rows = self.session.held(&first).await?;
+        self.forget_what_is_gone(&first, &rows);
+        Ok(rows.into_iter().map(|row| (row.position, row.message)).collect())
+    }
+
+    /// Whether rows of this topic may be released.
+    pub(super) fn goes_back(&self, topic: &str) -> bool {
+        self.release.open.contains(topic) || !self.diverted.blocks(topic)
+    }
+
+    async fn send_released(&mut self) -> Result<bool, Doubt> {
+        // At most half of a window; the other half is for rows that are read.
+        let width = self.release.width.min(self.relay.options.window_rows / 2).max(1);
+        let room = width.saturating_sub(self.diverted.on_way()).min(self.room());
+        if room < width.div_ceil(2) {
+            // Wait until several fit: each look goes through the table from its beginning.
+            return Ok(false);
+        }
+        let mut positions = Vec::new();
+        let mut alone = false;
+        let mut behind_unmarked = false;
+        let mut more = false;
+        for row in self.diverted.releasable(|topic| self.goes_back(topic)) {
+            if self.diverted.is_on_way(row.position) {
+                continue;
+            }
+            if self.unmarked.contains(&row.position) {
+                // It is not stored yet, and later rows must not overtake it.
+                behind_unmarked = true;
+                break;
+            }
+            alone = self.memory.alone.contains(&row.position);
+            if positions.len() == room || (alone && !positions.is_empty()) {
+                alone = false;
+                more = true;
+                break;
+            }
+            positions.push(row.position);
+            if alone {
+                more = true;
+                break;
+            }
+        }
+        self.release.pause(behind_unmarked);
+        if alone && self.release.owes_a_read && Instant::now() >= self.read_at {
+            return Ok(false);
+        }
+        self.release.look = more || (behind_unmarked && self.window.is_empty());
+        if positions.is_empty() {
+            return Ok(false);
+        }
+        self.release.owes_a_read = alone;
+        let rows = self.session.held(&positions).await?;
+        self.forget_what_is_gone(&positions, &rows);
+        // Of large rows only a few are returned; the others are released when these have left.
+        let batch = self.window.open(None, rows.len());
+        for row in rows {
+            self.diverted.goes(row.position);
+            self.unsent.push_back(Unsent {
+                position: row.position,
+                batch,
+                message: row.message,
+                is_release: true,
+                alone,
+            });
+        }
+        Ok(true)
+    }
+
+    /// Forgets rows that somebody deleted from the table by hand. A row is missing if it was asked
+    /// for and not returned although a later one was, or none at all was. It cannot be sent, and
+    /// nothing must wait for it.
+    fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) {
+        let last = rows.last().map(|row| row.position);
+        let came: HashSet<i64> = rows.iter().map(|row| row.position).collect();
+        for position in asked {
+            if last.is_none_or(|last| *position < last) && !came.contains(position) {
+                tracing::warn!(position, "a held message is gone from the table, and not by this program");
+                self.diverted.leave(*position);
+                self.memory.alone.remove(position);
+                self.release.left(*position);
+            }
+        }
+    }
+}

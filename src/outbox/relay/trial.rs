@@ -1,0 +1,542 @@
+//! Trials of blocked topics, beside the session: does a topic exist, is its first row taken.
+//!
+//! Promises: a trial costs the session only the read of one row. It has its own publisher and
+//! deadline, so that nothing else waits for a topic that neither takes nor refuses. Topics that
+//! were silent are tried apart from the others, and ever more rarely. The row of a trial is the
+//! first of its topic, and no later one is sent before it is proven, so that the order holds.
+//!
+//! A trial that is dropped leaves the outcome of its row unknown, like a session does with its rows
+//! in flight: the row is sent again, in the same place.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::broker::{Broker, Publisher, Refusal, Settled, TopicState};
+use crate::error::BrokerError;
+use crate::message::OutgoingMessage;
+use crate::outbox::rules::isolate::ENDS_ALONE_BEFORE_DEAD;
+use crate::time::retry::pause;
+
+/// The longest pause between two trials of a topic that was silent.
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// How long a trial may last. It is long enough for a broker that is slow for all topics.
+const TRIAL_MAX: Duration = Duration::from_secs(10);
+/// After so many failed trials of every blocked topic, while no topic takes messages, the relay is
+/// not ready.
+const TRIES_SHOWN: u32 = 2;
+/// How many topics a session creates itself. If more are missing, their rows are held and the
+/// trials create the topics: a Kafka broker that has just created hundreds takes messages late, and
+/// everything would wait.
+const MADE_AT_ONCE: usize = 8;
+/// How long a session waits for topics to be created; the renewal of its lease and all other topics
+/// wait too. After it the rows are held, and the trials find out.
+const MADE_MAX: Duration = Duration::from_secs(2);
+/// A publisher for trials that was not used for so long is closed.
+const IDLE_MAX: Duration = Duration::from_secs(30);
+
+/// When each blocked topic is tried next. It outlives a session, in memory only.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pauses(HashMap<String, Pause>);
+
+#[derive(Debug, Clone)]
+struct Pause {
+    next: Instant,
+    /// Trials in a row that did not open the topic.
+    tries: u32,
+    /// Trials in a row that got no answer.
+    silent: u32,
+    /// Trials in a row whose session was lost while this row was alone in it.
+    lost: u32,
+    /// The reason that the last trial gave, which is stored with the topic's rows.
+    reason: String,
+}
+
+impl Pauses {
+    fn of(&mut self, topic: &str) -> &mut Pause {
+        let none = || Pause { next: Instant::now(), tries: 0, silent: 0, lost: 0, reason: String::new() };
+        self.0.entry(topic.to_owned()).or_insert_with(none)
+    }
+
+    /// Notes a failed trial. Returns true where the reason is a new one.
+    fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) -> bool {
+        let known = self.of(topic);
+        let is_new = known.reason != reason;
+        reason.clone_into(&mut known.reason);
+        known.lost = 0;
+        // Without a reason the topic existed and had no row to try: that is no failure.
+        known.tries = known.tries.saturating_add(u32::from(!reason.is_empty()));
+        known.silent = if was_silent { known.silent.saturating_add(1) } else { 0 };
+        let grows = known.silent > 1;
+        let wait = if grows { pause(every, PAUSE_MAX.max(every), known.silent, fastrand::f64()) } else { every };
+        known.next = Instant::now() + wait;
+        is_new
+    }
+
+    /// Notes a trial that told nothing about the topic, because its session was lost. Returns true
+    /// where the row must be the cause.
+    fn lost(&mut self, topic: &str, was_alone: bool, every: Duration) -> bool {
+        let known = self.of(topic);
+        known.next = Instant::now() + every;
+        known.tries = known.tries.saturating_add(1);
+        known.lost += u32::from(was_alone);
+        known.lost >= ENDS_ALONE_BEFORE_DEAD
+    }
+
+    /// Forgets topics that are not blocked any more.
+    pub(super) fn keep(&mut self, blocked: &HashSet<&str>) {
+        self.0.retain(|topic, _| blocked.contains(topic.as_str()));
+    }
+
+    /// If every blocked topic has failed often enough, returns why the first of them is blocked.
+    pub(super) fn all_in_vain(&self, blocked: &HashSet<&str>) -> Option<String> {
+        let in_vain = |topic: &&str| self.0.get(*topic).is_some_and(|pause| pause.tries >= TRIES_SHOWN);
+        let first = blocked.iter().min()?;
+        let reason = &self.0.get(*first)?.reason;
+        blocked.iter().all(in_vain).then(|| format!("`{first}`: {reason}"))
+    }
+
+    fn is_due(&self, topic: &str, now: Instant) -> bool {
+        self.0.get(topic).is_none_or(|pause| pause.next <= now)
+    }
+
+    fn was_silent(&self, topic: &str) -> bool {
+        self.0.get(topic).is_some_and(|pause| pause.silent > 0)
+    }
+}
+
+/// The result of a trial.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// These topics exist. [`Trials::give`] must be called with their first rows.
+    There(Vec<String>),
+    /// The row was taken, so the topic is open.
+    Taken { topic: String, position: i64 },
+    /// The broker refused the row itself, or the row ends sessions. The topic is open, and the row
+    /// must be sent alone.
+    Message { topic: String, position: i64 },
+    /// The topic stays blocked. `position`: the row that was tried, if any. `is_new`: the reason is
+    /// not the one before.
+    Blocked { topic: String, position: Option<i64>, reason: String, is_new: bool },
+}
+
+/// The trials of one session.
+#[derive(Debug)]
+pub(super) struct Trials {
+    /// The lane for topics that answer, and the lane for topics that were silent last time.
+    lanes: [Lane; 2],
+    broker: Arc<dyn Broker>,
+    declare: bool,
+    answers: mpsc::UnboundedSender<(usize, Answer)>,
+    found: mpsc::UnboundedReceiver<(usize, Answer)>,
+    /// Received and not yet handled.
+    heard: VecDeque<(usize, Answer)>,
+}
+
+#[derive(Debug)]
+struct Lane {
+    orders: mpsc::UnboundedSender<Order>,
+    /// Topics of the current round.
+    under_way: HashSet<String>,
+    /// Most topics of a round. It is halved when the session of a round was lost, so that a row
+    /// that ends sessions is found.
+    width: usize,
+    was_lost: bool,
+    task: JoinHandle<()>,
+}
+
+impl Lane {
+    fn start(number: usize, broker: &Arc<dyn Broker>, declare: bool, answers: &Answering) -> Self {
+        let (orders, received) = mpsc::unbounded_channel();
+        let answers = Answers { lane: number, answers: answers.clone() };
+        let trier = Trier { broker: Arc::clone(broker), declare, publisher: None, next_tag: 0, answers };
+        let task = tokio::spawn(trier.run(received));
+        Self { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[derive(Debug)]
+enum Order {
+    Ask(Vec<String>),
+    Send(Vec<(i64, OutgoingMessage)>),
+}
+
+#[derive(Debug)]
+enum Answer {
+    There(Vec<String>),
+    Said {
+        topic: String,
+        position: Option<i64>,
+        said: Said,
+    },
+    /// The current round has ended.
+    Over,
+}
+
+#[derive(Debug, Clone)]
+enum Said {
+    Taken,
+    Message,
+    Blocked(String),
+    Silent(String),
+    /// The session was lost. `alone`: no other row was in it.
+    Lost {
+        alone: bool,
+    },
+}
+
+impl Trials {
+    pub(super) fn new(broker: &Arc<dyn Broker>, declare: bool) -> Self {
+        let (answers, found) = mpsc::unbounded_channel();
+        let lanes = [0, 1].map(|number| Lane::start(number, broker, declare, &answers));
+        Self { lanes, broker: Arc::clone(broker), declare, answers, found, heard: VecDeque::new() }
+    }
+
+    /// Restarts a lane whose task has ended, which means a panic. That tells nothing about its
+    /// topics: they are tried again.
+    fn mend(&mut self, number: usize, pauses: &mut Pauses, every: Duration) {
+        // Answers that the task gave before it ended are handled first.
+        if !self.lanes[number].task.is_finished() || !self.heard.is_empty() || !self.found.is_empty() {
+            return;
+        }
+        let topics = std::mem::take(&mut self.lanes[number].under_way);
+        tracing::error!(topics = topics.len(), "the trials of blocked topics ended in disorder; they begin anew");
+        topics.iter().for_each(|topic| _ = pauses.lost(topic, false, every));
+        self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
+        self.lanes[number].width = (topics.len() / 2).max(1);
+    }
+
+    /// Starts a round with the topics that are due, in each lane that has none running.
+    pub(super) fn begin(
+        &mut self,
+        blocked: &HashSet<&str>,
+        is_open: impl Fn(&str) -> bool,
+        pauses: &mut Pauses,
+        every: Duration,
+    ) {
+        for number in 0..self.lanes.len() {
+            self.mend(number, pauses, every);
+        }
+        let now = Instant::now();
+        for number in 0..self.lanes.len() {
+            if !self.lanes[number].under_way.is_empty() {
+                continue;
+            }
+            let due = |topic: &&str| {
+                !is_open(topic)
+                    && pauses.is_due(topic, now)
+                    && usize::from(pauses.was_silent(topic)) == number
+                    && !self.lanes.iter().any(|lane| lane.under_way.contains(*topic))
+            };
+            let due = blocked.iter().copied().filter(due).take(self.lanes[number].width);
+            let topics: Vec<String> = due.map(str::to_owned).collect();
+            if topics.is_empty() {
+                continue;
+            }
+            let lane = &mut self.lanes[number];
+            lane.under_way.extend(topics.iter().cloned());
+            // Sending fails only if the task has ended: `mend` then tries the topics again.
+            let _ = lane.orders.send(Order::Ask(topics));
+        }
+    }
+
+    /// Gives a lane the first rows of topics that exist; a topic without a row is tried another
+    /// time.
+    pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
+        let _ = self.lanes[lane].orders.send(Order::Send(rows));
+    }
+
+    /// Waits until a trial has an answer.
+    ///
+    /// # Cancel safety
+    /// Safe: an answer that was received is kept.
+    pub(super) async fn answered(&mut self) {
+        match self.found.recv().await {
+            Some(answer) => self.heard.push_back(answer),
+            // The lanes' tasks have ended; they do so with the session.
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Takes the next result without waiting, with the number of its lane.
+    pub(super) fn found(&mut self, pauses: &mut Pauses, every: Duration) -> Option<(usize, Found)> {
+        while let Some((lane, answer)) = self.heard.pop_front().or_else(|| self.found.try_recv().ok()) {
+            let (topic, position, said) = match answer {
+                Answer::There(topics) => return Some((lane, Found::There(topics))),
+                Answer::Over => {
+                    let round = &mut self.lanes[lane];
+                    let topics = round.under_way.len();
+                    let was_lost = std::mem::take(&mut round.was_lost);
+                    round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };
+                    for topic in self.lanes[lane].under_way.drain() {
+                        // The topic existed and had no row to try.
+                        if pauses.is_due(&topic, Instant::now()) {
+                            pauses.failed(&topic, "", false, every);
+                        }
+                    }
+                    continue;
+                }
+                Answer::Said { topic, position, said } => (topic, position, said),
+            };
+            let found = match (said, position) {
+                (Said::Taken, Some(position)) => Found::Taken { topic, position },
+                (Said::Message, Some(position)) => Found::Message { topic, position },
+                (Said::Taken | Said::Message, None) => continue,
+                (Said::Lost { alone }, position) => {
+                    self.lanes[lane].was_lost = true;
+                    let by_the_row = pauses.lost(&topic, alone, every);
+                    match position.filter(|_| by_the_row) {
+                        Some(position) => Found::Message { topic, position },
+                        None => continue,
+                    }
+                }
+                (Said::Blocked(reason), position) => {
+                    let is_new = pauses.failed(&topic, &reason, false, every);
+                    Found::Blocked { topic, position, reason, is_new }
+                }
+                (Said::Silent(reason), position) => {
+                    let is_new = pauses.failed(&topic, &reason, true, every);
+                    Found::Blocked { topic, position, reason, is_new }
+                }
+            };
+            return Some((lane, found));
+        }
+        None
+    }
+}
+
+type Answering = mpsc::UnboundedSender<(usize, Answer)>;
+
+/// Sends the answers of a lane to the session.
+#[derive(Debug)]
+struct Answers {
+    lane: usize,
+    answers: Answering,
+}
+
+impl Answers {
+    fn give(&self, answer: Answer) {
+        let _ = self.answers.send((self.lane, answer));
+    }
+
+    fn say(&self, topic: &str, position: Option<i64>, said: Said) {
+        self.give(Answer::Said { topic: topic.to_owned(), position, said });
+    }
+}
+
+/// The task of one lane.
+struct Trier {
+    broker: Arc<dyn Broker>,
+    declare: bool,
+    publisher: Option<Box<dyn Publisher>>,
+    next_tag: u64,
+    answers: Answers,
+}
+
+impl Trier {
+    async fn run(mut self, mut orders: mpsc::UnboundedReceiver<Order>) {
+        loop {
+            match tokio::time::timeout(IDLE_MAX, orders.recv()).await {
+                Ok(Some(Order::Ask(topics))) => self.round(&topics, &mut orders).await,
+                Ok(Some(Order::Send(_))) => {}
+                Ok(None) => return,
+                Err(_) => self.close().await,
+            }
+        }
+    }
+
+    async fn close(&mut self) {
+        if let Some(publisher) = self.publisher.take() {
+            publisher.close().await;
+        }
+    }
+
+    async fn round(&mut self, topics: &[String], orders: &mut mpsc::UnboundedReceiver<Order>) {
+        let deadline = Instant::now() + TRIAL_MAX;
+        let ready = tokio::time::timeout_at(deadline, self.ask(topics)).await;
+        let ready = match ready {
+            Ok(Ok(ready)) => ready,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "blocked topics could not be asked for");
+                self.publisher = None;
+                topics.iter().for_each(|topic| self.answers.say(topic, None, Said::Lost { alone: false }));
+                return self.answers.give(Answer::Over);
+            }
+            Err(_) => {
+                self.publisher = None;
+                let why = || Said::Silent("the broker does not say whether it is there".to_owned());
+                topics.iter().for_each(|topic| self.answers.say(topic, None, why()));
+                return self.answers.give(Answer::Over);
+            }
+        };
+        if !ready.is_empty() {
+            self.answers.give(Answer::There(ready));
+            if let Some(Order::Send(rows)) = orders.recv().await {
+                self.send(rows).await;
+            }
+        }
+        self.answers.give(Answer::Over);
+    }
+
+    /// Asks which of these topics exist and returns them; answers for the others.
+    async fn ask(&mut self, topics: &[String]) -> Result<Vec<String>, BrokerError> {
+        let publisher = match &mut self.publisher {
+            Some(publisher) => publisher,
+            none => none.insert(self.broker.publisher().await?),
+        };
+        let states = if self.declare {
+            make_each(self.broker.as_ref(), publisher.as_mut(), topics).await?
+        } else {
+            publisher.topics(topics).await?
+        };
+        let mut ready = Vec::new();
+        for (topic, state) in topics.iter().zip(states) {
+            match state {
+                TopicState::Ready => ready.push(topic.clone()),
+                TopicState::NotReady(why) => self.answers.say(topic, None, Said::Blocked(why)),
+            }
+        }
+        Ok(ready)
+    }
+
+    /// Sends one row for each topic and answers with the outcomes.
+    async fn send(&mut self, rows: Vec<(i64, OutgoingMessage)>) {
+        let Some(mut publisher) = self.publisher.take() else { return };
+        let alone = rows.len() == 1;
+        let mut left: HashMap<u64, (i64, String)> = HashMap::new();
+        let mut out = Vec::with_capacity(rows.len());
+        for (position, message) in rows {
+            left.insert(self.next_tag, (position, message.topic.clone()));
+            out.push((self.next_tag, message));
+            self.next_tag += 1;
+        }
+        let deadline = Instant::now() + TRIAL_MAX;
+        let done = tokio::time::timeout_at(deadline, self.settle(publisher.as_mut(), out, &mut left)).await;
+        let said = match done {
+            Ok(Ok(())) => {
+                self.publisher = Some(publisher);
+                return;
+            }
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "a trial's session ended");
+                Said::Lost { alone }
+            }
+            Err(_) => {
+                let limit = humantime::format_duration(TRIAL_MAX);
+                Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
+            }
+        };
+        for (position, topic) in left.into_values() {
+            self.answers.say(&topic, Some(position), said.clone());
+        }
+        // Rows that this session still holds must not arrive later, so it is dropped.
+        drop(publisher);
+    }
+
+    async fn settle(
+        &mut self,
+        publisher: &mut dyn Publisher,
+        rows: Vec<(u64, OutgoingMessage)>,
+        left: &mut HashMap<u64, (i64, String)>,
+    ) -> Result<(), BrokerError> {
+        publisher.send(rows).await?;
+        let mut settled: Vec<Settled> = Vec::new();
+        let mut doubt = None;
+        while !left.is_empty() {
+            publisher.settle(&mut settled).await?;
+            for Settled { tag, outcome } in settled.drain(..) {
+                let Some((position, topic)) = left.remove(&tag) else { continue };
+                let said = match outcome {
+                    Ok(_) => Said::Taken,
+                    Err(Refusal::Message(_)) => Said::Message,
+                    Err(Refusal::Destination(why) | Refusal::Behind(why)) => Said::Blocked(why),
+                    Err(Refusal::Session(why)) => {
+                        doubt = Some(why.clone());
+                        Said::Blocked(why)
+                    }
+                };
+                self.answers.say(&topic, Some(position), said);
+            }
+        }
+        doubt.map_or(Ok(()), |why| Err(BrokerError::Session(why)))
+    }
+}
+
+/// The state of these topics. With `declare`, missing ones are created first, all in one call,
+/// unless they are too many. A failure to create them makes these topics not ready and does not end
+/// the session; their trials find out which topic is at fault.
+pub(super) async fn see(
+    broker: &dyn Broker,
+    publisher: &mut dyn Publisher,
+    topics: &[String],
+    declare: bool,
+) -> Result<Vec<TopicState>, BrokerError> {
+    let states = publisher.topics(topics).await?;
+    let missing = missing(topics, &states);
+    if !declare || missing.is_empty() {
+        return Ok(states);
+    }
+    let why = if missing.len() > MADE_AT_ONCE {
+        format!("it is to be made, with {} more", missing.len() - 1)
+    } else {
+        match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
+            Ok(Ok(())) => return publisher.topics(topics).await,
+            Ok(Err(BrokerError::Refused(why) | BrokerError::Destination(why))) => why,
+            Ok(Err(error)) => return Err(error),
+            Err(_) => format!("it was not made within {}", humantime::format_duration(MADE_MAX)),
+        }
+    };
+    let not_made = |state| if state == TopicState::Ready { state } else { TopicState::NotReady(why.clone()) };
+    Ok(states.into_iter().map(not_made).collect())
+}
+
+/// Like [`see`] without limits. Topics that cannot be created together are created one by one.
+async fn make_each(
+    broker: &dyn Broker,
+    publisher: &mut dyn Publisher,
+    topics: &[String],
+) -> Result<Vec<TopicState>, BrokerError> {
+    let states = publisher.topics(topics).await?;
+    let missing_now = missing(topics, &states);
+    if missing_now.is_empty() {
+        return Ok(states);
+    }
+    let mut refused = HashMap::new();
+    match broker.declare(&missing_now).await {
+        Ok(()) => {}
+        Err(BrokerError::Refused(_) | BrokerError::Destination(_)) => {
+            // Some of them may have been created.
+            let states = publisher.topics(&missing_now).await?;
+            for topic in missing(&missing_now, &states) {
+                match broker.declare(std::slice::from_ref(&topic)).await {
+                    Ok(()) => {}
+                    Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => _ = refused.insert(topic, why),
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Err(error) => return Err(error),
+    }
+    let states = topics.iter().zip(publisher.topics(topics).await?);
+    let with_reason = |(topic, state): (&String, TopicState)| match refused.remove(topic) {
+        Some(why) if state != TopicState::Ready => TopicState::NotReady(why),
+        _ => state,
+    };
+    Ok(states.map(with_reason).collect())
+}
+
+/// The topics that are not ready.
+fn missing(topics: &[String], states: &[TopicState]) -> Vec<String> {
+    let all = topics.iter().zip(states);
+    all.filter(|(_, state)| **state != TopicState::Ready).map(|(topic, _)| topic.clone()).collect()
+}

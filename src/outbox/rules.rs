@@ -1,0 +1,16 @@
+//! Pure: no I/O, no clock. The rules of the relay. A version without one of them lost, doubled or
+//! reordered a message.
+//!
+//! | module | decides | rules |
+//! |---|---|---|
+//! | [`gaps`] | which outbox positions may still appear, and what a relay persists | R2 to R6, R9, R18 |
+//! | [`isolate`] | whether one message makes a relay's sessions end | R16 |
+//! | [`diversion`] | which rows go to the held table instead of the broker | R17 |
+
+pub mod diversion;
+pub mod gaps;
+pub mod isolate;
+
+#[cfg(test)]
+#[path = "../../tests/rules/gap_model/main.rs"]
+mod gap_model;

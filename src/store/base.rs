@@ -1,0 +1,59 @@
+//! What every duty needs of a database: how it is connected to, and its pool of connections.
+
+use std::fmt::Debug;
+use std::future::Future;
+
+use crate::error::StoreError;
+use crate::operation::port::Bridged;
+use crate::outbox::enqueue::Enqueue;
+
+/// A connection pool to one kind of database, which every duty needs.
+pub trait Base: Clone + Debug + Send + Sync + 'static {
+    /// The sqlx database of this store; handlers get its connection.
+    type Db: sqlx::Database<Connection: Enqueue + Bridged>;
+
+    /// `postgres`, `mysql` or `sqlite`, as in URLs.
+    const NAME: &'static str;
+
+    /// Connects. Never migrates; a SQLite file that is missing is an error unless `create` is set.
+    fn connect(options: &StoreOptions) -> impl Future<Output = Result<Self, StoreError>> + Send;
+
+    /// The pool that all work of this process shares.
+    fn pool(&self) -> &sqlx::Pool<Self::Db>;
+
+    /// Closes the pool and waits until its connections are gone.
+    fn close(&self) -> impl Future<Output = ()> + Send;
+}
+
+/// How a store connects; the URL decides which adapter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreOptions {
+    /// `postgres://`, `mysql://` or `sqlite://FILE`. Never printed as it is: see
+    /// [`crate::error::redact`].
+    pub url: String,
+    /// How many connections the pool has at most.
+    pub connections_max: u32,
+    /// How long a handler may run; server-side timeouts are set just above it (R28).
+    pub handler_timeout: std::time::Duration,
+    /// How long a server may send nothing during a statement before its connection is given up.
+    /// Absent: just above the server-side timeouts. SQLite has no server and ignores it.
+    pub answer_timeout: Option<std::time::Duration>,
+    /// Whether a missing SQLite file is created; only `migrate up` sets this.
+    pub create: bool,
+    /// A PEM file of certificate authorities to verify the server with, for verified TLS only.
+    pub ca_file: Option<std::path::PathBuf>,
+}
+
+impl StoreOptions {
+    /// Defaults around a URL: 10 connections, 30 s handlers.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            connections_max: 10,
+            handler_timeout: std::time::Duration::from_secs(30),
+            answer_timeout: None,
+            create: false,
+            ca_file: None,
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Time: instants of the database, leases, and when something is tried again or left alone. Every
+//! subject uses these rules.
+//!
+//! | module | decides | rules |
+//! |---|---|---|
+//! | [`db_time`] | how instants of the database's clock compare | R22 |
+//! | [`lease`] | who owns a lease, and whether a session still holds it | R7, R22 |
+//! | [`retry`] | when a failed message is tried again, and when it is dead | R25 |
+//! | [`breaker`] | when an outside place is left alone for a while | M110 |
+//! | [`pace`] | how a loop waits; the only file here that reads a clock and sleeps | |
+
+pub(crate) mod breaker;
+pub mod db_time;
+pub mod lease;
+pub mod pace;
+pub(crate) mod retry;

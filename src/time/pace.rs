@@ -1,0 +1,102 @@
+//! Waiting between attempts inside a process: bounded, with jitter, and ended at once by a stop.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio_util::sync::CancellationToken;
+
+use crate::time::retry::pause;
+
+/// A backoff that doubles after each failure and starts over after a success.
+#[derive(Debug, Clone)]
+pub struct Pace {
+    first: Duration,
+    longest: Duration,
+    failures: u32,
+}
+
+impl Pace {
+    /// A backoff from `first`, doubling up to `longest`.
+    #[must_use]
+    pub fn new(first: Duration, longest: Duration) -> Self {
+        Self { first, longest, failures: 0 }
+    }
+
+    /// Records a success: the next wait is the first one again.
+    pub fn worked(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Returns the next wait, with jitter between half and all of it.
+    pub fn next_wait(&mut self) -> Duration {
+        self.failures = self.failures.saturating_add(1);
+        pause(self.first, self.longest, self.failures, fastrand::f64())
+    }
+
+    /// Waits for the next wait. Returns false if the stop came first.
+    pub async fn wait(&mut self, stop: &CancellationToken) -> bool {
+        sleep_unless(stop, self.next_wait()).await
+    }
+}
+
+/// Sleeps for this time. Returns false if the stop came first.
+pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
+    tokio::select! {
+        () = stop.cancelled() => false,
+        () = tokio::time::sleep(time) => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pace_slows_to_its_bound_and_starts_over() {
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(2));
+        assert!(pace.next_wait() <= Duration::from_millis(100));
+        for _ in 0..40 {
+            let wait = pace.next_wait();
+            assert!(wait <= Duration::from_secs(2) && wait >= Duration::from_millis(50), "{wait:?}");
+        }
+        assert_eq!(pace.failures, 41);
+        pace.worked();
+        assert!(pace.next_wait() <= Duration::from_millis(100));
+    }
+}
+
+/// A moment to count from, for times that another machine counts too, such as a lease or a
+/// provider's memory of a key.
+///
+/// The monotonic clock stops while a machine is suspended, and the wall clock may be set back. The
+/// longer time of the two is never too short, unless both happen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Since {
+    monotonic: Instant,
+    wall: SystemTime,
+}
+
+impl Since {
+    pub(crate) fn now() -> Self {
+        Self { monotonic: Instant::now(), wall: SystemTime::now() }
+    }
+
+    /// How much time has passed, at least.
+    pub(crate) fn elapsed(self) -> Duration {
+        self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod since_tests {
+    use super::*;
+
+    // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock
+    // alone, and the wall clock alone.
+    #[test]
+    fn the_time_since_a_moment_is_that_of_the_clock_that_went_further() {
+        let (now, wall, hour) = (Instant::now(), SystemTime::now(), Duration::from_secs(3_600));
+        assert!(Since { monotonic: now, wall: wall - hour }.elapsed() >= hour);
+        let earlier = now.checked_sub(Duration::from_secs(1)).unwrap_or(now);
+        assert!(Since { monotonic: earlier, wall: wall + hour }.elapsed() >= now.duration_since(earlier));
+    }
+}

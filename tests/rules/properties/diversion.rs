@@ -1,0 +1,190 @@
+//! Who is held, against a list of rows that is looked through anew for every question (R17).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::outbox::rules::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// The reader meets the next row: a topic, a key or none, and whether the broker would refuse
+    /// it for what it is.
+    Read(usize, Option<usize>, bool),
+    /// A destination is blocked, or open again.
+    Block(usize, bool),
+    /// An operator has a dead row sent again, mended or as it is.
+    Redrive(Index, bool),
+    /// An operator has a dead row forgotten.
+    Discard(Index),
+    /// The relay publishes so many of those that are on their way back.
+    Release(usize),
+    /// A session ends: everything in memory is forgotten, and loaded again.
+    Restart,
+}
+
+const TOPICS: [&str; 2] = ["payments", "refunds"];
+const KEYS: [&str; 2] = ["a", "b"];
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (0_usize..2, prop::option::weighted(0.8, 0_usize..2), prop::bool::weighted(0.2)).prop_map(|(t, k, bad)| Step::Read(t, k, bad)),
+        1 => (0_usize..2, any::<bool>()).prop_map(|(topic, blocked)| Step::Block(topic, blocked)),
+        2 => (any::<Index>(), any::<bool>()).prop_map(|(pick, mended)| Step::Redrive(pick, mended)),
+        1 => any::<Index>().prop_map(Step::Discard),
+        3 => (1_usize..5).prop_map(Step::Release),
+        1 => Just(Step::Restart),
+    ]
+}
+
+/// A shard: what stands in its table, what the broker has, and what is true of both.
+#[derive(Default)]
+struct Shard {
+    diversion: Diversion,
+    table: BTreeMap<i64, DivertedRow>,
+    bad: BTreeSet<i64>,
+    blocked: BTreeSet<String>,
+    published: Vec<DivertedRow>,
+    discarded: usize,
+    position: i64,
+}
+
+impl Shard {
+    fn of_key<'a>(&'a self, topic: &'a str, key: Option<&'a str>) -> impl Iterator<Item = &'a DivertedRow> {
+        self.table.values().filter(move |row| key.is_some() && row.topic == topic && row.key.as_deref() == key)
+    }
+
+    /// The rule, as it is written.
+    fn expected(&self, topic: &str, key: Option<&str>) -> Way {
+        let of_topic = self.table.values().any(|row| row.topic == topic && row.why == Diverted::Destination);
+        if self.of_key(topic, key).any(|row| row.why != Diverted::Destination) {
+            Way::Hold(Behind::Dead)
+        } else if of_topic || self.of_key(topic, key).next().is_some() {
+            Way::Hold(Behind::Destination)
+        } else {
+            Way::Send
+        }
+    }
+
+    fn divert(&mut self, row: DivertedRow) {
+        self.table.insert(row.position, row.clone());
+        self.diversion.divert(row);
+    }
+
+    fn leave(&mut self, position: i64) {
+        assert_eq!(self.diversion.leave(position), self.table.remove(&position).is_some());
+    }
+
+    /// The broker takes a row, or refuses it: it stays, or comes, into the table.
+    fn send(&mut self, row: DivertedRow) {
+        if self.blocked.contains(&row.topic) {
+            self.divert(DivertedRow { why: Diverted::Destination, ..row });
+        } else if self.bad.contains(&row.position) {
+            self.divert(DivertedRow { why: Diverted::Dead, ..row });
+        } else {
+            let older = self.of_key(&row.topic, row.key.as_deref()).find(|other| other.position < row.position);
+            assert_eq!(older, None, "{row:?} overtakes a row of its key");
+            if self.table.contains_key(&row.position) {
+                self.leave(row.position);
+            }
+            self.published.push(row);
+        }
+    }
+
+    fn dead(&self, pick: Index) -> Option<DivertedRow> {
+        let dead: Vec<_> = self.table.values().filter(|row| row.why == Diverted::Dead).collect();
+        (!dead.is_empty()).then(|| dead[pick.index(dead.len())].clone())
+    }
+
+    fn step(&mut self, step: &Step) {
+        match step {
+            Step::Read(topic, key, bad) => {
+                self.position += 1;
+                let (topic, key) = (TOPICS[*topic], key.map(|key| KEYS[key]));
+                if *bad {
+                    self.bad.insert(self.position);
+                }
+                let way = self.diversion.decide(topic, key);
+                assert_eq!(way, self.expected(topic, key), "{topic} {key:?}: {:?}", self.table);
+                let row = |why| DivertedRow {
+                    position: self.position,
+                    topic: topic.to_owned(),
+                    key: key.map(str::to_owned),
+                    why,
+                };
+                match way {
+                    Way::Send => self.send(row(Diverted::Dead)),
+                    Way::Hold(Behind::Dead) => self.divert(row(Diverted::BehindDead)),
+                    Way::Hold(Behind::Destination) => self.divert(row(Diverted::Destination)),
+                }
+            }
+            Step::Block(topic, true) => drop(self.blocked.insert(TOPICS[*topic].to_owned())),
+            Step::Block(topic, false) => drop(self.blocked.remove(TOPICS[*topic])),
+            Step::Redrive(pick, mended) => {
+                let Some(row) = self.dead(*pick) else { return };
+                if *mended {
+                    self.bad.remove(&row.position);
+                }
+                self.divert(DivertedRow { why: Diverted::BehindDead, ..row });
+            }
+            Step::Discard(pick) => {
+                let Some(row) = self.dead(*pick) else { return };
+                self.discarded += 1;
+                self.leave(row.position);
+            }
+            Step::Release(count) => self.release(*count),
+            Step::Restart => self.diversion = Diversion::load(self.table.values().rev().cloned()),
+        }
+        assert_eq!(self.diversion.len(), self.table.len());
+        assert!(self.diversion.rows().eq(self.table.values()), "rows by position, each once");
+    }
+
+    fn release(&mut self, count: usize) {
+        let is_open = |topic: &str| !self.blocked.contains(topic);
+        let back: Vec<_> = self.diversion.releasable(is_open).take(count).cloned().collect();
+        for row in back {
+            // Asked again before each: one that was refused in between holds those behind it.
+            if self.diversion.is_free(row.position) {
+                self.send(row);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(super::cases(800))]
+
+    /// Shown by: a key that was free again with its first row that left; one whose held rows did
+    /// not count without a dead one; a topic that stayed blocked after its last row had left; rows
+    /// that came back from behind a dead one.
+    #[test]
+    fn r17_a_key_is_diverted_exactly_while_a_row_of_it_stands_and_is_never_overtaken(
+        steps in prop::collection::vec(step(), 0..150),
+    ) {
+        let mut shard = Shard::default();
+        for step in &steps {
+            shard.step(step);
+        }
+        // Once everything is mended and open, all of it finds its way, in order, and nothing is
+        // left behind.
+        shard.blocked.clear();
+        // Each round finds at least one more of those that the broker refuses.
+        for _ in 0..=shard.table.len() {
+            while let Some(row) = shard.table.values().find(|row| row.why == Diverted::Dead).cloned() {
+                shard.bad.remove(&row.position);
+                shard.divert(DivertedRow { why: Diverted::BehindDead, ..row });
+            }
+            shard.release(usize::MAX);
+        }
+        prop_assert!(shard.diversion.is_empty(), "{:?}", shard.table);
+        let all = usize::try_from(shard.position).unwrap();
+        prop_assert_eq!(shard.published.len() + shard.discarded, all, "each is published once, or forgotten");
+        for topic in TOPICS {
+            for key in KEYS {
+                let of_key = |row: &&DivertedRow| row.topic == topic && row.key.as_deref() == Some(key);
+                let published = shard.published.iter().filter(of_key).map(|row| row.position);
+                prop_assert!(published.is_sorted(), "in the order of the key");
+            }
+        }
+    }
+}

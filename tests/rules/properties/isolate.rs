@@ -1,0 +1,83 @@
+//! Whose fault a session's end is, against the words of the rule (R16).
+
+use std::collections::BTreeMap;
+
+use crate::outbox::rules::isolate::{Isolation, Mode, Verdict};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// A session ends at one of three rows.
+    End(i64),
+    /// A probe on a fresh session succeeds.
+    Probe,
+    /// A row is proven after all.
+    Settled(i64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (0_i64..3).prop_map(Step::End),
+        3 => Just(Step::Probe),
+        1 => (0_i64..3).prop_map(Step::Settled),
+    ]
+}
+
+/// What the rule counts of one row.
+#[derive(Debug, Default)]
+struct Told {
+    /// Sessions that ended at it, of whatever kind counts.
+    ends: u32,
+    /// Sessions that it ended alone, with a successful probe since the one before.
+    ends_alone: u32,
+    probed: bool,
+}
+
+proptest! {
+    #![proptest_config(super::cases(3_000))]
+
+    /// Shown by: ends alone that counted without a probe between them.
+    #[test]
+    fn r16_a_row_is_dead_only_by_three_ends_alone_with_a_probe_between(
+        steps in prop::collection::vec(step(), 0..80),
+    ) {
+        let mut isolation = Isolation::new();
+        let mut told: BTreeMap<i64, Told> = BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Probe => {
+                    if let Mode::Alone(row) = isolation.mode() {
+                        told.entry(row).or_default().probed = true;
+                    }
+                    isolation.on_probe_succeeded();
+                    prop_assert!(!isolation.needs_probe());
+                }
+                Step::Settled(row) => {
+                    isolation.on_settled(row);
+                    told.remove(&row);
+                }
+                Step::End(row) => {
+                    let alone = isolation.mode() == Mode::Alone(row);
+                    let counts = told.entry(row).or_default();
+                    counts.ends += u32::from(!alone);
+                    if alone {
+                        prop_assert!(counts.ends >= 2, "isolated only after two ends at it");
+                        if counts.ends_alone == 0 || counts.probed {
+                            counts.ends_alone += 1;
+                            counts.probed = false;
+                        }
+                    }
+                    let verdict = isolation.on_session_end(row);
+                    let is_dead = alone && counts.ends_alone >= 3;
+                    prop_assert_eq!(verdict == Verdict::Dead, is_dead, "alone: {} {:?}", alone, counts);
+                    if is_dead {
+                        told.remove(&row);
+                    }
+                }
+            }
+            // The next session sends alone the first of those at which two have ended.
+            let isolated = told.iter().find(|(_, counts)| counts.ends >= 2).map(|(row, _)| *row);
+            prop_assert_eq!(isolation.mode(), isolated.map_or(Mode::Window, Mode::Alone));
+        }
+    }
+}
