@@ -80,14 +80,30 @@ const ADMIT_BOTH: &str = concat!(
     ") select * from timed union all select * from untimed"
 );
 
+/// Counts which of some ids are there. Each id is one index lookup: a plan for `= any` that was
+/// made while the table was empty scans it when it is large.
+macro_rules! count_of_ids {
+    ($table:literal, $ids:literal) => {
+        concat!(
+            "(select count(*) from unnest($",
+            $ids,
+            "::uuid[]) g (id) cross join lateral (select 1 from oncebox.",
+            $table,
+            " i where i.consumer_id = $1 and i.message_id = g.id limit 1) i)"
+        )
+    };
+}
+
 /// Counts our rows and compares the transaction, in one statement (R23). It also sets
 /// `synchronous_commit` back where a handler changed it: what is acknowledged must survive a crash.
 const PROVE: &str = concat!(
     "select ",
     witness!("pg_current_xact_id_if_assigned()"),
-    ", (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
-     + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
-       exists (select 1 from oncebox.waiting where sequence = $4), (",
+    ", ",
+    count_of_ids!("inbox_timed", "2"),
+    " + ",
+    count_of_ids!("inbox_untimed", "3"),
+    ", exists (select 1 from oncebox.waiting where sequence = $4), (",
     synchronous!("true"),
     ")"
 );
