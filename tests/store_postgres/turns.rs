@@ -5,11 +5,12 @@
 use std::time::Duration;
 
 use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId};
-use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Scope as KeyScope};
+use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope as KeyScope, Stage, Tombstone};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
-    Base, Basis, Claim, Claimed, ConsumerId, ConsumerSpec, Inbox, InboxEntry, KeyClaim, Keys, LeaseAnswer,
-    LeaseRequest, Mark, Operator, Outbox, ParkAs, Parked, Proof, RelaySession, Scope, StoreOptions, Waiting,
+    Answer, AnswerBody, Base, Basis, Begun, Claim, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox,
+    InboxEntry, KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, Outcome,
+    ParkAs, Parked, Phases, Proof, RelaySession, Scope, Sealed, StoreOptions, Waiting,
 };
 use uuid::Uuid;
 
@@ -23,6 +24,8 @@ const MAINTAINED: i64 = 5_000;
 /// Rows that may be read in the order of a table, by all statements together: the small tables, and
 /// the large ones while they were small.
 const IN_ORDER_MAX: i64 = ROWS / 2;
+
+const LEASE: Duration = Duration::from_secs(600);
 
 /// The server keeps a plan for good after the fifth run of a statement.
 const RUNS: usize = 7;
@@ -54,7 +57,8 @@ fn consumer_spec() -> ConsumerSpec {
 /// A batch with new and known ids, and its proof.
 async fn batch(store: &PostgresStore, consumer: ConsumerId) {
     let timed = (0..50).map(|_| Uuid::now_v7());
-    let untimed = (0..50_u128).map(|n| uuid::Builder::from_random_bytes((Uuid::now_v7().as_u128() ^ n).to_le_bytes()).into_uuid());
+    let untimed = (0..50_u128)
+        .map(|n| uuid::Builder::from_random_bytes((Uuid::now_v7().as_u128() ^ n).to_le_bytes()).into_uuid());
     let ids: Vec<MessageId> = timed.chain(untimed).map(MessageId::from_uuid).collect();
     let entries: Vec<InboxEntry> = ids.iter().map(|id| InboxEntry { id: *id, hash: [7; 16] }).collect();
     for known in [false, true] {
@@ -81,7 +85,7 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     tx.park(&[parked(ParkAs::Due(Duration::ZERO)), parked(ParkAs::Behind), parked(ParkAs::Behind)]).await.unwrap();
     tx.commit().await.unwrap();
     store.next_due(consumer, &scope()).await.unwrap().unwrap();
-    let claim = Claim::new(Duration::from_secs(600));
+    let claim = Claim::new(LEASE);
     let head = store.claim_due(consumer, &scope(), &claim).await.unwrap().unwrap();
     let behind = store.claim_behind(consumer, &head, &scope(), 1, &claim).await.unwrap();
     assert!(store.count_try(&head).await.unwrap());
@@ -105,30 +109,66 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     store.sweep(consumer).await.unwrap();
 }
 
-/// The first claim of a key, and a look at it.
-async fn operation(store: &PostgresStore, number: usize) {
+fn key_claim(mode: Mode, number: usize) -> KeyClaim {
     let scope = KeyScope::new("t1", "p1").unwrap();
-    let key = Key::parse(format!("a-key-of-many-{number:06}").as_bytes(), KeyFormat::Opaque).unwrap();
-    let claim = KeyClaim {
+    let key = Key::parse(format!("a-key-of-many-{number:06}-{mode:?}").as_bytes(), KeyFormat::Opaque).unwrap();
+    KeyClaim {
         identity: Identity::new(&scope, "put".parse().unwrap(), key),
         principal: scope.mark(&Keyring::plain()),
         fingerprint: format!("1:sha256:{}", "0f".repeat(32)).parse().unwrap(),
-        mode: Mode::Edge,
+        mode,
         operation_id: Uuid::now_v7(),
         owner: Uuid::now_v7(),
-        lease: Duration::from_secs(600),
+        lease: LEASE,
+    }
+}
+
+/// Operations of three modes, each from its claim to its outcome.
+async fn operations(store: &PostgresStore, number: usize) {
+    let outcome = Outcome::FailedReplayable {
+        answer: Answer { status: 402, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) },
+        error_code: None,
     };
-    let Claimed::Owned(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("it is free") };
-    assert!(matches!(store.claim(&claim, Basis::New).await.unwrap(), Claimed::Existing(_)));
-    assert!(store.find(&claim.identity).await.unwrap().record.is_some());
-    store.heartbeat(&owned, Duration::from_secs(600)).await.unwrap();
+    let kept = Retention::default();
+    let edge = key_claim(Mode::Edge, number);
+    let Claimed::Owned(owned) = store.claim(&edge, Basis::New).await.unwrap() else { panic!("it is free") };
+    assert!(matches!(store.claim(&edge, Basis::New).await.unwrap(), Claimed::Existing(_)));
+    assert!(store.find(&edge.identity).await.unwrap().record.is_some());
+    assert_eq!(store.heartbeat(&owned, LEASE).await.unwrap(), Fenced::Done);
+    assert_eq!(store.finish(&owned, &outcome, &kept).await.unwrap(), Fenced::Done);
+
+    let whole = key_claim(Mode::Transactional, number);
+    let Begun::Claimed(mut tx) = store.begin_operation(&whole, Basis::New, LEASE).await.unwrap() else {
+        panic!("it is free")
+    };
+    assert_eq!(tx.complete(Vec::new(), &outcome, &kept).await.unwrap(), Proof::Same);
+    tx.commit().await.unwrap();
+
+    let new = NewOperation {
+        claim: key_claim(Mode::Phased, number),
+        flow: "put".to_owned(),
+        flow_version: 1,
+        command: Sealed { bytes: vec![0], kid: None },
+    };
+    let Begun::Claimed(mut tx) = store.begin_first(&new, Basis::New, LEASE).await.unwrap() else {
+        panic!("it is free")
+    };
+    let driven = tx.driven().clone();
+    tx.advance(FIRST_POINT, "SENT", Stage::Outstanding, &[]).await.unwrap();
+    tx.commit().await.unwrap();
+    assert_eq!(store.drive_on(&driven, LEASE).await.unwrap(), Fenced::Done);
+    assert!(store.operation(new.claim.operation_id).await.unwrap().is_some());
+    assert!(store.take_due("put", &[1], 10, LEASE).await.unwrap().is_empty(), "it is driven");
+    let mut tx = store.begin_phase(&driven).await.unwrap();
+    tx.finish("SENT", &outcome, &kept).await.unwrap();
+    tx.commit().await.unwrap();
 }
 
 /// Everything that runs again and again.
 async fn once(store: &PostgresStore, consumer: ConsumerId, run: usize) {
     batch(store, consumer).await;
     retries(store, consumer, &format!("key {run}")).await;
-    operation(store, run).await;
+    operations(store, run).await;
     let status = store.status().await.unwrap();
     store.status_since(&status).await.unwrap();
 }
@@ -159,7 +199,10 @@ async fn grow(database: &Database, consumer: ConsumerId, numbers: std::ops::Rang
              outcome_at, expires_at, answer_status, schema_version, body) \
            select sha256(n::text::bytea), 't', 'put', lpad(n::text, 16, 'k')::bytea, 'sha256:' || encode(sha256('p'), 'hex'), \
              '1:sha256:' || encode(sha256('f'), 'hex'), 'edge', 'COMPLETED', gen_random_uuid(), now(), now() + interval '1 day', 201, 1, \
-             'purged' from generate_series({first}, {last}) n",
+             'purged' from generate_series({first}, {last}) n; \
+         insert into oncebox.operation (operation_id, key_digest, flow, flow_version, point, state, command, due_at) \
+           select gen_random_uuid(), sha256(n::text::bytea), 'put', 1, 'SENT', 'OUTSTANDING', '', now() + interval '1 day' \
+             from generate_series({first}, {last}) n",
         consumer.0
     );
     database.run(&rows).await;
@@ -197,7 +240,7 @@ async fn turns(database: Database, was_analysed: bool) {
     assert_eq!((status.held, status.consumers[0].inbox_rows >= 10_000), (10_000, true));
     let pending = if was_analysed { MAINTAINED + ROWS } else { ROWS };
     assert_eq!(status.pending, pending.unsigned_abs());
-    let LeaseAnswer::Taken(mut session) = store.open(&LeaseRequest::new("relay", Duration::from_secs(600))).await.unwrap() else {
+    let LeaseAnswer::Taken(mut session) = store.open(&LeaseRequest::new("relay", LEASE)).await.unwrap() else {
         panic!("it is free")
     };
     let read = session.read(1_000).await.unwrap();
@@ -207,7 +250,8 @@ async fn turns(database: Database, was_analysed: bool) {
     store.close().await;
     // What a connection has read is counted when it ends.
     eventually("the connections have ended", Duration::from_secs(60), || async {
-        let others = "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'turns'";
+        let others =
+            "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'turns'";
         (database.value::<i64>(others).await == 0).then_some(())
     })
     .await;

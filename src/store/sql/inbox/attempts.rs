@@ -43,7 +43,8 @@ const TAKE_BACK: &str = "update oncebox.attempt set attempts = attempts - 1, upd
 const FORGET_EMPTY: &str = "delete from oncebox.attempt where consumer_id = :consumer and message_id = :id \
     and attempts = 0 and {pg lite: history = '[]'}{my: json_length(history) = 0}";
 
-const COUNTED_OF: &str = concat!("{pg: /* planned anew */ }select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
+const COUNTED_OF: &str =
+    concat!("{pg: /* planned anew */ }select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
 
 const HANDLED: &str = "{pg: /* planned anew */ }select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
       {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \

@@ -230,7 +230,8 @@ async fn consumers(
         consumer.oldest_waiting_age_seconds = seconds(row.get_opt(5)?.unwrap_or(0));
     }
     if let Some(earlier) = earlier {
-        let rows: HashMap<&str, u64> = earlier.consumers.iter().map(|one| (one.name.as_str(), one.inbox_rows)).collect();
+        let rows: HashMap<&str, u64> =
+            earlier.consumers.iter().map(|one| (one.name.as_str(), one.inbox_rows)).collect();
         for consumer in &mut consumers {
             consumer.inbox_rows = rows.get(consumer.name.as_str()).copied().unwrap_or(0);
         }
