@@ -1,15 +1,22 @@
 -- The doors: the only way into the outbox. `oncebox_app` may call them and has no other right.
 --
--- What can never be sent is refused here, in the caller's transaction, as `oncebox: limit NAME: detail`. One function checks,
--- so that every door has the same limits; the values are rows of oncebox.limits.
+-- What can never be sent is refused here, in the caller's transaction, as `oncebox: limit NAME: detail`. The same functions check
+-- for every door, so that all have the same limits; the values are rows of oncebox.limits.
+--
+-- A function that begins with `return` is bound to its operators when it is made, and becomes part of the statement that calls it.
+-- A door is therefore made of such functions and of names with their schema: that costs less than a search path of its own, and a
+-- search path of the caller changes nothing.
 
--- A UUID of version 7 from the clock of the database.
-create function oncebox.uuid_v7() returns uuid
-language sql volatile parallel safe as $$
-  select encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid())
-    placing substring(int8send(floor(date_part('epoch', clock_timestamp()) * 1000)::bigint) from 3) from 1 for 6), 52, 1), 53, 1), 'hex')::uuid
-$$;
-comment on function oncebox.uuid_v7() is 'a new time-ordered id, by the clock of the database';
+-- A UUID of version 7 from the clock of the database and an end, `7xxx-yxxx-xxxxxxxxxxxx`. The leading zero lasts until the year 2527.
+create function oncebox.uuid_v7(random_end text) returns uuid
+language sql volatile parallel safe
+return ('0' || to_hex((date_part('epoch', clock_timestamp()) * 1000)::bigint) || random_end)::uuid;
+comment on function oncebox.uuid_v7(text) is 'a new time-ordered id, by the clock of the database';
+
+create function oncebox.uuid_v7_end() returns text
+language sql volatile parallel safe
+return '7' || substr(gen_random_uuid()::text, 16);
+comment on function oncebox.uuid_v7_end() is 'the version and the random part of an id';
 
 create function oncebox.is_uuid_v7(id uuid) returns boolean
 language sql immutable strict parallel safe as $$
@@ -121,6 +128,45 @@ end
 $$;
 comment on function oncebox.check_message(text, text, bytea, text, json, text, uuid, text, bigint[]) is 'true, or an error that names the limit which a message breaks';
 
+-- Makes is_plain() anew from the limits: it knows them as constants, so that most messages need no look at the table. A message
+-- for which it is false is read by check_message(), which says the limit that is broken, or that none is.
+create function oncebox.compile_limits() returns trigger
+language plpgsql volatile security definer set search_path = oncebox, pg_temp as $compile$
+declare
+  shortest bigint;
+  whole bigint;
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    raise exception 'oncebox: limits are changed at the isolation level `read committed`, where each change sees those before it'
+      using errcode = 'object_not_in_prerequisite_state';
+  end if;
+  perform pg_advisory_xact_lock(x'6f6e6365626c696d'::bit(64)::bigint);
+  -- Where a row is missing nothing is plain, and check_message() says so.
+  select case when count(*) = 9 then min(l.value) filter (where l.name in ('topic_length_max', 'key_bytes_max', 'kind_bytes_max',
+           'content_type_bytes_max')) else 0 end, coalesce(min(l.value) filter (where l.name = 'message_bytes_max'), 0)
+    into shortest, whole from oncebox.limits l;
+  execute format($function$
+    create or replace function oncebox.is_plain(topic text, kind text, payload bytea, key text, content_type text, is_written_plainly boolean)
+      returns boolean
+    language sql immutable parallel safe
+    return octet_length(topic || kind || coalesce(key, '') || coalesce(content_type, '')) <= %s and octet_length(payload) <= %s
+      and kind <> '' and coalesce(key, '-') <> ''
+      and case when is_written_plainly then topic <> '' and coalesce(content_type, '-') <> ''
+               else topic ~ '^[A-Za-z0-9_-][A-Za-z0-9._-]*$' and coalesce(content_type, '-') ~ '^[ -~]+$' end
+  $function$, shortest, whole - shortest);
+  return null;
+end
+$compile$;
+comment on function oncebox.compile_limits() is 'makes is_plain() from the limits, whenever they change';
+create trigger compile_limits after insert or update or delete on oncebox.limits
+  for each row execute function oncebox.compile_limits();
+create trigger compile_no_limits after truncate on oncebox.limits
+  for each statement execute function oncebox.compile_limits();
+-- A subscription to another database's tables changes the limits too.
+alter table oncebox.limits enable always trigger compile_limits, enable always trigger compile_no_limits;
+update oncebox.limits set value = value where name = 'headers_max';
+comment on function oncebox.is_plain(text, text, bytea, text, text, boolean) is 'true where a message without headers breaks no limit for certain; its topic and content type are read unless their characters are known to be right';
+
 -- Whether headers may hold trace context; a backslash may hide it. What is no object, or holds an escaped NUL, is left to the check.
 create function oncebox.may_trace(headers json) returns boolean
 language sql immutable parallel safe as $$
@@ -156,62 +202,83 @@ comment on function oncebox.without_trace(json) is 'headers without trace contex
 
 -- Vendor state is optional by its specification: what cannot travel is dropped, the trace goes on.
 create function oncebox.usable_tracestate(tracestate text) returns text
-language sql immutable parallel safe as $$
-  select case when octet_length(tracestate) between 1 and 512 and octet_length(tracestate) = char_length(tracestate) then tracestate end
-$$;
+language sql immutable parallel safe
+return case when octet_length(tracestate) between 1 and 512 and octet_length(tracestate) = char_length(tracestate) then tracestate end;
 comment on function oncebox.usable_tracestate(text) is 'vendor state of a trace, or null where it is not 1 to 512 ASCII characters';
 
 create function oncebox.bucket_of(key text, message_id uuid) returns smallint
-language sql stable parallel safe as $$
-  select get_byte(sha256(case when key is null then uuid_send(message_id) else convert_to(key, 'UTF8') end), 0)::smallint
-$$;
+language sql stable parallel safe
+return get_byte(sha256(case when key is null then uuid_send(message_id) else convert_to(key, 'UTF8') end), 0)::smallint;
 comment on function oncebox.bucket_of(text, uuid) is 'first byte of SHA-256 of the key, or of the 16 bytes of the id where there is no key';
 
--- A position that its relay has passed would never be read: the sequence was set back. What is compared with it is the cursor as
--- it stood before the position was drawn: a statement sees the shards as they were when it began.
-create function oncebox.refuse_passed(passed bigint) returns boolean
-language plpgsql volatile as $$
+-- The topic, or an error: what is_plain() does not say of a message, and whether its position was passed. A position that its relay
+-- has passed would never be read: the sequence was set back. What is compared with it is the cursor as it stood before the position
+-- was drawn: a stable function sees the shards as they were when the statement that calls it began.
+create function oncebox.checked_topic(topic text, kind text, payload bytea, key text, headers json, content_type text,
+  message_id uuid, traceparent text, id uuid, drawn bigint) returns text
+language plpgsql stable set search_path = oncebox, pg_temp as $$
 begin
-  if passed is null then
-    return true;
+  perform oncebox.check_message(topic, kind, payload, key, headers, content_type, message_id, traceparent, oncebox.limit_values());
+  if exists (select from oncebox.shard s where oncebox.bucket_of(key, id) between s.bucket_from and s.bucket_to and drawn <= s.scanned_to) then
+    perform oncebox.refuse('position', format('sequence behind cursor: the relay has passed position %s, which was drawn now, and would '
+      'never read it; run `oncebox doctor --fix`', drawn));
   end if;
-  return oncebox.refuse('position', format('sequence behind cursor: the relay has passed position %s, which was drawn now, and would '
-    'never read it; run `oncebox doctor --fix`', passed));
+  return topic;
 end
 $$;
-comment on function oncebox.refuse_passed(bigint) is 'true where no position is given, else an error: the relay has passed it';
+comment on function oncebox.checked_topic(text, text, bytea, text, json, text, uuid, text, uuid, bigint) is 'the topic, or an error that names the limit which a message or its position breaks';
 
--- One message. Every door for one message ends here.
-create function oncebox.enqueue_message(topic text, kind text, payload bytea, key text, headers json, content_type text,
-  message_id uuid, traceparent text, tracestate text) returns uuid
-language plpgsql volatile parallel unsafe security definer set search_path = oncebox, pg_temp as $$
-declare
-  id uuid := coalesce(message_id, oncebox.uuid_v7());
-  passed bigint;
+-- Splits trace context from headers; what remains of them is null where nothing does.
+create function oncebox.split_headers(inout headers json, inout traceparent text, inout tracestate text)
+language plpgsql volatile set search_path = oncebox, pg_temp as $$
 begin
-  if headers is not null then
-    if oncebox.may_trace(headers) then
-      traceparent := coalesce(oncebox.trace_header(headers, 'traceparent'), traceparent);
-      tracestate := coalesce(oncebox.trace_header(headers, 'tracestate'), tracestate);
-      headers := oncebox.without_trace(headers);
-    elsif headers::text ~ '^\s*\{\s*\}\s*$' then
-      headers := null;
-    end if;
+  if oncebox.may_trace(headers) then
+    traceparent := coalesce(oncebox.trace_header(headers, 'traceparent'), traceparent);
+    tracestate := coalesce(oncebox.trace_header(headers, 'tracestate'), tracestate);
+    headers := oncebox.without_trace(headers);
+  elsif headers::text ~ '^\s*\{\s*\}\s*$' then
+    headers := null;
   end if;
-  perform oncebox.check_message(topic, kind, payload, key, headers, content_type, message_id, traceparent, oncebox.limit_values());
-  with written as (
-    insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
-    values (oncebox.bucket_of(key, id), id, topic, key, kind, headers, payload, coalesce(content_type, 'application/octet-stream'),
-            traceparent, case when traceparent is not null then oncebox.usable_tracestate(tracestate) end)
-    returning position, bucket
-  )
-  select w.position into passed from written w join oncebox.shard s
-      on w.bucket between s.bucket_from and s.bucket_to and w.position <= s.scanned_to;
-  perform oncebox.refuse_passed(passed);
+end
+$$;
+comment on function oncebox.split_headers(json, text, text) is 'takes trace context out of headers';
+
+-- One message. Every door for one message ends here. What the caller gives of a new id is its end.
+create function oncebox.enqueue_message(topic text, kind text, payload bytea, key text, headers json, content_type text,
+  message_id uuid, traceparent text, tracestate text, random_end text default null) returns uuid
+language plpgsql volatile parallel unsafe security definer as $$
+declare
+  id pg_catalog.uuid;
+begin
+  -- In both statements the topic stands behind the position, so its expression sees the one that was drawn. Neither has a clause
+  -- that returns something: each partition copies it anew.
+  if headers is null and traceparent is null and message_id is null then
+    id := oncebox.uuid_v7(coalesce(random_end, oncebox.uuid_v7_end()));
+    insert into oncebox.outbox (bucket, message_id, topic, key, kind, payload, content_type)
+    values (oncebox.bucket_of(key, id), id,
+            case when oncebox.is_plain(topic, kind, payload, key, content_type, false) and not exists (select from oncebox.shard s
+                        where s.scanned_to operator(pg_catalog.>=) pg_catalog.currval('oncebox.outbox_position_seq'))
+                 then topic
+                 else oncebox.checked_topic(topic, kind, payload, key, null, content_type, null, null, id,
+                        pg_catalog.currval('oncebox.outbox_position_seq')) end,
+            key, kind, payload, coalesce(content_type, 'application/octet-stream'));
+    return id;
+  end if;
+  id := coalesce(message_id, oncebox.uuid_v7(coalesce(random_end, oncebox.uuid_v7_end())));
+  if headers is not null then
+    select s.headers, s.traceparent, s.tracestate into headers, traceparent, tracestate
+      from oncebox.split_headers(headers, traceparent, tracestate) s;
+  end if;
+  insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
+  values (oncebox.bucket_of(key, id), id,
+          oncebox.checked_topic(topic, kind, payload, key, headers, content_type, message_id, traceparent, id,
+            pg_catalog.currval('oncebox.outbox_position_seq')),
+          key, kind, headers, payload, coalesce(content_type, 'application/octet-stream'), traceparent,
+          case when traceparent is not null then oncebox.usable_tracestate(tracestate) end);
   return id;
 end
 $$;
-comment on function oncebox.enqueue_message(text, text, bytea, text, json, text, uuid, text, text) is 'enqueues one message; the door of the Rust library';
+comment on function oncebox.enqueue_message(text, text, bytea, text, json, text, uuid, text, text, text) is 'enqueues one message; the door of the Rust library';
 
 -- Many messages with one statement; element n of every array belongs to message n, a null array to none. The ids come back in
 -- the order of the messages, which is also the order of their positions.
@@ -221,50 +288,50 @@ language plpgsql volatile parallel unsafe security definer set search_path = onc
 -- A plan made for the arrays at hand costs more than the insert.
 set plan_cache_mode = force_generic_plan as $$
 declare
-  limits bigint[] := oncebox.limit_values();
+  random text := gen_random_uuid()::text;
+  -- New ids of one call have one time, and count up from a random number: a random number for each costs more than a row.
+  first_half text := substr(oncebox.uuid_v7('7' || substr(random, 16))::text, 1, 19);
+  second_half bigint := ('x8' || left(random, 3) || right(random, 12))::bit(64)::bigint;
   ids uuid[];
-  plain boolean;
-  passed bigint;
+  split record;
+  -- Characters of all topics and of all content types at once. Where a batch has others, each message is looked at.
+  is_written_plainly boolean := array_to_string(topics, '') ~ '^[A-Za-z0-9._-]+$' and not topics && array['.', '..']
+    and coalesce(array_to_string(content_types, '') ~ '^[ -~]*$', true);
 begin
-  -- Most batches break no limit, and cheap comparisons say so: patterns are matched once for each different text. Where they
-  -- say no, and for what they do not look at, check_message() speaks row by row, with the name of the limit.
-  select bool_and(coalesce(octet_length(m.topic) between 1 and limits[9] and octet_length(m.kind) between 1 and limits[7]
-           and coalesce(octet_length(m.key), 1) between 1 and limits[6]
-           and coalesce(octet_length(m.content_type), 1) between 1 and limits[1]
-           and coalesce(octet_length(m.key), 0) + octet_length(m.payload) <= limits[8], false))
-    into plain
-    from unnest(topics, kinds, payloads, keys, content_types) m (topic, kind, payload, key, content_type);
-  plain := plain
-    and not exists (select from (select distinct t from unnest(topics) t) d where d.t !~ '^[A-Za-z0-9._-]+$' or d.t in ('.', '..'))
-    and not exists (select from (select distinct c from unnest(content_types) c) d where d.c !~ '^[ -~]+$');
-  with written as (
-    insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
-    select oncebox.bucket_of(n.key, n.id), n.id,
-           case when plain and n.headers is null and n.given is null and n.traceparent is null then n.topic
-                when oncebox.check_message(n.topic, n.kind, n.payload, n.key, n.headers, n.content_type, n.given, n.traceparent, limits)
-             then n.topic end,
-           n.key, n.kind, n.headers, n.payload, coalesce(n.content_type, 'application/octet-stream'), n.traceparent,
-           case when n.traceparent is not null then oncebox.usable_tracestate(n.tracestate) end
-      from (
-        -- The volatile id keeps this from being merged into the outer query, so every expression runs once a row.
-        select m.ordinality, coalesce(m.given, oncebox.uuid_v7()) as id, m.given, m.topic, m.kind, m.payload, m.key, m.content_type,
-               case when m.headers is null or m.headers::text ~ '^\s*\{\s*\}\s*$' then null
-                    when oncebox.may_trace(m.headers) then oncebox.without_trace(m.headers) else m.headers end as headers,
-               case when oncebox.may_trace(m.headers)
-                    then coalesce(oncebox.trace_header(m.headers, 'traceparent'), m.traceparent) else m.traceparent end as traceparent,
-               case when oncebox.may_trace(m.headers)
-                    then coalesce(oncebox.trace_header(m.headers, 'tracestate'), m.tracestate) else m.tracestate end as tracestate
-          from unnest(topics, kinds, payloads, keys, headers, content_types, message_ids, traceparents, tracestates)
-               with ordinality m (topic, kind, payload, key, headers, content_type, given, traceparent, tracestate, ordinality)
-      ) n
-     order by n.ordinality
-    returning message_id, position, bucket
-  )
-  select array_agg(w.message_id), min(w.position) filter (where exists (select from oncebox.shard s
-             where w.bucket between s.bucket_from and s.bucket_to and w.position <= s.scanned_to))
-    into ids, passed from written w;
-  perform oncebox.refuse_passed(passed);
-  return coalesce(ids, '{}');
+  -- A sequence that was set back is for the other door, which knows the position of each message (see checked_topic()).
+  if exists (select from oncebox.shard s, oncebox.outbox_position_seq q where s.scanned_to > q.last_value) then
+    for i in 1 .. coalesce(cardinality(topics), 0) loop
+      ids[i] := oncebox.enqueue_message(topics[i], kinds[i], payloads[i], keys[i], headers[i], content_types[i], message_ids[i],
+        traceparents[i], tracestates[i]);
+    end loop;
+    return coalesce(ids, '{}');
+  end if;
+  if headers is not null then
+    traceparents := coalesce(traceparents, array_fill(null::text, array[cardinality(topics)]));
+    tracestates := coalesce(tracestates, array_fill(null::text, array[cardinality(topics)]));
+    for i in 1 .. cardinality(topics) loop
+      if headers[i] is not null then
+        split := oncebox.split_headers(headers[i], traceparents[i], tracestates[i]);
+        headers[i] := split.headers;
+        traceparents[i] := split.traceparent;
+        tracestates[i] := split.tracestate;
+      end if;
+    end loop;
+  end if;
+  ids := array(select coalesce(m.given, (first_half || to_hex(second_half + m.number))::uuid)
+                 from (select generate_subscripts(topics, 1) as number, unnest(message_ids) as given) m);
+  -- Functions that return sets step together in a list of columns, in the order of their arrays.
+  insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
+  select oncebox.bucket_of(m.key, m.id), m.id,
+         case when m.headers is null and m.given is null and m.traceparent is null
+                and oncebox.is_plain(m.topic, m.kind, m.payload, m.key, m.content_type, is_written_plainly) then m.topic
+              else oncebox.checked_topic(m.topic, m.kind, m.payload, m.key, m.headers, m.content_type, m.given, m.traceparent, m.id, null) end,
+         m.key, m.kind, m.headers, m.payload, coalesce(m.content_type, 'application/octet-stream'), m.traceparent,
+         case when m.traceparent is not null then oncebox.usable_tracestate(m.tracestate) end
+    from (select unnest(ids) as id, unnest(message_ids) as given, unnest(topics) as topic, unnest(kinds) as kind,
+                 unnest(payloads) as payload, unnest(keys) as key, unnest(headers) as headers, unnest(content_types) as content_type,
+                 unnest(traceparents) as traceparent, unnest(tracestates) as tracestate) m;
+  return ids;
 end
 $$;
 comment on function oncebox.enqueue_all(text[], text[], bytea[], text[], json[], text[], uuid[], text[], text[]) is 'enqueues many messages with one statement; the bulk door of the Rust library';
@@ -272,33 +339,33 @@ comment on function oncebox.enqueue_all(text[], text[], bytea[], text[], json[],
 -- The door for every language: one name, four kinds of payload. The payload has no default, else calls were ambiguous (R33).
 create function oncebox.enqueue(topic text, kind text, payload text, key text default null, headers jsonb default null,
   content_type text default null, message_id uuid default null) returns uuid
-language plpgsql volatile parallel unsafe security definer set search_path = oncebox, pg_temp as $$
+language plpgsql volatile parallel unsafe security definer as $$
 begin
-  return oncebox.enqueue_message(topic, kind, convert_to(payload, 'UTF8'), key, headers::text::json,
+  return oncebox.enqueue_message(topic, kind, pg_catalog.convert_to(payload, 'UTF8'), key, headers::pg_catalog.text::pg_catalog.json,
     coalesce(content_type, 'application/json'), message_id, null, null);
 end
 $$;
 create function oncebox.enqueue(topic text, kind text, payload json, key text default null, headers jsonb default null,
   content_type text default null, message_id uuid default null) returns uuid
-language plpgsql volatile parallel unsafe security definer set search_path = oncebox, pg_temp as $$
+language plpgsql volatile parallel unsafe security definer as $$
 begin
-  return oncebox.enqueue_message(topic, kind, convert_to(payload::text, 'UTF8'), key, headers::text::json,
+  return oncebox.enqueue_message(topic, kind, pg_catalog.convert_to(payload::pg_catalog.text, 'UTF8'), key, headers::pg_catalog.text::pg_catalog.json,
     coalesce(content_type, 'application/json'), message_id, null, null);
 end
 $$;
 create function oncebox.enqueue(topic text, kind text, payload jsonb, key text default null, headers jsonb default null,
   content_type text default null, message_id uuid default null) returns uuid
-language plpgsql volatile parallel unsafe security definer set search_path = oncebox, pg_temp as $$
+language plpgsql volatile parallel unsafe security definer as $$
 begin
-  return oncebox.enqueue_message(topic, kind, convert_to(payload::text, 'UTF8'), key, headers::text::json,
+  return oncebox.enqueue_message(topic, kind, pg_catalog.convert_to(payload::pg_catalog.text, 'UTF8'), key, headers::pg_catalog.text::pg_catalog.json,
     coalesce(content_type, 'application/json'), message_id, null, null);
 end
 $$;
 create function oncebox.enqueue(topic text, kind text, payload bytea, key text default null, headers jsonb default null,
   content_type text default null, message_id uuid default null) returns uuid
-language plpgsql volatile parallel unsafe security definer set search_path = oncebox, pg_temp as $$
+language plpgsql volatile parallel unsafe security definer as $$
 begin
-  return oncebox.enqueue_message(topic, kind, payload, key, headers::text::json,
+  return oncebox.enqueue_message(topic, kind, payload, key, headers::pg_catalog.text::pg_catalog.json,
     coalesce(content_type, 'application/octet-stream'), message_id, null, null);
 end
 $$;
@@ -314,6 +381,6 @@ grant execute on function
   oncebox.enqueue(text, text, json, text, jsonb, text, uuid),
   oncebox.enqueue(text, text, jsonb, text, jsonb, text, uuid),
   oncebox.enqueue(text, text, bytea, text, jsonb, text, uuid),
-  oncebox.enqueue_message(text, text, bytea, text, json, text, uuid, text, text),
+  oncebox.enqueue_message(text, text, bytea, text, json, text, uuid, text, text, text),
   oncebox.enqueue_all(text[], text[], bytea[], text[], json[], text[], uuid[], text[], text[])
 to oncebox_app;

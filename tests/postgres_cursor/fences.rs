@@ -106,6 +106,11 @@ async fn r1_a_sequence_with_a_cache_is_refused() {
                 "privileges",
             ),
             (
+                "alter table oncebox.limits disable trigger compile_limits",
+                "alter table oncebox.limits enable always trigger compile_limits",
+                "doors",
+            ),
+            (
                 "grant execute on function oncebox.enqueue(text, text, json, text, jsonb, text, uuid) to public",
                 "revoke execute on function oncebox.enqueue(text, text, json, text, jsonb, text, uuid) from public",
                 "doors",

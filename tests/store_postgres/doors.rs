@@ -295,3 +295,110 @@ async fn ids_come_back_in_the_order_of_the_messages_and_of_their_positions() {
     })
     .await;
 }
+
+/// Shown by leaving `pg_catalog.` and `operator(..)` out of `oncebox.enqueue_message`, one at a time.
+#[tokio::test]
+async fn r33_no_search_path_of_a_caller_leads_a_door_astray() {
+    with_database("r33_no_search_path_of_a_caller_leads_a_door_astray", |database| async move {
+        database
+            .run(
+                "create schema astray;
+                 do $$ declare f text[]; begin
+                   foreach f slice 1 in array array[
+                     ['octet_length(text)', 'int'], ['octet_length(bytea)', 'int'], ['to_hex(bigint)', 'text'], ['clock_timestamp()', 'timestamptz'],
+                     ['date_part(text, timestamptz)', 'float8'], ['substr(text, int)', 'text'], ['sha256(bytea)', 'bytea'],
+                     ['convert_to(text, name)', 'bytea'], ['currval(regclass)', 'bigint'], ['gen_random_uuid()', 'uuid'], ['get_byte(bytea, int)', 'int'],
+                     ['joined(text, text)', 'text'], ['compared(text, text)', 'bool'], ['compared(int, int)', 'bool'], ['compared(bigint, bigint)', 'bool'],
+                     ['compared(uuid, uuid)', 'bool'], ['multiplied(float8, float8)', 'float8'], ['may_trace(json)', 'bool']] loop
+                     execute format('create function astray.%s returns %s language plpgsql as
+                       ''begin raise exception $e$led astray$e$; end''', f[1], f[2]);
+                   end loop;
+                   foreach f slice 1 in array array[['||', 'text', 'joined'], ['~', 'text', 'compared'], ['<>', 'text', 'compared'], ['=', 'text', 'compared'],
+                     ['<=', 'int', 'compared'], ['>=', 'int', 'compared'], ['<=', 'bigint', 'compared'], ['>=', 'bigint', 'compared'], ['=', 'uuid', 'compared'],
+                     ['*', 'float8', 'multiplied']] loop
+                     execute format('create operator astray.%s (leftarg = %s, rightarg = %2$s, function = astray.%3$s)', f[1], f[2], f[3]);
+                   end loop;
+                 end $$",
+            )
+            .await;
+        let mut connection = database.connection().await;
+        connection.execute("set search_path = astray, pg_catalog").await.unwrap();
+        assert!(connection.execute("select 'a' || 'b'::text").await.is_err(), "the path of this session leads astray");
+        let given = "'9f7a4f6e-5b1d-4f0e-8a55-0d6f1f9c1a2b'";
+        let trace = "'00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01', 'v=1'";
+        for call in [
+            "enqueue('t', 'k', '{}'::text, 'key')".to_owned(),
+            "enqueue('t', 'k', '{}'::json)".to_owned(),
+            format!(r#"enqueue('t', 'k', '{{}}'::jsonb, 'key', '{{"a":"b"}}', 'text/plain', {given})"#),
+            "enqueue('t', 'k', ''::bytea)".to_owned(),
+            format!("enqueue_message('t', 'k', '', 'key', null, null, null, {trace})"),
+            format!("enqueue_all('{{t,t}}', '{{k,k}}', array['', '']::bytea[], null, array[null, '{{\"a\":\"b\"}}']::json[], null, '{{null,{}}}', null, null)", given.trim_matches('\'')),
+        ] {
+            connection.execute(AssertSqlSafe(format!("select oncebox.{call}"))).await.unwrap_or_else(|error| panic!("{call}: {error}"));
+        }
+        let refused = connection.execute("select oncebox.enqueue('t t', 'k', '{}'::text)").await.unwrap_err().to_string();
+        assert!(refused.contains("oncebox: limit topic: "), "{refused}");
+        assert_eq!(rows(&database).await.len(), 7);
+    })
+    .await;
+}
+
+/// Shown by switching the trigger `compile_limits` off.
+#[tokio::test]
+async fn r34_a_changed_limit_holds_at_every_door_from_the_next_call_on() {
+    with_database("r34_a_changed_limit_holds_at_every_door_from_the_next_call_on", |database| async move {
+        let mut connection = database.connection().await;
+        let long = || NewMessage::text("t", "k", "{}").with_key("abcd");
+        // The plans of this session are made before the change.
+        for _ in 0..8 {
+            oncebox::store::enqueue(&mut connection, long()).await.unwrap();
+            oncebox::store::enqueue_all(&mut connection, vec![long(), long()]).await.unwrap();
+        }
+        database.run("begin; update oncebox.limits set value = 3 where name = 'key_bytes_max'; rollback").await;
+        oncebox::store::enqueue(&mut connection, long()).await.unwrap();
+        database.run("update oncebox.limits set value = 3 where name = 'key_bytes_max'").await;
+        let one = oncebox::store::enqueue(&mut connection, long()).await.unwrap_err().to_string();
+        let many = oncebox::store::enqueue_all(&mut connection, vec![long(), long()]).await.unwrap_err().to_string();
+        for refused in [one, many] {
+            assert!(refused.contains("has 4 bytes, 1 to 3 are allowed"), "{refused}");
+        }
+        database.run("update oncebox.limits set value = least(value * 2, 249)").await;
+        oncebox::store::enqueue(&mut connection, long()).await.unwrap();
+        let heavy = || NewMessage::bytes("t", "k", vec![0; 300]);
+        assert!(oncebox::store::enqueue(&mut connection, heavy()).await.is_err());
+        database.run("update oncebox.limits set value = 2000000 where name = 'message_bytes_max'").await;
+        let heaviest = vec![NewMessage::bytes("t", "k", vec![0; 2_000_000]), heavy()];
+        oncebox::store::enqueue_all(&mut connection, heaviest).await.unwrap();
+        database.run("delete from oncebox.limits where name = 'headers_max'").await;
+        let missing = oncebox::store::enqueue(&mut connection, long()).await.unwrap_err().to_string();
+        assert!(missing.contains("oncebox.limits has 8 rows, 9 are needed"), "{missing}");
+    })
+    .await;
+}
+
+/// Shown by leaving the look at the sequence out of `oncebox.enqueue_all`, and `not exists` out of
+/// `oncebox.enqueue_message`.
+#[tokio::test]
+async fn r7_a_position_that_the_relay_has_passed_is_refused_at_every_door() {
+    with_database("r7_a_position_that_the_relay_has_passed_is_refused_at_every_door", |database| async move {
+        let mut connection = database.connection().await;
+        let message = || NewMessage::text("t", "k", "{}").with_key("acc-7");
+        for _ in 0..8 {
+            oncebox::store::enqueue(&mut connection, message()).await.unwrap();
+            oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap();
+        }
+        assert_eq!(rows(&database).await.len(), 24);
+        // The bucket of `acc-7` is 85.
+        database.run("update oncebox.shard set scanned_to = 100, bucket_to = 85").await;
+        let one = oncebox::store::enqueue(&mut connection, message()).await.unwrap_err().to_string();
+        let many = oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap_err().to_string();
+        for refused in [one, many] {
+            assert!(refused.contains("sequence behind cursor: the relay has passed position 2"), "{refused}");
+        }
+        // No relay has passed anything for other buckets.
+        database.run("update oncebox.shard set bucket_to = 84").await;
+        oncebox::store::enqueue(&mut connection, message()).await.unwrap();
+        assert_eq!(oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap().len(), 2);
+    })
+    .await;
+}

@@ -265,15 +265,23 @@ async fn privileges(connection: &mut Bounded<Postgres>) -> Result<Finding, Store
 async fn doors(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select exists (select 1 from pg_roles where rolname = 'oncebox_app'),
-                count(*) filter (where p.prosecdef and p.proconfig @> array['search_path=oncebox, pg_temp']),
+                count(*) filter (where p.prosecdef and (p.proname <> 'enqueue_all' or p.proconfig @> array['search_path=oncebox, pg_temp'])),
                 count(*) filter (where p.proacl is null
-                  or exists (select 1 from aclexplode(p.proacl) acl where acl.grantee = 0 and acl.privilege_type = 'EXECUTE'))
+                  or exists (select 1 from aclexplode(p.proacl) acl where acl.grantee = 0 and acl.privilege_type = 'EXECUTE')),
+                (select count(*) from pg_trigger t where t.tgrelid = 'oncebox.limits'::regclass and t.tgenabled = 'A'
+                    and t.tgfoid = to_regproc('oncebox.compile_limits'))
            from pg_proc p where p.pronamespace = 'oncebox'::regnamespace and p.proname in ('enqueue', 'enqueue_message', 'enqueue_all')",
     )
     .one(connection)
     .await?;
     let (role, safe, open): (bool, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
     Ok(match (role, safe, open) {
+        _ if row.try_get::<i64, _>(3)? != 2 => Finding::refused(
+            "doors",
+            "a change of oncebox.limits does not reach the doors: its triggers are off",
+            "alter table oncebox.limits enable always trigger compile_limits, enable always trigger compile_no_limits; then write one \
+             of its rows again",
+        ),
         (true, 6, 0) => Finding::ok("doors", "six functions, for the role oncebox_app"),
         (false, _, _) => Finding::warning(
             "doors",

@@ -90,8 +90,14 @@ fn push_one(query: &mut QueryBuilder<Postgres>, message: &NewMessage) {
         .push_bind(&message.content_type)
         .push_bind(message.id)
         .push_bind(message.trace.as_ref().map(|trace| &trace.traceparent))
-        .push_bind(message.trace.as_ref().and_then(|trace| trace.tracestate.as_ref()));
+        .push_bind(message.trace.as_ref().and_then(|trace| trace.tracestate.as_ref()))
+        .push_bind(message.id.is_none().then(random_end));
     query.push(")");
+}
+
+/// The part of a new id behind its time, which is the database's: a random number is cheaper here.
+fn random_end() -> String {
+    Uuid::now_v7().to_string().split_off(14)
 }
 
 fn push_many(query: &mut QueryBuilder<Postgres>, messages: &[NewMessage]) {

@@ -12,7 +12,7 @@ mod sqlite;
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
 /// message.
 macro_rules! plain_sql {
-    (business: $business:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+    (business: $business:literal, append: $append:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
             let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
             rows.iter().map($row).collect()
@@ -37,6 +37,19 @@ macro_rules! plain_sql {
                 1 => Ok(()),
                 rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),
             }
+        }
+
+        async fn append_by_hand(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+            message: NewMessage,
+        ) -> Result<(), StoreError> {
+            let NewMessage { topic, key, kind, payload, content_type, .. } = message;
+            let bucket = i16::from(oncebox::message::bucket(key.as_deref(), id));
+            let insert = sqlx::query($append).bind(bucket).bind($id(id)).bind(topic).bind(key).bind(kind);
+            let insert = insert.bind(None::<String>).bind(payload).bind(content_type.unwrap_or_default());
+            insert.execute(connection).await?;
+            Ok(())
         }
 
         async fn effects(&self) -> Result<usize, StoreError> {

@@ -7,7 +7,7 @@ use std::future::Future;
 use crate::ground::Ground;
 use oncebox::StoreError;
 use oncebox::app::AppError;
-use oncebox::message::OutgoingMessage;
+use oncebox::message::{NewMessage, OutgoingMessage};
 
 /// Accounts of the business table.
 pub(super) const ACCOUNTS: i64 = 1_000;
@@ -38,6 +38,14 @@ pub(super) trait Yard: Ground {
     fn business(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         account: i64,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// The least that a message costs when it is written by hand: its row, into a table that nothing
+    /// else uses.
+    fn append_by_hand(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        id: uuid::Uuid,
+        message: NewMessage,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// How many business writes were ever committed.

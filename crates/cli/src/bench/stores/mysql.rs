@@ -10,7 +10,7 @@ use crate::bench::keys::OLD;
 use crate::bench::yard::{ACCOUNTS, Yard};
 use oncebox::StoreError;
 use oncebox::app::AppError;
-use oncebox::message::OutgoingMessage;
+use oncebox::message::{NewMessage, OutgoingMessage};
 use oncebox::store::Base;
 use oncebox::store::mysql::MySqlStore;
 
@@ -52,6 +52,7 @@ impl Yard for MySqlStore {
              create table bench_payment (tenant {TEXT} not null, id {TEXT} not null, account_id {TEXT} not null,
                amount_minor bigint not null, currency char(3) not null, merchant_reference {TEXT} not null, channel {TEXT} not null,
                primary key (tenant, id), unique (tenant, account_id, merchant_reference)) engine = InnoDB;
+             create table bench_message like oncebox_outbox;
              create table bench_request (id binary(16) primary key, answer blob) engine = InnoDB",
             accounts.join(", ")
         );
@@ -101,6 +102,8 @@ impl Yard for MySqlStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
+        append: "insert into bench_message (bucket, message_id, topic, `key`, kind, headers, payload, content_type, created_at) \
+                 values (?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6))",
         effects: "select cast(sum(balance) as signed) from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values (?, ?, ?, ?, ?, ?, ?) on duplicate key update id = id",

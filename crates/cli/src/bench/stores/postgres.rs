@@ -11,7 +11,7 @@ use crate::bench::keys::OLD;
 use crate::bench::yard::{ACCOUNTS, Yard};
 use oncebox::StoreError;
 use oncebox::app::AppError;
-use oncebox::message::OutgoingMessage;
+use oncebox::message::{NewMessage, OutgoingMessage};
 use oncebox::store::Base;
 use oncebox::store::postgres::PostgresStore;
 
@@ -45,6 +45,9 @@ impl Yard for PostgresStore {
                amount_minor bigint not null, currency char(3) not null, merchant_reference varchar(64) not null, channel varchar(64) not null,
                primary key (tenant, id), unique (tenant, account_id, merchant_reference));
              create table bench_inbox (consumer smallint not null, id uuid not null, primary key (consumer, id));
+             create table bench_message (like oncebox.outbox including defaults);
+             alter table bench_message alter position drop default, alter position add generated always as identity, add primary key (position);
+             create index on bench_message (message_id);
              create table bench_request (id uuid primary key, answer bytea)",
             ACCOUNTS - 1
         );
@@ -100,6 +103,8 @@ impl Yard for PostgresStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = $1",
+        append: "insert into bench_message (bucket, message_id, topic, key, kind, headers, payload, content_type) \
+                 values ($1, $2, $3, $4, $5, $6::text::json, $7, $8)",
         effects: "select sum(balance)::bigint from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values ($1, $2, $3, $4, $5, $6, $7) on conflict do nothing",

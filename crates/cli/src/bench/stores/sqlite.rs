@@ -10,7 +10,7 @@ use crate::bench::keys::OLD;
 use crate::bench::yard::{ACCOUNTS, Yard};
 use oncebox::StoreError;
 use oncebox::app::AppError;
-use oncebox::message::OutgoingMessage;
+use oncebox::message::{NewMessage, OutgoingMessage};
 use oncebox::store::Base;
 use oncebox::store::sqlite::SqliteStore;
 
@@ -47,6 +47,9 @@ impl Yard for SqliteStore {
                amount_minor bigint not null, currency char(3) not null, merchant_reference varchar(64) not null, channel varchar(64) not null,
                primary key (tenant, id), unique (tenant, account_id, merchant_reference));
              create table bench_inbox (consumer integer not null, id blob not null, primary key (consumer, id)) without rowid;
+             create table bench_message (position integer primary key autoincrement, bucket, message_id, topic, key, kind, headers,
+               payload, content_type, created_at default (cast(round((julianday('now') - 2440587.5) * 86400000) as integer)));
+             create index bench_message_id on bench_message (message_id);
              create table bench_request (id blob primary key, answer blob) without rowid",
             ACCOUNTS - 1
         );
@@ -90,6 +93,8 @@ impl Yard for SqliteStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
+        append: "insert into bench_message (bucket, message_id, topic, key, kind, headers, payload, content_type) \
+                 values (?, ?, ?, ?, ?, ?, ?, ?)",
         effects: "select sum(balance) from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values (?, ?, ?, ?, ?, ?, ?) on conflict do nothing",
