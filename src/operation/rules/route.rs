@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The settings of an operation, chosen by its author (M4). Each is explicit and is checked when
 //! the service starts.
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How the facts for the table are read from real records, at every edge of time.
 
 use std::time::Duration;
