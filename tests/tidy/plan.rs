@@ -145,7 +145,8 @@ fn resolved(module: &[String], path: &str) -> Option<Vec<String>> {
     Some(from)
 }
 
-/// Shown to fail: with `use crate::store::sqlite::SqliteStore` in `src/outbox/relay.rs`; with `super::super::relay::Relay` in `src/outbox/rules/isolate.rs`; with a group of imports in
+/// Shown to fail: with `use crate::store::sqlite::SqliteStore` in `src/outbox/relay.rs`; with
+/// `super::super::relay::Relay` in `src/outbox/rules/isolate.rs`; with a group of imports in
 /// `src/operator.rs` that names `store::sql`.
 #[test]
 fn rooms_import_only_downwards() {

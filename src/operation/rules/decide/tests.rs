@@ -9,6 +9,7 @@ use uuid::Uuid;
 use super::super::canonical::FingerprintWriter;
 use super::super::key::{Key, KeyFormat};
 use super::super::keyring::Keyring;
+use super::super::problem::{Code, KeyState};
 use super::super::record::{Mode, Resource, State, StoredAnswer, Tombstone, tests::record};
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::*;
