@@ -4,7 +4,7 @@
 //! Guarantees: only this room reads the environment; a program never migrates by itself; secrets
 //! are never printed.
 //!
-//! Not here: commands for people (`crates/cli`), the work itself (room `runtime`).
+//! Not here: commands for people (`crates/cli`), the work itself (`outbox`, `inbox`, `operation`).
 
 pub mod config;
 mod connect;

@@ -8,8 +8,8 @@
 //! for each key, a prefix of what was sent (R15). An acknowledgement is sent only for deliveries
 //! that the runtime reported as committed.
 //!
-//! Not here: SQL of the outbox or inbox, decisions about refusals (room `policy`), retries across
-//! sessions (room `runtime`).
+//! Not here: SQL of the outbox or inbox, decisions about refusals (`outbox::rules`), retries across
+//! sessions (`outbox::relay`, `inbox::consumer`).
 
 #[cfg(feature = "embedded")]
 pub mod embedded;
@@ -338,9 +338,9 @@ pub trait Subscriber: Send {
     /// Safe: no event is lost when dropped.
     async fn next(&mut self) -> Result<Event, BrokerError>;
 
-    /// Decides where sources that were just assigned begin (`policy::position`), and returns it.
-    /// `remembered` is what the consumer's database knows of each. A source for which this is not
-    /// called before the following `next` begins at the group's offset. Empty for a queue.
+    /// Decides where sources that were just assigned begin (`inbox::rules::position`), and returns
+    /// it. `remembered` is what the consumer's database knows of each. A source for which this is
+    /// not called before the following `next` begins at the group's offset. Empty for a queue.
     async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
         Ok(Vec::new())
     }

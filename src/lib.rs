@@ -79,10 +79,13 @@
 //! | `crates/cli`, `crates/testkit` | publisher, consumer, oncebox: the commands parse, wire and run; suites for adapters, a broker and keys in memory |
 //! | `app` | processes: programs, settings, connections by URL, signals, listener |
 //! | `http`, `grpc`, `client` | operations served and sent |
-//! | `operation` | the names of operations, for users |
-//! | `runtime` | relay, consumer, retries, sql handler, operations, e-mail sender |
-//! | `store`, `broker` | where state lives, and how bytes leave and arrive; they never see each other |
-//! | `observe`, `flock`, `message`, `policy`, `error` | metric names and health; turns at a SQLite file; what travels, what to decide: pure, no I/O, no clock |
+//! | `operation` | the engine, its three kinds of operations, and their names for users |
+//! | `outbox`, `inbox`, `email` | the work of one subject each: relay; consumer, retries, handlers; e-mail sender |
+//! | `store/postgres`, `store/mysql`, `store/sqlite`, `store/redis`, `broker/kafka`, `broker/rabbitmq`, `broker/embedded` → `store/sql` → `store/bounded`, `store/headers` | adapters, and what those of databases share; only `app` names an adapter |
+//! | `store`, `broker` | the names of all ports of databases; the port of brokers: they never see each other |
+//! | `operator` → `store/schema`, `store/statements` → `store/base` → `outbox/enqueue`, `operation/port` → `outbox/port`, `email/port` → `inbox/port` | ports: what the work needs of a database |
+//! | `outbox/rules`, `operation/rules` → `inbox/rules` | what each subject decides: pure, no I/O, no clock |
+//! | `observe`, `flock`, `time`, `text`, `message` → `error` | metric names and health; turns at a SQLite file; instants, leases, retries; hex and hosts; what travels; failures |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 // Without any store the code that stores share, and that programs run on a store, is not used.
@@ -147,13 +150,14 @@ pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;
 pub use error::{BrokerError, HandlerError, LimitError, StoreError};
-pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
+pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled};
 pub use inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 pub use inbox::rules::horizon::{Horizon, TopicRetention};
 pub use inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError};
 pub use message::{Message, NewMessage};
 pub use outbox::enqueue::{commit, enqueue, enqueue_all};
 pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
+pub use outbox::rules::diversion::DeadPolicy;
 pub use sqlx;
 pub use store::Store;
 pub use time::breaker::BreakerOptions;

@@ -41,9 +41,10 @@ pub use crate::inbox::port::{
     Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
     Purged, Standing, Undone,
 };
+pub use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 pub use crate::operation::port::phases::{
-    Driven, Due, FIRST_POINT, Leave, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Run, Sealed,
-    StoredEvidence, StoredIntent, StoredOperation, Taken,
+    Driven, Due, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Phases, Run, StoredIntent, StoredOperation,
+    Taken,
 };
 pub use crate::operation::port::{
     Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,

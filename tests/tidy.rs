@@ -5,22 +5,13 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/plan.rs"]
+mod plan;
 #[path = "tidy/schemas.rs"]
 mod schemas;
 #[path = "tidy/unused.rs"]
 mod unused;
 
-/// Rooms from top to bottom; a room may name only rooms of lower floors, or itself. Of what is a
-/// package of its own, cargo sees to that.
-const FLOORS: [&[&str]; 7] = [
-    &["crates/cli", "crates/testkit"],
-    &["app"],
-    &["http", "grpc", "client"],
-    &["operation"],
-    &["runtime"],
-    &["store", "broker"],
-    &["observe", "flock", "message", "policy", "error"],
-];
 const LINES_MAX: usize = 650;
 
 fn files_below(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -59,82 +50,10 @@ fn sources_below(directory: &str) -> Vec<(PathBuf, String)> {
         .collect()
 }
 
-fn room(path: &Path) -> Option<String> {
-    if let Some(package) = PACKAGES.iter().find(|package| path.starts_with(package)) {
-        return Some((*package).to_owned());
-    }
-    let inside = path.strip_prefix("src").ok()?;
-    let first = inside.components().next()?.as_os_str().to_str()?;
-    Some(first.trim_end_matches(".rs").to_owned())
-}
-
-fn floor(room: &str) -> Option<usize> {
-    FLOORS.iter().position(|floor| floor.contains(&room))
-}
-
-#[test]
-fn rooms_import_only_downwards() {
-    let mut wrong = Vec::new();
-    for (path, text) in sources_below("src") {
-        let Some(from) = room(&path).filter(|room| room != "lib") else { continue };
-        let from_floor = floor(&from).unwrap_or_else(|| panic!("{} is in no room that DESIGN knows", path.display()));
-        for (number, line) in text.lines().enumerate() {
-            // Documentation may point anywhere.
-            if line.trim_start().starts_with("//") {
-                continue;
-            }
-            for part in line.split("crate::").skip(1) {
-                let to: String = part.chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect();
-                let Some(to_floor) = floor(&to) else { continue };
-                let allowed =
-                    to == from || to_floor > from_floor || (to_floor == from_floor && from_floor == FLOORS.len() - 1);
-                if !allowed {
-                    wrong.push(format!("{}:{}: `{from}` names `{to}`", path.display(), number + 1));
-                }
-            }
-        }
-    }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-}
-
-/// Shown to fail: with two rooms exchanged in `FLOORS`; with another word in one of the tables.
-#[test]
-fn the_plan_is_the_same_on_the_page_in_the_library_and_here() {
-    let table = |text: &str| -> Vec<String> {
-        let lines = text.lines().map(|line| line.trim_start_matches("//!").trim());
-        let lines = lines.skip_while(|line| *line != "| rooms | for |").skip(2);
-        lines.take_while(|line| line.starts_with('|')).map(str::to_owned).collect()
-    };
-    let page = table(&read("ARCHITECTURE.md"));
-    assert_eq!(page, table(&read("src/lib.rs")));
-    let rooms = |row: &String| -> Vec<String> {
-        let (names, _) = row.trim_start_matches("| ").split_once(" | ").unwrap();
-        names.split(", ").map(|name| name.trim_matches('`').to_owned()).collect()
-    };
-    assert_eq!(page.iter().map(rooms).collect::<Vec<_>>(), FLOORS);
-}
-
-#[test]
-fn the_lowest_rooms_do_no_input_or_output() {
-    let forbidden = ["tokio::net", "std::fs", "std::net", "std::env", "SystemTime::now", "Instant::now", "Utc::now"];
-    let mut wrong = Vec::new();
-    for (path, text) in all_sources() {
-        if !matches!(room(&path).as_deref(), Some("message" | "policy")) {
-            continue;
-        }
-        for word in forbidden {
-            if text.lines().any(|line| !line.trim_start().starts_with("//") && line.contains(word)) {
-                wrong.push(format!("{}: {word}", path.display()));
-            }
-        }
-    }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-}
-
 #[test]
 fn only_app_and_cli_read_the_environment() {
     for (path, text) in all_sources() {
-        if matches!(room(&path).as_deref(), Some("app" | "crates/cli")) {
+        if matches!(plan::room(&path), Some("app" | "crates/cli")) {
             continue;
         }
         // Tests inside a file may: they start themselves anew with it.

@@ -222,6 +222,7 @@ impl FirstLook {
 }
 
 /// An error before the first connection is about the settings.
+#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 fn wrong_setting(error: BrokerError) -> AppError {
     match error {
         BrokerError::Refused(why) => AppError::usage(why),

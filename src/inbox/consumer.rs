@@ -12,9 +12,9 @@
 //! Beside it run the retries that are due later (`retries`), the purge of inbox rows older than the
 //! horizon (`purge`), and the record of how far each partition is done (`positions`).
 //!
-//! Not here: SQL of the inbox (`store`), and the rules (`policy`): which failures are transient and
-//! what runs again, which messages run alone, when the next try is, up to where to acknowledge,
-//! which messages are too old.
+//! Not here: SQL of the inbox (`store`), and the rules (`inbox::rules`): which failures are
+//! transient and what runs again, which messages run alone, when the next try is, up to where to
+//! acknowledge, which messages are too old.
 
 mod admission;
 mod alone;
@@ -55,7 +55,7 @@ use crate::store::Store;
 
 use handlers::ByKind;
 pub use handlers::Handlers;
-pub use options::{ConsumerOptions, DeadPolicy, Unhandled};
+pub use options::{ConsumerOptions, Unhandled};
 
 use crate::time::pace::{Pace, sleep_unless};
 use solo::Solo;

@@ -16,10 +16,11 @@
 //! (`store`).
 
 mod headers;
+pub(super) mod keeping;
 mod redact;
 mod seal;
 
-use super::endpoint::{Endpoint, EndpointError};
+use super::endpoint::Endpoint;
 use super::reply::{Keep, Reply};
 use crate::operation::port::stored::{pack as pack_headers, unpack as unpack_headers};
 use crate::operation::port::{Answer, AnswerBody, KeptBody};
@@ -28,32 +29,6 @@ use crate::operation::rules::{Fingerprint, Identity};
 
 use seal::FRAMED;
 pub use seal::{SealError, Sealer};
-
-/// Which parts of the answers of one operation are kept.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Keeping {
-    pub(super) headers: Vec<String>,
-    pub(super) redact: Vec<String>,
-    pub(super) body_max: usize,
-}
-
-impl Default for Keeping {
-    fn default() -> Self {
-        Self { headers: Vec::new(), redact: Vec::new(), body_max: 256 << 10 }
-    }
-}
-
-impl Keeping {
-    pub(super) fn validate(&self) -> Result<(), EndpointError> {
-        if let Some(name) = self.headers.iter().find(|name| headers::is_never(name)) {
-            return Err(EndpointError::Header(name.clone()));
-        }
-        match self.redact.iter().find(|pointer| !pointer.starts_with('/')) {
-            Some(pointer) => Err(EndpointError::Pointer(pointer.clone())),
-            None => Ok(()),
-        }
-    }
-}
 
 /// An answer, or the part of it that is known, to be kept.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -21,7 +21,6 @@ use tokio_util::task::TaskTracker;
 use super::admission::{Admission, Place};
 use super::codec::{self, Kept, SealError, Sealer};
 use super::endpoint::{Endpoint, EndpointError, Registered};
-use super::front::{Asking, Front};
 use super::live::Live;
 use super::memory::{BodyMemory, BodyPermit};
 use super::quota::StoredQuota;
@@ -274,12 +273,6 @@ impl Core {
     #[must_use]
     pub fn sealer(&self) -> &Sealer {
         &self.inner.sealer
-    }
-
-    /// A [`Front`] for one request: it decides what the request gets.
-    #[must_use]
-    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
-        Front::new(self.clone(), endpoint.clone(), asking)
     }
 
     /// Returns a permit for the request body of a tenant; it holds no bytes yet. Call

@@ -201,8 +201,16 @@ pub struct Front {
     body: Option<KeptBody>,
 }
 
+impl Core {
+    /// A [`Front`] for one request: it decides what the request gets.
+    #[must_use]
+    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
+        Front::new(self.clone(), endpoint.clone(), asking)
+    }
+}
+
 impl Front {
-    pub(super) fn new(engine: Core, endpoint: Registered, asking: Asking) -> Self {
+    fn new(engine: Core, endpoint: Registered, asking: Asking) -> Self {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
                 Some(Identity::new(scope, endpoint.operation().clone(), key.clone()))

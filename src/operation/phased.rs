@@ -17,6 +17,7 @@
 //! | `taken` | prepares the driver of an operation that was taken over |
 //! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and its release |
 //! | `evidence`, `vault` | how observations are stored |
+//! | `reasons` | why an operation is parked |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
 //! The worker is built with the service's flows, so it runs in the service's process:
@@ -24,8 +25,8 @@
 //! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
 //!
 //! Not here: what an answer proves and what the next step is
-//! ([`policy::operation::provider`](crate::operation::rules::provider)), which stage follows which
-//! (room `policy`), and the rows (`store`).
+//! ([`rules::provider`](crate::operation::rules::provider)), which stage follows which
+//! (`rules::flow`), and the rows (`store`).
 
 mod call;
 mod driver;
@@ -44,6 +45,7 @@ mod leaving;
 mod opening;
 mod phase;
 mod provider;
+mod reasons;
 mod recovery;
 mod registry;
 mod rerun;

@@ -25,6 +25,7 @@
 //! Not here: what is decided from a record ([`decide`](crate::operation::rules::decide())), and
 //! encryption of bodies.
 
+pub(crate) mod evidence;
 pub(crate) mod phases;
 pub(crate) mod stored;
 
@@ -40,7 +41,7 @@ use uuid::Uuid;
 use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::message::NewMessage;
-use crate::operation::port::phases::{NewEvidence, StoredEvidence};
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::rules::record::{Resource, Tombstone};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
@@ -428,8 +429,8 @@ pub trait Keys: Debug + Send + Sync + 'static {
 
     /// Stores which fingerprints this process reads and writes now (O21), and deletes the rows of
     /// processes that have announced nothing for a day.
-    /// [`KeyOperator::live_versions`](crate::operator::keys::KeyOperator::live_versions) shows them. A store
-    /// without operator commands keeps nothing.
+    /// [`KeyOperator::live_versions`](crate::operator::keys::KeyOperator::live_versions) shows
+    /// them. A store without operator commands keeps nothing.
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
         let _ = (process, versions);
         Ok(())

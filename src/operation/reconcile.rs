@@ -13,7 +13,7 @@ use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
-use crate::operation::port::phases::{NewEvidence, StoredEvidence};
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Outcome, late_runs};
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The decisions of the operation engine: whether a request is new or repeated, and how it is
 //! answered (O1 to O29).
 //!
@@ -9,8 +10,8 @@
 //!
 //! Guarantees:
 //!
-//! * No I/O, no clock, no random numbers: time is a [`DbTime`](crate::time::db_time::DbTime) argument,
-//!   chance is an argument.
+//! * No random numbers: time is a [`DbTime`](crate::time::db_time::DbTime) argument, chance is an
+//!   argument.
 //! * One table decides what may execute ([`decide()`]). Tests run it over all cases. Not here:
 //!   reading and writing records (`store`), and running operations (`operation`).
 //!
@@ -42,6 +43,7 @@ pub(crate) mod delivery;
 pub mod doubt;
 pub(crate) mod fingerprint;
 pub(crate) mod flow;
+mod framed;
 pub(crate) mod identity;
 pub(crate) mod json;
 pub(crate) mod key;
@@ -68,14 +70,3 @@ pub use self::keyring::{Keyring, Kid};
 pub use self::problem::Code;
 pub use self::record::{Mode, Record, State};
 pub use self::route::Route;
-
-/// Joins the parts. Each stands after its length in bytes, as eight bytes in big-endian order.
-fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
-    let parts = parts.into_iter();
-    let mut out = Vec::with_capacity(parts.clone().map(|part| part.len() + 8).sum());
-    for part in parts {
-        out.extend_from_slice(&(part.len() as u64).to_be_bytes());
-        out.extend_from_slice(part);
-    }
-    out
-}

@@ -22,9 +22,8 @@ use uuid::Uuid;
 
 use super::ActContext;
 use crate::error::StoreError;
-use crate::operation::port::phases::{
-    ENDED, FIRST_POINT, NewEvidence, Phases, Sealed, StoredIntent, StoredOperation, end_stage,
-};
+use crate::operation::port::evidence::{NewEvidence, Sealed};
+use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
 use crate::operation::port::{Fenced, Look, Outcome, late_runs};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;

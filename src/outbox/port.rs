@@ -126,7 +126,8 @@ impl Mark {
     }
 }
 
-/// A row of the dead and held table without its message: what [`crate::outbox::rules::diversion`] needs.
+/// A row of the dead and held table without its message: what
+/// [`crate::outbox::rules::diversion`] needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DivertedRow {
     /// The position of the row in the outbox.

@@ -11,7 +11,7 @@
 //! `pump` marks. Diverted rows return through `release`; rows of a blocked topic return after a
 //! `trial`, which runs beside the session.
 //!
-//! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`,
+//! Not here: the cursor (the store's), what a refusal means (`rules`: `isolate`,
 //! `diversion`).
 
 mod ending;

@@ -47,8 +47,11 @@ use tokio::time::timeout;
 
 use self::hosts::{Hosts, Watch};
 use crate::error::StoreError;
+#[cfg(feature = "mysql")]
 use crate::message::NewMessage;
-use crate::outbox::enqueue::{Enqueue, commit_error, enqueue_all};
+use crate::outbox::enqueue::commit_error;
+#[cfg(feature = "mysql")]
+use crate::outbox::enqueue::{Enqueue, enqueue_all};
 
 /// A pooled connection that was idle for longer is pinged before it is used.
 const RESTED: Duration = Duration::from_secs(1);
@@ -335,6 +338,7 @@ impl<Db: Remote> Bounded<Db> {
     }
 
     /// Enqueues messages on this connection, in the transaction that is open.
+    #[cfg(feature = "mysql")]
     pub(super) async fn enqueue(&mut self, messages: Vec<NewMessage>) -> Result<(), StoreError>
     where
         Db::Connection: Enqueue,

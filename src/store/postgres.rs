@@ -4,15 +4,16 @@
 //! Guarantees:
 //!
 //! * No committed row is lost, none is sent before its writer's commit is durable, and a long
-//!   transaction elsewhere stalls nothing (R1 to R9; the state machine is [`crate::outbox::rules::gaps`]).
+//!   transaction elsewhere stalls nothing (R1 to R9; the state machine is
+//!   [`crate::outbox::rules::gaps`]).
 //! * The doors are functions of the database; the Rust door calls the same ones, so no limit
 //!   depends on the language.
 //! * An effect commits together with its inbox row, and only in the transaction that inserted it
 //!   (R23, R24).
 //!
-//! Not here: brokers, decisions (room `policy`), and transaction poolers. Sessions set what the
-//! promises need, and a pooler that changes the server between statements would lose these
-//! settings: [`Schema::check`](crate::store::schema::Schema::check) refuses one.
+//! Not here: brokers, decisions (the `rules` of each subject), and transaction poolers. Sessions
+//! set what the promises need, and a pooler that changes the server between statements would lose
+//! these settings: [`Schema::check`](crate::store::schema::Schema::check) refuses one.
 
 mod check;
 mod connect;

@@ -67,6 +67,7 @@ use crate::inbox::port::ConsumerId;
 use crate::operation::port::{Fenced, Outcome, RecordFence};
 use crate::operation::rules::retention::Retention;
 use crate::store::statements::Dialect;
+#[cfg(any(feature = "mysql", feature = "sqlite"))]
 use crate::text::hex::hex;
 
 /// A value to bind; `None` is a null of its type.
@@ -123,6 +124,7 @@ impl Value {
     }
 
     /// A list as a JSON array; none for other values.
+    #[cfg(any(feature = "mysql", feature = "sqlite"))]
     pub(in crate::store) fn as_json_list(&self) -> Option<String> {
         let hexes = |bytes: &mut dyn Iterator<Item = &[u8]>| bytes.map(hex).collect::<Vec<_>>();
         Some(match self {
@@ -584,6 +586,11 @@ mod tests {
             "id in (select unhex(v.v) from json_table(?, '$[*]' columns (v varchar(1024) path '$')) v)"
         );
         assert_eq!(text(Dialect::Sqlite), "id in (select unhex(value) from json_each(?1))");
+    }
+
+    #[cfg(any(feature = "mysql", feature = "sqlite"))]
+    #[test]
+    fn a_list_of_ids_is_a_json_list_of_hex() {
         let list = Value::from(vec![Uuid::nil()]).as_json_list();
         assert_eq!(list.as_deref(), Some("[\"00000000000000000000000000000000\"]"));
     }

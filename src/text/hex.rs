@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Bytes as hexadecimal digits: the text form of hashes, ids and tokens.
 //!
 //! Promise: there is one form, in lower case. No other text is read back, so two different texts

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Splits a URL with several hosts into one URL for each host, in their order. Promise: all other
 //! parts of the URL stay as they are. Not here: connecting (`store`, `broker`).
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! A circuit breaker: it opens after failures in a row and stops calls to one service for a while.
 //!
 //! Guarantees: while the breaker is open it admits no attempt. When the open time is over it admits
@@ -5,7 +6,7 @@
 //! success closes it. It reads no clock: the caller passes the time since any fixed point.
 //!
 //! Not here: what counts as a failure, and what the caller does while it is open (`client`,
-//! `runtime`).
+//! `operation`).
 
 use std::time::Duration;
 
@@ -25,6 +26,7 @@ impl Default for BreakerOptions {
 }
 
 /// The circuit breaker of one service.
+#[cfg(feature = "client")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Breaker {
     options: BreakerOptions,
@@ -33,6 +35,7 @@ pub(crate) struct Breaker {
     shut_until: Option<Duration>,
 }
 
+#[cfg(feature = "client")]
 impl Breaker {
     /// A closed breaker, which lets every attempt through.
     #[must_use]
@@ -76,7 +79,7 @@ impl Breaker {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "client"))]
 mod tests {
     use super::*;
 

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The time of the database's clock: microseconds since 1970, UTC.
 //!
 //! Guarantees:

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Who owns a shard or a partition, and whether a session still holds its lease (R7, R22).
 //!
 //! Guarantees:

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! When a failed message is tried again, and when it is dead.
 //!
 //! Guarantees:

@@ -7,10 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use super::values::{ByteSize, Secret, Span, SpanOrNever};
 use crate::broker::Subscription;
-use crate::inbox::consumer::{ConsumerOptions, DeadPolicy, Unhandled};
+use crate::inbox::consumer::{ConsumerOptions, Unhandled};
 use crate::inbox::rules::horizon::Horizon;
 use crate::inbox::sql_handler::SqlSpec;
 use crate::outbox::relay::RelayOptions;
+use crate::outbox::rules::diversion::DeadPolicy;
 use crate::store::base::StoreOptions;
 
 /// All settings of the programs, as one configuration file holds them.

@@ -5,7 +5,7 @@
 //! is sent (R15). Opening waits until the producer has its id, so that the first message does not
 //! wait for it. Dropping the session purges what the client holds and waits for nothing.
 //!
-//! Not here: bounds and delivery reports (`window`), retries across sessions (room `runtime`).
+//! Not here: bounds and delivery reports (`window`), retries across sessions (`outbox::relay`).
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;

@@ -13,7 +13,7 @@
 //! is already collected. A confirm *with* a return tells nothing about its own row. So the channel
 //! publishes nothing new until all its confirms are in; then all returns are in too.
 //!
-//! Not here: what the runtime does about a refusal (room `policy`), and how long it waits for a
+//! Not here: what the runtime does about a refusal (`outbox::rules`), and how long it waits for a
 //! missing confirm.
 
 use std::collections::HashMap;

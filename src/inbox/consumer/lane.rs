@@ -3,8 +3,8 @@
 //!
 //! A message that fails is separated: the messages before it run again, then the failed one runs
 //! alone under the retry policy, then the rest, so a lane never reorders a key.
-//! [`crate::inbox::rules::split`] decides the parts; [`crate::inbox::rules::suspicion`] decides which messages
-//! are suspect.
+//! [`crate::inbox::rules::split`] decides the parts; [`crate::inbox::rules::suspicion`] decides
+//! which messages are suspect.
 
 use std::collections::HashSet;
 use std::sync::Arc;

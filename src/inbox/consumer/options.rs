@@ -5,17 +5,8 @@ use std::time::Duration;
 
 use crate::inbox::rules::horizon::Horizon;
 use crate::message::IdRule;
+use crate::outbox::rules::diversion::DeadPolicy;
 use crate::time::retry::RetryPolicy;
-
-/// What happens to the later messages of a key when one of its messages is dead.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum DeadPolicy {
-    /// They are held behind it until a person decides: the order is kept.
-    #[default]
-    Hold,
-    /// They are handled without it.
-    Skip,
-}
 
 /// What happens to a message whose kind no handler takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -5,7 +5,7 @@
 //! long as the database is away. After a crash, messages since then come again, and the inbox knows
 //! them.
 //!
-//! Not here: where a partition begins (`policy::position`), and the position at a clean end
+//! Not here: where a partition begins (`rules::position`), and the position at a clean end
 //! (`intake`).
 
 use std::collections::HashMap;

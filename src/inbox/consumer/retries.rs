@@ -8,7 +8,7 @@
 //! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
 //! while the database works for others postpones its message again and again and counts nothing.
 //!
-//! Not here: when the next try is (`policy::retry`), and the statements (`store::waiting`).
+//! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How long the inbox must remember message ids, and which unknown messages are too old or from the
 //! future to be called new (R31).
 //!

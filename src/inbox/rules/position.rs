@@ -1,4 +1,5 @@
-//! The offset at which a consumer begins to read a partition. Pure: no I/O, no clock.
+//! Pure: no I/O, no clock.
+//! The offset at which a consumer begins to read a partition.
 //!
 //! Promise: a partition never begins above the offset up to which the database knows that
 //! everything is done, whatever offset the group has committed at the broker. A database that went

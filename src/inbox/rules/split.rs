@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How a batch is run again after it was rolled back (R27).
 //!
 //! Guarantees:

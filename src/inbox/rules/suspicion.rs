@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Which deliveries run with their attempt counted first, and which of them alone, so that the
 //! attempts of a message that kills its process are counted (R26).
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The low-water mark of finished deliveries of one partition: the number up to which a consumer
 //! may commit offsets or acknowledge.
 //!

@@ -10,7 +10,7 @@ use std::fmt;
 #[cfg(feature = "encrypt")]
 use std::collections::BTreeMap;
 
-use crate::operation::port::phases::Sealed;
+use crate::operation::port::evidence::Sealed;
 use crate::operation::rules::Kid;
 
 /// The bytes are zstd.

@@ -13,7 +13,7 @@ use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
 use crate::operation::edge::heart::Heart;
-use crate::operation::port::phases::{NewEvidence, Sealed};
+use crate::operation::port::evidence::{NewEvidence, Sealed};
 use crate::operation::port::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, Outcome, Owned};
 use crate::operation::rules::classify::Settle;
 use crate::operation::rules::record::Tombstone;

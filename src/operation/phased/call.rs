@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use super::driver::{Driver, End, Next};
+use super::driver::{Asks, Driver, End, Next};
 use super::effect::Declared;
 use super::evidence::{self, By, Observation};
 use super::identity::ProviderKey;
@@ -19,15 +19,6 @@ use crate::operation::port::phases::{StoredIntent, StoredOperation};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::time::pace::Pace;
-
-/// Why a provider is queried.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asks {
-    /// The strategy of the effect allows nothing else.
-    Only,
-    /// To find the effect before it is sent again.
-    First,
-}
 
 /// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
 /// settles it if it answers the only send. After several sends a refusal is no reason to send again

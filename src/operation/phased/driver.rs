@@ -27,15 +27,13 @@ use std::time::Duration;
 use futures::FutureExt;
 use tokio_util::sync::CancellationToken;
 
-use super::call::Asks;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
 use super::flow::{AnyCommand, AnyFlow, Given};
 use super::hold::Hold;
-use super::leaving::gap_name;
-use super::opening::FIRST_ENDED;
 use super::phase::Context;
+use super::reasons::{FIRST_ENDED, gap_name};
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::handler::panic_text;
@@ -49,6 +47,15 @@ use crate::operation::rules::provider::{self, Gap, Sends, Step, Strategy, Verdic
 use crate::operation::{Kept, Reply};
 use crate::time::pace::{Since, sleep_unless};
 use crate::time::retry;
+
+/// Why a provider is queried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asks {
+    /// The strategy of the effect allows nothing else.
+    Only,
+    /// To find the effect before it is sent again.
+    First,
+}
 
 /// How often a phase runs again after a transient error of the database (R27).
 pub(super) const TRIES: u32 = 5;

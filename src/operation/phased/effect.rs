@@ -5,7 +5,7 @@
 //! with a [`Proven`], which only the driver makes, from evidence that settled an effect.
 //!
 //! Not here: what settles an effect
-//! ([`policy::operation::provider`](crate::operation::rules::provider)).
+//! ([`rules::provider`](crate::operation::rules::provider)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -28,7 +28,7 @@ use uuid::Uuid;
 
 use super::vault::Vault;
 use crate::error::StoreError;
-use crate::operation::port::phases::{NewEvidence, StoredEvidence};
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::rules::provider::{Evidence, Proof, Verdict};
 
 /// The largest number of bytes that are kept of what was observed.
@@ -189,7 +189,7 @@ pub(super) fn evidence(rows: &[Row]) -> Evidence {
 mod tests {
     use super::*;
     use crate::operation::Sealer;
-    use crate::operation::port::phases::Sealed;
+    use crate::operation::port::evidence::Sealed;
     use crate::operation::rules::provider::{Sends, Settled};
     use crate::time::db_time::DbTime;
 

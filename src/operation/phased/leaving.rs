@@ -17,9 +17,10 @@ use super::effect::Declared;
 use super::evidence;
 use crate::error::{HandlerError, StoreError};
 use crate::operation::port::Fenced;
-use crate::operation::port::phases::{Due, Leave, StoredEvidence, StoredIntent, StoredOperation};
+use crate::operation::port::evidence::StoredEvidence;
+use crate::operation::port::phases::{Due, Leave, StoredIntent, StoredOperation};
 use crate::operation::rules::flow::{PhaseEnd, Stage};
-use crate::operation::rules::provider::{Gap, Sends};
+use crate::operation::rules::provider::Sends;
 use crate::time::pace::Pace;
 use crate::time::retry;
 
@@ -216,18 +217,5 @@ impl Driver {
             (Fenced::Done, Leave::Park(_)) => End::Parked,
             (Fenced::Done, Leave::HandBack(_) | Leave::Doubt(_)) => End::Later,
         })
-    }
-}
-
-/// The reason as an operator reads it.
-pub(super) fn gap_name(gap: Gap) -> &'static str {
-    match gap {
-        Gap::NoMeans => "provider-without-key-or-query",
-        Gap::WindowOver => "provider-may-have-forgotten-the-key",
-        Gap::NotFound => "provider-did-not-find-it",
-        Gap::StoredError => "provider-replays-an-error",
-        Gap::Mismatch => "provider-mismatch",
-        Gap::DuplicateRefused => "accepted-duplicate-was-refused",
-        Gap::Attempts => "attempts-used-up",
     }
 }

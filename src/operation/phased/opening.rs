@@ -22,6 +22,7 @@ use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
 use super::identity::Identities;
 use super::phase::Context;
+use super::reasons::FIRST_ENDED;
 use super::registry::{Member, Phased};
 use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
@@ -35,9 +36,6 @@ use crate::operation::rules::{Code, Record};
 use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
 use crate::time::pace::Since;
-
-/// The reason to park an operation whose first phase may not be committed as a whole.
-pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
 
 /// The result of the first phase.
 pub(super) enum Opened {

@@ -2,7 +2,7 @@
 //! effect, and report the answer.
 //!
 //! The adapter does I/O and reads answers. What an answer proves, and the next step, is decided by
-//! [`policy::operation::provider`](crate::operation::rules::provider).
+//! [`rules::provider`](crate::operation::rules::provider).
 //!
 //! Rules for an adapter (O5, O7): it sends the bytes as they are given, under the given key.
 //! Redirects and retries of a client library are off. It returns [`Answer::NotConnected`] only if

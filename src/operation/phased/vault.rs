@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use crate::error::StoreError;
 use crate::operation::Sealer;
-use crate::operation::port::phases::Sealed;
+use crate::operation::port::evidence::Sealed;
 
 #[derive(Debug, Clone)]
 pub(super) struct Vault(Sealer);

@@ -37,10 +37,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::Basis;
 use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
-use crate::operation::port::{Begun, Fenced, KeyClaim, Operations, Outcome};
+use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, Outcome};
 use crate::operation::rules::Identity;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
@@ -53,15 +53,6 @@ pub const FIRST_POINT: &str = "RECEIVED";
 /// An operation is parked with a reason that ends like this when its handler ended the transaction
 /// of a phase.
 pub(crate) const ENDED: &str = "ended-its-transaction";
-
-/// Bytes as they are stored: plain, or encrypted under the key of this id.
-#[derive(Clone, PartialEq, Eq, Default)]
-pub struct Sealed {
-    /// The bytes as they are stored; the ciphertext where `kid` is set.
-    pub bytes: Vec<u8>,
-    /// The id of the key that encrypted them.
-    pub kid: Option<String>,
-}
 
 /// The values that a phased operation begins with.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -159,51 +150,6 @@ pub struct StoredIntent {
     pub sends: u32,
     /// `succeeded`, `failed` or `not-sent` once it is proven.
     pub outcome: Option<String>,
-}
-
-/// What was observed of an effect.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NewEvidence {
-    /// The id of the operation that was observed.
-    pub operation_id: Uuid,
-    /// The name of the effect; empty where the evidence is of no single effect.
-    pub effect: String,
-    /// The epoch of the observer.
-    pub epoch: i64,
-    /// The send that it answers, from 1; 0 for what answers none.
-    pub send: u32,
-    /// `answer`, `query`, `error`, `operator` or `run`.
-    pub kind: String,
-    /// The word of a [`Verdict`](crate::operation::rules::provider::Verdict::word); of an operator
-    /// `success`, `failure`, `waived`, `not-sent` or `indefinite`; of a run `success`, `failure`,
-    /// `not-sent` or `indefinite`.
-    pub verdict: String,
-    /// The status of the provider's answer.
-    pub status: Option<u16>,
-    /// What was observed, as its reader wrote it; never a secret in plain.
-    pub bytes: Sealed,
-}
-
-impl NewEvidence {
-    /// Whether it comes from a run that lost its lease, or from an operator about the run as a
-    /// whole.
-    pub(crate) fn is_of_run(&self) -> bool {
-        self.kind == "run" || (self.kind == "operator" && self.effect.is_empty())
-    }
-
-    /// Whether the provider only asks to be called again later.
-    pub(crate) fn asks_to_wait(&self) -> bool {
-        self.verdict == "wait"
-    }
-}
-
-/// Evidence as it is read.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StoredEvidence {
-    /// As it was written.
-    pub evidence: NewEvidence,
-    /// Database time of the row.
-    pub at: DbTime,
 }
 
 /// The result of `Phases::take_operation`.
@@ -357,12 +303,6 @@ pub(crate) fn follows(followed: Result<(), StoreError>) -> Result<(), StoreError
 /// The error where the record of an operation is gone or has another outcome.
 pub(crate) fn no_record(operation_id: Uuid) -> StoreError {
     StoreError::Corrupt(format!("the record of the operation {operation_id} is gone or has another outcome"))
-}
-
-impl std::fmt::Debug for Sealed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Sealed({} bytes, {:?})", self.bytes.len(), self.kid)
-    }
 }
 
 /// Duty: operations in phases.

@@ -11,6 +11,7 @@ use crate::operation::rules::retention::Retention;
 
 /// Up to how many bytes of headers and body an adapter may keep in the row of the claim. A page has
 /// room for several such rows, and the database need not move a row because of it.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 const SMALL_BODY_MAX: usize = 2_048;
 
 /// The error for a stored value that cannot be read.
@@ -87,6 +88,7 @@ impl<'a> Columns<'a> {
     }
 
     /// The body, if it fits into the row of its claim.
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(crate) fn small(&self) -> Option<&'a KeptBody> {
         self.kept.filter(|kept| {
             let headers: usize = kept.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
@@ -95,6 +97,7 @@ impl<'a> Columns<'a> {
     }
 
     /// The body, if it does not fit into the row of its claim.
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(crate) fn large(&self) -> Option<&'a KeptBody> {
         if self.small().is_some() { None } else { self.kept }
     }

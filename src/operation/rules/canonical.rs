@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The canonical form of a command: the bytes of which a fingerprint is the hash (M18 to M24).
 //!
 //! Guarantees:
@@ -22,7 +23,7 @@ use std::collections::{BTreeMap, HashMap};
 use uuid::Uuid;
 
 use super::decimal::Decimal;
-use super::framed;
+use super::framed::framed;
 
 /// Collects the fields of a command, or of a record inside it.
 #[derive(Debug, Clone, Default)]

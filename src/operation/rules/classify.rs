@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How a run ended, decided by what is certain and not only by the status code (O10, O12, O13, M69
 //! to M77).
 //!

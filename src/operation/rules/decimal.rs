@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Exact amounts: a whole number, and how many of its digits are after the point.
 //!
 //! Promise: all texts of one amount (`10`, `10.0`, `010.00`) give the same value with the same

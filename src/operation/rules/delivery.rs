@@ -1,9 +1,11 @@
+//! Pure: no I/O, no clock.
 //! The state of something that is sent to others: an e-mail or a webhook (O28).
 //!
 //! Guarantees: `sent` and `refused` are used only for what is proven. When a try may have arrived,
 //! the state holds the number of such tries and is never `refused` or `waiting`.
 //!
-//! Not here: what proves an outcome ([`provider`](super::provider)), and the senders (`runtime`).
+//! Not here: what proves an outcome ([`provider`](super::provider)), and the senders (`email`,
+//! `operation::phased`).
 
 use std::fmt;
 

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! What follows a transaction whose outcome is not known (O1, G12): the transaction of a
 //! transactional operation, or of a later phase of a phased one.
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Whether a second request is the same command as the first (M18 to M28, O21).
 //!
 //! Guarantees:
@@ -19,7 +20,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use super::canonical::FingerprintWriter;
-use super::framed;
+use super::framed::framed;
 use super::identity::{IdentityError, OperationName};
 use super::keyring::{Keyring, Kid};
 use super::versions::Versions;

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The stages of a phased operation, and how a phase may end in each (O9, O13, M32).
 //!
 //! ```text

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The identity of a request (tenant, operation and key), and its principal (O15, O16, O20).
 //!
 //! Guarantees:
@@ -18,7 +19,7 @@ use std::str::FromStr;
 
 use sha2::{Digest, Sha256};
 
-use super::framed;
+use super::framed::framed;
 use super::key::{Key, KeyError, KeyFormat};
 use super::keyring::{Keyring, KeyringError, Kid};
 use crate::text::hex::{hex, unhex};

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! One canonical text for each JSON document, for the generic layer when there is no typed command.
 //!
 //! Guarantees:

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The key that a client sends, by which a second request is recognised (O24).
 //!
 //! Guarantees:

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The server's secrets for hashes that must not be guessed offline, because an amount and an
 //! account have few possible values (O20, O21).
 //!

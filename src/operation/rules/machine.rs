@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How the record of a key may change its state (M31).
 //!
 //! ```text

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The seconds of `Retry-After` (M45, O29).
 //!
 //! Guarantees: the value is never 0, at most 30 before jitter, and grows for a key that keeps

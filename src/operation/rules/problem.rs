@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The table of all problem codes that the engine answers, for HTTP, gRPC and the client (M36,
 //! M120).
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! An outside provider: what its answers prove, and what to do next with an effect (O5 to O8, M78
 //! to M82).
 //!
@@ -19,8 +20,8 @@
 //! starts, so that a crash cannot lose it; let any process append evidence at any time; call
 //! [`Strategy::next`] in the transaction that decides, with the evidence that was read there (O8).
 //!
-//! Not here: the calls and their timeouts (`runtime`), an adapter's list of verdicts, and the rows
-//! (`store`).
+//! Not here: the calls and their timeouts (`operation::phased`), an adapter's list of verdicts, and
+//! the rows (`store`).
 
 mod verdict;
 

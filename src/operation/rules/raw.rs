@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The raw request as a command. The generic layer compares it when there is no typed command (M19,
 //! M22, pitfall 24).
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The record of a request as a store reads it, without the answer's body (M29, M33, M34).
 //!
 //! Guarantees:

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! What a client does after an attempt: send again, follow, end, or report that the outcome is
 //! unknown (O26, O27, M110).
 //!

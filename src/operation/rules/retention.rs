@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How long records and bodies are kept, and when they may be forgotten (O3, O23, M97 to M101).
 //!
 //! Guarantees:

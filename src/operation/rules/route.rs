@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The settings of one operation, chosen by the developer of the route (M4). Each is explicit and
 //! is checked when the service starts.
 //!

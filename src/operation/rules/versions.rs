@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Which fingerprints the live processes of a service read and write, and which process cannot read
 //! those of another (O21).
 //!

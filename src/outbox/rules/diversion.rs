@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Which rows go to the held table instead of the broker, so that no later row of a key or topic
 //! overtakes a row that could not be sent (R17).
 //!
@@ -22,6 +23,16 @@
 //! [`len`](Diversion::len).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+/// What happens to the later messages of a key when one of its messages is dead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeadPolicy {
+    /// They are held behind it until a person decides: the order is kept.
+    #[default]
+    Hold,
+    /// They are handled without it.
+    Skip,
+}
 
 /// Why a row is not sent to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The cursor over a PostgreSQL outbox. It reads rows in position order without waiting for open
 //! transactions, and it does not miss a row that commits late.
 //!

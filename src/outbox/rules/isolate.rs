@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Whether one message is the reason that a relay's sessions end (R16).
 //!
 //! Guarantees:
@@ -13,7 +14,7 @@
 //! ```
 //!
 //! Not here: messages that the broker refuses, the probe itself, and the pause between sessions
-//! (`runtime`). Nothing is persisted: a new process suspects no row.
+//! (`outbox::relay`). Nothing is persisted: a new process suspects no row.
 
 use std::collections::BTreeMap;
 

@@ -22,7 +22,8 @@ pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
 use crate::error::StoreError;
-use crate::operation::port::phases::{NewEvidence, Phases, StoredEvidence};
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
+use crate::operation::port::phases::Phases;
 use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
     Outcome, Owned,

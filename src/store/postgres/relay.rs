@@ -1,9 +1,9 @@
 //! A relay session: one ownership of one shard on one connection of its own.
 //!
-//! [`crate::outbox::rules::gaps`] decides the steps and what each must wait for (R2); this file runs their
-//! statements. Guarantees: every write is fenced by epoch and revision in the statement itself; a
-//! claim commits synchronously, after the read (R5); another server, a set-back sequence or rows
-//! out of order end the session (R7).
+//! [`crate::outbox::rules::gaps`] decides the steps and what each must wait for (R2); this file
+//! runs their statements. Guarantees: every write is fenced by epoch and revision in the statement
+//! itself; a claim commits synchronously, after the read (R5); another server, a set-back sequence
+//! or rows out of order end the session (R7).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

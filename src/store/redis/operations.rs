@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::connect::RedisKeys;
 use super::scripts;
 use crate::error::StoreError;
-use crate::operation::port::phases::{NewEvidence, StoredEvidence};
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::stored::{Columns, pack, unpack};
 use crate::operation::port::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};

@@ -24,9 +24,9 @@ pub(in crate::store) use self::tx::{fence_of, forget, same_times};
 use super::{Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::phases::{
-    Driven, Leave, NewEvidence, NewOperation, PhaseTx, Phases, Run, StoredEvidence, StoredOperation, Taken, follows,
-    no_record, unreadable,
+    Driven, Leave, NewOperation, PhaseTx, Phases, Run, StoredOperation, Taken, follows, no_record, unreadable,
 };
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, Outcome, Owned, RecordFence};
 use crate::operation::rules::Mode;

@@ -12,7 +12,7 @@
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
 //!   writer (R11).
 //!
-//! Not here: when a retry is due (`policy::retry`), acts of operators.
+//! Not here: when a retry is due (`time::retry`), acts of operators.
 
 use std::time::Duration;
 

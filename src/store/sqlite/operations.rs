@@ -21,7 +21,8 @@ pub(super) use self::tx::{Savepoint, staked};
 use super::connect::SqliteStore;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::operation::port::phases::{NewEvidence, Phases, StoredEvidence};
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
+use crate::operation::port::phases::Phases;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,

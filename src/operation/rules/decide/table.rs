@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The decision table. The first row whose conditions all hold gives the decision.
 //!
 //! Promise: a case that no row covers executes nothing. Tests show that there is no such case, and
@@ -8,7 +9,7 @@ use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
 use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
-use super::{Decision, InProgress, Lost, TakeOver};
+use super::decision::{Decision, InProgress, Lost, TakeOver};
 
 /// The kind of a request: the column for [`Asked`](super::Asked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! How the facts for the table are read from real records, at every edge of time.
 
 use std::time::Duration;
@@ -8,6 +9,7 @@ use uuid::Uuid;
 use super::super::canonical::FingerprintWriter;
 use super::super::key::{Key, KeyFormat};
 use super::super::keyring::Keyring;
+use super::super::problem::{Code, KeyState};
 use super::super::record::{Mode, Resource, State, StoredAnswer, Tombstone, tests::record};
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::*;

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Checks what the table must never do, in all combinations of facts, independently of its rows.
 //!
 //! Every property is also run against mutants of the table, and one of them must break it.

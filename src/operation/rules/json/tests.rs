@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Compares the canonical text with the examples of RFC 8785 and with `serde_json`.
 
 use proptest::prelude::*;

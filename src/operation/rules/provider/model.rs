@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Random histories of one effect against a provider: requests and answers are lost, requests
 //! arrive late, processes die or lose their lease during a call, the provider fails before and
 //! after the charge, and forgets keys, and an operator accepts a duplicate.

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The rules of providers, one test for each. The random histories are in `model.rs`.
 
 use super::*;

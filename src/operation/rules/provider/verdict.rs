@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! What one answer of a provider proves (O7). Promise: an answer that is not clear proves nothing.
 //! Not here: what all answers to an effect prove together ([`Evidence`](super::Evidence)).
 

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The state machine of one relay session over one shard: which positions to read, which gaps are
 //! open or closed, and what a mark persists (R2).
 //!

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The errors after which a cursor must not be used any more.
 //!
 //! Guarantee: the caller does the same after each of them. The session ends, its memory is dropped,

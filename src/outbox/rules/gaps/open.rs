@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The open gaps in memory: each range with its fence, its age and the state of its lock holders.
 //!
 //! Guarantees:

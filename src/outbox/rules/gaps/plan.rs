@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The values that the cursor and the adapter that runs its statements exchange.
 //!
 //! Guarantee: these are plain values. Only the cursor can make a [`ClaimTicket`], because the

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! Sets of positions as ascending half-open ranges: the form of the gaps in a shard's row.
 //!
 //! Guarantees:

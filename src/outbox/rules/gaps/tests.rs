@@ -1,5 +1,6 @@
+//! Pure: no I/O, no clock.
 //! The rules of the cursor, one test for each. Tests with random histories are in
-//! `tests/policy_gap_model`.
+//! `tests/rules/gap_model`.
 
 use super::*;
 

@@ -1,3 +1,4 @@
+//! Pure: no I/O, no clock.
 //! The batches that were read and are not marked yet, in read order.
 //!
 //! Guarantee: a batch leaves only at the front, together with all batches before it.

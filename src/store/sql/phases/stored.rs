@@ -4,7 +4,8 @@
 //! Columns are read by position, times in microseconds. Not here: the statements.
 
 use crate::error::StoreError;
-use crate::operation::port::phases::{NewEvidence, NewIntent, Sealed, StoredEvidence, StoredIntent, StoredOperation};
+use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
+use crate::operation::port::phases::{NewIntent, StoredIntent, StoredOperation};
 use crate::operation::port::stored::{corrupt, number};
 use crate::operation::rules::Identity;
 use crate::operation::rules::flow::Stage;

@@ -9,9 +9,10 @@ use uuid::Uuid;
 use super::{HeldPhase, PhaseStore, evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
+use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{
-    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, StoredEvidence, end_stage, may_advance,
-    no_effect, no_record, twice,
+    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, end_stage, may_advance, no_effect,
+    no_record, twice,
 };
 use crate::operation::port::{Basis, Begun, Fenced, Outcome, RecordFence};
 use crate::operation::rules::flow::Stage;

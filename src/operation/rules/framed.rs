@@ -1,0 +1,14 @@
+//! Pure: no I/O, no clock.
+//! Several parts as the bytes of one hash. Promise: other parts, or the same bytes cut elsewhere,
+//! give other bytes.
+
+/// Joins the parts. Each stands after its length in bytes, as eight bytes in big-endian order.
+pub(super) fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
+    let parts = parts.into_iter();
+    let mut out = Vec::with_capacity(parts.clone().map(|part| part.len() + 8).sum());
+    for part in parts {
+        out.extend_from_slice(&(part.len() as u64).to_be_bytes());
+        out.extend_from_slice(part);
+    }
+    out
+}
