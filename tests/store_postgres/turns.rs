@@ -1,5 +1,5 @@
-//! Plans that cannot turn: what every batch, poll and reading of the gauges asks is planned while the
-//! tables are small, and must look rows up by an index when they are large, although nobody
+//! Plans that cannot turn: what every batch, poll and reading of the gauges asks is planned while
+//! the tables are small, and must look rows up by an index when they are large, although nobody
 //! analysed them meanwhile.
 
 use std::time::Duration;
@@ -10,7 +10,7 @@ use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claim, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox,
     InboxEntry, KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, Outcome,
-    ParkAs, Parked, Phases, Proof, RelaySession, Scope, Sealed, StoreOptions, Waiting,
+    ParkAs, Parked, Phases, Proof, Scope, Sealed, StoreOptions, Waiting,
 };
 use uuid::Uuid;
 
@@ -260,14 +260,15 @@ async fn turns(database: Database, was_analysed: bool) {
 }
 
 // Shown to fail: by an update of rows by a list of numbers with a plan that is kept (all rows that
-// wait were read in order, twice).
+// wait were read in order, twice); by `=` between the ids of a record and its operation.
 #[tokio::test]
 async fn no_plan_of_an_empty_table_scans_it_when_it_is_large() {
     let test = "no_plan_of_an_empty_table_scans_it_when_it_is_large";
     with_database(test, |database| turns(database, false)).await;
 }
 
-// Shown to fail: by tables that are analysed when they have 60 rows (six tables were read in order).
+// Shown to fail: by tables that are analysed when they have 60 rows (six tables were read in
+// order).
 #[tokio::test]
 async fn no_plan_of_a_table_as_small_as_is_ever_analysed_scans_it_when_it_is_large() {
     let test = "no_plan_of_a_table_as_small_as_is_ever_analysed_scans_it_when_it_is_large";

@@ -80,8 +80,8 @@ const ADMIT_BOTH: &str = concat!(
     ") select * from timed union all select * from untimed"
 );
 
-/// From `from` on: the rows `i` of some ids. Each id is one index lookup: a plan for `= any` that was
-/// made while the table was empty, or without statistics, reads all of it when it is large.
+/// From `from` on: the rows `i` of some ids. Each id is one index lookup: a plan for `= any` that
+/// was made while the table was empty, or without statistics, reads all of it when it is large.
 macro_rules! of_ids {
     ($table:literal, $ids:literal) => {
         concat!(

@@ -156,8 +156,8 @@ async fn a_list_costs_no_more_the_more_is_held() {
     assert!(steps < 500, "{steps} thousand steps");
 }
 
-/// Shown to fail: by counting dead rows without an index, behind those that are held; by an estimate
-/// of the pending rows with `min` and `max` in one statement (all rows are read).
+/// Shown by: counting dead rows without an index, behind those that are held; an estimate of the
+/// pending rows with `min` and `max` in one statement (all rows are read).
 #[tokio::test]
 async fn g11_the_gauges_cost_no_more_the_more_there_is() {
     let directory = tempfile::tempdir().unwrap();
