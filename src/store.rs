@@ -74,7 +74,9 @@ pub use relay::{
     RelaySession, RequestedAct,
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
-pub use statements::{Dialect, Piece, SqlValue, Statements, ends_transaction, split as split_named};
+pub use statements::{
+    Dialect, Piece, SetError, SqlValue, Statements, ends_transaction, first_word, split as split_named,
+};
 pub use waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 
 /// Returns the connection of a transaction with its type; refused where the database is of another
