@@ -141,7 +141,7 @@ async fn body(
                     Outcome::Unhandled
                 }
                 Some((number, handler)) => {
-                    let (in_sets, lane) = (handler.takes_sets(), item.message.lane_id());
+                    let (in_sets, lane) = (handler.takes_sets(), item.lane_id);
                     wanted.push(Wanted { item: index, handler: number, in_sets, lane });
                     Outcome::Processed
                 }

@@ -79,8 +79,7 @@ impl Statements for PostgresStore {
             Piece::Param(name) => Some(name.clone()),
             Piece::Text(_) => None,
         });
-        let parameters: Vec<_> =
-            names.enumerate().map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
+        let parameters: Vec<_> = names.enumerate().map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
         let types = (1..=parameters.len()).map(|number| type_of(number).to_owned()).collect();
         let (sql, pieces) = (String::leak(sql), pieces.to_vec());
         Ok(PostgresStatement { sql, parameters, pieces, types, returns_rows })
@@ -104,7 +103,8 @@ impl Statements for PostgresStore {
         let mut connection = self.dedicated().await?;
         connection.begin("begin").await?;
         // Without a message the block does nothing, but the server reads it.
-        let nobody = set.parameters.iter().fold(sqlx::query(set.hand_over), |query, _| query.bind(Vec::<String>::new()));
+        let nobody =
+            set.parameters.iter().fold(sqlx::query(set.hand_over), |query, _| query.bind(Vec::<String>::new()));
         let read = match nobody.run(&mut connection).await {
             Ok(_) => sqlx::query(set.block).run(&mut connection).await,
             Err(error) => Err(error),
@@ -173,9 +173,8 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
     if parameters.is_empty() {
         return None;
     }
-    let each = |one: &dyn Fn(usize) -> String, between: &str| {
-        (0..parameters.len()).map(one).collect::<Vec<_>>().join(between)
-    };
+    let each =
+        |one: &dyn Fn(usize) -> String, between: &str| (0..parameters.len()).map(one).collect::<Vec<_>>().join(between);
     let hand_over =
         each(&|number| format!("set_config('oncebox.values_{number}', ${}::text[]::text, true)", number + 1), ", ");
     let declared = each(&|number| format!("oncebox_value_{number} text;"), " ");
