@@ -140,6 +140,7 @@ pub struct HandlerError {
     transient: bool,
     may_be_its_own: bool,
     late: bool,
+    of: Option<usize>,
 }
 
 impl HandlerError {
@@ -147,7 +148,7 @@ impl HandlerError {
     pub fn retryable(error: impl std::fmt::Display) -> Self {
         let (terminal, retry_after, transient, may_be_its_own, late) = (false, None, false, false, false);
         let message = classify::without_frame(error.to_string());
-        Self { message, terminal, retry_after, transient, may_be_its_own, late }
+        Self { message, terminal, retry_after, transient, may_be_its_own, late, of: None }
     }
 
     /// No retry can help: the message becomes dead at once.
@@ -180,6 +181,16 @@ impl HandlerError {
     /// lock. The next try may take as long.
     pub(crate) fn is_late(&self) -> bool {
         self.late
+    }
+
+    /// The same error, which belongs to the message with this index in the set.
+    pub(crate) fn of_message(self, index: usize) -> Self {
+        Self { of: Some(index), ..self }
+    }
+
+    /// The index of the message in the set to which the error belongs, if the handler told it.
+    pub(crate) fn message_index(&self) -> Option<usize> {
+        self.of
     }
 
     /// Whether the handler's own statement may be the reason for a transient failure.

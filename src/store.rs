@@ -34,7 +34,9 @@ pub mod sqlite;
 
 pub use self::base::{Base, StoreOptions};
 pub use self::schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
-pub use self::statements::{Dialect, Piece, SqlValue, Statements, ends_transaction, split as split_named};
+pub use self::statements::{
+    Dialect, Piece, SetError, SqlValue, Statements, ends_transaction, first_word, split as split_named,
+};
 pub use crate::email::port::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use crate::inbox::port::waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 pub use crate::inbox::port::{

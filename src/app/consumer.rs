@@ -239,7 +239,9 @@ impl Run<'_> {
                 }
             };
             handlers = match &on.kind {
+                Some(kind) if handler.gains_by_sets() => handlers.on_batch(kind.clone(), handler),
                 Some(kind) => handlers.on(kind.clone(), handler),
+                None if handler.gains_by_sets() => handlers.otherwise_batch(handler),
                 None => handlers.otherwise(handler),
             };
         }

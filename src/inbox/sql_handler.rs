@@ -1,5 +1,6 @@
 //! The sql handler: runs a team's statements in the inbox transaction, so any table becomes an
-//! exactly-once sink without Rust code.
+//! exactly-once sink without Rust code. Several messages are handled in a few round trips where the
+//! database can; then the error still tells the message that failed.
 //!
 //! Promise: values are bound, never spliced into the text. Numbers keep their digits. A parameter
 //! whose source is missing is a terminal failure that names it, unless it is listed as optional.
@@ -9,10 +10,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use async_trait::async_trait;
 
 use crate::error::{HandlerError, StoreError};
-use crate::inbox::handler::{HandlerTx, MessageHandler};
+use crate::inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 use crate::message::{Message, pointer};
 use crate::store::Store;
-use crate::store::statements::{Piece, SqlValue, Statements, ends_transaction, split as split_named};
+use crate::store::statements::{Piece, SetError, SqlValue, Statements, ends_transaction, split as split_named};
+
+/// The most bytes of payloads in one call of the database. The values are held several times at
+/// once, here and on the server.
+const BYTES_MAX: usize = 1 << 20;
 
 /// The configuration of a sql handler.
 #[derive(Debug, Clone, Default)]
@@ -127,10 +132,13 @@ impl Source {
     }
 }
 
-/// A handler that runs prepared statements with values from the message.
+/// A handler that runs prepared statements with values from the message. It takes single messages
+/// and sets.
 #[derive(Debug)]
 pub struct SqlHandler<S: Statements> {
     statements: Vec<S::Statement>,
+    /// The statements for several messages, where the database can run them so.
+    set: Option<S::Set>,
     sources: BTreeMap<String, Source>,
     optional: BTreeSet<String>,
 }
@@ -173,7 +181,16 @@ impl<S: Statements> SqlHandler<S> {
                 .ok_or_else(|| SqlSpecError::UnknownSource { name: name.clone(), source_text: text.clone() })?;
             sources.insert(name, source);
         }
-        Ok(Self { statements, sources, optional: spec.optional.into_iter().collect() })
+        let set = store.prepare_set(&statements).await;
+        let set = set.map_err(|error| SqlSpecError::Refused { statement: spec.statements.join("; "), error })?;
+        Ok(Self { statements, set, sources, optional: spec.optional.into_iter().collect() })
+    }
+
+    /// Whether the database runs the statements for several messages in a few round trips, so that
+    /// it gains something to give this handler sets.
+    #[must_use]
+    pub fn gains_by_sets(&self) -> bool {
+        self.set.is_some()
     }
 
     fn values(&self, message: &Message) -> Result<BTreeMap<String, SqlValue>, HandlerError> {
@@ -199,4 +216,46 @@ impl<S: Store> MessageHandler<S> for SqlHandler<S> {
         }
         Ok(())
     }
+}
+
+#[async_trait]
+impl<S: Store> BatchMessageHandler<S> for SqlHandler<S> {
+    async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        let mut from = 0;
+        while from < messages.len() {
+            let end = end_of_part(messages, from);
+            match &self.set {
+                Some(set) if end - from > 1 => {
+                    let mut values = Vec::with_capacity(end - from);
+                    for (index, message) in messages.iter().enumerate().take(end).skip(from) {
+                        values.push(self.values(message).map_err(|error| error.of_message(index))?);
+                    }
+                    if let Err(SetError { at, error }) = S::execute_set(tx.connection(), set, &values).await {
+                        let error = HandlerError::from(error);
+                        return Err(match at {
+                            Some(at) => error.of_message(from + at),
+                            None => error,
+                        });
+                    }
+                }
+                _ => {
+                    for (index, message) in messages.iter().enumerate().take(end).skip(from) {
+                        self.handle(message, tx).await.map_err(|error| error.of_message(index))?;
+                    }
+                }
+            }
+            from = end;
+        }
+        Ok(())
+    }
+}
+
+/// The end of the messages, at least one, that go to the database together.
+fn end_of_part(messages: &[&Message], from: usize) -> usize {
+    let mut bytes = 0;
+    let fits = |message: &&&Message| {
+        bytes += message.payload.len();
+        bytes <= BYTES_MAX
+    };
+    from + messages[from..].iter().take_while(fits).count().max(1)
 }

@@ -12,7 +12,7 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
-pub use named::{Dialect, Piece, ends_transaction, split};
+pub use named::{Dialect, Piece, ends_transaction, first_word, split};
 
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]
@@ -48,10 +48,22 @@ impl Debug for SqlValue {
     }
 }
 
+/// Why the statements of several messages failed.
+#[derive(Debug)]
+pub struct SetError {
+    /// The index of the message whose statement failed, where the server tells.
+    pub at: Option<usize>,
+    /// The error of the server.
+    pub error: StoreError,
+}
+
 /// Duty: preparing and running a team's own statements.
 pub trait Statements: Base {
     /// A statement that the server has prepared without an error.
     type Statement: Debug + Send + Sync + 'static;
+
+    /// The statements of a handler in the form that runs them for several messages.
+    type Set: Debug + Send + Sync + 'static;
 
     /// The dialect in which strings, comments and names are written.
     fn dialect() -> Dialect;
@@ -67,4 +79,19 @@ pub trait Statements: Base {
         statement: &Self::Statement,
         values: &BTreeMap<String, SqlValue>,
     ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// Makes one text of the statements of a handler, which runs them for several messages. None
+    /// where the server cannot run them so, or where it gains nothing.
+    fn prepare_set(
+        &self,
+        statements: &[Self::Statement],
+    ) -> impl Future<Output = Result<Option<Self::Set>, StoreError>> + Send;
+
+    /// Runs the statements for each message in order, as [`Statements::execute`] would one after
+    /// another, in a few round trips. `values` has the values of each message.
+    fn execute_set(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        set: &Self::Set,
+        values: &[BTreeMap<String, SqlValue>],
+    ) -> impl Future<Output = Result<(), SetError>> + Send;
 }

@@ -40,6 +40,8 @@ pub(crate) trait Sql: Store {
 
     async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error>;
     async fn texts(&self, sql: &str) -> Vec<String>;
+    /// The same, inside a transaction.
+    async fn texts_in(connection: &mut Connection<Self>, sql: &str) -> Vec<String>;
     /// Enqueues in one transaction; committed or not.
     async fn enqueue_all(&self, messages: Vec<NewMessage>, commit: bool) -> Vec<Uuid>;
 }
@@ -57,6 +59,10 @@ macro_rules! sql {
 
             async fn texts(&self, sql: &str) -> Vec<String> {
                 sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_all(self.pool()).await.unwrap()
+            }
+
+            async fn texts_in(connection: &mut Connection<Self>, sql: &str) -> Vec<String> {
+                sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_all(connection).await.unwrap()
             }
 
             async fn enqueue_all(&self, messages: Vec<NewMessage>, commit: bool) -> Vec<Uuid> {

@@ -40,4 +40,5 @@ mod sender;
 mod sets;
 mod smtp;
 mod sql;
+mod sql_sets;
 mod stop;

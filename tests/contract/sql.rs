@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use super::kit::{Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
 
-fn spec(statement: &str, params: &[(&str, &str)], optional: &[&str]) -> SqlSpec {
+pub(super) fn spec(statement: &str, params: &[(&str, &str)], optional: &[&str]) -> SqlSpec {
     SqlSpec {
         statements: vec![statement.to_owned()],
         params: params
@@ -20,7 +20,7 @@ fn spec(statement: &str, params: &[(&str, &str)], optional: &[&str]) -> SqlSpec 
     }
 }
 
-fn deliver(broker: &MemoryBroker, key: &str, payload: &str) {
+pub(super) fn deliver(broker: &MemoryBroker, key: &str, payload: &str) {
     let id = Uuid::now_v7().to_string();
     let headers = [("ce_id", id.as_bytes()), ("ce_type", b"made".as_slice()), ("region", b"eu".as_slice())];
     broker.append("t", Some(key.as_bytes()), &headers, Some(payload.as_bytes()));

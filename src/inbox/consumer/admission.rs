@@ -32,11 +32,12 @@ pub(super) enum Fate {
 /// Inserts the ids first. If a batch has an id twice, the first delivery counts, and the hashes are
 /// compared in memory (R32).
 pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fate>, StoreError> {
-    let mut winners: HashMap<MessageId, usize> = HashMap::with_capacity(items.len());
+    // By id: the index of the item that counts, and that of its entry.
+    let mut winners: HashMap<MessageId, (usize, usize)> = HashMap::with_capacity(items.len());
     let mut entries = Vec::with_capacity(items.len());
     for (index, item) in items.iter().enumerate() {
         if let Entry::Vacant(vacant) = winners.entry(item.message.id) {
-            vacant.insert(index);
+            vacant.insert((index, entries.len()));
             entries.push(InboxEntry { id: item.message.id, hash: item.hash });
         }
     }
@@ -48,10 +49,9 @@ pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fa
             entries.len()
         )));
     }
-    let known: HashMap<MessageId, _> = entries.iter().map(|entry| entry.id).zip(admission.known).collect();
     let fate = |(index, item): (usize, &Item)| {
-        let winner = winners[&item.message.id];
-        let standing = match known[&item.message.id] {
+        let (winner, entry) = winners[&item.message.id];
+        let standing = match admission.known[entry] {
             Some(known) => known.hash,
             None if winner == index => return Fate::New,
             None => items[winner].hash,
@@ -69,14 +69,14 @@ async fn look_around(tx: &mut dyn InboxTx, items: &[Item], fates: &mut [Fate]) -
     if new.is_empty() {
         return Ok(());
     }
-    let lanes: HashSet<_> = new.iter().filter_map(|index| items[*index].message.lane_id()).collect();
+    let lanes: HashSet<_> = new.iter().filter_map(|index| items[*index].lane_id).collect();
     let standing = tx.standing(&lanes.into_iter().collect::<Vec<_>>()).await?;
     let mut out_of_time = HashMap::new();
     for index in new {
         let item = &items[index];
         if let Some(reason) = verdict(item, standing.bounds) {
             out_of_time.insert(item.message.id, reason);
-        } else if item.message.lane_id().is_some_and(|lane| standing.blocked.contains(&lane)) {
+        } else if item.lane_id.is_some_and(|lane| standing.blocked.contains(&lane)) {
             fates[index] = Fate::Behind;
         }
     }

@@ -28,7 +28,7 @@ pub(super) struct Aside {
 
 impl Aside {
     pub(super) fn put(&mut self, item: Item) {
-        if item.message.lane_id().is_none_or(|lane| self.keys.insert(lane)) {
+        if item.lane_id.is_none_or(|lane| self.keys.insert(lane)) {
             self.heads.push(self.items.len());
         }
         self.items.push_back(item);
@@ -37,7 +37,7 @@ impl Aside {
 
     /// Whether an older message of the same key is set aside.
     pub(super) fn is_before(&self, item: &Item) -> bool {
-        !self.keys.is_empty() && item.message.lane_id().is_some_and(|lane| self.keys.contains(&lane))
+        !self.keys.is_empty() && item.lane_id.is_some_and(|lane| self.keys.contains(&lane))
     }
 
     /// Returns when the next check is due; never if no message is set aside.

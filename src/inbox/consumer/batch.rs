@@ -141,7 +141,7 @@ async fn body(
                     Outcome::Unhandled
                 }
                 Some((number, handler)) => {
-                    let (in_sets, lane) = (handler.takes_sets(), item.message.lane_id());
+                    let (in_sets, lane) = (handler.takes_sets(), item.lane_id);
                     wanted.push(Wanted { item: index, handler: number, in_sets, lane });
                     Outcome::Processed
                 }
@@ -160,8 +160,12 @@ async fn body(
         let Err(error) = result else { continue };
         return Ok(Body::Rollback(match called.as_slice() {
             [only] => BatchEnd::Failed(*only, error),
-            [first, ..] if error.is_transient() => BatchEnd::Failed(*first, error),
-            _ => BatchEnd::Unclear(error.message().to_owned()),
+            [first, ..] => match error.message_index().and_then(|index| called.get(index)) {
+                Some(its) => BatchEnd::Failed(*its, error),
+                None if error.is_transient() => BatchEnd::Failed(*first, error),
+                None => BatchEnd::Unclear(error.message().to_owned()),
+            },
+            [] => BatchEnd::Unclear(error.message().to_owned()),
         }));
     }
     // The proof comes before our own statements: in an aborted transaction these would fail and

@@ -42,6 +42,8 @@ impl Source {
 pub(super) struct Item {
     pub(super) message: Message,
     pub(super) hash: ContentHash,
+    /// The lane id of the message, which is a hash: made once. `None` without a key.
+    pub(super) lane_id: Option<[u8; 16]>,
     /// Why the message has no usable id; `None` if it has one.
     pub(super) unusable: Option<String>,
     pub(super) source: Arc<Source>,
@@ -58,8 +60,8 @@ impl Item {
             Ok(message) => (message, None),
             Err(unusable) => (unusable.message, Some(unusable.reason)),
         };
-        let hash = message.content_hash();
-        Self { message, hash, unusable, source, sequence, redelivered, is_aside: false }
+        let (hash, lane_id) = (message.content_hash(), message.lane_id());
+        Self { message, hash, lane_id, unusable, source, sequence, redelivered, is_aside: false }
     }
 
     /// Whether the inbox must be read before this item runs.
@@ -75,7 +77,7 @@ impl Item {
 
     /// The number of the lane for this item: all items of a key go to the same lane.
     pub(super) fn lane(&self, lanes: usize) -> usize {
-        let bytes = self.message.lane_id().unwrap_or_else(|| self.message.id.bytes());
+        let bytes = self.lane_id.unwrap_or_else(|| self.message.id.bytes());
         // The last bytes, because a v7 id begins with its time.
         let number =
             u64::from_be_bytes([bytes[8], bytes[9], bytes[10], bytes[11], bytes[12], bytes[13], bytes[14], bytes[15]]);

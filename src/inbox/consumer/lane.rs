@@ -6,7 +6,7 @@
 //! [`crate::inbox::rules::split`] decides the parts; [`crate::inbox::rules::suspicion`] decides
 //! which messages are suspect.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -190,9 +190,11 @@ impl Lane {
             Ok(BatchEnd::Done(outcomes)) => {
                 self.went_well();
                 self.wake_parked(&items, &outcomes).await;
-                for (item, outcome) in items.iter().zip(outcomes) {
-                    observe::delivered(&self.shared.options.name, outcome, 1);
-                    self.report(item, true);
+                items.iter().for_each(|item| self.report(item, true));
+                let mut counts: HashMap<Outcome, u64> = HashMap::new();
+                outcomes.into_iter().for_each(|outcome| *counts.entry(outcome).or_default() += 1);
+                for (outcome, count) in counts {
+                    observe::delivered(&self.shared.options.name, outcome, count);
                 }
             }
             Ok(BatchEnd::Failed(index, error)) if error.is_transient() && !error.is_late() => {
@@ -225,7 +227,7 @@ impl Lane {
     /// head meanwhile.
     async fn wake_parked(&self, items: &[Item], outcomes: &[Outcome]) {
         let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == Outcome::Retried);
-        let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.message.lane_id()).collect();
+        let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.lane_id).collect();
         if lanes.is_empty() {
             return;
         }

@@ -5,10 +5,14 @@
 //! other number as its digits, cast to a DECIMAL of exactly that scale. A time is bound as a time,
 //! because no column accepts its form in a payload.
 //!
+//! For several messages their statements stand one after another in a block, which MariaDB runs in
+//! one round trip with the parameters of all of them. MySQL has no such block.
+//!
 //! A table without transactions is refused: its row would stay when the inbox row is rolled back,
 //! and be written again at the redelivery.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 
 use sqlx::mysql::MySqlArguments;
 use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
@@ -16,7 +20,7 @@ use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 use super::{MySqlStore, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::statements::{Dialect, Piece, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements};
 
 /// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;
@@ -31,8 +35,20 @@ pub struct MySqlStatement {
     pieces: Vec<Piece>,
 }
 
+/// How many messages are in one block, so that a batch needs few blocks and the server remembers
+/// few texts.
+const BLOCKS: [usize; 6] = [64, 32, 16, 8, 4, 2];
+
+/// The statements of a handler, and the blocks of them. Interned as the texts of statements are.
+#[derive(Debug)]
+pub struct MySqlSet {
+    statements: Vec<Vec<Piece>>,
+    blocks: [&'static str; BLOCKS.len()],
+}
+
 impl Statements for MySqlStore {
     type Statement = MySqlStatement;
+    type Set = MySqlSet;
 
     fn dialect() -> Dialect {
         Dialect::MySql
@@ -52,27 +68,7 @@ impl Statements for MySqlStore {
         values: &BTreeMap<String, SqlValue>,
     ) -> Result<u64, StoreError> {
         let mut arguments = MySqlArguments::default();
-        let mut casts: BTreeMap<&str, String> = BTreeMap::new();
-        for piece in &statement.pieces {
-            let Piece::Param(name) = piece else { continue };
-            let added = match values.get(name) {
-                None | Some(SqlValue::Null) => arguments.add(None::<String>),
-                Some(SqlValue::Bool(value)) => arguments.add(i64::from(*value)),
-                Some(SqlValue::Number(digits)) => match Exact::of(digits) {
-                    Exact::Signed(number) => arguments.add(number),
-                    Exact::Unsigned(number) => arguments.add(number),
-                    Exact::Decimal { digits, scale } => {
-                        casts.insert(name, format!("cast(? as decimal({DIGITS_MAX},{scale}))"));
-                        arguments.add(digits)
-                    }
-                    Exact::Beyond => arguments.add(digits.clone()),
-                },
-                Some(SqlValue::Time(time)) => arguments.add(*time),
-                Some(SqlValue::Text(text) | SqlValue::Json(text)) => arguments.add(text.clone()),
-                Some(SqlValue::Bytes(bytes)) => arguments.add(bytes.clone()),
-            };
-            added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
-        }
+        let casts = bind(&mut arguments, &statement.pieces, values)?;
         let done = if casts.is_empty() {
             sqlx::query_with(statement.plain, arguments).execute(connection).await?
         } else {
@@ -81,6 +77,117 @@ impl Statements for MySqlStore {
         };
         Ok(done.rows_affected())
     }
+
+    async fn prepare_set(&self, statements: &[MySqlStatement]) -> Result<Option<MySqlSet>, StoreError> {
+        let statements: Vec<Vec<Piece>> = statements.iter().map(|statement| of_block(&statement.pieces)).collect();
+        let plain = |_: usize, pieces: &[Piece]| text(pieces, |_| "?".to_owned());
+        let blocks = BLOCKS.map(|messages| block(&statements, messages, plain));
+        let mut connection = self.pool.acquire().await?;
+        let prepared = connection.prepare(AssertSqlSafe(blocks[BLOCKS.len() - 1].clone())).await.map(drop);
+        match prepared.map_err(StoreError::from) {
+            Ok(()) => Ok(Some(MySqlSet { statements, blocks: blocks.map(|block| &*String::leak(block)) })),
+            Err(error) if error.is_transient() => Err(error),
+            Err(error) => {
+                tracing::debug!(%error, "the statements of a handler run message by message");
+                Ok(None)
+            }
+        }
+    }
+
+    async fn execute_set(
+        connection: &mut MySqlConnection,
+        set: &MySqlSet,
+        values: &[BTreeMap<String, SqlValue>],
+    ) -> Result<(), SetError> {
+        let mut from = 0;
+        while from < values.len() {
+            let left = values.len() - from;
+            let size = BLOCKS.iter().position(|messages| *messages <= left).unwrap_or(BLOCKS.len() - 1);
+            // The last message of an odd number has no block.
+            let part = &values[from..from + BLOCKS[size].min(left)];
+            let (mut arguments, mut casts) = (MySqlArguments::default(), Vec::new());
+            for (at, values) in part.iter().enumerate() {
+                for pieces in &set.statements {
+                    let bound = bind(&mut arguments, pieces, values);
+                    casts.push(bound.map_err(|error| SetError { at: Some(from + at), error })?);
+                }
+            }
+            let done = if part.len() == BLOCKS[size] && casts.iter().all(BTreeMap::is_empty) {
+                sqlx::query_with(set.blocks[size], arguments).execute(&mut *connection).await
+            } else {
+                // The scales of the numbers differ from batch to batch: this text comes once.
+                let cast = |number: usize, pieces: &[Piece]| {
+                    text(pieces, |name| casts[number].get(name).map_or("?", String::as_str).to_owned())
+                };
+                let sql = AssertSqlSafe(block(&set.statements, part.len(), cast));
+                sqlx::query_with(sql, arguments).persistent(false).execute(&mut *connection).await
+            };
+            if let Err(error) = done {
+                let error = StoreError::from(error);
+                // A server that is away does not answer this either.
+                let at = sqlx::query_scalar("select cast(@oncebox_at as signed)").fetch_one(connection).await;
+                let at = at.ok().and_then(|at: Option<i64>| usize::try_from(at?).ok());
+                return Err(SetError { at: at.filter(|at| *at < part.len()).map(|at| from + at), error });
+            }
+            from += part.len();
+        }
+        Ok(())
+    }
+}
+
+/// A statement as it stands in a block: without a semicolon of its own.
+fn of_block(pieces: &[Piece]) -> Vec<Piece> {
+    let mut pieces = pieces.to_vec();
+    if let Some(Piece::Text(last)) = pieces.last_mut() {
+        last.truncate(last.trim_end_matches(|c: char| c == ';' || c.is_whitespace()).len());
+    }
+    pieces
+}
+
+/// A block that runs the statements for so many messages, and notes in a variable of the session
+/// which message it is at. `sql` gives the text of a statement, counted through the block.
+fn block(statements: &[Vec<Piece>], messages: usize, sql: impl Fn(usize, &[Piece]) -> String) -> String {
+    let mut block = "begin not atomic\n".to_owned();
+    for message in 0..messages {
+        let _ = writeln!(block, "set @oncebox_at = {message};");
+        for (number, pieces) in statements.iter().enumerate() {
+            // The line break ends a comment at the end of the statement.
+            let _ = writeln!(block, "{}\n;", sql(message * statements.len() + number, pieces));
+        }
+    }
+    block.push_str("end");
+    block
+}
+
+/// Binds the parameters of a statement in their order, and returns what stands in place of `?` for
+/// those that are cast.
+fn bind<'a>(
+    arguments: &mut MySqlArguments,
+    pieces: &'a [Piece],
+    values: &BTreeMap<String, SqlValue>,
+) -> Result<BTreeMap<&'a str, String>, StoreError> {
+    let mut casts = BTreeMap::new();
+    for piece in pieces {
+        let Piece::Param(name) = piece else { continue };
+        let added = match values.get(name) {
+            None | Some(SqlValue::Null) => arguments.add(None::<String>),
+            Some(SqlValue::Bool(value)) => arguments.add(i64::from(*value)),
+            Some(SqlValue::Number(digits)) => match Exact::of(digits) {
+                Exact::Signed(number) => arguments.add(number),
+                Exact::Unsigned(number) => arguments.add(number),
+                Exact::Decimal { digits, scale } => {
+                    casts.insert(name.as_str(), format!("cast(? as decimal({DIGITS_MAX},{scale}))"));
+                    arguments.add(digits)
+                }
+                Exact::Beyond => arguments.add(digits.clone()),
+            },
+            Some(SqlValue::Time(time)) => arguments.add(*time),
+            Some(SqlValue::Text(text) | SqlValue::Json(text)) => arguments.add(text.clone()),
+            Some(SqlValue::Bytes(bytes)) => arguments.add(bytes.clone()),
+        };
+        added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
+    }
+    Ok(casts)
 }
 
 /// Takes each word of the statement for a possible table name. So a table named only inside a

@@ -216,11 +216,15 @@ impl InboxTx for PostgresTx {
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
-        let hash_of: HashMap<Uuid, Uuid> =
-            entries.iter().map(|entry| (entry.id.uuid(), Uuid::from_bytes(entry.hash))).collect();
-        let ids = Ids::of(entries.iter().map(|entry| entry.id));
-        let hashes_of = |ids: &[Uuid]| -> Vec<Uuid> { ids.iter().map(|id| hash_of[id]).collect() };
-        let (timed_hashes, untimed_hashes) = (hashes_of(&ids.timed), hashes_of(&ids.untimed));
+        let (timed, untimed): (Vec<_>, Vec<_>) = entries.iter().partition(|entry| entry.id.unix_millis().is_some());
+        let sorted = |entries: Vec<&InboxEntry>| -> (Vec<Uuid>, Vec<Uuid>) {
+            let mut pairs: Vec<_> =
+                entries.into_iter().map(|entry| (entry.id.uuid(), Uuid::from_bytes(entry.hash))).collect();
+            pairs.sort_unstable();
+            pairs.into_iter().unzip()
+        };
+        let ((timed, timed_hashes), (untimed, untimed_hashes)) = (sorted(timed), sorted(untimed));
+        let ids = Ids { timed, untimed };
         let query = match (ids.timed.is_empty(), ids.untimed.is_empty()) {
             (true, true) => return Ok(Admission { known: Vec::new() }),
             (false, true) => sqlx::query(ADMIT_TIMED).bind(self.consumer.0).bind(&ids.timed).bind(timed_hashes),

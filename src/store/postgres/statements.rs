@@ -3,17 +3,22 @@
 //! The server determines the type of each parameter. Values are sent as text and cast to that type
 //! by the server, so a number keeps its digits whatever the column is, and `timestamptz`, `uuid`,
 //! `jsonb`, enums and domains need no code here.
+//!
+//! For several messages the statements stand in the loop of a `DO` block, which runs them for one
+//! message after the other, each as if it came alone. A block takes no parameters: the values are
+//! bound as arrays into settings of the transaction, and the loop reads them from there.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 
-use sqlx::postgres::PgArguments;
+use sqlx::postgres::{PgArguments, PgDatabaseError};
 use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
 
 use super::PostgresStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::bounded::Ask;
-use crate::store::statements::{Dialect, Piece, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, first_word};
 use crate::text::hex::hex;
 
 /// A statement whose parameters are text, each cast to the type that the server determined.
@@ -24,10 +29,25 @@ pub struct PostgresStatement {
     sql: &'static str,
     /// Each occurrence of a parameter, and whether its type is `bytea`.
     parameters: Vec<(String, bool)>,
+    pieces: Vec<Piece>,
+    /// The type of each occurrence, as the server names it.
+    types: Vec<String>,
+    returns_rows: bool,
+}
+
+/// The statements of a handler as a block, and the statement that hands over the values. Both texts
+/// are interned as those of single statements are.
+#[derive(Debug)]
+pub struct PostgresSet {
+    hand_over: &'static str,
+    block: &'static str,
+    /// The values that a message has in the block, and whether each is for a `bytea`.
+    parameters: Vec<(String, bool)>,
 }
 
 impl Statements for PostgresStore {
     type Statement = PostgresStatement;
+    type Set = PostgresSet;
 
     fn dialect() -> Dialect {
         Dialect::Postgres
@@ -38,6 +58,7 @@ impl Statements for PostgresStore {
         let mut connection = self.dedicated().await?;
         let plain = numbered(pieces, |number| format!("${number}"));
         let prepared = connection.prepare(AssertSqlSafe(plain)).await?;
+        let returns_rows = !prepared.columns().is_empty();
         let oids: Vec<_> = match prepared.parameters() {
             Some(Either::Left(types)) => types.iter().map(|one| one.oid()).collect(),
             _ => Vec::new(),
@@ -58,8 +79,10 @@ impl Statements for PostgresStore {
             Piece::Param(name) => Some(name.clone()),
             Piece::Text(_) => None,
         });
-        let parameters = names.enumerate().map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
-        Ok(PostgresStatement { sql: String::leak(sql), parameters })
+        let parameters: Vec<_> = names.enumerate().map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
+        let types = (1..=parameters.len()).map(|number| type_of(number).to_owned()).collect();
+        let (sql, pieces) = (String::leak(sql), pieces.to_vec());
+        Ok(PostgresStatement { sql, parameters, pieces, types, returns_rows })
     }
 
     async fn execute(
@@ -74,10 +97,123 @@ impl Statements for PostgresStore {
         }
         Ok(sqlx::query_with(statement.sql, arguments).execute(connection).await?.rows_affected())
     }
+
+    async fn prepare_set(&self, statements: &[PostgresStatement]) -> Result<Option<PostgresSet>, StoreError> {
+        let Some(set) = block(statements) else { return Ok(None) };
+        let mut connection = self.dedicated().await?;
+        connection.begin("begin").await?;
+        // Without a message the block does nothing, but the server reads it.
+        let nobody =
+            set.parameters.iter().fold(sqlx::query(set.hand_over), |query, _| query.bind(Vec::<String>::new()));
+        let read = match nobody.run(&mut connection).await {
+            Ok(_) => sqlx::query(set.block).run(&mut connection).await,
+            Err(error) => Err(error),
+        };
+        match read.map_err(StoreError::from) {
+            Ok(_) => Ok(Some(set)),
+            Err(error) if error.is_transient() => Err(error),
+            Err(error) => {
+                tracing::debug!(%error, "the statements of a handler run message by message");
+                Ok(None)
+            }
+        }
+    }
+
+    async fn execute_set(
+        connection: &mut PgConnection,
+        set: &PostgresSet,
+        values: &[BTreeMap<String, SqlValue>],
+    ) -> Result<(), SetError> {
+        let nobody = |error| SetError { at: None, error };
+        let mut hand_over = sqlx::query(set.hand_over);
+        for (name, wants_bytes) in &set.parameters {
+            let mut column = Vec::with_capacity(values.len());
+            for (at, values) in values.iter().enumerate() {
+                let value = values.get(name).map_or(Ok(None), |value| text_of(name, value, *wants_bytes));
+                column.push(value.map_err(|error| SetError { at: Some(at), error })?);
+            }
+            hand_over = hand_over.bind(column);
+        }
+        hand_over.execute(&mut *connection).await.map_err(|error| nobody(error.into()))?;
+        match sqlx::query(set.block).execute(connection).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(SetError { at: at(&error), error: error.into() }),
+        }
+    }
+}
+
+/// The statements of a handler in a loop over the messages. None where a statement has no place in
+/// a block, such as SAVEPOINT, or where nothing of a message is used.
+fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
+    let mut parameters: Vec<(String, bool)> = Vec::new();
+    let mut body = String::new();
+    for statement in statements {
+        let mut number_of = |occurrence: usize| {
+            let parameter = &statement.parameters[occurrence - 1];
+            parameters.iter().position(|one| one == parameter).unwrap_or_else(|| {
+                parameters.push(parameter.clone());
+                parameters.len() - 1
+            })
+        };
+        let sql = numbered(&statement.pieces, |occurrence| {
+            format!("(oncebox_value_{}::text::{})", number_of(occurrence), statement.types[occurrence - 1])
+        });
+        let first = first_word(&sql, Dialect::Postgres)?;
+        if !matches!(first.as_str(), "INSERT" | "UPDATE" | "DELETE" | "MERGE" | "SELECT" | "WITH" | "VALUES") {
+            return None;
+        }
+        let sql = sql.trim_end_matches(|c: char| c == ';' || c.is_whitespace());
+        // The line break ends a comment at the end of the statement.
+        if statement.returns_rows {
+            let _ = writeln!(body, "for oncebox_row in {sql}\nloop end loop;");
+        } else {
+            let _ = writeln!(body, "{sql}\n;");
+        }
+    }
+    if parameters.is_empty() {
+        return None;
+    }
+    let each =
+        |one: &dyn Fn(usize) -> String, between: &str| (0..parameters.len()).map(one).collect::<Vec<_>>().join(between);
+    let hand_over =
+        each(&|number| format!("set_config('oncebox.values_{number}', ${}::text[]::text, true)", number + 1), ", ");
+    let declared = each(&|number| format!("oncebox_value_{number} text;"), " ");
+    let names = each(&|number| format!("oncebox_value_{number}"), ", ");
+    let columns = each(&|number| format!("value_{number}"), ", ");
+    let arrays = each(&|number| format!("pg_catalog.unnest(current_setting('oncebox.values_{number}')::text[])"), ", ");
+    // Names of columns come before our variables. `RAISE` keeps what we show of an error, and the
+    // hint tells the message; the handler of the block is one savepoint for all messages.
+    let block = format!(
+        "
+#variable_conflict use_column
+declare
+  oncebox_at bigint := 0; {declared} oncebox_row record; oncebox_code text; oncebox_text text;
+begin
+  for oncebox_at, {names} in
+    select place, {columns} from rows from ({arrays}) with ordinality given ({columns}, place) order by place
+  loop
+{body}  end loop;
+exception when others or query_canceled then
+  get stacked diagnostics oncebox_code = returned_sqlstate, oncebox_text = message_text;
+  raise exception using errcode = oncebox_code, message = oncebox_text, hint = '{AT}' || oncebox_at;
+end "
+    );
+    let quote = (0..).map(|number| format!("$oncebox{number}$")).find(|quote| !block.contains(quote))?;
+    let (hand_over, block) = (format!("select {hand_over}"), format!("do {quote}{block}{quote}"));
+    Some(PostgresSet { hand_over: String::leak(hand_over), block: String::leak(block), parameters })
+}
+
+/// Begins the hint of an error in a block; the number of the message follows, counted from 1.
+const AT: &str = "oncebox message ";
+
+/// The index of the message at which a block failed.
+fn at(error: &sqlx::Error) -> Option<usize> {
+    let error = error.as_database_error()?.try_downcast_ref::<PgDatabaseError>()?;
+    error.hint()?.strip_prefix(AT)?.parse::<usize>().ok()?.checked_sub(1)
 }
 
 /// The statement with a text in place of each parameter; occurrences are counted from 1.
-fn numbered(pieces: &[Piece], parameter: impl Fn(usize) -> String) -> String {
+fn numbered(pieces: &[Piece], mut parameter: impl FnMut(usize) -> String) -> String {
     let mut sql = String::new();
     let mut number = 0;
     for piece in pieces {

@@ -5,6 +5,7 @@
 //! that must keep more than fifteen digits is declared TEXT.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{Arguments, Executor, SqliteConnection};
@@ -13,7 +14,7 @@ use super::connect::SqliteStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;
-use crate::store::statements::{Dialect, Piece, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements};
 
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub struct SqliteStatement {
 
 impl Statements for SqliteStore {
     type Statement = SqliteStatement;
+    /// A statement is a call of a function here: there is no round trip to save.
+    type Set = Infallible;
 
     fn dialect() -> Dialect {
         Dialect::Sqlite
@@ -69,5 +72,17 @@ impl Statements for SqliteStore {
             added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
         }
         Ok(sqlx::query_with(statement.sql, arguments).execute(connection).await?.rows_affected())
+    }
+
+    async fn prepare_set(&self, _: &[SqliteStatement]) -> Result<Option<Infallible>, StoreError> {
+        Ok(None)
+    }
+
+    async fn execute_set(
+        _: &mut SqliteConnection,
+        set: &Infallible,
+        _: &[BTreeMap<String, SqlValue>],
+    ) -> Result<(), SetError> {
+        match *set {}
     }
 }

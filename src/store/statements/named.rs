@@ -65,6 +65,12 @@ pub fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
     })
 }
 
+/// The first word of a statement, in capitals.
+#[must_use]
+pub fn first_word(sql: &str, dialect: Dialect) -> Option<String> {
+    statements(sql, dialect).into_iter().next()?.into_iter().next()
+}
+
 /// Whether MySQL and MariaDB commit before they run this statement.
 fn commits_by_itself(first: &str, second: &str, words: &[String]) -> bool {
     match (first, second) {

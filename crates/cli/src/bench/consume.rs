@@ -1,15 +1,16 @@
 //! Consuming: effects per second from the real broker.
 //!
-//! Both sides read the same topic, under different names, and update the same table. The clock of a
-//! side runs from its first delivery to its last acknowledgement, so that neither pays for joining
-//! a group.
+//! All sides read the same topic, under different names, and update the same table. The clock of a
+//! side runs from its first delivery to its last acknowledgement, so that none pays for joining a
+//! group. What was committed is counted behind each.
+
+mod by_hand;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
-use uuid::Uuid;
 
 use super::Load;
 use super::bed::Bed;
@@ -20,11 +21,12 @@ use super::work::{KIND, Maker, account};
 use super::yard::Yard;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
-use oncebox::broker::{Event, Subscription};
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::observe::Health;
-use oncebox::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler};
+use oncebox::{
+    BatchMessageHandler, Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec,
+};
 
 /// The side with one transaction a message gets `messages / SLOW_SHARE` messages.
 const SLOW_SHARE: usize = 4;
@@ -41,68 +43,143 @@ impl<S: Yard> MessageHandler<S> for Effect {
     }
 }
 
+/// The same for a set, in one statement.
+#[derive(Debug)]
+struct Effects;
+
+#[async_trait]
+impl<S: Yard> BatchMessageHandler<S> for Effects {
+    async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        let accounts: Vec<i64> = messages.iter().map(|message| account(&message.payload)).collect();
+        Ok(S::business_all(tx.connection(), &accounts).await?)
+    }
+}
+
+/// The same by configuration.
+async fn sql<S: Yard>(store: &S) -> Result<Handlers<S>, AppError> {
+    let spec = SqlSpec {
+        statements: vec!["update bench_account set balance = balance + 1 where account = :account".to_owned()],
+        params: [("account".to_owned(), "/account".to_owned())].into(),
+        optional: Vec::new(),
+    };
+    let handler = SqlHandler::prepare(store, spec).await.map_err(|error| AppError::failed(error.to_string()))?;
+    let handlers = Handlers::new();
+    Ok(if handler.gains_by_sets() { handlers.on_batch(KIND, handler) } else { handlers.on(KIND, handler) })
+}
+
+/// Effects per second of each side, in one round.
+struct Round {
+    loop_by_hand: f64,
+    /// With one lane, and with four where the database has several writers.
+    lanes: Vec<Lanes>,
+}
+
+struct Lanes {
+    by_hand: f64,
+    one: f64,
+    sets: f64,
+    sql: f64,
+    /// Messages per second that had come before.
+    duplicates: f64,
+}
+
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
     let progress = Rounds::start("consume", load.rounds);
-    let (mut one_lane, mut lanes) = (Vec::new(), Vec::new());
+    let mut rounds = Vec::new();
     for _ in 0..load.rounds {
-        let (topic, names) = bed.topic("consume", &["hand", "lane", "lanes"]).await?;
+        let numbers: &[usize] = if S::WRITERS > 1 { &[1, 4] } else { &[1] };
+        let sides = ["loop", "hand1", "one1", "sets1", "sql1", "hand4", "one4", "sets4", "sql4"];
+        let (topic, names) = bed.topic("consume", &sides[..1 + 4 * numbers.len()]).await?;
         let raw = bed.raw(LINGER).await?;
-        raw.send_all(Arc::new(Maker::new(&topic, load).rows(load.messages))).await?;
-        let hand = by_hand(bed, &names[0], &topic, load.messages / SLOW_SHARE).await?;
-        one_lane.push((consumer(bed, &names[1], &topic, load.messages, 1).await?, hand));
-        if S::WRITERS > 1 {
-            lanes.push((consumer(bed, &names[2], &topic, load.messages, 4).await?, hand));
+        let messages = Arc::new(Maker::new(&topic, load).rows(load.messages));
+        raw.send_all(Arc::clone(&messages)).await?;
+        let loop_by_hand = by_hand::one_by_one(bed, &names[0], &topic, load.messages / SLOW_SHARE).await?;
+        bed.store.forget_by_hand().await?;
+        let mut of_lanes = Vec::new();
+        for (lanes, names) in numbers.iter().copied().zip(names[1..].chunks(4)) {
+            let side = Side { bed, topic: &topic, count: load.messages, lanes };
+            let before = bed.store.effects().await?;
+            let by_hand = by_hand::in_batches(bed, &names[0], &topic, load.messages, lanes).await?;
+            bed.store.forget_by_hand().await?;
+            let one = side.run(&names[1], Handlers::new().on(KIND, Effect)).await?;
+            let sets = side.run(&names[2], Handlers::new().on_batch(KIND, Effects)).await?;
+            let sql_handler = side.run(&names[3], sql(&bed.store).await?).await?;
+            let done = bed.store.effects().await? - before;
+            if done != 4 * load.messages {
+                return Err(AppError::failed(format!("{done} effects came of {} messages", 4 * load.messages)));
+            }
+            of_lanes.push(Lanes { by_hand, one, sets, sql: sql_handler, duplicates: 0.0 });
         }
+        raw.send_all(messages).await?;
+        let before = bed.store.effects().await?;
+        for (lanes, (of, names)) in numbers.iter().copied().zip(of_lanes.iter_mut().zip(names[1..].chunks(4))) {
+            let side = Side { bed, topic: &topic, count: load.messages, lanes };
+            of.duplicates = side.run(&names[3], sql(&bed.store).await?).await?;
+        }
+        if bed.store.effects().await? != before {
+            return Err(AppError::failed("a message that came twice had a second effect"));
+        }
+        rounds.push(Round { loop_by_hand, lanes: of_lanes });
         progress.next();
     }
-    let against = "one transaction a message, by hand, on one connection";
-    let mut figures = vec![Figure::beside("consume.batches", "effects/s", against, &one_lane).wanted(">= 3.5")];
-    if !lanes.is_empty() {
-        figures.push(Figure::beside("consume.lanes", "effects/s", against, &lanes));
+    Ok(figures(&rounds))
+}
+
+fn figures(rounds: &[Round]) -> Vec<Figure> {
+    const LOOP: &str = "one transaction a message, by hand, on one connection";
+    const BATCH: &str = "by hand: 100 a transaction, ids and effects each in one statement";
+    const EFFECT: &str = "an effect of the sql handler";
+    // For each number of lanes: against the loop, one, sets, sql, a duplicate.
+    const NAMES: [[&str; 5]; 2] = [
+        ["consume.batches", "consume.one", "consume.sets", "consume.sql", "consume.duplicate"],
+        ["consume.lanes", "consume.one.lanes", "consume.sets.lanes", "consume.sql.lanes", "consume.duplicate.lanes"],
+    ];
+    let numbers = rounds.first().map_or(0, |round| round.lanes.len());
+    let mut figures = Vec::new();
+    for (at, names) in NAMES.iter().enumerate().take(numbers) {
+        let pairs = |of: &dyn Fn(&Round, &Lanes) -> (f64, f64)| -> Vec<(f64, f64)> {
+            rounds.iter().map(|round| of(round, &round.lanes[at])).collect()
+        };
+        let looped = pairs(&|round, lanes| (lanes.one, round.loop_by_hand));
+        let looped = Figure::beside(names[0], "effects/s", LOOP, &looped);
+        figures.push(if at == 0 { looped.wanted(">= 3.5") } else { looped });
+        let one = pairs(&|_, lanes| (lanes.one, lanes.by_hand));
+        figures.push(Figure::beside(names[1], "effects/s", BATCH, &one).wanted(">= 0.5"));
+        let sets = pairs(&|_, lanes| (lanes.sets, lanes.by_hand));
+        figures.push(Figure::beside(names[2], "effects/s", BATCH, &sets).wanted(">= 0.9"));
+        let sql = pairs(&|_, lanes| (lanes.sql, lanes.by_hand));
+        figures.push(Figure::beside(names[3], "effects/s", BATCH, &sql).wanted(">= 0.9"));
+        let again = pairs(&|_, lanes| (1e6 / lanes.duplicates, 1e6 / lanes.sql));
+        figures.push(Figure::beside(names[4], "us", EFFECT, &again).wanted("<= 0.2"));
     }
-    Ok(figures)
+    figures
 }
 
-/// Measures the consumer runtime with this many lanes.
-async fn consumer<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize, lanes: usize) -> Result<f64, AppError> {
-    let watched = Watched::new(Arc::clone(&bed.broker));
-    let options = ConsumerOptions {
-        lanes,
-        until_idle: Some(Duration::from_millis(500)),
-        ..ConsumerOptions::new(name, vec![topic.to_owned()])
-    };
-    let handlers = Handlers::new().on(KIND, Effect);
-    let consumer = Consumer::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
-    consumer.run(CancellationToken::new()).await?;
-    watched.look(|notes| match (notes.first_delivery, notes.last_acknowledged) {
-        (Some(begin), Some(end)) if notes.deliveries >= count => Ok(rate(notes.deliveries, end.at - begin.at)),
-        _ => Err(AppError::failed(format!("{count} messages were to be consumed, {} came", notes.deliveries))),
-    })
+/// The consumer of oncebox, with some lanes.
+struct Side<'a, S: Yard> {
+    bed: &'a Bed<S>,
+    topic: &'a str,
+    count: usize,
+    lanes: usize,
 }
 
-/// Measures the simple loop: begin, id, effect, commit, acknowledge.
-async fn by_hand<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize) -> Result<f64, AppError> {
-    let subscription = Subscription::new(name, vec![topic.to_owned()]);
-    let mut subscriber = bed.broker.subscriber(&subscription).await?;
-    let (mut began, mut done) = (None, 0);
-    while done < count {
-        let event = tokio::time::timeout(Duration::from_secs(60), subscriber.next())
-            .await
-            .map_err(|_| AppError::failed("the broker delivered nothing for a minute"))??;
-        let Event::Deliveries(deliveries) = event else { continue };
-        began.get_or_insert_with(Instant::now);
-        for delivery in deliveries {
-            let id = delivery.arrived.id.as_deref().and_then(|id| Uuid::parse_str(id).ok());
-            let id = id.ok_or_else(|| AppError::failed("a message came without the id it was sent with"))?;
-            bed.store.handle_by_hand(id, account(delivery.arrived.payload.as_deref().unwrap_or_default())).await?;
-            subscriber.acknowledge(&delivery.source, delivery.sequence).await?;
-            done += 1;
-            if done == count {
-                break;
+impl<S: Yard> Side<'_, S> {
+    /// Consumes until nothing comes any more; messages per second.
+    async fn run(&self, name: &str, handlers: Handlers<S>) -> Result<f64, AppError> {
+        let watched = Watched::new(Arc::clone(&self.bed.broker));
+        let options = ConsumerOptions {
+            lanes: self.lanes,
+            until_idle: Some(Duration::from_millis(500)),
+            ..ConsumerOptions::new(name, vec![self.topic.to_owned()])
+        };
+        let store = self.bed.store.clone();
+        let consumer = Consumer::new(store, Arc::new(watched.clone()), handlers, options, Health::default());
+        consumer.run(CancellationToken::new()).await?;
+        watched.look(|notes| match (notes.first_delivery, notes.last_acknowledged) {
+            (Some(begin), Some(end)) if notes.deliveries >= self.count => Ok(rate(notes.deliveries, end.at - begin.at)),
+            _ => {
+                Err(AppError::failed(format!("{} messages were to be consumed, {} came", self.count, notes.deliveries)))
             }
-        }
+        })
     }
-    let time = began.map(|began| began.elapsed()).unwrap_or_default();
-    subscriber.close().await;
-    Ok(rate(done, time))
 }

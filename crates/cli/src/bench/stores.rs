@@ -12,7 +12,7 @@ mod sqlite;
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
 /// message.
 macro_rules! plain_sql {
-    (business: $business:literal, append: $append:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+    (business: $business:literal, append: $append:literal, all: $all:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, ids: $ids:literal, forget: $forget:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr, list: $list:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
             let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
             rows.iter().map($row).collect()
@@ -49,6 +49,34 @@ macro_rules! plain_sql {
             let insert = sqlx::query($append).bind(bucket).bind($id(id)).bind(topic).bind(key).bind(kind);
             let insert = insert.bind(None::<String>).bind(payload).bind(content_type.unwrap_or_default());
             insert.execute(connection).await?;
+            Ok(())
+        }
+
+        async fn business_all(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            accounts: &[i64],
+        ) -> Result<(), StoreError> {
+            let different = accounts.iter().collect::<std::collections::HashSet<_>>().len() as u64;
+            match sqlx::query($all).bind($list(accounts.to_vec())).execute(connection).await?.rows_affected() {
+                rows if rows == different => Ok(()),
+                rows => Err(StoreError::Corrupt(format!("{different} accounts have {rows} rows"))),
+            }
+        }
+
+        async fn handle_all_by_hand(&self, batch: &[(Uuid, i64)]) -> Result<(), StoreError> {
+            let (ids, accounts): (Vec<Uuid>, Vec<i64>) = batch.iter().copied().unzip();
+            let mut tx = self.pool().begin().await?;
+            let new = sqlx::query($ids).bind($list(ids)).execute(&mut *tx).await?.rows_affected();
+            if new != batch.len() as u64 {
+                return Err(StoreError::Corrupt(format!("{} messages have {new} new ids", batch.len())));
+            }
+            Self::business_all(&mut tx, &accounts).await?;
+            tx.commit().await?;
+            Ok(())
+        }
+
+        async fn forget_by_hand(&self) -> Result<(), StoreError> {
+            sqlx::query($forget).execute(self.pool()).await?;
             Ok(())
         }
 

@@ -77,6 +77,20 @@ pub(super) trait Yard: Ground {
     /// Handles a message by hand in its own transaction: begin, id, effect, commit, each awaited.
     fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// Handles messages by hand, all in one transaction: begin, the ids in one statement, the
+    /// effects in one statement, commit. None of them may have come before.
+    fn handle_all_by_hand(&self, batch: &[(uuid::Uuid, i64)]) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Empties the inbox by hand, for the next side that handles the same messages.
+    fn forget_by_hand(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// One business write for each account of the list, in one statement: writes to the same
+    /// account are added up.
+    fn business_all(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        accounts: &[i64],
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Stores old, finished keys, numbered from `from` to before `to`.
     fn fill_keys(&self, from: u64, to: u64) -> impl Future<Output = Result<(), StoreError>> + Send;
 

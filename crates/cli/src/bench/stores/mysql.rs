@@ -1,6 +1,7 @@
 //! The plain SQL of the benchmarks for MySQL and MariaDB.
 
 use chrono::NaiveDateTime;
+use serde::Serialize;
 use sqlx::mysql::MySqlRow;
 use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
@@ -36,6 +37,11 @@ fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
 
 /// A text column that is compared byte for byte.
 const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin";
+
+/// A list as a JSON array.
+fn list<T: Serialize>(all: Vec<T>) -> String {
+    serde_json::json!(all).to_string()
+}
 
 impl Yard for MySqlStore {
     const WRITERS: usize = 16;
@@ -104,6 +110,9 @@ impl Yard for MySqlStore {
         business: "update bench_account set balance = balance + 1 where account = ?",
         append: "insert into bench_message (bucket, message_id, topic, `key`, kind, headers, payload, content_type, created_at) \
                  values (?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6))",
+        all: "update bench_account a join (select account, count(*) as times \
+              from json_table(?, '$[*]' columns (account bigint path '$')) j group by account) n on a.account = n.account \
+              set a.balance = a.balance + n.times",
         effects: "select cast(sum(balance) as signed) from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values (?, ?, ?, ?, ?, ?, ?) on duplicate key update id = id",
@@ -112,6 +121,9 @@ impl Yard for MySqlStore {
         debit: "update bench_payer set balance_minor = balance_minor - ? \
                 where tenant = ? and account_id = ? and balance_minor >= ?",
         inbox: "insert ignore into bench_inbox (consumer, id) values (1, ?)",
+        ids: "insert ignore into bench_inbox (consumer, id) select 1, unhex(replace(id, '-', '')) \
+              from json_table(?, '$[*]' columns (id char(36) path '$')) j",
+        forget: "truncate table bench_inbox",
         claim: "insert into bench_request (id) values (?)",
         answer: "update bench_request set answer = ? where id = ?",
         mark: "update bench_outbox set published_at = now(6) where position = ?",
@@ -122,6 +134,7 @@ impl Yard for MySqlStore {
             "select {COLUMNS} from bench_outbox where published_at is null order by position limit 100"
         )),
         row: message,
-        id: |id: Uuid| id.as_bytes().to_vec()
+        id: |id: Uuid| id.as_bytes().to_vec(),
+        list: list
     }
 }

@@ -105,6 +105,9 @@ impl Yard for PostgresStore {
         business: "update bench_account set balance = balance + 1 where account = $1",
         append: "insert into bench_message (bucket, message_id, topic, key, kind, headers, payload, content_type) \
                  values ($1, $2, $3, $4, $5, $6::text::json, $7, $8)",
+        all: "update bench_account a set balance = a.balance + n.times \
+              from (select account, count(*) as times from unnest($1::bigint[]) account group by account) n \
+              where a.account = n.account",
         effects: "select sum(balance)::bigint from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values ($1, $2, $3, $4, $5, $6, $7) on conflict do nothing",
@@ -113,6 +116,8 @@ impl Yard for PostgresStore {
         debit: "update bench_payer set balance_minor = balance_minor - $1 \
                 where tenant = $2 and account_id = $3 and balance_minor >= $4",
         inbox: "insert into bench_inbox (consumer, id) values (1, $1) on conflict do nothing",
+        ids: "insert into bench_inbox (consumer, id) select 1, id from unnest($1::uuid[]) id on conflict do nothing",
+        forget: "truncate bench_inbox",
         claim: "insert into bench_request (id) values ($1)",
         answer: "update bench_request set answer = $1 where id = $2",
         mark: "update bench_outbox set published_at = now() where position = $1",
@@ -123,6 +128,7 @@ impl Yard for PostgresStore {
             "select {COLUMNS} from bench_outbox where published_at is null order by position limit 100"
         )),
         row: message,
-        id: std::convert::identity
+        id: std::convert::identity,
+        list: std::convert::identity
     }
 }

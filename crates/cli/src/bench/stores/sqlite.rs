@@ -1,6 +1,7 @@
 //! The plain SQL of the benchmarks for SQLite.
 
 use chrono::DateTime;
+use serde::Serialize;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
@@ -31,6 +32,11 @@ fn message(row: &SqliteRow) -> Result<(i64, OutgoingMessage), StoreError> {
         created_at: DateTime::from_timestamp_millis(row.try_get_unchecked(8)?).unwrap_or_default(),
     };
     Ok((row.try_get_unchecked(0)?, message))
+}
+
+/// A list as a JSON array.
+fn list<T: Serialize>(all: Vec<T>) -> String {
+    serde_json::json!(all).to_string()
 }
 
 impl Yard for SqliteStore {
@@ -95,6 +101,9 @@ impl Yard for SqliteStore {
         business: "update bench_account set balance = balance + 1 where account = ?",
         append: "insert into bench_message (bucket, message_id, topic, key, kind, headers, payload, content_type) \
                  values (?, ?, ?, ?, ?, ?, ?, ?)",
+        all: "update bench_account set balance = balance + n.times \
+              from (select value as account, count(*) as times from json_each(?) group by value) n \
+              where bench_account.account = n.account",
         effects: "select sum(balance) from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values (?, ?, ?, ?, ?, ?, ?) on conflict do nothing",
@@ -103,6 +112,8 @@ impl Yard for SqliteStore {
         debit: "update bench_payer set balance_minor = balance_minor - ? \
                 where tenant = ? and account_id = ? and balance_minor >= ?",
         inbox: "insert into bench_inbox (consumer, id) values (1, ?) on conflict do nothing",
+        ids: "insert into bench_inbox (consumer, id) select 1, unhex(value, '-') from json_each(?) where true on conflict do nothing",
+        forget: "delete from bench_inbox",
         claim: "insert into bench_request (id) values (?)",
         answer: "update bench_request set answer = ? where id = ?",
         mark: "update bench_outbox set published_at = 1 where position = ?",
@@ -113,6 +124,7 @@ impl Yard for SqliteStore {
             "select {COLUMNS} from bench_outbox where published_at is null order by position limit 100"
         )),
         row: message,
-        id: |id: Uuid| id.as_bytes().to_vec()
+        id: |id: Uuid| id.as_bytes().to_vec(),
+        list: list
     }
 }

@@ -1,0 +1,260 @@
+//! The sql handler with sets: whatever the statements and the values are, the tables and the error
+//! are those of running message by message.
+
+use std::collections::BTreeMap;
+
+use oncebox::store::mysql::MySqlStore;
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::{SetError, SqlValue, Statements, split_named};
+use oncebox::{HandlerError, Handlers, SqlHandler};
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+
+use super::kit::{SOON, Sql, World, consumer_options, on_mariadb, on_postgres};
+use super::sql::{deliver, spec};
+use super::support::eventually;
+
+/// How many lists of statements and messages are tried on each database.
+const CASES: usize = 30;
+
+type Values = BTreeMap<String, SqlValue>;
+
+/// What every database runs: rows that several messages change, that one message makes and the next
+/// one changes or takes away, sums over what earlier messages did, and constraints that fail.
+const STATEMENTS: [&str; 8] = [
+    "update account set balance = balance + :n where id = :id",
+    "insert into entry (id, note) values (:id, :s)",
+    "delete from entry where id = :id",
+    "insert into log (note, total) select :s, sum(balance) from account",
+    "update entry set note = coalesce(nullif(:s, note), '?') where note = :s or id = :id -- it sees what came before",
+    "select id from account where id = :id and balance > :n;",
+    "update account set seen = :t where id = :id",
+    "insert into raw (bytes, json) values (:b, :j)",
+];
+
+fn number() -> impl Strategy<Value = SqlValue> {
+    let digits = ["1", "2", "-3", "0.25", "1.5e1", "12345678901234567890", "0.1234567891", "90000"];
+    prop_oneof![
+        8 => select(digits.to_vec()).prop_map(|digits| SqlValue::Number(digits.to_owned())),
+        1 => Just(SqlValue::Null),
+        1 => any::<bool>().prop_map(|yes| SqlValue::Number(u8::from(yes).to_string())),
+    ]
+}
+
+fn text() -> impl Strategy<Value = SqlValue> {
+    let texts = ["a", "A", "b", "", "null", "NULL", "ä你😀", "O'Hara; -- {\"a\",\\b} ? :n", "$oncebox0$ ' \t\n", "1"];
+    prop_oneof![
+        9 => select(texts.to_vec()).prop_map(|text| SqlValue::Text(text.to_owned())),
+        1 => Just(SqlValue::Null),
+    ]
+}
+
+fn values() -> impl Strategy<Value = Values> {
+    let id = prop_oneof![
+        12 => (0..4_u8).prop_map(|id| SqlValue::Number(id.to_string())),
+        1 => Just(SqlValue::Null),
+        1 => Just(SqlValue::Text("one".to_owned())),
+    ];
+    let json = select(vec![r#"{"a": [1, "x"], "b": null}"#, "[]"]).prop_map(|json| SqlValue::Json(json.to_owned()));
+    let bytes = proptest::collection::vec(any::<u8>(), 0..6).prop_map(SqlValue::Bytes);
+    let time = (0..9_i64).prop_map(|second| {
+        let at = chrono::DateTime::from_timestamp(1_790_000_000 + second, 123_456_000);
+        at.map_or(SqlValue::Null, SqlValue::Time)
+    });
+    (id, number(), text(), json, bytes, time).prop_map(|(id, n, s, j, b, t)| {
+        [("id", id), ("n", n), ("s", s), ("j", j), ("b", b), ("t", t)]
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect()
+    })
+}
+
+/// Runs the messages in a transaction that is rolled back: what stood in the tables before that, or
+/// which message failed, and why.
+async fn run<S: Sql>(
+    world: &World<S>,
+    statements: &[S::Statement],
+    set: Option<&S::Set>,
+    messages: &[Values],
+) -> Result<Vec<String>, (usize, String)> {
+    const ALL: [&str; 4] = [
+        "select concat(id, '|', coalesce(balance, 0), '|', coalesce(cast(seen as char(30)), '-')) from account order by id",
+        "select concat(id, '|', coalesce(note, '-')) from entry order by id",
+        "select concat(coalesce(note, '-'), '|', coalesce(total, 0)) from log order by no",
+        "select concat(RAW) from raw order by 1",
+    ];
+    let raw = if S::NAME == "postgres" { "encode(bytes, 'hex'), json" } else { "hex(bytes), json" };
+    let mut connection = world.store.pool().acquire().await.unwrap();
+    S::run(&mut connection, "begin").await.unwrap();
+    let mut failed = None;
+    if let Some(set) = set {
+        if let Err(SetError { at, error }) = S::execute_set(&mut connection, set, messages).await {
+            failed = Some((at.expect("the server tells which message it was"), error));
+        }
+    } else {
+        'all: for (at, values) in messages.iter().enumerate() {
+            for statement in statements {
+                if let Err(error) = S::execute(&mut connection, statement, values).await {
+                    failed = Some((at, error));
+                    break 'all;
+                }
+            }
+        }
+    }
+    let result = match failed {
+        Some((at, error)) => Err((at, HandlerError::from(error).message().to_owned())),
+        None => {
+            let mut tables = Vec::new();
+            for rows in ALL {
+                tables.push(S::texts_in(&mut connection, &rows.replace("RAW", raw)).await);
+            }
+            Ok(tables.concat())
+        }
+    };
+    S::run(&mut connection, "rollback").await.unwrap();
+    result
+}
+
+/// Draws statements and messages, and runs them one by one and as a set, without each message that
+/// fails, until none does.
+async fn as_one_by_one<S: Sql>(world: &World<S>, more: &[&'static str]) {
+    let mut runner = TestRunner::deterministic();
+    let statements = STATEMENTS.iter().chain(more).copied().collect::<Vec<_>>();
+    let lists = proptest::collection::vec(select(statements), 1..4);
+    let cases = (lists, proptest::collection::vec(values(), 2..14));
+    let (mut failures, mut together) = (0, 0);
+    for _ in 0..CASES {
+        let (texts, mut messages) = cases.new_tree(&mut runner).unwrap().current();
+        let mut statements = Vec::new();
+        for text in &texts {
+            statements.push(world.store.prepare(&split_named(text, S::dialect())).await.unwrap());
+        }
+        let set = world.store.prepare_set(&statements).await.unwrap();
+        let set = set.unwrap_or_else(|| panic!("{texts:?} run as a set"));
+        while !messages.is_empty() {
+            let alone = run(world, &statements, None, &messages).await;
+            assert_eq!(run(world, &statements, Some(&set), &messages).await, alone, "{texts:?} with {messages:?}");
+            let Err((at, _)) = alone else {
+                together += messages.len();
+                break;
+            };
+            failures += 1;
+            messages.remove(at);
+        }
+    }
+    assert!(failures > CASES / 2 && together > CASES * 4, "{failures} failed, {together} ran together");
+}
+
+/// Shown to fail by a join with the arrays instead of the loop: of several messages for a row only
+/// one was applied.
+#[tokio::test]
+async fn a_set_of_messages_is_as_one_message_after_the_other_on_postgres() {
+    on_postgres("sql_sets_as_one_by_one", |world: World<PostgresStore>| async move {
+        world
+            .run(
+                "create table account (id int primary key, balance numeric(30, 10) check (balance < 50000), seen timestamptz);
+                 insert into account select n, n from generate_series(0, 2) n;
+                 create table entry (id int primary key, note varchar(60));
+                 create table log (no bigserial, note text, total numeric);
+                 create table raw (bytes bytea, json jsonb);
+                 create function bump(int, numeric) returns int language sql as
+                   'update account set balance = balance * 2 + $2 where id = $1 returning id'",
+            )
+            .await;
+        let more = [
+            "insert into entry (id, note) values (:id, :s) on conflict (id) do update set note = entry.note || excluded.note",
+            "insert into entry (id, note) values (:id, :s) on conflict do nothing",
+            "insert into log (note) values (:s) returning no",
+            "select bump(:id, :n)",
+            "with gone as (delete from entry where id = :id returning note) insert into log (note) select note from gone",
+        ];
+        as_one_by_one(&world, &more).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_set_of_messages_is_as_one_message_after_the_other_on_mariadb() {
+    on_mariadb("sql_sets_as_one_by_one", |world: World<MySqlStore>| async move {
+        world
+            .run(
+                "create table account (id int primary key, balance decimal(30, 10) check (balance < 50000), seen datetime(6));
+                 insert into account (id, balance) values (0, 0), (1, 1), (2, 2);
+                 create table entry (id int primary key, note varchar(60) collate utf8mb4_unicode_ci);
+                 create table log (no bigint auto_increment primary key, note text, total decimal(40, 10));
+                 create table raw (bytes blob, json json);
+                 create procedure bump(a int, b decimal(40, 10)) update account set balance = balance * 2 + b where id = a",
+            )
+            .await;
+        let more = [
+            "insert into entry (id, note) values (:id, :s) on duplicate key update note = concat(note, values(note))",
+            "insert ignore into entry (id, note) values (:id, :s)",
+            "replace into entry (id, note) values (:id, :s)",
+            "call bump(:id, :n)",
+        ];
+        as_one_by_one(&world, &more).await;
+    })
+    .await;
+}
+
+/// Statements that stand in no block run message by message, as before.
+#[tokio::test]
+async fn what_runs_in_no_block_is_not_given_sets() {
+    on_postgres("sql_sets_not", |world: World<PostgresStore>| async move {
+        for statement in ["savepoint s", "insert into effect (text) values ('x')", "lock table effect"] {
+            let handler = SqlHandler::prepare(&world.store, spec(statement, &[], &[])).await.unwrap();
+            assert!(!handler.gains_by_sets(), "{statement}");
+        }
+        let insert = spec("insert into effect (text) values (:x);", &[("x", "/x")], &[]);
+        assert!(SqlHandler::prepare(&world.store, insert).await.unwrap().gains_by_sets());
+    })
+    .await;
+}
+
+/// One message of many fails by its statement, one by its values: each is dead with its own error,
+/// and the others are there once, in the order of their keys. Shown to fail by an error without the
+/// index of its message: the batch was halved.
+async fn takes_out_what_fails<S: Sql + Statements>(world: World<S>) {
+    let insert = spec("insert into effect (text) values (:text)", &[("text", "/text")], &[]);
+    let handler = SqlHandler::prepare(&world.store, insert).await.unwrap();
+    assert!(handler.gains_by_sets());
+    world.broker.faults().hold_deliveries(true);
+    for number in 100..160 {
+        let key = ["a", "b", "c", "d", "e"][number % 5];
+        let payload = match number {
+            127 => r#"{"text": null}"#.to_owned(),
+            143 => r#"{"other": 1}"#.to_owned(),
+            _ => format!(r#"{{"text": "{key}{number}"}}"#),
+        };
+        deliver(&world.broker, key, &payload);
+    }
+    let consumer = world.consumer_of(consumer_options(), Handlers::new().otherwise_batch(handler));
+    world.broker.faults().hold_deliveries(false);
+    world.until_consumer("dead", |ledger| ledger.dead == 2).await;
+    eventually("acknowledged", SOON, || async { (world.broker.committed("ledger", "t", 0) == 60).then_some(()) }).await;
+    let mut dead = world.dead().await;
+    dead.sort_by_key(|message| message.reason.clone());
+    let reasons: Vec<&str> = dead.iter().map(|message| message.reason.as_str()).collect();
+    assert_eq!(reasons, ["attempts", "terminal"], "{dead:?}");
+    assert!(dead[1].error.as_deref().is_some_and(|error| error.contains("`text`")), "{dead:?}");
+    let effects = world.effects().await;
+    for (key, last) in [("a", 160), ("b", 160), ("c", 127), ("d", 143), ("e", 160)] {
+        let wanted = (100..last).filter(|number| ["a", "b", "c", "d", "e"][number % 5] == key);
+        let wanted: Vec<String> = wanted.map(|number| format!("{key}{number}")).collect();
+        let came: Vec<&String> = effects.iter().filter(|effect| effect.starts_with(key)).collect();
+        assert_eq!(came, wanted.iter().collect::<Vec<_>>(), "each once, in the key's order");
+    }
+    consumer.end().await;
+}
+
+#[tokio::test]
+async fn a_message_that_fails_in_a_set_is_taken_out_on_postgres() {
+    on_postgres("sql_sets_fail", takes_out_what_fails).await;
+}
+
+#[tokio::test]
+async fn a_message_that_fails_in_a_set_is_taken_out_on_mariadb() {
+    on_mariadb("sql_sets_fail", takes_out_what_fails).await;
+}
