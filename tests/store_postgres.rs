@@ -16,3 +16,5 @@ mod doors;
 mod plans;
 #[path = "store_postgres/schema.rs"]
 mod schema;
+#[path = "store_postgres/turns.rs"]
+mod turns;

@@ -41,7 +41,7 @@ create table oncebox.inbox_untimed (
   received_at   timestamptz not null default clock_timestamp(),
   consumer_id   integer not null,
   constraint inbox_untimed_pkey primary key (consumer_id, message_id)
-);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 -- The purge reads what was received first; ids without time cannot go with a partition. Rows come in its order, so that an
 -- insert writes its last page only.
 create index inbox_untimed_received_at on oncebox.inbox_untimed (consumer_id, received_at, message_id);
@@ -78,7 +78,7 @@ declare
   id_to uuid := oncebox.uuid_bound(range_to);
   made text := format('inbox_timed_p%s', to_char(range_from at time zone 'UTC', 'YYYYMMDDHH24MISS'));
 begin
-  execute format('create table oncebox.%I (like oncebox.inbox_timed including defaults including constraints including indexes including storage)', made);
+  execute format('create table oncebox.%I (like oncebox.inbox_timed including defaults including constraints including indexes including storage) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000)', made);
   execute format('alter table oncebox.%I add constraint %I check (message_id >= %L and message_id < %L)', made, made || '_range', id_from, id_to);
   execute format('comment on table oncebox.%I is %L', made, format('inbox ids from %s to before %s', range_from at time zone 'UTC', range_to at time zone 'UTC'));
   execute format('alter table oncebox.inbox_timed attach partition oncebox.%I for values from (%L) to (%L)', made, id_from, id_to);
@@ -87,7 +87,8 @@ end
 $$;
 comment on function oncebox.attach_inbox_range(timestamptz, timestamptz) is 'makes an inbox partition for ids of that time span';
 
-create table oncebox.inbox_timed_default (like oncebox.inbox_timed including defaults including constraints including indexes including storage);
+create table oncebox.inbox_timed_default (like oncebox.inbox_timed including defaults including constraints including indexes including storage)
+  with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000);
 comment on table oncebox.inbox_timed_default is 'timed ids whose partition is gone or not yet made';
 alter table oncebox.inbox_timed attach partition oncebox.inbox_timed_default default;
 -- Nobody writes here yet, so the first ranges may begin in the past.
@@ -105,7 +106,7 @@ create table oncebox.attempt (
   updated_at   timestamptz not null default clock_timestamp(),
   constraint attempt_pkey primary key (consumer_id, message_id),
   constraint attempt_counted check (attempts >= 0)
-);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 comment on table oncebox.attempt is 'tries of messages under suspicion, written in transactions of their own; gone with success';
 comment on column oncebox.attempt.consumer_id is 'consumer';
 comment on column oncebox.attempt.message_id is 'identity of the message';
@@ -182,7 +183,7 @@ create table oncebox.waiting (
   constraint waiting_lane check (lane_id is null or key is not null),
   constraint waiting_headers check (cardinality(header_names) = cardinality(header_values)),
   constraint waiting_attempts check (attempts >= 0)
-);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index waiting_due on oncebox.waiting (consumer_id, due_at) where due_at is not null;
 create index waiting_lane on oncebox.waiting (consumer_id, lane_id, sequence) where state = 'waiting' or holds;
 create index waiting_first on oncebox.waiting (consumer_id, sequence) where state = 'waiting';
@@ -248,7 +249,7 @@ create table oncebox.email (
   constraint email_state check (state in ('pending', 'sent', 'failed')),
   constraint email_settled check ((state = 'pending') = (settled_at is null) and (state = 'pending') = (due_at is not null)),
   constraint email_claim check (claim is null or state = 'pending')
-);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index email_due on oncebox.email (due_at) where state = 'pending';
 comment on table oncebox.email is 'e-mails, one row per effect, sent by a sender process';
 comment on column oncebox.email.email_id is 'number of the row';

@@ -95,6 +95,8 @@ create table oncebox_outbox_dead (
 
 -- Serves "how many stand behind this one".
 create index oncebox_outbox_dead_key on oncebox_outbox_dead (topic, key, position);
+-- Serves counts and the age of the first held message.
+create index oncebox_outbox_dead_state on oncebox_outbox_dead (state, position);
 -- Serves the relay's question for requests.
 create index oncebox_outbox_dead_request on oncebox_outbox_dead (position) where requested is not null;
 -- Serves `dead show`: by message id.

@@ -16,9 +16,15 @@ use super::exit::AppError;
 use crate::observe;
 use crate::store::{Status, Store};
 
-/// The shortest pause between two reads. After a slow read the pause is longer, so that reads take
-/// at most a twentieth of the time.
+/// The shortest pause between two reads.
 const EVERY: Duration = Duration::from_secs(2);
+
+/// The shortest pause between two counts of inbox rows, which change slowly and take longer.
+const INBOX_EVERY: Duration = Duration::from_secs(60);
+
+/// After a slow read the pause is this many times as long as the read: reads take at most a
+/// fiftieth of the time.
+const PAUSE: u32 = 50;
 
 /// The task that updates the gauges of one database.
 #[derive(Debug)]
@@ -66,16 +72,26 @@ async fn keep<S: Store>(store: S) {
     };
     let looks = async {
         let mut shown = Shown::default();
+        let (mut last, mut counts_inbox_at) = (Status::default(), Instant::now());
         loop {
             let began = Instant::now();
-            match store.status().await {
+            let counts_inbox = began >= counts_inbox_at;
+            let read = if counts_inbox { store.status().await } else { store.status_since(&last).await };
+            let took = began.elapsed();
+            match read {
                 Ok(status) => {
                     shown.show(&status);
                     *read_at() = began;
+                    if counts_inbox {
+                        counts_inbox_at = Instant::now() + INBOX_EVERY.max(PAUSE * took);
+                    }
+                    last = status;
                 }
                 Err(error) => tracing::debug!(%error, "the status could not be read"),
             }
-            tokio::time::sleep(EVERY.max(20 * began.elapsed())).await;
+            // A long count of inbox rows puts off the next one only.
+            let pause = if counts_inbox { EVERY } else { PAUSE * took };
+            tokio::time::sleep(EVERY.max(pause)).await;
         }
     };
     tokio::join!(ages, looks);

@@ -77,6 +77,6 @@ pub trait Mailbox: Debug + Send + Sync {
     /// Records how a try ended; false where the claim is not ours any more.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
-    /// How many rows are neither sent nor failed.
+    /// How many rows are neither sent nor failed; 10,000 means that or more.
     async fn emails_pending(&self) -> Result<u64, StoreError>;
 }

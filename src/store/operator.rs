@@ -38,7 +38,8 @@ pub struct ShardStatus {
 pub(super) const COUNTED_MAX: i64 = 10_000;
 
 /// Everything that `oncebox status` and `/metrics` show of a database. Rows are counted up to
-/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that.
+/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that. Of
+/// several shards each counts its part of the 10,000.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
     /// The state of every shard of the outbox.
@@ -55,7 +56,7 @@ pub struct Status {
     pub dead: u64,
     /// Per consumer: name, waiting, dead, inbox rows (an estimate on large tables).
     pub consumers: Vec<ConsumerStatus>,
-    /// E-mails not yet sent.
+    /// E-mails not yet sent, up to 10,000.
     pub emails_pending: u64,
 }
 
@@ -451,6 +452,10 @@ impl DeadMessage {
 pub trait Operator: Base {
     /// The current state of shards, consumers, dead messages and e-mails.
     fn status(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
+
+    /// As [`Operator::status`], but the inbox rows of consumers are those of an earlier status, or
+    /// 0: to count them takes longer than all the rest.
+    fn status_since(&self, earlier: &Status) -> impl Future<Output = Result<Status, StoreError>> + Send;
 
     /// Connections that have waited for a lock for longer than this, as far as the server tells. No
     /// table shows a handler that hangs in a lock.

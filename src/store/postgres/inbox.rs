@@ -80,14 +80,33 @@ const ADMIT_BOTH: &str = concat!(
     ") select * from timed union all select * from untimed"
 );
 
+/// From `from` on: the rows `i` of some ids. Each id is one index lookup: a plan for `= any` that
+/// was made while the table was empty, or without statistics, reads all of it when it is large.
+macro_rules! of_ids {
+    ($table:literal, $ids:literal) => {
+        concat!(
+            " from unnest($",
+            $ids,
+            "::uuid[]) g (id) cross join lateral (select i.message_id, i.content_hash from oncebox.",
+            $table,
+            " i where i.consumer_id = $1 and i.message_id = g.id limit 1) i"
+        )
+    };
+}
+
+const HASHES_TIMED: &str = concat!("select i.message_id, i.content_hash", of_ids!("inbox_timed", "2"));
+const HASHES_UNTIMED: &str = concat!("select i.message_id, i.content_hash", of_ids!("inbox_untimed", "2"));
+
 /// Counts our rows and compares the transaction, in one statement (R23). It also sets
 /// `synchronous_commit` back where a handler changed it: what is acknowledged must survive a crash.
 const PROVE: &str = concat!(
     "select ",
     witness!("pg_current_xact_id_if_assigned()"),
-    ", (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
-     + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
-       exists (select 1 from oncebox.waiting where sequence = $4), (",
+    ", (select count(*)",
+    of_ids!("inbox_timed", "2"),
+    ") + (select count(*)",
+    of_ids!("inbox_untimed", "3"),
+    "), exists (select 1 from oncebox.waiting where sequence = $4), (",
     synchronous!("true"),
     ")"
 );
@@ -364,16 +383,7 @@ async fn hashes(
     ids: &Ids,
 ) -> Result<HashMap<MessageId, [u8; 16]>, StoreError> {
     let mut found = HashMap::with_capacity(ids.len());
-    for (statement, ids) in [
-        (
-            "select message_id, content_hash from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2)",
-            &ids.timed,
-        ),
-        (
-            "select message_id, content_hash from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)",
-            &ids.untimed,
-        ),
-    ] {
+    for (statement, ids) in [(HASHES_TIMED, &ids.timed), (HASHES_UNTIMED, &ids.untimed)] {
         if ids.is_empty() {
             continue;
         }

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 
 use super::{SqlStore, Statement, sql};
 use crate::error::StoreError;
-use crate::store::operator::kept_error;
+use crate::store::operator::{COUNTED_MAX, kept_error};
 use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox};
 
 /// E-mails that may be claimed. On SQLite each half is a query of its own, which reads only a part
@@ -33,7 +33,8 @@ const SETTLE: &str = "update oncebox.email set state = :state, claim = null, due
     error = coalesce(:error, error), attempts = attempts - :untried, settled_at = case when :is_settled then {now} end \
     where email_id = :email and claim = :claim";
 
-const PENDING: &str = "select count(*) from oncebox.email where state = 'pending' and due_at is not null";
+const PENDING: &str = "select count(*) from (select 1 from oncebox.email where state = 'pending' and due_at is not null \
+    {pg: order by due_at} limit :max) e";
 
 fn due(limit: usize) -> Statement {
     sql(DUE).bind("claim_max", CLAIM_MAX).bind("limit", i64::try_from(limit).unwrap_or(i64::MAX))
@@ -101,7 +102,7 @@ impl<S: SqlStore + std::fmt::Debug> Mailbox for S {
     }
 
     async fn emails_pending(&self) -> Result<u64, StoreError> {
-        let pending: i64 = self.reader().await?.one(sql(PENDING)).await?;
+        let pending: i64 = self.reader().await?.one(sql(PENDING).bind("max", COUNTED_MAX)).await?;
         Ok(pending.unsigned_abs())
     }
 }

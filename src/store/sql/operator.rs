@@ -11,7 +11,7 @@ mod audit;
 mod consumers;
 mod headers;
 pub(in crate::store) mod list;
-mod status;
+pub(in crate::store) mod status;
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
-use super::{SqlStore, Value};
+use super::{SqlStore, Value, sql};
 use crate::error::StoreError;
 use crate::store::{
     ActContext, AuditEntry, Base, DeadFilter, DeadMessage, Dialect, Forgotten, LockWait, Mailbox, Operator,
@@ -88,12 +88,29 @@ pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
     fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>>;
 }
 
+async fn read_status<S: OperatorSql>(store: &S, earlier: Option<&Status>) -> Result<Status, StoreError> {
+    let dialect = S::TEXTS.dialect;
+    // The connection is given back first: the next query takes one of its own, and the pool may
+    // have only one.
+    let status = if dialect == Dialect::Postgres {
+        let mut transaction = store.begin_sql().await?;
+        transaction.session().rows(sql(status::PLANS)).await?;
+        let status = status::read(transaction.session(), dialect, earlier).await?;
+        transaction.rollback().await?;
+        status
+    } else {
+        status::read(&mut *store.reader().await?, dialect, earlier).await?
+    };
+    Ok(Status { emails_pending: store.emails_pending().await?, ..status })
+}
+
 impl<S: OperatorSql> Operator for S {
     async fn status(&self) -> Result<Status, StoreError> {
-        // The reader is dropped first: the next query takes a connection of its own, and the pool
-        // may have only one.
-        let status = status::read(&mut *self.reader().await?).await?;
-        Ok(Status { emails_pending: self.emails_pending().await?, ..status })
+        read_status(self, None).await
+    }
+
+    async fn status_since(&self, earlier: &Status) -> Result<Status, StoreError> {
+        read_status(self, Some(earlier)).await
     }
 
     async fn lock_waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {

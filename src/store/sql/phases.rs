@@ -107,7 +107,8 @@ pub(in crate::store) const OPERATION: &str = "\
        case when o.lease_until > n.at and o.lease_until <= n.at + {lease of o} then {micros o.lease_until} end, \
        o.attempts, {micros o.due_at}, o.parked, {micros o.created_at}, {micros o.outcome_at} \
       from (select {clock} as at) n join oncebox.operation o on o.operation_id = :id \
-      left join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id";
+      left join oncebox.idempotency_request r on r.key_digest = o.key_digest \
+       and {pg: r.operation_id is not distinct from o.operation_id}{my lite: r.operation_id = o.operation_id}";
 
 /// The intents of an operation, with their columns in the order of [`intent_of`].
 pub(in crate::store) const INTENTS: &str = "\

@@ -7,6 +7,8 @@
 //! * Rows behind a head have no due time, so a poll does not read them. The transaction that
 //!   removes a head makes the next row due, and a sweep finds heads that a race left without a due
 //!   time.
+//! * On PostgreSQL what finds rows by lists is planned for each run: the table is small until
+//!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
 //!   writer (R11).
 //!
@@ -50,21 +52,25 @@ macro_rules! of_kinds {
     };
 }
 
-/// From `from` on: the first head `w` of a consumer that has a due time and is in the scope.
+/// From `from` on: the first head `w` of a consumer that has a due time and is in the scope. Only a
+/// row that waits has a due time; if PostgreSQL is told so, it reads all rows that wait.
 macro_rules! heads {
     ($due:literal) => {
         concat!(
             " from oncebox.waiting w {my: force index (waiting_due)} where w.consumer_id = :consumer \
-             {pg my: and w.state = 'waiting'} and ",
+             {my: and w.state = 'waiting'} and ",
             $due,
             " and ",
             in_scope!(),
             " {if of_kinds: and ",
             of_kinds!(),
-            "} and {my lite: (w.lane_id is null or }not exists (select 1 from oncebox.waiting o \
+            "} and (w.lane_id is null or {pg: w.sequence = (select o.sequence from oncebox.waiting o \
+               where o.consumer_id = w.consumer_id and o.lane_id between w.lane_id and w.lane_id",
+            and_orders!("o"),
+            " order by o.lane_id, o.sequence limit 1)}{my lite: not exists (select 1 from oncebox.waiting o \
                where o.consumer_id = w.consumer_id and o.lane_id = w.lane_id and o.sequence < w.sequence",
             and_orders!("o"),
-            "){my lite: )} order by w.due_at{my lite: , w.sequence} limit 1"
+            ")}) order by w.due_at{my lite: , w.sequence} limit 1"
         )
     };
 }
@@ -73,7 +79,7 @@ macro_rules! heads {
 macro_rules! update_rows {
     ($set:literal, $only:literal) => {
         concat!(
-            "update {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
+            "{pg: /* planned anew */ }update {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
                straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}\
              {pg lite: oncebox.waiting as w} set ",
             $set,
@@ -144,13 +150,13 @@ const BURY: &str = "update oncebox.waiting set state = 'dead', claim = null, due
       attempts = :attempts, history = {history history :attempts} \
     where sequence = :sequence";
 
-const REMOVE: &str = "delete {my: w} from {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
+const REMOVE: &str = "{pg: /* planned anew */ }delete {my: w} from {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
       straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}{pg lite: oncebox.waiting as w} \
     where {pg lite: w.sequence {in ints :rows} and }w.claim = :claim and w.consumer_id = :consumer";
 
 /// The first row of each of these keys, if it waits without a due time.
 pub(in crate::store) const TO_WAKE: &str = concat!(
-    "select w.sequence from (select (select o.sequence from oncebox.waiting o {my: force index (waiting_lane)} \
+    "{pg: /* planned anew */ }select w.sequence from (select (select o.sequence from oncebox.waiting o {my: force index (waiting_lane)} \
         where o.consumer_id = :consumer and o.lane_id = {pg: l.lane_id}{my: unhex(l.lane_id)}{lite: unhex(l.value)}",
     and_orders!("o"),
     " order by o.sequence limit 1) as sequence \
@@ -171,7 +177,7 @@ const END_CLAIMS: &str = update_rows!("due_at = {now}", "w.claim is not null and
 /// Heads without a due time, found by a loose scan of the index over the keys: as many steps as
 /// there are keys, not rows.
 pub(in crate::store) const LOST_HEADS: &str = concat!(
-    "{pg lite: with recursive lanes(lane_id) as (\
+    "{pg: /* planned anew */ }{pg lite: with recursive lanes(lane_id) as (\
        select (select w.lane_id from oncebox.waiting w where w.consumer_id = :consumer and w.lane_id is not null",
     and_orders!("w"),
     "   order by w.lane_id limit 1) \

@@ -7,7 +7,7 @@ use sqlx::{AssertSqlSafe, Row, query};
 use super::connect::SqliteStore;
 use super::{inbox, relay};
 use crate::store::sql::inbox::purge;
-use crate::store::sql::operator::{OperatorSql, list};
+use crate::store::sql::operator::{OperatorSql, list, status};
 use crate::store::sql::{mailbox, phases, records, sql, waiting};
 use crate::store::{Base, DeadFilter, DeadState, Dialect, Schema, StoreOptions};
 
@@ -151,4 +151,47 @@ async fn a_list_costs_no_more_the_more_is_held() {
     }
     let steps = steps.load(std::sync::atomic::Ordering::Relaxed);
     assert!(steps < 500, "{steps} thousand steps");
+}
+
+/// Shown by: counting dead rows without an index, behind those that are held; an estimate of the
+/// pending rows with `min` and `max` in one statement (all rows are read).
+#[tokio::test]
+async fn g11_the_gauges_cost_no_more_the_more_there_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("gauges.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+    store.migrate().await.unwrap();
+    let many = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000)";
+    let mut connection = store.pool().acquire().await.unwrap();
+    for sql in [
+        format!("insert into oncebox_outbox (topic, kind, payload) {many} select 't', 'k', '' from n"),
+        format!(
+            "insert into oncebox_outbox_dead (position, bucket, message_id, topic, kind, headers, payload, content_type, created_at, state, holds, \
+               reason, diverted_at) {many} select i, 0, '', 't', 'k', '{{}}', x'', 't', 0, \
+               case when i > 199990 then 'dead' else 'held-destination' end, 0, 'no', 0 from n"
+        ),
+        format!(
+            "insert into oncebox_consumer (name, id_rule, registered_at, seen_at) {many} select i, '', 0, 0 from n limit 1000"
+        ),
+        format!(
+            "insert into oncebox_waiting (consumer_id, message_id, content_hash, lane_id, state, blocks, due_at, attempts, stored_at, \
+               id_text, topic, key, kind, headers, payload, tombstone, source, place, partition_no, offset_no, reason, dead_at) \
+             {many} select 7, randomblob(16), zeroblob(16), zeroblob(16), case when i = 1 then 'dead' else 'waiting' end, 1, null, 0, 0, \
+               '', 't', x'6b', '', '[]', x'', 0, '', '', 0, 0, case when i = 1 then 'terminal' end, case when i = 1 then 0 end from n"
+        ),
+    ] {
+        query(AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
+    }
+    let steps = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = std::sync::Arc::clone(&steps);
+    connection.lock_handle().await.unwrap().set_progress_handler(1_000, move || {
+        counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        true
+    });
+    let seen = status::read(&mut *connection, Dialect::Sqlite, None).await.unwrap();
+    assert_eq!((seen.pending, seen.held, seen.dead), (200_000, 10_000, 10));
+    let waiting = seen.consumers.iter().find(|consumer| consumer.held > 0).unwrap();
+    assert_eq!((waiting.held, waiting.dead), (10_000, 1));
+    let steps = steps.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(steps < 1_000, "{steps} thousand steps");
 }

@@ -43,14 +43,15 @@ const TAKE_BACK: &str = "update oncebox.attempt set attempts = attempts - 1, upd
 const FORGET_EMPTY: &str = "delete from oncebox.attempt where consumer_id = :consumer and message_id = :id \
     and attempts = 0 and {pg lite: history = '[]'}{my: json_length(history) = 0}";
 
-const COUNTED_OF: &str = concat!("select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
+const COUNTED_OF: &str =
+    concat!("{pg: /* planned anew */ }select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
 
-const HANDLED: &str = "select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
+const HANDLED: &str = "{pg: /* planned anew */ }select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
       {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \
     where a.consumer_id = :consumer limit :most";
 
 /// Deletes exact rows: a range would wait for a transaction that is counting a try.
-const DELETE: &str = concat!("delete {my: a} from ", of_ids!());
+const DELETE: &str = concat!("{pg: /* planned anew */ }delete {my: a} from ", of_ids!());
 
 fn of_one(text: &'static str, consumer: ConsumerId, id: MessageId) -> Statement {
     sql(text).bind("consumer", consumer).bind("id", id.uuid())

@@ -1,12 +1,23 @@
 //! Reads what `status` and `/metrics` show. Counts are exact up to a bound; beyond it they are that
 //! bound or an estimate.
+//!
+//! Promises: what `/metrics` asks every two seconds costs the same at any backlog. On PostgreSQL
+//! each text follows an index whatever the statistics say: the planner may only choose among
+//! indexes ([`PLANS`]), and the `order by` leaves it one.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::error::StoreError;
 use crate::store::operator::{COUNTED_MAX, waiting_and_held};
-use crate::store::sql::{Row, Session, sql};
-use crate::store::{ConsumerStatus, ShardStatus, Status};
+use crate::store::sql::{Row, Rows, Session, sql};
+use crate::store::{ConsumerStatus, Dialect, ShardStatus, Status};
+
+/// Settings for the plans of the transaction. Without them a plan that was made for a small table
+/// scans it from end to end when it is large. The server would compile the statement of many
+/// consumers, for its estimate of the cost is high; that takes half a second.
+pub(super) const PLANS: &str = "{pg: select set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), \
+    set_config('enable_sort', 'off', true), set_config('jit', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)}";
 
 /// The shards. Only PostgreSQL has gaps.
 const SHARDS: &str = "\
@@ -16,61 +27,107 @@ select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_
        {age updated_at} \
   from oncebox.shard order by shard_id";
 
-/// The rows of a shard that are not proven: how many, up to a bound, and the age of the first. On
-/// PostgreSQL these are the rows in gaps and above the cursor, elsewhere all rows.
+/// The rows that are not proven: how many stand in gaps and how many above the cursor, each up to a
+/// bound; an estimate of the latter beyond the bound; and the age of the first. On PostgreSQL one
+/// row for each shard, which looks at rows of any shard up to the bound and counts its own; the
+/// estimate is that share of all positions above the cursor. Where the bound ends before its first
+/// own row, this is looked for.
 const PENDING: &str = "\
-{pg: with shard as materialized (select * from oncebox.shard where shard_id = :shard), \
-gap_rows as ( \
-  select o.created_at, o.position from shard s, unnest(s.gaps) g \
-   cross join lateral (select created_at, position, bucket from oncebox.outbox where position >= lower(g) and position < upper(g)) o \
-   where o.bucket between s.bucket_from and s.bucket_to limit :max), \
-tail_rows as ( \
-  select o.created_at, o.position from shard s \
-   cross join lateral (select created_at, position, bucket from oncebox.outbox \
-                        where position > s.scanned_to and bucket between s.bucket_from and s.bucket_to \
-                        order by position limit :beyond) o) \
-select (select count(*) from gap_rows), (select count(*) from tail_rows), \
-       {age (select min(created_at) from ( \
-         select created_at from gap_rows union all (select created_at from tail_rows order by position limit 1)) first)}}\
-{my lite: select 0, (select count(*) from (select 1 from oncebox.outbox limit :beyond) c), \
+{pg: select g.own, t.own, \
+       case when t.looked < :beyond then t.own \
+            else (t.own * (greatest(q.last_value, t.last) - s.scanned_to)::float8 / (t.last - s.scanned_to))::bigint end, \
+       {age least(g.first, t.first, case when t.looked = :beyond and t.own = 0 then ( \
+         select o.created_at from oncebox.outbox o \
+          where o.position > t.last and o.bucket between s.bucket_from and s.bucket_to order by o.position limit 1) end)} \
+  from oncebox.shard s \
+ cross join oncebox.outbox_position_seq q \
+ cross join lateral ( \
+   select count(*) as own, min(o.created_at) as first \
+     from (select o.bucket, o.created_at from unnest(s.gaps) g \
+            cross join lateral (select o.bucket, o.created_at from oncebox.outbox o \
+                                 where o.position >= lower(g) and o.position < upper(g) order by o.position limit :beyond) o \
+            limit :beyond) o \
+    where o.bucket between s.bucket_from and s.bucket_to) g \
+ cross join lateral ( \
+   select count(*) as looked, max(o.position) as last, \
+          count(*) filter (where o.bucket between s.bucket_from and s.bucket_to) as own, \
+          min(o.created_at) filter (where o.bucket between s.bucket_from and s.bucket_to) as first \
+     from (select o.position, o.bucket, o.created_at from oncebox.outbox o \
+            where o.position > s.scanned_to order by o.position limit :beyond) o) t}\
+{my lite: select 0, (select count(*) from (select 1 from oncebox.outbox limit :beyond) c), null, \
        {age (select created_at from oncebox.outbox order by position limit 1)}}";
 
-/// An estimate of the same number, for more rows than were counted.
+/// An estimate of the rows above the cursor, where [`PENDING`] has none. SQLite would read all rows
+/// for a statement with both `min` and `max`.
 const PENDING_ESTIMATE: &str = "\
-{pg: select greatest((select last_value from oncebox.outbox_position_seq) \
-                     - (select scanned_to from oncebox.shard where shard_id = :shard), 0)}\
 {my: select coalesce((select cast(table_rows as signed) from information_schema.tables \
                        where table_schema = database() and table_name = 'oncebox_outbox'), 0)}\
-{lite: select coalesce(max(position) - min(position) + 1, 0) from oncebox.outbox}";
+{lite: select coalesce((select max(position) from oncebox.outbox) - (select min(position) from oncebox.outbox) + 1, 0)}";
 
-/// How many rows are held and dead, and the age of the first held one. PostgreSQL finds it for each
-/// cause, because its index begins with the cause.
+/// How many rows are held and dead, and the age of the first held one. PostgreSQL and SQLite find
+/// it for each cause, because their index begins with the cause.
 const DIVERTED: &str = "\
 select (select count(*) from (select 1 from oncebox.outbox_dead \
-          where {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) h), \
-       (select count(*) from (select 1 from oncebox.outbox_dead where state = 'dead' limit :max) d), \
+          where {pg: state between 'held' and 'held' order by state, cause, position}{my: state = 'held'}{lite: state > 'dead'} \
+          limit :max) h), \
+       (select count(*) from (select 1 from oncebox.outbox_dead \
+          where {pg: state between 'dead' and 'dead' order by state, cause, position}{my lite: state = 'dead'} limit :max) d), \
        {age ({pg: select min(first.created_at) from (values ('behind'), ('destination')) why (cause) \
-                  cross join lateral (select d.created_at from oncebox.outbox_dead d where d.state = 'held' and d.cause = why.cause \
-                                       order by d.position limit 1) first}\
-             {my lite: select created_at from oncebox.outbox_dead \
-                        where {my: state = 'held'}{lite: state <> 'dead'} order by position limit 1})}";
+                  cross join lateral (select d.state, d.cause, d.created_at from oncebox.outbox_dead d \
+                                       where (d.state, d.cause) >= ('held', why.cause) \
+                                       order by d.state, d.cause, d.position limit 1) first \
+                  where first.state = 'held' and first.cause = why.cause}\
+             {my: select created_at from oncebox.outbox_dead where state = 'held' order by position limit 1}\
+             {lite: select min(created_at) from ( \
+               select * from (select created_at from oncebox.outbox_dead where state = 'held-behind' order by position limit 1) \
+               union all \
+               select * from (select created_at from oncebox.outbox_dead where state = 'held-destination' order by position limit 1))})}";
 
 const CONSUMERS: &str = "select consumer_id, name, {age seen_at} from oncebox.consumer order by name";
 
-/// The counts of one consumer. For many at once PostgreSQL would estimate a high cost and compile
-/// the statement, which takes half a second. Held rows are counted from the dead rows that hold,
-/// which are few. On PostgreSQL `between` and `order by` make the planner use the index by lane
-/// also for a lane with no row behind. SQLite counts no further than the bound, because it has no
-/// estimate.
-const OF_CONSUMER: &str = "\
-select (select count(*) from (select 1 from oncebox.waiting where consumer_id = :of and state = 'waiting' limit :max) a), \
+/// The consumers that have rows in `waiting`: as many steps as there are such consumers, however
+/// many rows or other consumers there are.
+const ACTIVE: &str = "\
+{pg: with recursive active (id) as ( \
+   select least((select w.consumer_id from oncebox.waiting w where w.state = 'waiting' or w.holds \
+                  order by w.consumer_id, w.lane_id, w.sequence limit 1), \
+                (select w.consumer_id from oncebox.waiting w where w.state = 'dead' \
+                  order by w.consumer_id, w.message_id, w.content_hash limit 1)) \
+   union all \
+   select least((select w.consumer_id from oncebox.waiting w where (w.state = 'waiting' or w.holds) and w.consumer_id > a.id \
+                  order by w.consumer_id, w.lane_id, w.sequence limit 1), \
+                (select w.consumer_id from oncebox.waiting w where w.state = 'dead' and w.consumer_id > a.id \
+                  order by w.consumer_id, w.message_id, w.content_hash limit 1)) \
+     from active a where a.id is not null) \
+ select id from active where id is not null}\
+{my: select distinct consumer_id from oncebox.waiting force index (waiting_lane)}\
+{lite: with recursive active (id) as ( \
+   select min(consumer_id) from ( \
+     select * from (select consumer_id from oncebox.waiting where state = 'waiting' order by consumer_id limit 1) union all \
+     select * from (select consumer_id from oncebox.waiting where state = 'dead' order by consumer_id limit 1)) \
+   union all \
+   select (select min(consumer_id) from ( \
+     select * from (select consumer_id from oncebox.waiting where state = 'waiting' and consumer_id > a.id order by consumer_id limit 1) union all \
+     select * from (select consumer_id from oncebox.waiting where state = 'dead' and consumer_id > a.id order by consumer_id limit 1))) \
+     from active a where a.id is not null) \
+ select id from active where id is not null}";
+
+/// The counts of consumers: on PostgreSQL of many, elsewhere of one. Held rows are counted from the
+/// dead rows that hold, which are few. PostgreSQL counts entries of the lane and leaves out those
+/// of its dead rows: then it need not read the rows. `between` makes it use the index by lane also
+/// for a lane with no row behind.
+const OF_CONSUMERS: &str = "\
+select {pg: a.id}{my lite: :of}, \
+       (select count(*) from (select 1 from oncebox.waiting where state = 'waiting' and \
+          {pg: consumer_id between a.id and a.id order by consumer_id, sequence}{my lite: consumer_id = :of} limit :max) a), \
        (select count(*) from ( \
-          {pg: select 1 from (select distinct d.lane_id from ( \
+          {pg: select 1 from (select d.lane_id, count(*) as dead from ( \
                    select d.lane_id from oncebox.waiting d \
-                    where d.consumer_id = :of and d.state = 'dead' and d.holds limit :max) d) d \
-           cross join lateral (select 1 from oncebox.waiting w where w.consumer_id = :of \
-                                  and w.lane_id between d.lane_id and d.lane_id and w.state = 'waiting' \
-                                order by w.lane_id limit :max) w}\
+                    where d.state = 'dead' and d.consumer_id between a.id and a.id and d.holds \
+                    order by d.consumer_id, d.message_id, d.content_hash limit :max) d group by d.lane_id) d \
+           cross join lateral (select 1 from oncebox.waiting w where w.consumer_id = a.id \
+                                  and w.lane_id between d.lane_id and d.lane_id and (w.state = 'waiting' or w.holds) \
+                                order by w.lane_id, w.sequence offset d.dead limit :max) w}\
           {my: select 1 from (select distinct lane_id from (select lane_id from oncebox.waiting \
                  where state = 'dead' and consumer_id = :of and lane_id is not null limit :max) l) d \
                straight_join oncebox.waiting w force index (waiting_lane) on w.consumer_id = :of and w.lane_id = d.lane_id \
@@ -79,10 +136,20 @@ select (select count(*) from (select 1 from oncebox.waiting where consumer_id = 
                    where d.consumer_id = :of and d.state = 'dead' and d.blocks = 1 limit :max)) as walls \
                  join oncebox.waiting as w on w.consumer_id = :of and w.lane_id = walls.lane_id and w.blocks = 1 \
                   and w.state = 'waiting'} limit :max) b), \
-       (select count(*) from (select 1 from oncebox.waiting where consumer_id = :of and due_at is not null limit :max) c), \
-       (select count(*) from (select 1 from oncebox.waiting where consumer_id = :of and state = 'dead' limit :max) d), \
-       (select count(*) from (select 1 from oncebox.inbox where consumer_id = :of limit {pg my: :beyond}{lite: :max}) e), \
-       {age (select stored_at from oncebox.waiting where consumer_id = :of and state = 'waiting' order by sequence limit 1)}";
+       (select count(*) from (select 1 from oncebox.waiting where due_at is not null and \
+          {pg: consumer_id between a.id and a.id order by consumer_id, due_at}{my lite: consumer_id = :of} limit :max) c), \
+       (select count(*) from (select 1 from oncebox.waiting where state = 'dead' and \
+          {pg: consumer_id between a.id and a.id order by consumer_id, message_id, content_hash}{my lite: consumer_id = :of} limit :max) d), \
+       {age (select stored_at from oncebox.waiting where state = 'waiting' and \
+          {pg: consumer_id between a.id and a.id order by consumer_id, sequence}{my lite: consumer_id = :of order by sequence} limit 1)} \
+  {pg: from unnest(:all) a (id)}";
+
+/// The inbox rows of consumers. SQLite counts no further than the bound, because it has no
+/// estimate.
+const INBOX_ROWS: &str = "\
+select {pg: a.id}{my lite: :of}, (select count(*) from ( \
+   select 1 from oncebox.inbox i where i.consumer_id = {pg: a.id limit :beyond}{my: :of limit :beyond}{lite: :of limit :max}) e) \
+  {pg: from unnest(:all) a (id)}";
 
 /// An estimate of the inbox rows of all consumers together.
 const INBOX_ESTIMATE: &str = "\
@@ -93,33 +160,34 @@ const INBOX_ESTIMATE: &str = "\
                        where table_schema = database() and table_name = 'oncebox_inbox'), 0)}\
 {lite: select 0}";
 
-/// Reads everything of the status except the e-mails.
-pub(super) async fn read(session: &mut dyn Session) -> Result<Status, StoreError> {
+/// Reads everything of the status except the e-mails. Inbox rows are counted only where no earlier
+/// status is given from which they are taken.
+pub(in crate::store) async fn read(
+    session: &mut dyn Session,
+    dialect: Dialect,
+    earlier: Option<&Status>,
+) -> Result<Status, StoreError> {
     let shards = session.rows(sql(SHARDS)).await?;
     let shards = shards.iter().map(|row| shard(&**row)).collect::<Result<Vec<_>, _>>()?;
     let mut status = Status { shards, ..Status::default() };
-    for shard in &status.shards {
-        let of = |text| sql(text).bind("shard", i64::from(shard.shard));
-        let rows = session.rows(of(PENDING).bind("max", COUNTED_MAX).bind("beyond", COUNTED_MAX + 1)).await?;
-        let row = only(&rows)?;
-        let (gap_rows, mut rows): (i64, i64) = (row.get(0)?, row.get(1)?);
-        let age = seconds(row.get_opt(2)?.unwrap_or(0));
-        if rows > COUNTED_MAX {
-            rows = rows.max(session.one(of(PENDING_ESTIMATE)).await?);
-        }
-        status.pending += gap_rows.saturating_add(rows).unsigned_abs();
+    let most = COUNTED_MAX / i64::try_from(status.shards.len().max(1)).unwrap_or(COUNTED_MAX);
+    for row in session.rows(sql(PENDING).bind("beyond", most + 1)).await? {
+        let (in_gaps, mut rows): (i64, i64) = (row.get(0)?, row.get(1)?);
+        rows = match row.get_opt(2)? {
+            Some(estimate) => estimate,
+            None if rows > most => rows.max(session.one(sql(PENDING_ESTIMATE)).await?),
+            None => rows,
+        };
+        status.pending += in_gaps.saturating_add(rows).unsigned_abs();
+        let age = seconds(row.get_opt(3)?.unwrap_or(0));
         status.oldest_pending_age_seconds = status.oldest_pending_age_seconds.max(age);
     }
     let rows = session.rows(sql(DIVERTED).bind("max", COUNTED_MAX)).await?;
-    let row = only(&rows)?;
+    let row = rows.first().ok_or(sqlx::Error::RowNotFound)?;
     (status.held, status.dead) = (row.get(0)?, row.get(1)?);
     status.oldest_held_age_seconds = seconds(row.get_opt(2)?.unwrap_or(0));
-    status.consumers = consumers(session).await?;
+    status.consumers = consumers(session, dialect, earlier).await?;
     Ok(status)
-}
-
-fn only(rows: &[Box<dyn Row>]) -> Result<&dyn Row, StoreError> {
-    rows.first().map(|row| &**row).ok_or(StoreError::Other(sqlx::Error::RowNotFound))
 }
 
 fn shard(row: &dyn Row) -> Result<ShardStatus, StoreError> {
@@ -140,22 +208,39 @@ fn shard(row: &dyn Row) -> Result<ShardStatus, StoreError> {
     })
 }
 
-async fn consumers(session: &mut dyn Session) -> Result<Vec<ConsumerStatus>, StoreError> {
-    let mut consumers = Vec::new();
-    for consumer in session.rows(sql(CONSUMERS)).await? {
-        let of_consumer = sql(OF_CONSUMER).bind("of", consumer.get::<i64>(0)?);
-        let rows = session.rows(of_consumer.bind("max", COUNTED_MAX).bind("beyond", COUNTED_MAX + 1)).await?;
-        let row = only(&rows)?;
-        let (waiting, held) = waiting_and_held(row.get(0)?, row.get(1)?, row.get(2)?);
-        consumers.push(ConsumerStatus {
-            name: consumer.get(1)?,
-            waiting,
-            held,
-            oldest_waiting_age_seconds: seconds(row.get_opt(5)?.unwrap_or(0)),
-            dead: row.get(3)?,
-            inbox_rows: row.get(4)?,
-            seen_seconds_ago: seconds(consumer.get(2)?),
-        });
+async fn consumers(
+    session: &mut dyn Session,
+    dialect: Dialect,
+    earlier: Option<&Status>,
+) -> Result<Vec<ConsumerStatus>, StoreError> {
+    let (mut ids, mut consumers) = (Vec::new(), Vec::new());
+    for row in session.rows(sql(CONSUMERS)).await? {
+        ids.push(row.get::<i64>(0)?);
+        let seen_seconds_ago = seconds(row.get(2)?);
+        consumers.push(ConsumerStatus { name: row.get(1)?, seen_seconds_ago, ..ConsumerStatus::default() });
+    }
+    let places: HashMap<i64, usize> = ids.iter().copied().zip(0..).collect();
+    let active = session.rows(sql(ACTIVE)).await?;
+    let active = active.iter().map(|row| row.get(0)).collect::<Result<Vec<i64>, _>>()?;
+    for row in counted(session, dialect, OF_CONSUMERS, &active).await? {
+        let Some(place) = places.get(&row.get(0)?) else { continue };
+        let consumer = &mut consumers[*place];
+        (consumer.waiting, consumer.held) = waiting_and_held(row.get(1)?, row.get(2)?, row.get(3)?);
+        consumer.dead = row.get(4)?;
+        consumer.oldest_waiting_age_seconds = seconds(row.get_opt(5)?.unwrap_or(0));
+    }
+    if let Some(earlier) = earlier {
+        let rows: HashMap<&str, u64> =
+            earlier.consumers.iter().map(|one| (one.name.as_str(), one.inbox_rows)).collect();
+        for consumer in &mut consumers {
+            consumer.inbox_rows = rows.get(consumer.name.as_str()).copied().unwrap_or(0);
+        }
+        return Ok(consumers);
+    }
+    for row in counted(session, dialect, INBOX_ROWS, &ids).await? {
+        if let Some(place) = places.get(&row.get(0)?) {
+            consumers[*place].inbox_rows = row.get(1)?;
+        }
     }
     let beyond = |consumer: &ConsumerStatus| consumer.inbox_rows > COUNTED_MAX.unsigned_abs();
     let large = consumers.iter().filter(|consumer| beyond(consumer)).count();
@@ -171,6 +256,23 @@ async fn consumers(session: &mut dyn Session) -> Result<Vec<ConsumerStatus>, Sto
         }
     }
     Ok(consumers)
+}
+
+/// The rows of a text that counts for consumers: by one statement on PostgreSQL, elsewhere by one
+/// for each, because a subquery with a limit cannot name a column of the outer one there.
+async fn counted(
+    session: &mut dyn Session,
+    dialect: Dialect,
+    text: &'static str,
+    consumers: &[i64],
+) -> Result<Rows, StoreError> {
+    let at_once = if dialect == Dialect::Postgres { consumers.len().max(1) } else { 1 };
+    let mut rows = Rows::new();
+    for some in consumers.chunks(at_once) {
+        let counts = sql(text).bind("all", some.to_vec()).bind("of", some[0]);
+        rows.extend(session.rows(counts.bind("max", COUNTED_MAX).bind("beyond", COUNTED_MAX + 1)).await?);
+    }
+    Ok(rows)
 }
 
 /// Microseconds as seconds; a negative age, after a clock went back, is 0.

@@ -32,11 +32,13 @@ const BEGIN: &str = "insert into oncebox.operation (operation_id, epoch, owner, 
     select :id, :epoch, :owner, :digest, :flow, :version, :point, 'RECEIVED', :command, :kid, 0, \
        n.at + {span :lease}, {lease :lease}, n.at, n.at, n.at from (select {clock} as at) n";
 
-/// The fence of the record, and the epoch and point of its operation.
+/// The fence of the record, and the epoch and point of its operation. With `=` between their ids
+/// PostgreSQL looks for the record by the id, for which there is no index.
 const STANDING: &str = "\
     select r.key_digest, r.epoch, o.epoch, o.point, o.parked is null and o.outcome_at is null \
       from oncebox.operation o \
-      join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
+      join oncebox.idempotency_request r on r.key_digest = o.key_digest \
+       and {pg: r.operation_id is not distinct from o.operation_id}{my lite: r.operation_id = o.operation_id} \
      where o.operation_id = :id and r.mode = 'phased'";
 
 /// The operation is at the point that its driver read, and this is the transaction that the phase
