@@ -391,7 +391,8 @@ async fn r7_a_position_that_the_relay_has_passed_is_refused_at_every_door() {
         // The bucket of `acc-7` is 85.
         database.run("update oncebox.shard set scanned_to = 100, bucket_to = 85").await;
         let one = oncebox::store::enqueue(&mut connection, message()).await.unwrap_err().to_string();
-        let many = oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap_err().to_string();
+        let many =
+            oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap_err().to_string();
         for refused in [one, many] {
             assert!(refused.contains("sequence behind cursor: the relay has passed position 2"), "{refused}");
         }
