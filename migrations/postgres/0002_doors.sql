@@ -11,12 +11,17 @@
 create function oncebox.uuid_v7(random_end text) returns uuid
 language sql volatile parallel safe
 return ('0' || to_hex((date_part('epoch', clock_timestamp()) * 1000)::bigint) || random_end)::uuid;
-comment on function oncebox.uuid_v7(text) is 'a new time-ordered id, by the clock of the database';
+comment on function oncebox.uuid_v7(text) is 'a new time-ordered id with the end that is given';
 
 create function oncebox.uuid_v7_end() returns text
 language sql volatile parallel safe
 return '7' || substr(gen_random_uuid()::text, 16);
 comment on function oncebox.uuid_v7_end() is 'the version and the random part of an id';
+
+create function oncebox.uuid_v7() returns uuid
+language sql volatile parallel safe
+return oncebox.uuid_v7(oncebox.uuid_v7_end());
+comment on function oncebox.uuid_v7() is 'a new time-ordered id, by the clock of the database';
 
 create function oncebox.is_uuid_v7(id uuid) returns boolean
 language sql immutable strict parallel safe as $$
@@ -264,7 +269,7 @@ begin
             key, kind, payload, coalesce(content_type, 'application/octet-stream'));
     return id;
   end if;
-  id := coalesce(message_id, oncebox.uuid_v7(coalesce(random_end, oncebox.uuid_v7_end())));
+  id := coalesce(message_id, oncebox.uuid_v7());
   if headers is not null then
     select s.headers, s.traceparent, s.tracestate into headers, traceparent, tracestate
       from oncebox.split_headers(headers, traceparent, tracestate) s;
