@@ -123,16 +123,35 @@ mod properties;
 #[doc(hidden)]
 pub mod adapter {
     pub use crate::inbox::port::time_in_id;
-    pub use crate::inbox::rules::{horizon, position};
     pub use crate::operation::port::stored::Columns;
     pub use crate::operator::keys::nothing_stands;
-    pub use crate::outbox::rules::{diversion, gaps, isolate};
-    pub use crate::text::hex;
-    pub use crate::time::{db_time, lease};
+
+    /// Where a partition of a log is read on.
+    pub mod position {
+        pub use crate::inbox::rules::position::{Break, Found, Position, start};
+    }
+
+    /// Which ids are too old, or from the future.
+    pub mod horizon {
+        pub use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge};
+    }
+
+    /// Times, leases and bytes as they are stored.
+    pub mod stored {
+        pub use crate::text::hex::hex;
+        pub use crate::time::{db_time::DbTime, lease::Lease};
+    }
 
     /// The rules of operations that an adapter needs.
     pub mod operation {
-        pub use crate::operation::rules::{doubt, machine, resend, versions};
+        pub use crate::operation::rules::machine::{Event, allowed};
+        pub use crate::operation::rules::resend::{Next, after_attempt};
+        pub use crate::operation::rules::versions::{Announced, Versions, unreadable};
+
+        /// What a look on a new connection finds after a commit whose answer was lost.
+        pub mod doubt {
+            pub use crate::operation::rules::doubt::Look;
+        }
     }
 
     /// The envelope of a message as headers of a record in a log.

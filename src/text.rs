@@ -5,6 +5,6 @@
 //! | [`hex`] | how hashes, ids and tokens stand in text |
 //! | `hosts` | which servers a URL with several hosts names |
 
-pub mod hex;
+pub(crate) mod hex;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "rabbitmq"))]
 pub(crate) mod hosts;

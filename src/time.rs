@@ -10,7 +10,7 @@
 //! | [`pace`] | how a loop waits; the only file here that reads a clock and sleeps | |
 
 pub(crate) mod breaker;
-pub mod db_time;
-pub mod lease;
+pub(crate) mod db_time;
+pub(crate) mod lease;
 pub mod pace;
 pub(crate) mod retry;

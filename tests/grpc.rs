@@ -15,7 +15,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use oncebox::adapter::operation::resend::{Next, after_attempt};
+use oncebox::adapter::operation::{Next, after_attempt};
 use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, refusal, reply, seen};
 use oncebox::operation::{
     Endpoint, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Registered, Route, Scope,

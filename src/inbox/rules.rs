@@ -8,8 +8,8 @@
 //! | [`split`] | how a failed batch is run again | R27 |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
 
-pub mod horizon;
-pub mod position;
+pub(crate) mod horizon;
+pub(crate) mod position;
 pub(crate) mod split;
 pub(crate) mod suspicion;
 pub(crate) mod watermark;

@@ -7,9 +7,9 @@
 //! | [`isolate`] | whether one message makes a relay's sessions end | R16 |
 //! | [`diversion`] | which rows go to the held table instead of the broker | R17 |
 
-pub mod diversion;
-pub mod gaps;
-pub mod isolate;
+pub(crate) mod diversion;
+pub(crate) mod gaps;
+pub(crate) mod isolate;
 
 #[cfg(test)]
 #[path = "../../tests/rules/gap_model/main.rs"]

@@ -50,7 +50,7 @@ impl Lease {
 
 /// The values that fence a session's writes: the epoch that it raised and its last revision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Fence {
+pub(crate) struct Fence {
     /// The number that every change of owner raises.
     pub epoch: i64,
     /// The number that every write of the owner raises.
@@ -63,7 +63,7 @@ impl Fence {
     /// # Errors
     ///
     /// The values differ: another owner took over, or another server answers. The session ends.
-    pub fn check(self, seen: Self) -> Result<(), FenceLost> {
+    pub(crate) fn check(self, seen: Self) -> Result<(), FenceLost> {
         if seen.epoch > self.epoch {
             Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })
         } else if seen != self {
@@ -77,7 +77,7 @@ impl Fence {
 /// Why a session has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum FenceLost {
+pub(crate) enum FenceLost {
     /// Another owner took the lease.
     TakenOver {
         /// The epoch of this session.

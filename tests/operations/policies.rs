@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use oncebox::HandlerError;
-use oncebox::adapter::operation::versions::unreadable;
+use oncebox::adapter::operation::unreadable;
 use oncebox::operation::{
     AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
     Replay, Reply, Requirement, Retention, Route, Scope, State,

@@ -1,7 +1,7 @@
 //! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need,
 //! not all of them.
 
-use oncebox::adapter::db_time::DbTime;
+use oncebox::adapter::stored::DbTime;
 use oncebox::operation::State;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::{Base, DeadFilter, DeadState, Inbox, KeyFilter, KeyOperator, Keys, Operator, StoreOptions};

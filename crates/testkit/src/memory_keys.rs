@@ -15,8 +15,8 @@ use uuid::Uuid;
 
 use crate::store::KeysFixture;
 use oncebox::adapter::Columns;
-use oncebox::adapter::db_time::DbTime;
-use oncebox::adapter::lease::Lease;
+use oncebox::adapter::stored::DbTime;
+use oncebox::adapter::stored::Lease;
 use oncebox::error::StoreError;
 use oncebox::operation::{
     Durability, Identity, Mode, OperationName, Record, Retention, State, StoredAnswer, StoredBody, Tombstone,

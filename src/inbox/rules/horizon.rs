@@ -105,7 +105,7 @@ pub fn judge(age: Age, bounds: Bounds) -> Verdict {
 /// was away for longer than its horizon has purged nothing that came in the meantime, and must not
 /// call it too old.
 #[must_use]
-pub fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Option<DbTime> {
+pub(crate) fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Option<DbTime> {
     let is_past = received < below && in_id.is_none_or(|time| time < below);
     // In whole milliseconds, like the times in ids.
     is_past.then(|| DbTime::from_millis(in_id.unwrap_or(received).millis().saturating_add(1)))
@@ -156,7 +156,7 @@ impl TopicRetention {
 
 /// The sources of duplicates, and how late a duplicate can come from each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sources {
+pub(crate) struct Sources {
     /// The longest retention of the consumer's topics; `None` if the broker does not report it.
     pub topic: Option<TopicRetention>,
     /// How long the outbox keeps proven rows. They can be sent again while they are kept.
@@ -206,7 +206,7 @@ impl Sources {
     /// # Errors
     ///
     /// The source with the longest time, if the horizon does not exceed that time.
-    pub fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
+    pub(crate) fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
         let Horizon::After(horizon) = horizon else {
             return Ok(());
         };

@@ -27,7 +27,7 @@ use super::record::State;
 /// | unmarked | runs again |
 /// | marked | goes to an operator |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Trace {
+pub(crate) enum Trace {
     /// The transaction was rolled back, or the server proves that nothing of it was committed.
     Undone,
     /// The phase's transaction is gone, and nothing proves that it committed nothing.
@@ -42,14 +42,14 @@ pub enum Trace {
 impl Trace {
     /// Whether the phase may run again. If not, only a person can find out what it did.
     #[must_use]
-    pub fn may_run_again(self) -> bool {
+    pub(crate) fn may_run_again(self) -> bool {
         matches!(self, Self::Undone | Self::Unmarked)
     }
 }
 
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Doubt {
+pub(crate) enum Doubt {
     /// COMMIT was sent after the proof had held, and no answer came. Or the handler failed, and the
     /// check that it has not committed by itself got no answer in time.
     CommitLost,
@@ -76,7 +76,7 @@ pub enum Look {
 
 /// What the engine does, and what it answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Aftermath {
+pub(crate) enum Aftermath {
     /// The run was committed: answer the stored outcome.
     Stored,
     /// Answer 503. A retry with the same key finds the outcome, or finds nothing and runs.
@@ -92,7 +92,7 @@ pub enum Aftermath {
 impl Doubt {
     /// Decides what follows from what the new connection found.
     #[must_use]
-    pub fn after(self, look: Look) -> Aftermath {
+    pub(crate) fn after(self, look: Look) -> Aftermath {
         match (self, look) {
             (_, Look::Ours(State::InProgress)) => Aftermath::MarkUnknown,
             (_, Look::Ours(State::UnknownRequiresRecovery)) => Aftermath::Ended,
@@ -111,7 +111,7 @@ impl Doubt {
 impl Aftermath {
     /// The problem code of the answer; `None` if the stored outcome is answered.
     #[must_use]
-    pub fn code(self) -> Option<Code> {
+    pub(crate) fn code(self) -> Option<Code> {
         match self {
             Self::Stored => None,
             Self::CommitUnknown => Some(Code::CommitUnknown),
@@ -121,7 +121,7 @@ impl Aftermath {
 
     /// Whether a person must look: a handler ended its transaction.
     #[must_use]
-    pub fn is_alarm(self) -> bool {
+    pub(crate) fn is_alarm(self) -> bool {
         self.code() == Some(Code::TransactionEnded)
     }
 }

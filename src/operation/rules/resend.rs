@@ -86,7 +86,7 @@ pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
 
 /// The answer of the operation's own URL to a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Polled {
+pub(crate) enum Polled {
     /// `pending` or `unknown`, or a 202.
     Pending,
     /// `succeeded` or `failed`, with the result.
@@ -99,7 +99,7 @@ pub enum Polled {
 
 /// What the client does after a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum AfterPoll {
+pub(crate) enum AfterPoll {
     /// The result is the end of the operation.
     Done,
     /// Ask again, after a pause.
@@ -112,7 +112,7 @@ pub enum AfterPoll {
 
 /// What the client does after a question for the outcome.
 #[must_use]
-pub fn after_poll(polled: Polled) -> AfterPoll {
+pub(crate) fn after_poll(polled: Polled) -> AfterPoll {
     match polled {
         Polled::Ended => AfterPoll::Done,
         Polled::Pending => AfterPoll::Ask,
@@ -201,7 +201,7 @@ impl Seen {
 /// clients which failed together do not try again together. `failed` counts the failed attempts,
 /// from 1.
 #[must_use]
-pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
+pub(crate) fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
     let doubled = base.saturating_mul(1_u32.checked_shl(failed.saturating_sub(1)).unwrap_or(u32::MAX));
     let chance = if chance.is_nan() { 1.0 } else { chance.clamp(0.0, 1.0) };
     doubled.min(cap).mul_f64(chance)
@@ -209,7 +209,7 @@ pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duratio
 
 /// The time during which an operation may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Window {
+pub(crate) struct Window {
     /// The longest time of this call.
     pub total: Duration,
     /// The time for which the server remembers a key at least, counted from the first send. After
@@ -224,7 +224,7 @@ impl Window {
     /// `age` the time since the first send. The attempt must also end, by its own limit, while the
     /// server still remembers the key.
     #[must_use]
-    pub fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
+    pub(crate) fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
         let begins = lasted.saturating_add(pause);
         begins < self.total && age.saturating_add(pause).saturating_add(self.attempt) <= self.lifetime
     }

@@ -18,11 +18,11 @@ use super::identity::OperationName;
 use super::keyring::Kid;
 
 /// How often a process announces what it reads and writes.
-pub const SAID_EVERY: Duration = Duration::from_secs(30);
+pub(crate) const SAID_EVERY: Duration = Duration::from_secs(30);
 /// How long an announcement counts: a process that missed three is gone.
-pub const LIVE_FOR: Duration = Duration::from_secs(120);
+pub(crate) const LIVE_FOR: Duration = Duration::from_secs(120);
 /// The age after which the announcement of a silent process is deleted.
-pub const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
+pub(crate) const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
 
 /// What a process reads and writes of one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]

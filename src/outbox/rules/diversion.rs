@@ -36,7 +36,7 @@ pub enum DeadPolicy {
 
 /// Why a row is not sent to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Diverted {
+pub(crate) enum Diverted {
     /// It is dead, and its topic's policy is `hold`.
     Dead,
     /// It is held behind a dead row of its key, or it was redriven and waits for its turn.
@@ -47,7 +47,7 @@ pub enum Diverted {
 
 /// What the reader does with a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Way {
+pub(crate) enum Way {
     /// The reader publishes the row to the broker.
     Send,
     /// The reader puts the row into the held table, for this reason.
@@ -56,7 +56,7 @@ pub enum Way {
 
 /// What a held row waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Behind {
+pub(crate) enum Behind {
     /// A dead row of its key must leave.
     Dead,
     /// The destination must be open again.
@@ -65,7 +65,7 @@ pub enum Behind {
 
 /// A dead or held row, as it is loaded when a session starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DivertedRow {
+pub(crate) struct DivertedRow {
     /// The row's position in the outbox.
     pub position: i64,
     /// The topic that the row is to be published to.
@@ -78,7 +78,7 @@ pub struct DivertedRow {
 
 /// The diverted rows of one shard: those in the table and those in the window.
 #[derive(Debug, Default)]
-pub struct Diversion {
+pub(crate) struct Diversion {
     rows: BTreeMap<i64, DivertedRow>,
     topics: HashMap<String, Topic>,
     /// The positions that are on their way back.
@@ -129,7 +129,7 @@ impl Key {
 
 impl Diversion {
     /// Builds the state from the rows in the table when a session starts.
-    pub fn load(rows: impl IntoIterator<Item = DivertedRow>) -> Self {
+    pub(crate) fn load(rows: impl IntoIterator<Item = DivertedRow>) -> Self {
         let mut diversion = Self::default();
         for row in rows {
             diversion.divert(row);
@@ -139,7 +139,7 @@ impl Diversion {
 
     /// Decides where the next row of this topic and key goes.
     #[must_use]
-    pub fn decide(&self, topic: &str, key: Option<&str>) -> Way {
+    pub(crate) fn decide(&self, topic: &str, key: Option<&str>) -> Way {
         let Some(topic) = self.topics.get(topic) else {
             return Way::Send;
         };
@@ -155,7 +155,7 @@ impl Diversion {
 
     /// Adds a diverted row, or changes its reason: a held row is now dead, or a dead row was
     /// redriven and is held.
-    pub fn divert(&mut self, row: DivertedRow) {
+    pub(crate) fn divert(&mut self, row: DivertedRow) {
         self.leave(row.position);
         let topic = self.topics.entry(row.topic.clone()).or_default();
         topic.blocked += usize::from(row.why == Diverted::Destination);
@@ -166,7 +166,7 @@ impl Diversion {
     }
 
     /// Records that a row is on its way back. Returns false if it already was.
-    pub fn goes(&mut self, position: i64) -> bool {
+    pub(crate) fn goes(&mut self, position: i64) -> bool {
         let is_new = self.on_way.insert(position);
         if is_new {
             self.count_on_way(position, |count| count + 1);
@@ -175,7 +175,7 @@ impl Diversion {
     }
 
     /// Records that a row is not on its way back any more and stays in the table.
-    pub fn stays(&mut self, position: i64) {
+    pub(crate) fn stays(&mut self, position: i64) {
         if self.on_way.remove(&position) {
             self.count_on_way(position, |count| count - 1);
         }
@@ -194,19 +194,19 @@ impl Diversion {
 
     /// Whether a row is on its way back.
     #[must_use]
-    pub fn is_on_way(&self, position: i64) -> bool {
+    pub(crate) fn is_on_way(&self, position: i64) -> bool {
         self.on_way.contains(&position)
     }
 
     /// How many rows are on their way back.
     #[must_use]
-    pub fn on_way(&self) -> usize {
+    pub(crate) fn on_way(&self) -> usize {
         self.on_way.len()
     }
 
     /// Removes a row that left the table: it was published and marked, was discarded, or is now
     /// dead under policy `skip`. Returns whether the row was known.
-    pub fn leave(&mut self, position: i64) -> bool {
+    pub(crate) fn leave(&mut self, position: i64) -> bool {
         self.stays(position);
         let Some(row) = self.rows.remove(&position) else {
             return false;
@@ -233,7 +233,10 @@ impl Diversion {
     /// published: those that are not dead, have no older dead row of their key, and whose topic
     /// `is_open`. A dead row that was redriven must first be diverted again as
     /// [`Diverted::BehindDead`].
-    pub fn releasable<'a>(&'a self, is_open: impl Fn(&str) -> bool + 'a) -> impl Iterator<Item = &'a DivertedRow> {
+    pub(crate) fn releasable<'a>(
+        &'a self,
+        is_open: impl Fn(&str) -> bool + 'a,
+    ) -> impl Iterator<Item = &'a DivertedRow> {
         self.rows.values().filter(move |row| {
             let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
             let first_dead = key.and_then(|key| key.dead.first());
@@ -242,16 +245,16 @@ impl Diversion {
         })
     }
 
-    /// What was decided about the row at this position, for a row that is read a second time (R18).
-    #[must_use]
-    pub fn get(&self, position: i64) -> Option<&DivertedRow> {
+    /// What was decided about the row at this position; the models compare it with what they know.
+    #[cfg(test)]
+    pub(crate) fn get(&self, position: i64) -> Option<&DivertedRow> {
         self.rows.get(&position)
     }
 
     /// Whether a row on its way back may still go: it is known and not dead, no older row of its
     /// key is dead, and the held row before it of its key is on its way back or gone.
     #[must_use]
-    pub fn is_free(&self, position: i64) -> bool {
+    pub(crate) fn is_free(&self, position: i64) -> bool {
         let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
         let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
         let Some(key) = key else { return true };
@@ -261,30 +264,31 @@ impl Diversion {
     }
 
     /// The topics that are diverted for their destination. The relay probes them.
-    pub fn blocked_topics(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn blocked_topics(&self) -> impl Iterator<Item = &str> {
         self.topics.iter().filter(|(_, topic)| topic.blocked > 0).map(|(name, _)| name.as_str())
     }
 
     /// Whether a row of this topic is held for its destination.
     #[must_use]
-    pub fn blocks(&self, topic: &str) -> bool {
+    pub(crate) fn blocks(&self, topic: &str) -> bool {
         self.topics.get(topic).is_some_and(|topic| topic.blocked > 0)
     }
 
-    /// All diverted rows, in position order.
-    pub fn rows(&self) -> impl Iterator<Item = &DivertedRow> {
+    /// All diverted rows, in position order; the models compare them with what they know.
+    #[cfg(test)]
+    pub(crate) fn rows(&self) -> impl Iterator<Item = &DivertedRow> {
         self.rows.values()
     }
 
     /// The number of diverted rows.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }
 
     /// Whether nothing is diverted.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 }

@@ -38,10 +38,10 @@ mod plan;
 mod set;
 mod window;
 
-pub use self::cursor::{GapCursor, RANGES_MAX};
-pub use self::error::CursorError;
-pub use self::plan::{ClaimTicket, Mark, ReadOutcome, ReadPlan};
-pub use self::set::{GapSet, ParseGapsError, Range};
+pub(crate) use self::cursor::{GapCursor, RANGES_MAX};
+pub(crate) use self::error::CursorError;
+pub(crate) use self::plan::{ClaimTicket, Mark, ReadOutcome, ReadPlan};
+pub(crate) use self::set::{GapSet, Range};
 
 #[cfg(test)]
 mod tests;

@@ -19,17 +19,17 @@
 use std::collections::BTreeMap;
 
 /// After this many ends of sessions at one row that is not settled, the row is sent alone.
-pub const ENDS_BEFORE_ALONE: u32 = 2;
+pub(crate) const ENDS_BEFORE_ALONE: u32 = 2;
 /// After this many ends of sessions at one row that was sent alone, with a successful probe between
 /// them, the row is dead.
-pub const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
+pub(crate) const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
 /// The maximum number of suspected rows. Beyond it the highest position is forgotten; sessions will
 /// end at it again after the lower ones are settled.
-pub const SUSPECTS_MAX: usize = 1_024;
+pub(crate) const SUSPECTS_MAX: usize = 1_024;
 
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Start a new session.
     Again,
     /// Start a new session that sends this row alone.
@@ -40,7 +40,7 @@ pub enum Verdict {
 
 /// How the next session sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+pub(crate) enum Mode {
     /// The usual mode, with many rows in flight.
     Window,
     /// Send this row with nothing else in flight, after everything before it is proven.
@@ -49,7 +49,7 @@ pub enum Mode {
 
 /// The state that is kept between the sessions of one shard.
 #[derive(Debug, Clone, Default)]
-pub struct Isolation {
+pub(crate) struct Isolation {
     /// The positions at which sessions ended, until they are settled. There can be several, because
     /// two bad rows may end sessions in turn.
     suspects: BTreeMap<i64, Suspect>,
@@ -66,42 +66,36 @@ struct Suspect {
 }
 
 impl Isolation {
-    /// A state in which no row is suspected.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// How the next session sends. Of several rows to isolate, the lowest position is first.
     #[must_use]
-    pub fn mode(&self) -> Mode {
+    pub(crate) fn mode(&self) -> Mode {
         let isolated = self.suspects.iter().find(|(_, suspect)| suspect.is_isolated());
         isolated.map_or(Mode::Window, |(&position, _)| Mode::Alone(position))
     }
 
     /// Whether a probe must succeed on a fresh session before the row is sent alone again.
     #[must_use]
-    pub fn needs_probe(&self) -> bool {
+    pub(crate) fn needs_probe(&self) -> bool {
         let isolated = self.suspects.values().find(|suspect| suspect.is_isolated());
         isolated.is_some_and(|suspect| suspect.ends_alone > 0 && !suspect.probed)
     }
 
     /// A probe on a fresh session succeeded: Kafka knows a leader for the row's topic; RabbitMQ
     /// opened a channel and declared the exchange passively.
-    pub fn on_probe_succeeded(&mut self) {
+    pub(crate) fn on_probe_succeeded(&mut self) {
         if let Some(suspect) = self.suspects.values_mut().find(|suspect| suspect.is_isolated()) {
             suspect.probed = true;
         }
     }
 
     /// The row is proven, dead, diverted or gone.
-    pub fn on_settled(&mut self, position: i64) {
+    pub(crate) fn on_settled(&mut self, position: i64) {
         self.suspects.remove(&position);
     }
 
     /// Records that a session ended without a known cause, and returns what to do next. `position`
     /// is the first row that was sent and not proven.
-    pub fn on_session_end(&mut self, position: i64) -> Verdict {
+    pub(crate) fn on_session_end(&mut self, position: i64) -> Verdict {
         let alone = self.mode() == Mode::Alone(position);
         let suspect = self.suspects.entry(position).or_default();
         let verdict = if alone { suspect.ended_alone() } else { suspect.ended_in_window() };
@@ -143,7 +137,7 @@ mod tests {
     const ROW: i64 = 40;
 
     fn alone() -> Isolation {
-        let mut isolation = Isolation::new();
+        let mut isolation = Isolation::default();
         assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
         assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
@@ -152,7 +146,7 @@ mod tests {
 
     #[test]
     fn r16_a_session_that_ends_twice_at_the_same_row_isolates_it() {
-        let mut isolation = Isolation::new();
+        let mut isolation = Isolation::default();
         assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
         assert_eq!(isolation.on_session_end(41), Verdict::Again);
         assert_eq!(isolation.mode(), Mode::Window);
@@ -164,7 +158,7 @@ mod tests {
 
     #[test]
     fn two_bad_rows_that_end_sessions_by_turns_are_both_isolated_the_first_one_first() {
-        let mut isolation = Isolation::new();
+        let mut isolation = Isolation::default();
         for position in [41, ROW, 41, ROW] {
             isolation.on_session_end(position);
         }
@@ -178,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_row_that_was_settled_is_suspected_no_more() {
-        let mut isolation = Isolation::new();
+        let mut isolation = Isolation::default();
         isolation.on_session_end(ROW);
         isolation.on_settled(ROW);
         assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
@@ -186,7 +180,7 @@ mod tests {
 
     #[test]
     fn the_number_of_suspects_is_bounded() {
-        let mut isolation = Isolation::new();
+        let mut isolation = Isolation::default();
         for position in 0..10_000 {
             isolation.on_session_end(position);
         }

@@ -41,7 +41,7 @@ proptest! {
     fn r16_a_row_is_dead_only_by_three_ends_alone_with_a_probe_between(
         steps in prop::collection::vec(step(), 0..80),
     ) {
-        let mut isolation = Isolation::new();
+        let mut isolation = Isolation::default();
         let mut told: BTreeMap<i64, Told> = BTreeMap::new();
         for step in steps {
             match step {

@@ -12,9 +12,9 @@ use super::phases::{
 use super::trial::eventually;
 use super::{Fixture, KeysFixture, Trial};
 use oncebox::StoreError;
-use oncebox::adapter::db_time::DbTime;
 use oncebox::adapter::nothing_stands;
-use oncebox::adapter::operation::versions::{Announced, Versions};
+use oncebox::adapter::operation::{Announced, Versions};
+use oncebox::adapter::stored::DbTime;
 use oncebox::operation::provider::{Evidence, Proof as ProviderProof, Settled, Verdict};
 use oncebox::operation::{Identity, Key, KeyFormat, Kid, Mode, Record, Scope, Stage, State};
 use oncebox::store::{

@@ -7,7 +7,7 @@ use super::KeysFixture;
 use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, answer, claim, completed, over, record, take};
 use super::trial::eventually;
 use oncebox::adapter::horizon::Bounds;
-use oncebox::adapter::operation::machine::{Event, allowed};
+use oncebox::adapter::operation::{Event, allowed};
 use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Scope, State};
 use oncebox::store::{Basis, Fenced, KeyClaim, Keys, Outcome};
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::trial::{arrived, due, entry, parked};
 use super::{Fixture, Trial};
-use oncebox::adapter::db_time::DbTime;
 use oncebox::adapter::horizon::{Age, Verdict, judge};
+use oncebox::adapter::stored::DbTime;
 use oncebox::adapter::time_in_id;
 use oncebox::message::{MessageId, identity};
 use oncebox::store::{ConsumerId, Inbox, InboxEntry, ParkAs};

@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::keys::{answer, claim, completed, record};
 use super::{Fixture, Trial};
 use oncebox::adapter::horizon::Bounds;
-use oncebox::adapter::operation::machine::{Event, allowed};
+use oncebox::adapter::operation::{Event, allowed};
 use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Record, Retention, Scope, State};
 use oncebox::store::{
     ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Outcome,

@@ -18,11 +18,11 @@ use super::{ClaimTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan
 
 /// The maximum number of ranges of open gaps (R9). A range adds about 20 us to a read, so a read
 /// over this many ranges takes less than a tenth of a second.
-pub const RANGES_MAX: usize = 4_096;
+pub(crate) const RANGES_MAX: usize = 4_096;
 
 /// The cursor of one session; see the [module](super) for the steps.
 #[derive(Debug)]
-pub struct GapCursor {
+pub(crate) struct GapCursor {
     ranges_max: usize,
     /// Both fields are stored in the shard's row.
     scanned_to: i64,
@@ -55,7 +55,7 @@ impl GapCursor {
     /// that took the lease and raised the epoch. `ranges_max` is the maximum number of ranges of
     /// open gaps, normally [`RANGES_MAX`].
     #[must_use]
-    pub fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
+    pub(crate) fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
         // A gap above `scanned_to` is read again as part of the tail.
         let persisted = gaps.cut_at(scanned_to);
         Self {
@@ -77,51 +77,51 @@ impl GapCursor {
 
     /// The highest position that this session has read.
     #[must_use]
-    pub fn read_to(&self) -> i64 {
+    pub(crate) fn read_to(&self) -> i64 {
         self.read_to
     }
 
     /// How many more ranges fit under the maximum. A row adds at most one range, so this number
     /// also bounds the LIMIT of a read.
     #[must_use]
-    pub fn room(&self) -> usize {
+    pub(crate) fn room(&self) -> usize {
         self.ranges_max.saturating_sub(self.open.len())
     }
 
     /// How many ranges of gaps are open.
     #[must_use]
-    pub fn open_gaps(&self) -> usize {
+    pub(crate) fn open_gaps(&self) -> usize {
         self.open.len()
     }
 
     /// The maximum number of ranges of open gaps.
     #[must_use]
-    pub fn open_gaps_max(&self) -> usize {
+    pub(crate) fn open_gaps_max(&self) -> usize {
         self.ranges_max
     }
 
     /// Whether the maximum is reached. Reads then cover gaps only, until some gaps close (R9).
     #[must_use]
-    pub fn at_cap(&self) -> bool {
+    pub(crate) fn at_cap(&self) -> bool {
         self.room() == 0
     }
 
     /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
     #[must_use]
-    pub fn row_limit(&self, rows: usize) -> usize {
+    pub(crate) fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
     }
 
     /// Whether the sequence is behind this cursor (R7). New rows would then get positions that
     /// count as scanned.
     #[must_use]
-    pub fn is_ahead_of(&self, last_value: i64) -> bool {
+    pub(crate) fn is_ahead_of(&self, last_value: i64) -> bool {
         last_value < self.read_to
     }
 
     /// Begins a read and returns what it must cover. Call this before the statement is sent. A
     /// second call replaces the plan of the first.
-    pub fn begin_read(&mut self) -> ReadPlan {
+    pub(crate) fn begin_read(&mut self) -> ReadPlan {
         if self.watch == Watch::Gone {
             self.open.holders_gone();
             self.watch = Watch::Idle;
@@ -140,7 +140,7 @@ impl GapCursor {
     /// # Errors
     ///
     /// Any error ends the session.
-    pub fn on_read(
+    pub(crate) fn on_read(
         &mut self,
         xmin: u64,
         positions: &[i64],
@@ -202,13 +202,13 @@ impl GapCursor {
     /// Whether a claim is due: rows were read since the last claim began. Send no batch before that
     /// claim returned (R5). Claim within a second even when no row was of this shard.
     #[must_use]
-    pub fn needs_claim(&self) -> bool {
+    pub(crate) fn needs_claim(&self) -> bool {
         self.claim_due > self.claimed
     }
 
     /// Begins a claim. Call this before the claim's transaction begins.
     #[must_use]
-    pub fn begin_claim(&self) -> ClaimTicket {
+    pub(crate) fn begin_claim(&self) -> ClaimTicket {
         ClaimTicket { reads: self.reads }
     }
 
@@ -218,7 +218,7 @@ impl GapCursor {
     /// # Errors
     ///
     /// The id is not above the last fence. The session ends.
-    pub fn on_claim(&mut self, ticket: ClaimTicket, xid: u64, now: u64) -> Result<(), CursorError> {
+    pub(crate) fn on_claim(&mut self, ticket: ClaimTicket, xid: u64, now: u64) -> Result<(), CursorError> {
         if xid <= self.fence {
             return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
         }
@@ -231,7 +231,7 @@ impl GapCursor {
     /// What to persist for all batches up to this one. The caller makes sure that every row of them
     /// is proven, dead or held. `None` if the window does not hold this batch.
     #[must_use]
-    pub fn mark_through(&self, batch: u64) -> Option<Mark> {
+    pub(crate) fn mark_through(&self, batch: u64) -> Option<Mark> {
         let scanned_to = self.window.get(batch)?.read_to;
         // Rows at gaps of later batches have left `open` and are not proven yet. Without them in
         // the mark, a crash would lose them.
@@ -243,7 +243,7 @@ impl GapCursor {
     /// What to persist while the window is empty, if gaps have closed since the last mark. A
     /// partition can be freed only when its gaps are closed on disk too (R8).
     #[must_use]
-    pub fn mark_idle(&self) -> Option<Mark> {
+    pub(crate) fn mark_idle(&self) -> Option<Mark> {
         if self.window.oldest().is_some() {
             return None;
         }
@@ -252,7 +252,7 @@ impl GapCursor {
     }
 
     /// The transaction of a mark committed. Marks must commit in the order in which they were made.
-    pub fn on_marked(&mut self, mark: Mark) {
+    pub(crate) fn on_marked(&mut self, mark: Mark) {
         debug_assert!(mark.scanned_to >= self.scanned_to, "a mark goes back");
         self.window.drop_through(mark.batch);
         self.scanned_to = mark.scanned_to;
@@ -262,7 +262,7 @@ impl GapCursor {
 
     /// Begins a watch over the lock holders of the stale gaps and returns how many ranges it
     /// covers; 0 if a watch already runs. Call this before the holders are listed.
-    pub fn begin_lock_watch(&mut self, now: u64, age: u64) -> usize {
+    pub(crate) fn begin_lock_watch(&mut self, now: u64, age: u64) -> usize {
         if self.watch != Watch::Idle {
             return 0;
         }
@@ -276,7 +276,7 @@ impl GapCursor {
     /// Takes the **transaction ids** of all holders of a RowExclusiveLock on the outbox, those of
     /// prepared transactions included. Never pass pids or virtual transaction ids: PREPARE and a
     /// restart change them (R6).
-    pub fn on_lock_holders(&mut self, holders: Vec<u64>) {
+    pub(crate) fn on_lock_holders(&mut self, holders: Vec<u64>) {
         if self.watch == Watch::Listing {
             self.watch = if holders.is_empty() { Watch::Gone } else { Watch::Watching(holders) };
         }
@@ -284,7 +284,7 @@ impl GapCursor {
 
     /// The transaction ids that must still be watched; `None` when no watch waits for any.
     #[must_use]
-    pub fn lock_watch(&self) -> Option<&[u64]> {
+    pub(crate) fn lock_watch(&self) -> Option<&[u64]> {
         match &self.watch {
             Watch::Watching(holders) => Some(holders),
             Watch::Idle | Watch::Listing | Watch::Gone => None,
@@ -293,7 +293,7 @@ impl GapCursor {
 
     /// Takes the watched ids that still hold their `transactionid` lock. When none is left, the
     /// next read that begins and does not find the row closes the gap.
-    pub fn on_still_holding(&mut self, still: &[u64]) {
+    pub(crate) fn on_still_holding(&mut self, still: &[u64]) {
         if let Watch::Watching(holders) = &mut self.watch {
             holders.retain(|holder| still.contains(holder));
             if holders.is_empty() {
@@ -307,7 +307,7 @@ impl GapCursor {
     /// # Errors
     ///
     /// A sentence that names the broken invariant.
-    pub fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         let ensure = |holds: bool, what: &str| {
             if holds { Ok(()) } else { Err(format!("{what}: {self:?}")) }
         };

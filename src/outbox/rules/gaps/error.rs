@@ -12,7 +12,7 @@ use std::fmt;
 /// The database answered something that the server on which this session began cannot answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum CursorError {
+pub(crate) enum CursorError {
     /// [`on_read`](super::GapCursor::on_read) was called without a
     /// [`begin_read`](super::GapCursor::begin_read) before it.
     ReadNotBegun,

@@ -10,7 +10,7 @@ use super::{GapSet, Range};
 
 /// What the next read must cover, in one statement.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReadPlan {
+pub(crate) struct ReadPlan {
     /// Every open gap, ascending.
     pub ranges: Vec<Range>,
     /// Where the tail begins, which is the last range of the read. `None` when the maximum of open
@@ -21,7 +21,7 @@ pub struct ReadPlan {
 
 /// What a read changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReadOutcome {
+pub(crate) struct ReadOutcome {
     /// The number of the batch that the rows of this read belong to, counted from 1 in each
     /// session. `None` if the read returned no row.
     pub batch: Option<u64>,
@@ -35,13 +35,13 @@ pub struct ReadOutcome {
 
 /// Proof that a claim began after the reads that it covers. Take it before `BEGIN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ClaimTicket {
+pub(crate) struct ClaimTicket {
     pub(super) reads: u64,
 }
 
 /// What the marking transaction persists.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mark {
+pub(crate) struct Mark {
     /// The last batch that this marks; all batches before it are marked too.
     pub batch: u64,
     /// The new value of `scanned_to` in the shard's row.
