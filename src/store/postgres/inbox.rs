@@ -197,8 +197,7 @@ impl InboxTx for PostgresTx {
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
-        let (timed, untimed): (Vec<_>, Vec<_>) =
-            entries.iter().partition(|entry| entry.id.unix_millis().is_some());
+        let (timed, untimed): (Vec<_>, Vec<_>) = entries.iter().partition(|entry| entry.id.unix_millis().is_some());
         let sorted = |entries: Vec<&InboxEntry>| -> (Vec<Uuid>, Vec<Uuid>) {
             let mut pairs: Vec<_> =
                 entries.into_iter().map(|entry| (entry.id.uuid(), Uuid::from_bytes(entry.hash))).collect();

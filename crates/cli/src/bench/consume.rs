@@ -176,13 +176,10 @@ impl<S: Yard> Side<'_, S> {
         let consumer = Consumer::new(store, Arc::new(watched.clone()), handlers, options, Health::default());
         consumer.run(CancellationToken::new()).await?;
         watched.look(|notes| match (notes.first_delivery, notes.last_acknowledged) {
-            (Some(begin), Some(end)) if notes.deliveries >= self.count => {
-                Ok(rate(notes.deliveries, end.at - begin.at))
+            (Some(begin), Some(end)) if notes.deliveries >= self.count => Ok(rate(notes.deliveries, end.at - begin.at)),
+            _ => {
+                Err(AppError::failed(format!("{} messages were to be consumed, {} came", self.count, notes.deliveries)))
             }
-            _ => Err(AppError::failed(format!(
-                "{} messages were to be consumed, {} came",
-                self.count, notes.deliveries
-            ))),
         })
     }
 }
