@@ -147,8 +147,6 @@ async fn as_one_by_one<S: Sql>(world: &World<S>, more: &[&'static str]) {
     assert!(failures > CASES / 2 && together > CASES * 4, "{failures} failed, {together} ran together");
 }
 
-/// Shown to fail by a join with the arrays instead of the loop: of several messages for a row only
-/// one was applied.
 #[tokio::test]
 async fn a_set_of_messages_is_as_one_message_after_the_other_on_postgres() {
     on_postgres("sql_sets_as_one_by_one", |world: World<PostgresStore>| async move {
@@ -214,8 +212,7 @@ async fn what_runs_in_no_block_is_not_given_sets() {
 }
 
 /// One message of many fails by its statement, one by its values: each is dead with its own error,
-/// and the others are there once, in the order of their keys. Shown to fail by an error without the
-/// index of its message: the batch was halved.
+/// and the others are there once, in the order of their keys.
 async fn takes_out_what_fails<S: Sql + Statements>(world: World<S>) {
     let insert = spec("insert into effect (text) values (:text)", &[("text", "/text")], &[]);
     let handler = SqlHandler::prepare(&world.store, insert).await.unwrap();
