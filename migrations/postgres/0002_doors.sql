@@ -134,14 +134,15 @@ $$;
 comment on function oncebox.check_message(text, text, bytea, text, json, text, uuid, text, bigint[]) is 'true, or an error that names the limit which a message breaks';
 
 -- Makes is_plain() anew from the limits: it knows them as constants, so that most messages need no look at the table. A message
--- for which it is false is read by check_message(), which says the limit that is broken, or that none is.
+-- for which it is false is read by check_message(), which says the limit that is broken, or that none is. A transaction that has
+-- enqueued keeps the limits that it began with.
 create function oncebox.compile_limits() returns trigger
 language plpgsql volatile security definer set search_path = oncebox, pg_temp as $compile$
 declare
   shortest bigint;
   whole bigint;
 begin
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
     raise exception 'oncebox: limits are changed at the isolation level `read committed`, where each change sees those before it'
       using errcode = 'object_not_in_prerequisite_state';
   end if;
@@ -258,10 +259,14 @@ begin
   -- In both statements the topic stands behind the position, so its expression sees the one that was drawn. Neither has a clause
   -- that returns something: each partition copies it anew.
   if headers is null and traceparent is null and message_id is null then
+    -- Before the position is drawn: a position that is not used is a gap for the relay.
+    if oncebox.is_plain(topic, kind, payload, key, content_type, false) is not true then
+      perform oncebox.checked_topic(topic, kind, payload, key, null, content_type, null, null, null, null);
+    end if;
     id := oncebox.uuid_v7(coalesce(random_end, oncebox.uuid_v7_end()));
     insert into oncebox.outbox (bucket, message_id, topic, key, kind, payload, content_type)
     values (oncebox.bucket_of(key, id), id,
-            case when oncebox.is_plain(topic, kind, payload, key, content_type, false) and not exists (select from oncebox.shard s
+            case when not exists (select from oncebox.shard s
                         where s.scanned_to operator(pg_catalog.>=) pg_catalog.currval('oncebox.outbox_position_seq'))
                  then topic
                  else oncebox.checked_topic(topic, kind, payload, key, null, content_type, null, null, id,
@@ -274,10 +279,14 @@ begin
     select s.headers, s.traceparent, s.tracestate into headers, traceparent, tracestate
       from oncebox.split_headers(headers, traceparent, tracestate) s;
   end if;
+  perform oncebox.checked_topic(topic, kind, payload, key, headers, content_type, message_id, traceparent, id, null);
   insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
   values (oncebox.bucket_of(key, id), id,
-          oncebox.checked_topic(topic, kind, payload, key, headers, content_type, message_id, traceparent, id,
-            pg_catalog.currval('oncebox.outbox_position_seq')),
+          case when not exists (select from oncebox.shard s
+                      where s.scanned_to operator(pg_catalog.>=) pg_catalog.currval('oncebox.outbox_position_seq'))
+               then topic
+               else oncebox.checked_topic(topic, kind, payload, key, headers, content_type, message_id, traceparent, id,
+                      pg_catalog.currval('oncebox.outbox_position_seq')) end,
           key, kind, headers, payload, coalesce(content_type, 'application/octet-stream'), traceparent,
           case when traceparent is not null then oncebox.usable_tracestate(tracestate) end);
   return id;
@@ -299,22 +308,19 @@ declare
   second_half bigint := ('x8' || left(random, 3) || right(random, 12))::bit(64)::bigint;
   ids uuid[];
   split record;
+  -- A sequence may be set back at any time, so each position is compared. It is drawn in the select, because an expression in the
+  -- list of values does not see what a default draws.
+  passed_to bigint := coalesce((select max(s.scanned_to) from oncebox.shard s), 0);
   -- Characters of all topics and of all content types at once. Where a batch has others, each message is looked at.
   is_written_plainly boolean := array_to_string(topics, '') ~ '^[A-Za-z0-9._-]+$' and not topics && array['.', '..']
     and coalesce(array_to_string(content_types, '') ~ '^[ -~]*$', true);
 begin
-  -- A sequence that was set back is for the other door, which knows the position of each message (see checked_topic()).
-  if exists (select from oncebox.shard s, oncebox.outbox_position_seq q where s.scanned_to > q.last_value) then
-    for i in 1 .. coalesce(cardinality(topics), 0) loop
-      ids[i] := oncebox.enqueue_message(topics[i], kinds[i], payloads[i], keys[i], headers[i], content_types[i], message_ids[i],
-        traceparents[i], tracestates[i]);
-    end loop;
-    return coalesce(ids, '{}');
-  end if;
   if headers is not null then
-    traceparents := coalesce(traceparents, array_fill(null::text, array[cardinality(topics)]));
-    tracestates := coalesce(tracestates, array_fill(null::text, array[cardinality(topics)]));
-    for i in 1 .. cardinality(topics) loop
+    -- Counted from 1, in one dimension, and none shorter than the headers.
+    headers := array(select unnest(headers));
+    traceparents := array(select p.given from (select generate_series(1, cardinality(headers)), unnest(traceparents) as given) p);
+    tracestates := array(select p.given from (select generate_series(1, cardinality(headers)), unnest(tracestates) as given) p);
+    for i in 1 .. cardinality(headers) loop
       if headers[i] is not null then
         split := oncebox.split_headers(headers[i], traceparents[i], tracestates[i]);
         headers[i] := split.headers;
@@ -324,18 +330,19 @@ begin
     end loop;
   end if;
   ids := array(select coalesce(m.given, (first_half || to_hex(second_half + m.number))::uuid)
-                 from (select generate_subscripts(topics, 1) as number, unnest(message_ids) as given) m);
+                 from (select generate_series(1, cardinality(topics)) as number, unnest(message_ids) as given) m);
   -- Functions that return sets step together in a list of columns, in the order of their arrays.
-  insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
-  select oncebox.bucket_of(m.key, m.id), m.id,
-         case when m.headers is null and m.given is null and m.traceparent is null
+  insert into oncebox.outbox (written_by, position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
+  select m.written_by, m.position, oncebox.bucket_of(m.key, m.id), m.id,
+         case when m.position > passed_to and m.headers is null and m.given is null and m.traceparent is null
                 and oncebox.is_plain(m.topic, m.kind, m.payload, m.key, m.content_type, is_written_plainly) then m.topic
-              else oncebox.checked_topic(m.topic, m.kind, m.payload, m.key, m.headers, m.content_type, m.given, m.traceparent, m.id, null) end,
+              else oncebox.checked_topic(m.topic, m.kind, m.payload, m.key, m.headers, m.content_type, m.given, m.traceparent, m.id, m.position) end,
          m.key, m.kind, m.headers, m.payload, coalesce(m.content_type, 'application/octet-stream'), m.traceparent,
          case when m.traceparent is not null then oncebox.usable_tracestate(m.tracestate) end
-    from (select unnest(ids) as id, unnest(message_ids) as given, unnest(topics) as topic, unnest(kinds) as kind,
+    from (select pg_current_xact_id() as written_by, nextval('oncebox.outbox_position_seq') as position, r.*
+            from (select unnest(ids) as id, unnest(message_ids) as given, unnest(topics) as topic, unnest(kinds) as kind,
                  unnest(payloads) as payload, unnest(keys) as key, unnest(headers) as headers, unnest(content_types) as content_type,
-                 unnest(traceparents) as traceparent, unnest(tracestates) as tracestate) m;
+                 unnest(traceparents) as traceparent, unnest(tracestates) as tracestate) r) m;
   return ids;
 end
 $$;

@@ -15,9 +15,10 @@ use crate::message::{Message, pointer};
 use crate::store::Store;
 use crate::store::statements::{Piece, SetError, SqlValue, Statements, ends_transaction, split as split_named};
 
-/// The most bytes of payloads in one call of the database. The values are held several times at
-/// once, here and on the server.
-const BYTES_MAX: usize = 1 << 20;
+/// The most bytes of values in one call of the database, if each is as long as its payload. They
+/// are held several times at once, here and on the server, and a server limits what it takes at
+/// once.
+const BYTES_MAX: usize = 4 << 20;
 
 /// The configuration of a sql handler.
 #[derive(Debug, Clone, Default)]
@@ -139,6 +140,8 @@ pub struct SqlHandler<S: Statements> {
     statements: Vec<S::Statement>,
     /// The statements for several messages, where the database can run them so.
     set: Option<S::Set>,
+    /// How often parameters occur in the statements, at least 1.
+    occurrences: usize,
     sources: BTreeMap<String, Source>,
     optional: BTreeSet<String>,
 }
@@ -153,7 +156,7 @@ impl<S: Statements> SqlHandler<S> {
             return Err(SqlSpecError::NoStatement);
         }
         let mut unused: BTreeSet<&String> = spec.params.keys().collect();
-        let mut statements = Vec::new();
+        let (mut statements, mut occurrences) = (Vec::new(), 0);
         for statement in &spec.statements {
             if let Some(words) = ends_transaction(statement, S::dialect()) {
                 return Err(SqlSpecError::EndsTransaction { statement: statement.clone(), words });
@@ -161,6 +164,7 @@ impl<S: Statements> SqlHandler<S> {
             let pieces = split_named(statement, S::dialect());
             for piece in &pieces {
                 let Piece::Param(name) = piece else { continue };
+                occurrences += 1;
                 unused.remove(name);
                 if !spec.params.contains_key(name) {
                     return Err(SqlSpecError::Undeclared { name: name.clone(), statement: statement.clone() });
@@ -183,7 +187,8 @@ impl<S: Statements> SqlHandler<S> {
         }
         let set = store.prepare_set(&statements).await;
         let set = set.map_err(|error| SqlSpecError::Refused { statement: spec.statements.join("; "), error })?;
-        Ok(Self { statements, set, sources, optional: spec.optional.into_iter().collect() })
+        let (occurrences, optional) = (occurrences.max(1), spec.optional.into_iter().collect());
+        Ok(Self { statements, set, occurrences, sources, optional })
     }
 
     /// Whether the database runs the statements for several messages in a few round trips, so that
@@ -223,7 +228,7 @@ impl<S: Store> BatchMessageHandler<S> for SqlHandler<S> {
     async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
         let mut from = 0;
         while from < messages.len() {
-            let end = end_of_part(messages, from);
+            let end = end_of_part(messages, from, self.occurrences);
             match &self.set {
                 Some(set) if end - from > 1 => {
                     let mut values = Vec::with_capacity(end - from);
@@ -250,11 +255,12 @@ impl<S: Store> BatchMessageHandler<S> for SqlHandler<S> {
     }
 }
 
-/// The end of the messages, at least one, that go to the database together.
-fn end_of_part(messages: &[&Message], from: usize) -> usize {
+/// The end of the messages, at least one, that go to the database together. Each parameter that
+/// occurs in a statement may hold the whole payload.
+fn end_of_part(messages: &[&Message], from: usize, occurrences: usize) -> usize {
     let mut bytes = 0;
     let fits = |message: &&&Message| {
-        bytes += message.payload.len();
+        bytes += message.payload.len() * occurrences;
         bytes <= BYTES_MAX
     };
     from + messages[from..].iter().take_while(fits).count().max(1)

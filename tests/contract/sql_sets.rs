@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{SetError, SqlValue, Statements, split_named};
+use oncebox::store::{Base, SetError, SqlValue, Statements, split_named};
 use oncebox::{HandlerError, Handlers, SqlHandler};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -166,6 +166,7 @@ async fn a_set_of_messages_is_as_one_message_after_the_other_on_postgres() {
             "insert into entry (id, note) values (:id, :s) on conflict do nothing",
             "insert into log (note) values (:s) returning no",
             "select bump(:id, :n)",
+            "select from account where id = :id for update",
             "with gone as (delete from entry where id = :id returning note) insert into log (note) select note from gone",
         ];
         as_one_by_one(&world, &more).await;
@@ -207,6 +208,55 @@ async fn what_runs_in_no_block_is_not_given_sets() {
         }
         let insert = spec("insert into effect (text) values (:x);", &[("x", "/x")], &[]);
         assert!(SqlHandler::prepare(&world.store, insert).await.unwrap().gains_by_sets());
+    })
+    .await;
+}
+
+/// A limit of time is that of all messages of a set, so the one that was running is not to blame. A
+/// null stays null whatever the role has set.
+#[tokio::test]
+async fn what_a_role_has_set_changes_no_message_of_a_set_on_postgres() {
+    on_postgres("sql_sets_role", |world: World<PostgresStore>| async move {
+        let insert = split_named("insert into effect (text) select :s from pg_sleep(0.05)", PostgresStore::dialect());
+        let set = world.store.prepare_set(&[world.store.prepare(&insert).await.unwrap()]).await.unwrap().unwrap();
+        let of = |value: SqlValue| BTreeMap::from([("s".to_owned(), value)]);
+        let mut connection = world.store.pool().acquire().await.unwrap();
+        PostgresStore::run(&mut connection, "begin; set local statement_timeout = '250ms'").await.unwrap();
+        let messages = vec![of(SqlValue::Text("a".to_owned())); 20];
+        let SetError { at, error } =
+            PostgresStore::execute_set(&mut connection, &set, &messages).await.expect_err("it takes a second");
+        assert_eq!(at, None, "{error}");
+        PostgresStore::run(&mut connection, "rollback; alter table effect alter text drop not null").await.unwrap();
+        PostgresStore::run(&mut connection, "begin; set local array_nulls = off").await.unwrap();
+        let messages = [of(SqlValue::Null), of(SqlValue::Text("NULL".to_owned()))];
+        PostgresStore::execute_set(&mut connection, &set, &messages).await.unwrap();
+        let texts = "select coalesce(text, 'none') from effect order by text nulls first";
+        assert_eq!(PostgresStore::texts_in(&mut connection, texts).await, ["none", "NULL"]);
+        PostgresStore::run(&mut connection, "rollback").await.unwrap();
+    })
+    .await;
+}
+
+/// A prepared block keeps what it read of a view when it was prepared. Shown to fail: a block that
+/// stays prepared.
+#[tokio::test]
+async fn a_set_sees_a_view_as_it_is_now_on_mariadb() {
+    on_mariadb("sql_sets_view", |world: World<MySqlStore>| async move {
+        world.run("create view word as select 'old' as word").await;
+        let insert = split_named("insert into effect (text) select concat(word, :s) from word", MySqlStore::dialect());
+        let set = world.store.prepare_set(&[world.store.prepare(&insert).await.unwrap()]).await.unwrap().unwrap();
+        let messages: Vec<Values> = ["a", "b"]
+            .iter()
+            .map(|text| BTreeMap::from([("s".to_owned(), SqlValue::Text((*text).to_owned()))]))
+            .collect();
+        let mut connection = world.store.pool().acquire().await.unwrap();
+        for (word, wanted) in [("old", ["olda", "oldb"]), ("new", ["newa", "newb"])] {
+            world.run(&format!("create or replace view word as select '{word}' as word")).await;
+            MySqlStore::run(&mut connection, "begin").await.unwrap();
+            MySqlStore::execute_set(&mut connection, &set, &messages).await.unwrap();
+            assert_eq!(MySqlStore::texts_in(&mut connection, "select text from effect order by text").await, wanted);
+            MySqlStore::run(&mut connection, "rollback").await.unwrap();
+        }
     })
     .await;
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor, Row};
-use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow};
+use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, Schema};
 use oncebox::{NewMessage, StoreError};
 use oncebox_testkit::store::{LimitCase, RawValue, limit_cases};
 use uuid::Uuid;
@@ -296,7 +296,8 @@ async fn ids_come_back_in_the_order_of_the_messages_and_of_their_positions() {
     .await;
 }
 
-/// Shown by leaving `pg_catalog.` and `operator(..)` out of `oncebox.enqueue_message`, one at a time.
+/// Shown by leaving `pg_catalog.` and `operator(..)` out of `oncebox.enqueue_message`, one at a
+/// time.
 #[tokio::test]
 async fn r33_no_search_path_of_a_caller_leads_a_door_astray() {
     with_database("r33_no_search_path_of_a_caller_leads_a_door_astray", |database| async move {
@@ -376,7 +377,7 @@ async fn r34_a_changed_limit_holds_at_every_door_from_the_next_call_on() {
     .await;
 }
 
-/// Shown by leaving the look at the sequence out of `oncebox.enqueue_all`, and `not exists` out of
+/// Shown by leaving `passed_to` out of `oncebox.enqueue_all`, and `not exists` out of
 /// `oncebox.enqueue_message`.
 #[tokio::test]
 async fn r7_a_position_that_the_relay_has_passed_is_refused_at_every_door() {
@@ -400,6 +401,65 @@ async fn r7_a_position_that_the_relay_has_passed_is_refused_at_every_door() {
         database.run("update oncebox.shard set bucket_to = 84").await;
         oncebox::store::enqueue(&mut connection, message()).await.unwrap();
         assert_eq!(oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap().len(), 2);
+    })
+    .await;
+}
+
+/// Shown to fail: a bulk door that compared the cursor with the last value of the sequence, once.
+#[tokio::test]
+async fn r7_a_sequence_whose_next_position_is_the_cursor_is_refused_in_bulk() {
+    with_database("r7_a_sequence_whose_next_position_is_the_cursor_is_refused_in_bulk", |database| async move {
+        let mut connection = database.connection().await;
+        let two = || (0..2).map(|_| NewMessage::text("t", "k", "{}").with_key("acc-7")).collect::<Vec<_>>();
+        oncebox::store::enqueue_all(&mut connection, two()).await.unwrap();
+        database.run("update oncebox.shard set scanned_to = 2").await;
+        database.run("select setval('oncebox.outbox_position_seq', 2, false)").await;
+        let refused = oncebox::store::enqueue_all(&mut connection, two()).await.unwrap_err().to_string();
+        assert!(refused.contains("sequence behind cursor: the relay has passed position 2"), "{refused}");
+    })
+    .await;
+}
+
+/// Each position that is drawn and not used is a gap, and the relay keeps only so many. Shown to
+/// fail: a door that checked a message in the statement that inserts it.
+#[tokio::test]
+async fn r9_a_message_that_is_refused_draws_no_position() {
+    with_database("r9_a_message_that_is_refused_draws_no_position", |database| async move {
+        let mut connection = database.connection().await;
+        let plain = || NewMessage::text("t", "k", "{}");
+        oncebox::store::enqueue(&mut connection, plain()).await.unwrap();
+        let refused = "select oncebox.enqueue('', 'k', '{}'::text)";
+        assert!(connection.execute(refused).await.is_err());
+        let refused = r#"select oncebox.enqueue('t t', 'k', '{}'::text, headers => '{"a":"b"}')"#;
+        assert!(connection.execute(refused).await.is_err());
+        oncebox::store::enqueue(&mut connection, plain()).await.unwrap();
+        let positions: Vec<i64> = rows(&database).await.into_iter().map(|row| row.position).collect();
+        assert_eq!(positions[1], positions[0] + 1);
+    })
+    .await;
+}
+
+/// A function of ours is bound to its operators when it is made. Shown to fail: a migration with
+/// the search path of its session.
+#[tokio::test]
+async fn r33_a_migration_binds_nothing_that_another_role_made() {
+    with_database("r33_a_migration_binds_nothing_that_another_role_made", |database| async move {
+        database
+            .run(
+                "drop schema oncebox cascade;
+                 create function public.multiplied(float8, int) returns float8 language plpgsql as
+                   'begin raise exception $e$led astray$e$; end';
+                 create operator public.* (leftarg = float8, rightarg = int, function = public.multiplied);
+                 create function public.convert_to(text, text) returns bytea language plpgsql as
+                   'begin raise exception $e$led astray$e$; end'",
+            )
+            .await;
+        database.store.migrate().await.unwrap();
+        let mut connection = database.connection().await;
+        let message = || NewMessage::text("t", "k", "{}").with_key("acc-7");
+        oncebox::store::enqueue(&mut connection, message()).await.unwrap();
+        oncebox::store::enqueue_all(&mut connection, vec![message(), message()]).await.unwrap();
+        assert_eq!(rows(&database).await.len(), 3);
     })
     .await;
 }

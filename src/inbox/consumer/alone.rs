@@ -138,7 +138,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 failure = Some(error);
                 continue;
             }
-            Ok(BatchEnd::Unclear(why)) => {
+            Ok(BatchEnd::Unclear(why) | BatchEnd::FailedInSet(_, why)) => {
                 failure = Some(HandlerError::retryable(why));
                 continue;
             }

@@ -29,6 +29,9 @@ pub(super) enum BatchEnd {
     Done(Vec<Outcome>),
     /// The handler of this item failed.
     Failed(usize, HandlerError),
+    /// The statements of several items failed at this one. Alone it may succeed (a limit of time, a
+    /// statement that only a block refuses), so it runs alone before a try is counted.
+    FailedInSet(usize, String),
     /// A handler failed, and it is not known on which item.
     Unclear(String),
     /// A handler ended the transaction and so committed inbox rows: these items are dead as
@@ -92,6 +95,9 @@ pub(super) async fn run(
         // Whatever error the handler made of it, the connection was lost.
         (Undone::Lost, Ok(BatchEnd::Failed(item, error))) => {
             Ok(BatchEnd::Failed(item, HandlerError::lost_connection(error)))
+        }
+        (Undone::Lost, Ok(BatchEnd::FailedInSet(item, why))) => {
+            Ok(BatchEnd::Failed(item, HandlerError::lost_connection(why)))
         }
         (Undone::Lost, Ok(BatchEnd::Unclear(why))) => {
             Ok(BatchEnd::Failed(handlers.owed[0], HandlerError::lost_connection(why)))
@@ -161,7 +167,8 @@ async fn body(
         return Ok(Body::Rollback(match called.as_slice() {
             [only] => BatchEnd::Failed(*only, error),
             [first, ..] => match error.message_index().and_then(|index| called.get(index)) {
-                Some(its) => BatchEnd::Failed(*its, error),
+                Some(its) if error.is_transient() => BatchEnd::Failed(*its, error),
+                Some(its) => BatchEnd::FailedInSet(*its, error.message().to_owned()),
                 None if error.is_transient() => BatchEnd::Failed(*first, error),
                 None => BatchEnd::Unclear(error.message().to_owned()),
             },

@@ -203,6 +203,10 @@ impl Lane {
             Ok(BatchEnd::Failed(index, error)) => {
                 stack_up(items, split::around(whole, index), &tries, Some(error), stack);
             }
+            Ok(BatchEnd::FailedInSet(index, why)) => {
+                tracing::warn!(consumer = %self.shared.options.name, id = %items[index].message.id, messages = items.len(), %why, "a batch failed at this message; it runs alone");
+                stack_up(items, split::around(whole, index), &tries, None, stack);
+            }
             Ok(BatchEnd::Unclear(why)) => {
                 tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch failed as a whole; its halves run");
                 stack_up(items, split::without_blame(whole), &tries, None, stack);

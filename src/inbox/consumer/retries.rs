@@ -121,6 +121,8 @@ enum RunEnd {
     Done,
     /// The handler of this message failed.
     Failed(usize, HandlerError),
+    /// The statements of several messages failed at this one; alone it may succeed.
+    FailedInSet(usize, String),
     /// A handler failed, and it is not known on which message.
     Unclear(String),
     ClaimLost,
@@ -304,12 +306,19 @@ impl Retrier {
                         _ => continue,
                     }
                 }
+                Ok(RunEnd::FailedInSet(at, _)) if run.len() > 1 => {
+                    let rest = run.split_off(at.max(1));
+                    self.give_back(&mut run, rest).await?;
+                    continue;
+                }
                 Ok(RunEnd::Unclear(_)) if run.len() > 1 => {
                     let rest = run.split_off(run.len() / 2);
                     self.give_back(&mut run, rest).await?;
                     continue;
                 }
-                Ok(RunEnd::Unclear(why)) => return self.failed(run, HandlerError::retryable(why)),
+                Ok(RunEnd::Unclear(why) | RunEnd::FailedInSet(_, why)) => {
+                    return self.failed(run, HandlerError::retryable(why));
+                }
                 Ok(RunEnd::Failed(at, error)) => {
                     let may_be_its_own = error.may_be_its_own();
                     (at, Ok(error), may_be_its_own)
@@ -497,6 +506,9 @@ async fn in_transaction(
             (Undone::Lost, Ok(RunEnd::Failed(at, error))) => {
                 Ok(RunEnd::Failed(at, HandlerError::lost_connection(error)))
             }
+            (Undone::Lost, Ok(RunEnd::FailedInSet(at, why))) => {
+                Ok(RunEnd::Failed(at, HandlerError::lost_connection(why)))
+            }
             (Undone::Lost, Ok(RunEnd::Unclear(why))) => Ok(RunEnd::Failed(0, HandlerError::lost_connection(why))),
             (_, end) => end,
         },
@@ -529,8 +541,13 @@ async fn body(
         };
         return Ok(match items.as_slice() {
             [only] => RunEnd::Failed(*only, error),
-            [first, ..] if error.is_transient() => RunEnd::Failed(*first, error),
-            _ => RunEnd::Unclear(error.message().to_owned()),
+            [first, ..] => match error.message_index().and_then(|index| items.get(index)) {
+                Some(its) if error.is_transient() => RunEnd::Failed(*its, error),
+                Some(its) => RunEnd::FailedInSet(*its, error.message().to_owned()),
+                None if error.is_transient() => RunEnd::Failed(*first, error),
+                None => RunEnd::Unclear(error.message().to_owned()),
+            },
+            [] => RunEnd::Unclear(error.message().to_owned()),
         });
     }
     match tx.prove().await? {

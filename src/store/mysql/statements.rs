@@ -14,7 +14,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use sqlx::mysql::MySqlArguments;
+use sqlx::mysql::{MySqlArguments, MySqlDatabaseError};
 use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 
 use super::{MySqlStore, without_transactions};
@@ -35,15 +35,16 @@ pub struct MySqlStatement {
     pieces: Vec<Piece>,
 }
 
-/// How many messages are in one block, so that a batch needs few blocks and the server remembers
-/// few texts.
-const BLOCKS: [usize; 6] = [64, 32, 16, 8, 4, 2];
+/// How many messages are in one block at most. Their values are held several times at once.
+const BLOCK_MAX: usize = 64;
 
-/// The statements of a handler, and the blocks of them. Interned as the texts of statements are.
+/// Errors that end a statement for its time, which is that of all messages in a block.
+const OUT_OF_TIME: [u16; 3] = [1317, 1969, 3024];
+
+/// The statements of a handler as they stand in a block.
 #[derive(Debug)]
 pub struct MySqlSet {
     statements: Vec<Vec<Piece>>,
-    blocks: [&'static str; BLOCKS.len()],
 }
 
 impl Statements for MySqlStore {
@@ -81,11 +82,10 @@ impl Statements for MySqlStore {
     async fn prepare_set(&self, statements: &[MySqlStatement]) -> Result<Option<MySqlSet>, StoreError> {
         let statements: Vec<Vec<Piece>> = statements.iter().map(|statement| of_block(&statement.pieces)).collect();
         let plain = |_: usize, pieces: &[Piece]| text(pieces, |_| "?".to_owned());
-        let blocks = BLOCKS.map(|messages| block(&statements, messages, plain));
         let mut connection = self.pool.acquire().await?;
-        let prepared = connection.prepare(AssertSqlSafe(blocks[BLOCKS.len() - 1].clone())).await.map(drop);
+        let prepared = connection.prepare(AssertSqlSafe(block(&statements, 2, plain))).await.map(drop);
         match prepared.map_err(StoreError::from) {
-            Ok(()) => Ok(Some(MySqlSet { statements, blocks: blocks.map(|block| &*String::leak(block)) })),
+            Ok(()) => Ok(Some(MySqlSet { statements })),
             Err(error) if error.is_transient() => Err(error),
             Err(error) => {
                 tracing::debug!(%error, "the statements of a handler run message by message");
@@ -99,12 +99,8 @@ impl Statements for MySqlStore {
         set: &MySqlSet,
         values: &[BTreeMap<String, SqlValue>],
     ) -> Result<(), SetError> {
-        let mut from = 0;
-        while from < values.len() {
-            let left = values.len() - from;
-            let size = BLOCKS.iter().position(|messages| *messages <= left).unwrap_or(BLOCKS.len() - 1);
-            // The last message of an odd number has no block.
-            let part = &values[from..from + BLOCKS[size].min(left)];
+        for (number, part) in values.chunks(BLOCK_MAX).enumerate() {
+            let from = number * BLOCK_MAX;
             let (mut arguments, mut casts) = (MySqlArguments::default(), Vec::new());
             for (at, values) in part.iter().enumerate() {
                 for pieces in &set.statements {
@@ -112,24 +108,21 @@ impl Statements for MySqlStore {
                     casts.push(bound.map_err(|error| SetError { at: Some(from + at), error })?);
                 }
             }
-            let done = if part.len() == BLOCKS[size] && casts.iter().all(BTreeMap::is_empty) {
-                sqlx::query_with(set.blocks[size], arguments).execute(&mut *connection).await
-            } else {
-                // The scales of the numbers differ from batch to batch: this text comes once.
-                let cast = |number: usize, pieces: &[Piece]| {
-                    text(pieces, |name| casts[number].get(name).map_or("?", String::as_str).to_owned())
-                };
-                let sql = AssertSqlSafe(block(&set.statements, part.len(), cast));
-                sqlx::query_with(sql, arguments).persistent(false).execute(&mut *connection).await
+            let cast = |number: usize, pieces: &[Piece]| {
+                text(pieces, |name| casts[number].get(name).map_or("?", String::as_str).to_owned())
             };
-            if let Err(error) = done {
+            let sql = AssertSqlSafe(block(&set.statements, part.len(), cast));
+            // Prepared anew each time: the server does not read the statements in a prepared block
+            // again after a view or a table that they name was changed.
+            if let Err(error) = sqlx::query_with(sql, arguments).persistent(false).execute(&mut *connection).await {
+                let tells = !out_of_time(&error);
                 let error = StoreError::from(error);
                 // A server that is away does not answer this either.
-                let at = sqlx::query_scalar("select cast(@oncebox_at as signed)").fetch_one(connection).await;
+                let at = sqlx::query_scalar(AT).fetch_one(connection).await;
                 let at = at.ok().and_then(|at: Option<i64>| usize::try_from(at?).ok());
-                return Err(SetError { at: at.filter(|at| *at < part.len()).map(|at| from + at), error });
+                let at = at.filter(|at| tells && *at < part.len()).map(|at| from + at);
+                return Err(SetError { at, error });
             }
-            from += part.len();
         }
         Ok(())
     }
@@ -155,8 +148,16 @@ fn block(statements: &[Vec<Piece>], messages: usize, sql: impl Fn(usize, &[Piece
             let _ = writeln!(block, "{}\n;", sql(message * statements.len() + number, pieces));
         }
     }
-    block.push_str("end");
+    block.push_str("set @oncebox_at = null;\nend");
     block
+}
+
+/// Reads at which message of a block its statement failed, and forgets it.
+const AT: &str = "select cast(@oncebox_at as signed), (@oncebox_at := null)";
+
+fn out_of_time(error: &sqlx::Error) -> bool {
+    let error = error.as_database_error().and_then(|error| error.try_downcast_ref::<MySqlDatabaseError>());
+    error.is_some_and(|error| OUT_OF_TIME.contains(&error.number()))
 }
 
 /// Binds the parameters of a statement in their order, and returns what stands in place of `?` for

@@ -112,11 +112,12 @@ impl Schema for PostgresStore {
 }
 
 /// A migration and its row as one text in one transaction, so that never only half of it is
-/// applied.
+/// applied. With the search path of the session, functions of the migration could be bound for ever
+/// to an operator that somebody else made in `public`. Limits are changed at `read committed` only.
 fn text(migration: &MigrationText) -> String {
     let hex = hex(&checksum(migration));
     format!(
-        "begin;\n{}\ninsert into oncebox.migration (version, description, checksum, serves_from) values ({}, '{}', '\\x{hex}', {});\ncommit;",
+        "begin isolation level read committed;\nset local search_path = pg_catalog, pg_temp;\n{}\ninsert into oncebox.migration (version, description, checksum, serves_from) values ({}, '{}', '\\x{hex}', {});\ncommit;",
         migration.sql, migration.version, migration.description, migration.serves_from
     )
 }

@@ -164,7 +164,8 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
         }
         let sql = sql.trim_end_matches(|c: char| c == ';' || c.is_whitespace());
         // The line break ends a comment at the end of the statement.
-        if statement.returns_rows {
+        // PL/pgSQL runs a SELECT in a loop only, also one without a column.
+        if statement.returns_rows || first == "SELECT" {
             let _ = writeln!(body, "for oncebox_row in {sql}\nloop end loop;");
         } else {
             let _ = writeln!(body, "{sql}\n;");
@@ -175,14 +176,20 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
     }
     let each =
         |one: &dyn Fn(usize) -> String, between: &str| (0..parameters.len()).map(one).collect::<Vec<_>>().join(between);
-    let hand_over =
-        each(&|number| format!("set_config('oncebox.values_{number}', ${}::text[]::text, true)", number + 1), ", ");
+    let hand_over = each(
+        &|number| format!("pg_catalog.set_config('oncebox.values_{number}', ${}::text[]::text, true)", number + 1),
+        ", ",
+    );
     let declared = each(&|number| format!("oncebox_value_{number} text;"), " ");
     let names = each(&|number| format!("oncebox_value_{number}"), ", ");
     let columns = each(&|number| format!("value_{number}"), ", ");
-    let arrays = each(&|number| format!("pg_catalog.unnest(current_setting('oncebox.values_{number}')::text[])"), ", ");
+    let arrays = each(
+        &|number| format!("pg_catalog.unnest(pg_catalog.current_setting('oncebox.values_{number}')::text[])"),
+        ", ",
+    );
     // Names of columns come before our variables. `RAISE` keeps what we show of an error, and the
-    // hint tells the message; the handler of the block is one savepoint for all messages.
+    // hint tells the message; the handler of the block is one savepoint for all messages. A limit of
+    // time is that of all messages: which of them was running says nothing, so it is not caught.
     let block = format!(
         "
 #variable_conflict use_column
@@ -193,13 +200,15 @@ begin
     select place, {columns} from rows from ({arrays}) with ordinality given ({columns}, place) order by place
   loop
 {body}  end loop;
-exception when others or query_canceled then
+exception when others or assert_failure then
   get stacked diagnostics oncebox_code = returned_sqlstate, oncebox_text = message_text;
   raise exception using errcode = oncebox_code, message = oncebox_text, hint = '{AT}' || oncebox_at;
 end "
     );
     let quote = (0..).map(|number| format!("$oncebox{number}$")).find(|quote| !block.contains(quote))?;
-    let (hand_over, block) = (format!("select {hand_over}"), format!("do {quote}{block}{quote}"));
+    // With `array_nulls = off` a null would come back as the text `NULL`.
+    let hand_over = format!("select pg_catalog.set_config('array_nulls', 'on', true), {hand_over}");
+    let (hand_over, block) = (hand_over, format!("do {quote}{block}{quote}"));
     Some(PostgresSet { hand_over: String::leak(hand_over), block: String::leak(block), parameters })
 }
 
