@@ -1,7 +1,7 @@
 //! A directory, settings and child processes for `demo` and `bench`.
 //!
-//! Promise: children of `demo` and `bench` take their settings from their command line and files, not
-//! from `ONCEBOX_` variables. A new file that may hold passwords is readable by its owner only.
+//! Promise: children of `demo` and `bench` take their settings from their command line and files,
+//! not from `ONCEBOX_` variables. A new file that may hold passwords is readable by its owner only.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;

@@ -1,7 +1,7 @@
-//! Stores a message that is not handled now: to be tried at its due time, behind an older message of
-//! the same key, or dead. Its inbox row is inserted in the same transaction (R24), so that a
-//! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is there
-//! already.)
+//! Stores a message that is not handled now: to be tried at its due time, behind an older message
+//! of the same key, or dead. Its inbox row is inserted in the same transaction (R24), so that a
+//! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is
+//! there already.)
 
 use super::Shared;
 use super::admission::{Fate, admit};
@@ -46,8 +46,8 @@ pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
     dead(item, "id-reused", "the same id stands in the inbox with different content", false)
 }
 
-/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It does
-/// not stop later messages of its key.
+/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It
+/// does not stop later messages of its key.
 pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
     tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
     let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
@@ -83,8 +83,8 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
     }
 }
 
-/// Logs how the message was stored, and returns its outcome. `None` is a message whose inbox row was
-/// there already: another process finished it meanwhile.
+/// Logs how the message was stored, and returns its outcome. `None` is a message whose inbox row
+/// was there already: another process finished it meanwhile.
 fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     let consumer = &lane.shared.options.name;
     let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
@@ -102,8 +102,8 @@ fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     }
 }
 
-/// Stores the message in one transaction and returns its stored form; `None` where its inbox row was
-/// there already.
+/// Stores the message in one transaction and returns its stored form; `None` where its inbox row
+/// was there already.
 async fn store(
     lane: &Lane,
     item: &Item,
@@ -165,8 +165,9 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
 }
 
-/// Stores as dead a message whose handler committed its transaction, and with it the inbox row; tries
-/// until that works or the grace of a stop is over. It is never acknowledged as a duplicate (R23).
+/// Stores as dead a message whose handler committed its transaction, and with it the inbox row;
+/// tries until that works or the grace of a stop is over. It is never acknowledged as a duplicate
+/// (R23).
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     loop {
         match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
@@ -184,8 +185,8 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     }
 }
 
-/// Stores as dead a message whose handler committed its transaction. The caller tries again after an
-/// error, because the message is stored nowhere else.
+/// Stores as dead a message whose handler committed its transaction. The caller tries again after
+/// an error, because the message is stored nowhere else.
 pub(super) async fn store_ended(
     shared: &Shared,
     consumer: ConsumerId,

@@ -104,8 +104,8 @@ pub struct Route {
     pub key_format: KeyFormat,
     /// How a duplicate is answered while the first request runs. Default 409.
     pub while_running: WhileRunning,
-    /// How long a duplicate waits at most, for [`WhileRunning::Wait`]. Also how long a request waits
-    /// for the write lock of a SQLite file (O18). Default 5 s.
+    /// How long a duplicate waits at most, for [`WhileRunning::Wait`]. Also how long a request
+    /// waits for the write lock of a SQLite file (O18). Default 5 s.
     pub wait_max: Duration,
     /// How many duplicates of one key may wait in this process, for [`WhileRunning::Wait`]; further
     /// ones get 409 at once. Default 64.

@@ -188,8 +188,8 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
         ", ",
     );
     // Names of columns come before our variables. `RAISE` keeps what we show of an error, and the
-    // hint tells the message; the handler of the block is one savepoint for all messages. A limit of
-    // time is that of all messages: which of them was running says nothing, so it is not caught.
+    // hint tells the message; the handler of the block is one savepoint for all messages. A limit
+    // of time is that of all messages: which of them was running says nothing, so it is not caught.
     let block = format!(
         "
 #variable_conflict use_column

@@ -1,9 +1,9 @@
 //! A write transaction: waits for its turn at the file (`flock`: one writer of all processes at a
 //! time), runs `BEGIN IMMEDIATE`, and ends with a whole COMMIT or ROLLBACK.
 //!
-//! Guarantees: a caller that is cancelled does not cancel BEGIN, which sqlx would not survive (R28);
-//! the turn is given back only after the transaction ended, also when a [`Write`] is dropped; a
-//! connection whose transaction did not end so is not used again (see `connect`).
+//! Guarantees: a caller that is cancelled does not cancel BEGIN, which sqlx would not survive
+//! (R28); the turn is given back only after the transaction ended, also when a [`Write`] is
+//! dropped; a connection whose transaction did not end so is not used again (see `connect`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,8 +44,8 @@ struct Guard {
     committing: AtomicBool,
     /// Set when a commit was refused.
     refused: AtomicBool,
-    /// Set by our rollback. SQLite then interrupts the running statement: it may belong to a handler
-    /// that was cancelled, and it holds the write lock of the whole file (R28).
+    /// Set by our rollback. SQLite then interrupts the running statement: it may belong to a
+    /// handler that was cancelled, and it holds the write lock of the whole file (R28).
     interrupted: AtomicBool,
 }
 
@@ -126,8 +126,8 @@ impl Write {
         self.undo().await
     }
 
-    /// Rolls back in place, and gives the turn back. A second call does nothing; no statement may be
-    /// run afterwards.
+    /// Rolls back in place, and gives the turn back. A second call does nothing; no statement may
+    /// be run afterwards.
     pub(super) async fn undo(&mut self) -> Result<(), StoreError> {
         match self.open.take() {
             Some(open) => to_its_end(open.rollback()).await,

@@ -40,8 +40,8 @@ pub(super) trait Yard: Ground {
         account: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// The least that a message costs when it is written by hand: its row, into a table that nothing
-    /// else uses.
+    /// The least that a message costs when it is written by hand: its row, into a table that
+    /// nothing else uses.
     fn append_by_hand(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         id: uuid::Uuid,

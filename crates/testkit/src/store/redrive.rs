@@ -85,8 +85,8 @@ pub async fn what_stands_behind_a_dead_message_counts_no_dead_ones<F: Fixture>(t
     assert_eq!(listed(trial, DeadState::Dead, "3").await.behind, 1);
 }
 
-/// Only the first message of a key has a due time. A redriven one that stands before a due one takes
-/// its place, and one that stands behind waits for it.
+/// Only the first message of a key has a due time. A redriven one that stands before a due one
+/// takes its place, and one that stands behind waits for it.
 pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     trial.park(consumer, &message("before", "b1"), dead(false)).await;
