@@ -40,8 +40,8 @@ pub struct ShardStatus {
 pub(crate) const COUNTED_MAX: i64 = 10_000;
 
 /// Everything that `oncebox status` and `/metrics` show of a database. Rows are counted up to
-/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that. Of
-/// several shards each counts its part of the 10,000.
+/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that. Of n
+/// shards each looks at 10,000/n rows, also those of other shards.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
     /// The state of every shard of the outbox.

@@ -191,7 +191,7 @@ create table oncebox.outbox_dead (
   constraint outbox_dead_requested check (case when requested is null
     then requested_at is null and requested_by is null
     else (requested = 'discard' or (state = 'dead' and requested = 'redrive')) and requested_at is not null and requested_by is not null end)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 -- A key may be longer than an index entry.
 create index outbox_dead_key on oncebox.outbox_dead (topic, left(key, 512), position);
 create index outbox_dead_state on oncebox.outbox_dead (state, cause, position);
@@ -232,7 +232,7 @@ create table oncebox.decision (
   decision    text not null,
   decided_at  timestamptz not null default clock_timestamp(),
   constraint decision_known check (decision in ('skipped', 'discarded', 'edited', 'released'))
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 comment on table oncebox.decision is 'what was decided about a position, kept until its partition is freed: a cursor that is set back does not undo it (R18)';
 comment on column oncebox.decision.position is 'position in the outbox';
 comment on column oncebox.decision.decision is 'skipped: dead under policy skip; discarded: by an operator; edited: published with another id or payload; released: published after it was dead or held';

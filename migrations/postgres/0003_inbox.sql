@@ -41,7 +41,7 @@ create table oncebox.inbox_untimed (
   received_at   timestamptz not null default clock_timestamp(),
   consumer_id   integer not null,
   constraint inbox_untimed_pkey primary key (consumer_id, message_id)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 -- The purge reads what was received first; ids without time cannot go with a partition. Rows come in its order, so that an
 -- insert writes its last page only.
 create index inbox_untimed_received_at on oncebox.inbox_untimed (consumer_id, received_at, message_id);
@@ -70,7 +70,7 @@ language sql immutable strict parallel safe as $$
 $$;
 comment on function oncebox.uuid_bound(timestamptz) is 'the lowest id of that moment: a bound between inbox partitions';
 
--- As oncebox.attach_outbox_range: a separate table with a CHECK, then ATTACH (R8).
+-- As oncebox.attach_outbox_range, but with a CHECK: a separate table, then ATTACH (R8).
 create function oncebox.attach_inbox_range(range_from timestamptz, range_to timestamptz) returns text
 language plpgsql volatile set search_path = oncebox, pg_temp as $$
 declare
@@ -106,7 +106,7 @@ create table oncebox.attempt (
   updated_at   timestamptz not null default clock_timestamp(),
   constraint attempt_pkey primary key (consumer_id, message_id),
   constraint attempt_counted check (attempts >= 0)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 comment on table oncebox.attempt is 'tries of messages under suspicion, written in transactions of their own; gone with success';
 comment on column oncebox.attempt.consumer_id is 'consumer';
 comment on column oncebox.attempt.message_id is 'identity of the message';
@@ -183,7 +183,7 @@ create table oncebox.waiting (
   constraint waiting_lane check (lane_id is null or key is not null),
   constraint waiting_headers check (cardinality(header_names) = cardinality(header_values)),
   constraint waiting_attempts check (attempts >= 0)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index waiting_due on oncebox.waiting (consumer_id, due_at) where due_at is not null;
 create index waiting_lane on oncebox.waiting (consumer_id, lane_id, sequence) where state = 'waiting' or holds;
 create index waiting_first on oncebox.waiting (consumer_id, sequence) where state = 'waiting';
@@ -249,7 +249,7 @@ create table oncebox.email (
   constraint email_state check (state in ('pending', 'sent', 'failed')),
   constraint email_settled check ((state = 'pending') = (settled_at is null) and (state = 'pending') = (due_at is not null)),
   constraint email_claim check (claim is null or state = 'pending')
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index email_due on oncebox.email (due_at) where state = 'pending';
 comment on table oncebox.email is 'e-mails, one row per effect, sent by a sender process';
 comment on column oncebox.email.email_id is 'number of the row';

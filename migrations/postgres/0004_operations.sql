@@ -36,7 +36,7 @@ create table oncebox.idempotency_request (
   resource_location  text,
   error_code         text,
   constraint idempotency_request_pkey primary key (key_digest)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 -- Every statement that writes a row reads the text of its CHECK constraints anew, which took longer than all else it did; the body of
 -- a function is read once a session, and its operators are set up once a transaction. So a trigger stands for them.
 create function oncebox.is_sound_request(r oncebox.idempotency_request) returns boolean
@@ -227,7 +227,7 @@ create table oncebox.operation (
   constraint operation_due check ((due_at is not null) = (outcome_at is null and parked is null)),
   constraint operation_parked check (parked is null or owner is null),
   constraint operation_counted check (epoch > 0 and attempts >= 0 and flow_version >= 0)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index operation_due on oncebox.operation (flow, due_at) where due_at is not null;
 create index operation_parked on oncebox.operation (updated_at) where parked is not null;
 comment on table oncebox.operation is 'operations in phases: where each stands, who drives it, and the command to go on with; no provider is called inside a transaction';
@@ -259,7 +259,7 @@ create table oncebox.operation_phase (
   epoch         bigint not null,
   began_at      timestamptz not null default clock_timestamp(),
   constraint operation_phase_pkey primary key (operation_id)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 comment on table oncebox.operation_phase is 'marks: inserted when a later phase begins, deleted when it moves on, both in its own transaction; one that is seen is of a phase that somebody else committed, and it is not run again (O1)';
 comment on column oncebox.operation_phase.operation_id is 'operation';
 comment on column oncebox.operation_phase.epoch is 'epoch of who ran it';
@@ -287,7 +287,7 @@ create table oncebox.operation_intent (
   constraint operation_intent_outcome check
     ((outcome is null or outcome in ('succeeded', 'failed', 'not-sent')) and (outcome is null) = (settled_at is null)),
   constraint operation_intent_sends check (sends > 0 and last_sent_at >= first_sent_at)
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 comment on table oncebox.operation_intent is 'calls of outside providers, committed before the first send; the key of an effect never changes (O5, O7)';
 comment on column oncebox.operation_intent.operation_id is 'operation';
 comment on column oncebox.operation_intent.effect is 'name of the effect inside the operation';
@@ -321,7 +321,7 @@ create table oncebox.operation_evidence (
   constraint operation_evidence_pkey primary key (evidence_id),
   constraint operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
   constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'waived', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
-) with (autovacuum_vacuum_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
+) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index operation_evidence_operation_id on oncebox.operation_evidence (operation_id, evidence_id);
 comment on table oncebox.operation_evidence is 'what was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed (O8); of the answers that ask to wait, the last one';
 comment on column oncebox.operation_evidence.evidence_id is 'order of arrival';

@@ -79,19 +79,20 @@ async fn keep<S: Store>(store: S) {
             let counts_inbox = began >= counts_inbox_at;
             let read = if counts_inbox { store.status().await } else { store.status_since(&last).await };
             let took = began.elapsed();
+            // A count that failed is not begun again at once: it failed because it is slow.
+            if counts_inbox {
+                counts_inbox_at = Instant::now() + INBOX_EVERY.max(PAUSE * took);
+            }
+            // A long count of inbox rows puts off the next one only.
+            let pause = if counts_inbox && read.is_ok() { EVERY } else { PAUSE * took };
             match read {
                 Ok(status) => {
                     shown.show(&status);
                     *read_at() = began;
-                    if counts_inbox {
-                        counts_inbox_at = Instant::now() + INBOX_EVERY.max(PAUSE * took);
-                    }
                     last = status;
                 }
                 Err(error) => tracing::debug!(%error, "the status could not be read"),
             }
-            // A long count of inbox rows puts off the next one only.
-            let pause = if counts_inbox { EVERY } else { PAUSE * took };
             tokio::time::sleep(EVERY.max(pause)).await;
         }
     };

@@ -306,7 +306,8 @@ impl Retrier {
                         _ => continue,
                     }
                 }
-                Ok(RunEnd::FailedInSet(at, _)) if run.len() > 1 => {
+                Ok(RunEnd::FailedInSet(at, why)) if run.len() > 1 => {
+                    tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
                     continue;

@@ -277,7 +277,9 @@ impl InboxTx for PostgresTx {
             ("delete from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)", &gone.untimed),
         ] {
             if !ids.is_empty() {
-                sqlx::query(statement).bind(self.consumer.0).bind(ids).run(&mut self.tx).await?;
+                // A plan that is kept would read the table from end to end once it is large.
+                let delete = sqlx::query(statement).persistent(false).bind(self.consumer.0).bind(ids);
+                delete.run(&mut self.tx).await?;
             }
         }
         self.ours.timed.retain(|id| !gone.timed.contains(id));

@@ -31,14 +31,13 @@ select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_
 /// bound; an estimate of the latter beyond the bound; and the age of the first. On PostgreSQL one
 /// row for each shard, which looks at rows of any shard up to the bound and counts its own; the
 /// estimate is that share of all positions above the cursor. Where the bound ends before its first
-/// own row, this is looked for.
+/// own row, this is looked for in the next 100,000 rows, and counts as one if it is there.
 const PENDING: &str = "\
 {pg: select g.own, t.own, \
        case when t.looked < :beyond then t.own \
-            else (t.own * (greatest(q.last_value, t.last) - s.scanned_to)::float8 / (t.last - s.scanned_to))::bigint end, \
-       {age least(g.first, t.first, case when t.looked = :beyond and t.own = 0 then ( \
-         select o.created_at from oncebox.outbox o \
-          where o.position > t.last and o.bucket between s.bucket_from and s.bucket_to order by o.position limit 1) end)} \
+            else greatest((t.own * (greatest(q.last_value, t.last) - s.scanned_to)::float8 / (t.last - s.scanned_to))::bigint, \
+                          (n.created_at is not null)::integer) end, \
+       {age least(g.first, t.first, n.created_at)} \
   from oncebox.shard s \
  cross join oncebox.outbox_position_seq q \
  cross join lateral ( \
@@ -53,7 +52,12 @@ const PENDING: &str = "\
           count(*) filter (where o.bucket between s.bucket_from and s.bucket_to) as own, \
           min(o.created_at) filter (where o.bucket between s.bucket_from and s.bucket_to) as first \
      from (select o.position, o.bucket, o.created_at from oncebox.outbox o \
-            where o.position > s.scanned_to order by o.position limit :beyond) o) t}\
+            where o.position > s.scanned_to order by o.position limit :beyond) o) t \
+  left join lateral ( \
+   select o.created_at \
+     from (select o.position, o.bucket, o.created_at from oncebox.outbox o \
+            where t.looked = :beyond and t.own = 0 and o.position > t.last order by o.position limit 100000) o \
+    where o.bucket between s.bucket_from and s.bucket_to order by o.position limit 1) n on true}\
 {my lite: select 0, (select count(*) from (select 1 from oncebox.outbox limit :beyond) c), null, \
        {age (select created_at from oncebox.outbox order by position limit 1)}}";
 
