@@ -196,8 +196,8 @@ fn settings(pair: &Pair, topic: &str, consumer: &str) -> Settings {
     settings.broker.embedded.session_timeout = Span::seconds(2);
     settings.publisher.lease = Span::seconds(2);
     let mut ledger = ConsumerSettings::new(consumer, vec![topic.to_owned()]);
-    // Small batches: with large ones a burst is done with its first commit, and a kill of the consumer
-    // hits nothing.
+    // Small batches: with large ones a burst is done with its first commit, and a kill of the
+    // consumer hits nothing.
     ledger.batch_max = Some(20);
     let params = ["payment", "account", "number", "amount"].map(|name| (name.to_owned(), format!("/{name}")));
     ledger.on.push(OnSettings {
