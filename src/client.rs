@@ -19,7 +19,7 @@
 //! * Every attempt sends the same bytes. With a [`KeyJournal`], key, method, URL and body are on
 //!   the disk before the first attempt, so a program that restarts continues under the same key.
 //!   Where the journal keeps digests only, the caller gives the body again.
-//! * One table decides what ends an operation ([`resend`](crate::operation::rules::resend)). After
+//! * One table decides what ends an operation (`resend`). After
 //!   an attempt whose outcome is unknown, only a 2xx or a spent key ends it; otherwise the end is
 //!   [`ClientError::OutcomeUnknown`].
 //! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and

@@ -577,7 +577,7 @@ pub trait Operations: Keys {
 /// The proof (O1, R23): an outcome is written only in the transaction that holds the claim. A
 /// handler that ended it by raw SQL, or swallowed an error that rolled it back, is detected. After
 /// any `Proof` but [`Proof::Same`], roll back; then [`Operations::find_after_lost_commit`] and
-/// [`Doubt`](doubt::Doubt) tell what follows.
+/// `Doubt` tell what follows.
 #[async_trait]
 pub trait OperationTx: Debug + Send {
     /// The ownership that this transaction gets if it commits.

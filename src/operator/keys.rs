@@ -338,7 +338,7 @@ pub trait KeyOperator: Phases {
 
     /// Which fingerprints live processes read and write, by operation and process (O21). A process
     /// is live if it announced them within the last
-    /// [`LIVE_FOR`](crate::operation::rules::versions::LIVE_FOR) of database time.
+    /// `LIVE_FOR` of database time.
     fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
 
     /// Records that a person has judged a conflict, with an audit row. The operation is listed no

@@ -127,7 +127,7 @@ impl Mark {
 }
 
 /// A row of the dead and held table without its message: what
-/// [`crate::outbox::rules::diversion`] needs.
+/// `crate::outbox::rules::diversion` needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DivertedRow {
     /// The position of the row in the outbox.

@@ -5,7 +5,7 @@
 //!
 //! * No committed row is lost, none is sent before its writer's commit is durable, and a long
 //!   transaction elsewhere stalls nothing (R1 to R9; the state machine is
-//!   [`crate::outbox::rules::gaps`]).
+//!   `crate::outbox::rules::gaps`).
 //! * The doors are functions of the database; the Rust door calls the same ones, so no limit
 //!   depends on the language.
 //! * An effect commits together with its inbox row, and only in the transaction that inserted it

@@ -39,6 +39,8 @@ fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
 const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin";
 
 /// A list as a JSON array.
+// By value, as PostgreSQL's, which binds the list itself.
+#[allow(clippy::needless_pass_by_value)]
 fn list<T: Serialize>(all: Vec<T>) -> String {
     serde_json::json!(all).to_string()
 }

@@ -35,6 +35,8 @@ fn message(row: &SqliteRow) -> Result<(i64, OutgoingMessage), StoreError> {
 }
 
 /// A list as a JSON array.
+// By value, as PostgreSQL's, which binds the list itself.
+#[allow(clippy::needless_pass_by_value)]
 fn list<T: Serialize>(all: Vec<T>) -> String {
     serde_json::json!(all).to_string()
 }
