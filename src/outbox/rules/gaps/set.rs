@@ -44,15 +44,7 @@ impl Range {
     }
 }
 
-/// A set of positions as ascending ranges.
-///
-/// ```
-/// use oncebox::adapter::gaps::{GapSet, Range};
-///
-/// let mut gaps: GapSet = [Range { from: 3, to: 6 }].into_iter().collect();
-/// gaps.remove(4);
-/// assert_eq!(gaps.to_string(), "{[3,4),[5,6)}");
-/// ```
+/// A set of positions as ascending ranges. Its text is that of a multirange: `{[3,4),[5,6)}`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<Range>", into = "Vec<Range>")]
 pub struct GapSet {

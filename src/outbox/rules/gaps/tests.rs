@@ -292,3 +292,10 @@ fn g11_reads_of_other_shards_rows_are_one_batch() {
     assert_eq!((marked.scanned_to, marked.gaps), (1_998, set(&[(2, 3)])));
     assert_eq!(mark(&mut cursor, 4).scanned_to, 2_001);
 }
+
+#[test]
+fn a_set_without_one_of_its_positions_is_written_as_a_multirange() {
+    let mut gaps: GapSet = [Range { from: 3, to: 6 }].into_iter().collect();
+    gaps.remove(4);
+    assert_eq!(gaps.to_string(), "{[3,4),[5,6)}");
+}
