@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::batch::BatchEnd;
 use super::blame::{self, Blame, Fault};
+use super::calls::Failure;
 use super::item::Item;
 use super::lane::{Lane, TAKE_BACK};
 use super::settle;
@@ -122,7 +123,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         // If its handler came to an end, the process survived it.
         suspect &= end.is_err();
         let (error, may_be_its_own) = match end {
-            Ok(BatchEnd::Failed(_, error)) if error.is_transient() && error.is_late() => {
+            Ok(BatchEnd::Failed(Failure::Of(_, error))) if error.is_transient() && error.is_late() => {
                 return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
             }
             Ok(BatchEnd::Done(outcomes)) => {
@@ -133,16 +134,16 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 return lane.report(&item, true);
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
-            Ok(BatchEnd::Failed(_, error)) if !error.is_transient() => {
+            Ok(BatchEnd::Failed(Failure::Of(_, error))) if !error.is_transient() => {
                 say_failed(lane, &item, counted + u32::from(!unspent), &error);
                 failure = Some(error);
                 continue;
             }
-            Ok(BatchEnd::Unclear(why) | BatchEnd::FailedInSet(_, why)) => {
+            Ok(BatchEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
                 failure = Some(HandlerError::retryable(why));
                 continue;
             }
-            Ok(BatchEnd::Failed(_, error)) => {
+            Ok(BatchEnd::Failed(Failure::Of(_, error))) => {
                 let may_be_its_own = error.may_be_its_own();
                 (error, may_be_its_own)
             }

@@ -12,11 +12,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use super::admission::{Fate, admit};
-use super::calls::{self, Call, Wanted, call};
+use super::calls::{self, Call, Failure, Wanted, call};
 use super::item::Item;
 use super::options::Unhandled;
 use super::settle::{self, dead};
-use crate::error::{HandlerError, StoreError};
+use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Undone};
 use crate::message::{Message, MessageId};
 use crate::observe::{Outcome, Trouble};
@@ -27,13 +27,8 @@ use crate::time::pace::Pace;
 pub(super) enum BatchEnd {
     /// Committed; one outcome per item.
     Done(Vec<Outcome>),
-    /// The handler of this item failed.
-    Failed(usize, HandlerError),
-    /// The statements of several items failed at this one. Alone it may succeed (a limit of time, a
-    /// statement that only a block refuses), so it runs alone before a try is counted.
-    FailedInSet(usize, String),
-    /// A handler failed, and it is not known on which item.
-    Unclear(String),
+    /// A handler, or the transaction, failed.
+    Failed(Failure),
     /// A handler ended the transaction and so committed inbox rows: these items are dead as
     /// `transaction-ended`.
     Ended(Vec<usize>),
@@ -79,7 +74,7 @@ pub(super) async fn run(
             // A deferred constraint fails only at the commit. That is the handler's failure: the
             // same batch would fail again for ever.
             Err(error @ StoreError::Other(_)) if !handled.is_empty() => {
-                return Ok(whose(&handled, &format!("the commit was refused: {error}")));
+                return Ok(BatchEnd::Failed(Failure::of_all(&handled, &format!("the commit was refused: {error}"))));
             }
             Err(error) => return Err(error),
         },
@@ -92,16 +87,7 @@ pub(super) async fn run(
     }
     match (undo(shared, tx.as_mut(), give_up).await?, end) {
         (Undone::Committed, _) => Ok(BatchEnd::Ended(handlers.owed)),
-        // Whatever error the handler made of it, the connection was lost.
-        (Undone::Lost, Ok(BatchEnd::Failed(item, error))) => {
-            Ok(BatchEnd::Failed(item, HandlerError::lost_connection(error)))
-        }
-        (Undone::Lost, Ok(BatchEnd::FailedInSet(item, why))) => {
-            Ok(BatchEnd::Failed(item, HandlerError::lost_connection(why)))
-        }
-        (Undone::Lost, Ok(BatchEnd::Unclear(why))) => {
-            Ok(BatchEnd::Failed(handlers.owed[0], HandlerError::lost_connection(why)))
-        }
+        (Undone::Lost, Ok(BatchEnd::Failed(failure))) => Ok(BatchEnd::Failed(failure.lost(handlers.owed[0]))),
         (_, end) => end,
     }
 }
@@ -164,25 +150,17 @@ async fn body(
         let enqueued = &mut handlers.enqueued;
         let result = call(shared, shared.handlers.get(handler), &messages, attempt, tx, enqueued).await;
         let Err(error) = result else { continue };
-        return Ok(Body::Rollback(match called.as_slice() {
-            [only] => BatchEnd::Failed(*only, error),
-            [first, ..] => match error.message_index().and_then(|index| called.get(index)) {
-                Some(its) if error.is_transient() => BatchEnd::Failed(*its, error),
-                Some(its) => BatchEnd::FailedInSet(*its, error.message().to_owned()),
-                None if error.is_transient() => BatchEnd::Failed(*first, error),
-                None => BatchEnd::Unclear(error.message().to_owned()),
-            },
-            [] => BatchEnd::Unclear(error.message().to_owned()),
-        }));
+        return Ok(Body::Rollback(BatchEnd::Failed(Failure::of_call(&called, error))));
     }
     // The proof comes before our own statements: in an aborted transaction these would fail and
     // hide the cause.
+    let failed = |handled: &[usize], why| Body::Rollback(BatchEnd::Failed(Failure::of_all(handled, why)));
     if !handled.is_empty() {
         match tx.prove().await? {
             Proof::Same => {}
-            Proof::Aborted => return Ok(Body::Rollback(whose(&handled, SWALLOWED))),
+            Proof::Aborted => return Ok(failed(&handled, SWALLOWED)),
             Proof::Ended => {
-                return Ok(Body::Rollback(whose(&handled, "the handler ended the transaction it was given")));
+                return Ok(failed(&handled, "the handler ended the transaction it was given"));
             }
         }
     }
@@ -265,15 +243,6 @@ impl Drop for Unknown<'_> {
 
 pub(super) const SWALLOWED: &str =
     "a statement failed, and the handler went on as if it had not: the transaction is aborted";
-
-/// A failure of the whole transaction: it belongs to the only handled item; with several items,
-/// each must run alone to find out.
-fn whose(handled: &[usize], why: &str) -> BatchEnd {
-    match handled {
-        [only] => BatchEnd::Failed(*only, HandlerError::retryable(why)),
-        _ => BatchEnd::Unclear(why.to_owned()),
-    }
-}
 
 /// Rolls back, within a time limit, a transaction that no handler has used.
 pub(super) async fn roll_back(tx: Box<dyn InboxTx>) {

@@ -61,6 +61,53 @@ pub(super) fn plan(wanted: impl IntoIterator<Item = Wanted>) -> Vec<Call> {
     calls
 }
 
+/// The message to which the failure of a handler belongs.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The handler of this item failed.
+    Of(usize, HandlerError),
+    /// The statements of several items failed at this one. Alone it may succeed (a limit of time, a
+    /// statement that only a block refuses), so it runs alone before a try is counted.
+    InSet(usize, String),
+    /// A handler failed, and it is not known on which item.
+    Unclear(String),
+}
+
+impl Failure {
+    /// The failure of a call with these items.
+    pub(super) fn of_call(items: &[usize], error: HandlerError) -> Self {
+        match items {
+            [only] => Self::Of(*only, error),
+            [first, ..] => match error.message_index().and_then(|index| items.get(index)) {
+                Some(its) if error.is_transient() => Self::Of(*its, error),
+                Some(its) => Self::InSet(*its, error.message().to_owned()),
+                None if error.is_transient() => Self::Of(*first, error),
+                None => Self::Unclear(error.message().to_owned()),
+            },
+            [] => Self::Unclear(error.message().to_owned()),
+        }
+    }
+
+    /// A failure of the whole transaction: it belongs to the only handled item; with several items,
+    /// each must run alone to find out.
+    pub(super) fn of_all(handled: &[usize], why: &str) -> Self {
+        match handled {
+            [only] => Self::Of(*only, HandlerError::retryable(why)),
+            _ => Self::Unclear(why.to_owned()),
+        }
+    }
+
+    /// The same failure, where the connection was lost, whatever error the handler made of it.
+    /// `first` is the item that it belongs to where that is not known.
+    pub(super) fn lost(self, first: usize) -> Self {
+        match self {
+            Self::Of(item, error) => Self::Of(item, HandlerError::lost_connection(error)),
+            Self::InSet(item, why) => Self::Of(item, HandlerError::lost_connection(why)),
+            Self::Unclear(why) => Self::Of(first, HandlerError::lost_connection(why)),
+        }
+    }
+}
+
 /// Runs a handler. A panic and a timeout count as failures. `attempt` is the number of the try if
 /// it was counted.
 pub(super) async fn call(

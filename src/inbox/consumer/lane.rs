@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::alone::{self, Why};
 use super::aside::Aside;
 use super::batch::{self, BatchEnd};
+use super::calls::Failure;
 use super::item::{Done, End, Item};
 use super::{Shared, settle};
 use crate::error::{HandlerError, StoreError};
@@ -197,17 +198,17 @@ impl Lane {
                     observe::delivered(&self.shared.options.name, outcome, count);
                 }
             }
-            Ok(BatchEnd::Failed(index, error)) if error.is_transient() && !error.is_late() => {
+            Ok(BatchEnd::Failed(Failure::Of(index, error))) if error.is_transient() && !error.is_late() => {
                 self.again(items, tries, error.message(), Some(index), stack).await;
             }
-            Ok(BatchEnd::Failed(index, error)) => {
+            Ok(BatchEnd::Failed(Failure::Of(index, error))) => {
                 stack_up(items, split::around(whole, index), &tries, Some(error), stack);
             }
-            Ok(BatchEnd::FailedInSet(index, why)) => {
+            Ok(BatchEnd::Failed(Failure::InSet(index, why))) => {
                 tracing::warn!(consumer = %self.shared.options.name, id = %items[index].message.id, messages = items.len(), %why, "a batch failed at this message; it runs alone");
                 stack_up(items, split::around(whole, index), &tries, None, stack);
             }
-            Ok(BatchEnd::Unclear(why)) => {
+            Ok(BatchEnd::Failed(Failure::Unclear(why))) => {
                 tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch failed as a whole; its halves run");
                 stack_up(items, split::without_blame(whole), &tries, None, stack);
             }

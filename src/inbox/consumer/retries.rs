@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use super::Shared;
 use super::batch::{SWALLOWED, roll_back, undo};
 use super::blame::{self, Blame, Fault};
-use super::calls::{self, Call, Wanted, call};
+use super::calls::{self, Call, Failure, Wanted, call};
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::waiting::{Claim, ClaimedMessage};
@@ -119,12 +119,8 @@ enum Owed {
 /// How a transaction ended. Except for `Done`, nothing of it was committed by the retrier.
 enum RunEnd {
     Done,
-    /// The handler of this message failed.
-    Failed(usize, HandlerError),
-    /// The statements of several messages failed at this one; alone it may succeed.
-    FailedInSet(usize, String),
-    /// A handler failed, and it is not known on which message.
-    Unclear(String),
+    /// A handler, or the transaction, failed.
+    Failed(Failure),
     ClaimLost,
     /// All allowed tries were counted, and none came to an end; the handler did not run again.
     Exhausted,
@@ -297,7 +293,7 @@ impl Retrier {
                 Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
                 Ok(RunEnd::Exhausted) => return self.exhausted(run),
-                Ok(RunEnd::Failed(at, error)) if !error.is_transient() || error.is_late() => {
+                Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
                     match at {
@@ -306,21 +302,21 @@ impl Retrier {
                         _ => continue,
                     }
                 }
-                Ok(RunEnd::FailedInSet(at, why)) if run.len() > 1 => {
+                Ok(RunEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
                     tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
                     continue;
                 }
-                Ok(RunEnd::Unclear(_)) if run.len() > 1 => {
+                Ok(RunEnd::Failed(Failure::Unclear(_))) if run.len() > 1 => {
                     let rest = run.split_off(run.len() / 2);
                     self.give_back(&mut run, rest).await?;
                     continue;
                 }
-                Ok(RunEnd::Unclear(why) | RunEnd::FailedInSet(_, why)) => {
+                Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
                     return self.failed(run, HandlerError::retryable(why));
                 }
-                Ok(RunEnd::Failed(at, error)) => {
+                Ok(RunEnd::Failed(Failure::Of(at, error))) => {
                     let may_be_its_own = error.may_be_its_own();
                     (at, Ok(error), may_be_its_own)
                 }
@@ -504,13 +500,7 @@ async fn in_transaction(
         // A handler may have committed by itself, and with it the deletion of the waiting rows.
         end => match (undo(shared, tx.as_mut(), give_up).await?, end) {
             (Undone::Committed, _) => Ok(RunEnd::Ended),
-            (Undone::Lost, Ok(RunEnd::Failed(at, error))) => {
-                Ok(RunEnd::Failed(at, HandlerError::lost_connection(error)))
-            }
-            (Undone::Lost, Ok(RunEnd::FailedInSet(at, why))) => {
-                Ok(RunEnd::Failed(at, HandlerError::lost_connection(why)))
-            }
-            (Undone::Lost, Ok(RunEnd::Unclear(why))) => Ok(RunEnd::Failed(0, HandlerError::lost_connection(why))),
+            (Undone::Lost, Ok(RunEnd::Failed(failure))) => Ok(RunEnd::Failed(failure.lost(0))),
             (_, end) => end,
         },
     }
@@ -540,16 +530,7 @@ async fn body(
         let Err(error) = call(shared, shared.handlers.get(handler), &messages, None, tx, enqueued).await else {
             continue;
         };
-        return Ok(match items.as_slice() {
-            [only] => RunEnd::Failed(*only, error),
-            [first, ..] => match error.message_index().and_then(|index| items.get(index)) {
-                Some(its) if error.is_transient() => RunEnd::Failed(*its, error),
-                Some(its) => RunEnd::FailedInSet(*its, error.message().to_owned()),
-                None if error.is_transient() => RunEnd::Failed(*first, error),
-                None => RunEnd::Unclear(error.message().to_owned()),
-            },
-            [] => RunEnd::Unclear(error.message().to_owned()),
-        });
+        return Ok(RunEnd::Failed(Failure::of_call(&items, error)));
     }
     match tx.prove().await? {
         Proof::Same => {}
@@ -561,10 +542,7 @@ async fn body(
     Ok(RunEnd::Done)
 }
 
-/// A failure of the whole transaction: it belongs to the only message; several are tried in halves.
+/// A failure of the whole transaction.
 fn whose(run: &[ClaimedMessage], why: &str) -> RunEnd {
-    match run {
-        [_] => RunEnd::Failed(0, HandlerError::retryable(why)),
-        _ => RunEnd::Unclear(why.to_owned()),
-    }
+    RunEnd::Failed(Failure::of_all(&(0..run.len()).collect::<Vec<_>>(), why))
 }

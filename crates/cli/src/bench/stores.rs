@@ -7,6 +7,12 @@ mod postgres;
 #[cfg(feature = "sqlite")]
 mod sqlite;
 
+/// A list as a JSON array, for a database without arrays.
+#[cfg(any(feature = "mysql", feature = "sqlite"))]
+fn json_list<T: serde::Serialize>(all: &[T]) -> String {
+    serde_json::json!(all).to_string()
+}
+
 /// Statements that every database has in its own dialect.
 ///
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
@@ -57,7 +63,7 @@ macro_rules! plain_sql {
             accounts: &[i64],
         ) -> Result<(), StoreError> {
             let different = accounts.iter().collect::<std::collections::HashSet<_>>().len() as u64;
-            match sqlx::query($all).bind($list(accounts.to_vec())).execute(connection).await?.rows_affected() {
+            match sqlx::query($all).bind($list(accounts)).execute(connection).await?.rows_affected() {
                 rows if rows == different => Ok(()),
                 rows => Err(StoreError::Corrupt(format!("{different} accounts have {rows} rows"))),
             }
@@ -66,7 +72,7 @@ macro_rules! plain_sql {
         async fn handle_all_by_hand(&self, batch: &[(Uuid, i64)]) -> Result<(), StoreError> {
             let (ids, accounts): (Vec<Uuid>, Vec<i64>) = batch.iter().copied().unzip();
             let mut tx = self.pool().begin().await?;
-            let new = sqlx::query($ids).bind($list(ids)).execute(&mut *tx).await?.rows_affected();
+            let new = sqlx::query($ids).bind($list(&ids)).execute(&mut *tx).await?.rows_affected();
             if new != batch.len() as u64 {
                 return Err(StoreError::Corrupt(format!("{} messages have {new} new ids", batch.len())));
             }

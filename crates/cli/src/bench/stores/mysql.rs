@@ -1,12 +1,11 @@
 //! The plain SQL of the benchmarks for MySQL and MariaDB.
 
 use chrono::NaiveDateTime;
-use serde::Serialize;
 use sqlx::mysql::MySqlRow;
 use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
 
-use super::plain_sql;
+use super::{json_list, plain_sql};
 use crate::bench::keys::OLD;
 use crate::bench::yard::{ACCOUNTS, Yard};
 use oncebox::StoreError;
@@ -37,13 +36,6 @@ fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
 
 /// A text column that is compared byte for byte.
 const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin";
-
-/// A list as a JSON array.
-// By value, as PostgreSQL's, which binds the list itself.
-#[allow(clippy::needless_pass_by_value)]
-fn list<T: Serialize>(all: Vec<T>) -> String {
-    serde_json::json!(all).to_string()
-}
 
 impl Yard for MySqlStore {
     const WRITERS: usize = 16;
@@ -137,6 +129,6 @@ impl Yard for MySqlStore {
         )),
         row: message,
         id: |id: Uuid| id.as_bytes().to_vec(),
-        list: list
+        list: json_list
     }
 }

@@ -129,6 +129,6 @@ impl Yard for PostgresStore {
         )),
         row: message,
         id: std::convert::identity,
-        list: std::convert::identity
+        list: <[_]>::to_vec
     }
 }

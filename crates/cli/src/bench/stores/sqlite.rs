@@ -1,12 +1,11 @@
 //! The plain SQL of the benchmarks for SQLite.
 
 use chrono::DateTime;
-use serde::Serialize;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
 
-use super::plain_sql;
+use super::{json_list, plain_sql};
 use crate::bench::keys::OLD;
 use crate::bench::yard::{ACCOUNTS, Yard};
 use oncebox::StoreError;
@@ -32,13 +31,6 @@ fn message(row: &SqliteRow) -> Result<(i64, OutgoingMessage), StoreError> {
         created_at: DateTime::from_timestamp_millis(row.try_get_unchecked(8)?).unwrap_or_default(),
     };
     Ok((row.try_get_unchecked(0)?, message))
-}
-
-/// A list as a JSON array.
-// By value, as PostgreSQL's, which binds the list itself.
-#[allow(clippy::needless_pass_by_value)]
-fn list<T: Serialize>(all: Vec<T>) -> String {
-    serde_json::json!(all).to_string()
 }
 
 impl Yard for SqliteStore {
@@ -127,6 +119,6 @@ impl Yard for SqliteStore {
         )),
         row: message,
         id: |id: Uuid| id.as_bytes().to_vec(),
-        list: list
+        list: json_list
     }
 }
