@@ -18,6 +18,7 @@ mod client;
 mod config;
 mod context;
 mod errors;
+mod opening;
 mod poller;
 mod properties;
 mod publisher;

@@ -96,6 +96,42 @@ async fn g3_messages_of_a_key_stand_in_the_order_they_were_sent() {
     assert_eq!(last.len(), keys as usize, "a key stands in one partition");
 }
 
+/// Shown to fail on the code before: Kafka takes a producer's batch with any sequence number on a
+/// partition where it has stored none of this producer. So it refused the first message of a
+/// session, and took the later ones of its key, which were in flight.
+#[tokio::test]
+async fn g3_nothing_of_its_key_is_taken_behind_the_first_message_of_a_session_that_the_broker_refuses() {
+    let test = "g3_nothing_of_its_key_is_taken_behind_the_first_message_of_a_session";
+    let Some(mut kafka) = Kafka::without_topic(test) else { return };
+    kafka.create(&kafka.topic, 3, &[("max.message.bytes", "20000")]).await;
+    // With compression only the broker knows the size that counts.
+    kafka.config.properties.insert("compression.type".into(), "lz4".into());
+    let mut seed = 7_u64;
+    let noise = std::iter::repeat_with(|| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (seed >> 56) as u8
+    });
+    let noise: Vec<u8> = noise.take(300_000).collect();
+    for round in 0..5 {
+        let key = format!("k{round}");
+        let small = (1..100).map(|n| message(&kafka.topic, Some(&key), format!("{n}{}", "x".repeat(1_000))));
+        let rows = std::iter::once(message(&kafka.topic, Some(&key), noise.clone())).chain(small);
+        let mut publisher = kafka.broker().publisher().await.unwrap();
+        publisher.topic(&kafka.topic).await.unwrap();
+        publisher.send(rows.enumerate().map(|(tag, row)| (tag as u64, row)).collect()).await.unwrap();
+        let mut settled = Vec::new();
+        while let Ok(()) = publisher.settle(&mut settled).await {
+            if settled.iter().any(|row| row.outcome.is_err()) {
+                break;
+            }
+        }
+        publisher.close().await;
+        assert!(settled.iter().all(|row| row.outcome.is_err()), "{settled:?}");
+        let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
+        assert_eq!(found.len(), 0, "round {round}: later messages stand in the topic without the refused one");
+    }
+}
+
 // Shown: with the checks of `ready` and of `stands_behind` taken out of `send`, r1 and r2 fail as
 // unknown and r3 is taken.
 #[tokio::test]

@@ -7,7 +7,7 @@
 //!
 //! Not here: bounds and delivery reports (`window`), retries across sessions (`outbox::relay`).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,6 +34,8 @@ use crate::message::OutgoingMessage;
 
 // How often a session that is opening checks for a fatal error.
 const WARM_LOOK: Duration = Duration::from_millis(50);
+// How long after the client's own queue was full it is tried again.
+const FULL_LOOK: Duration = Duration::from_millis(1);
 const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // Rows sent before other tasks get a turn: about 3 us each.
@@ -46,6 +48,8 @@ pub(super) struct KafkaPublisher {
     session: Session,
     ready: HashSet<String>,
     sent: bool,
+    /// Rows that have a slot and wait for an earlier row of their topic and key (`opening`).
+    waiting: HashMap<(String, Vec<u8>), VecDeque<(usize, OutgoingMessage)>>,
 }
 
 /// A producer and the thread that polls it.
@@ -74,7 +78,7 @@ impl KafkaPublisher {
     pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
         let session = Session::open(config, limits.sizes()).await?;
         let (config, limits) = (Arc::clone(config), Arc::clone(limits));
-        Ok(Self { config, limits, session, ready: HashSet::new(), sent: false })
+        Ok(Self { config, limits, session, ready: HashSet::new(), sent: false, waiting: HashMap::new() })
     }
 
     fn doubt(&self) -> Option<BrokerError> {
@@ -166,12 +170,46 @@ impl KafkaPublisher {
         }
     }
 
-    async fn reserve(&self, tag: u64, weight: usize) -> Result<usize, BrokerError> {
+    /// Whether the row waits for an earlier one of its key.
+    fn must_wait(&self, topic: &str, key: &[u8]) -> bool {
+        let has_waiting = || self.waiting.contains_key(&(topic.to_owned(), key.to_vec()));
+        (!self.waiting.is_empty() && has_waiting()) || !self.session.window.may_go(topic, key)
+    }
+
+    /// Sends the rows whose wait has ended, or settles them where the earlier row was refused.
+    /// Returns false where the client's own queue is full, so that the caller tries again.
+    fn go_on(&mut self) -> bool {
+        if self.waiting.is_empty() {
+            return true;
+        }
+        let window = &self.session.window;
+        let mut opened = window.take_opened().into_iter();
+        while let Some(of) = opened.next() {
+            let Some(mut rows) = self.waiting.remove(&of) else { continue };
+            let (topic, key) = (of.0.as_str(), Some(of.1.as_slice()));
+            while let Some((slot, message)) = rows.pop_front() {
+                if let Some(refusal) = window.stands_behind(topic, key) {
+                    window.settle(slot, topic, key, Err(refusal));
+                } else if let Some(slot) = self.produce(&message, slot) {
+                    rows.push_front((slot, message));
+                    self.waiting.insert(of.clone(), rows);
+                    window.open_again(std::iter::once(of).chain(opened));
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    async fn reserve(&mut self, tag: u64, weight: usize) -> Result<usize, BrokerError> {
         loop {
             if let Some(slot) = self.session.window.reserve(tag, weight) {
                 return Ok(slot);
             }
             self.changed().await;
+            if !self.go_on() {
+                tokio::time::sleep(FULL_LOOK).await;
+            }
             if let Some(doubt) = self.doubt() {
                 return Err(doubt);
             }
@@ -182,6 +220,8 @@ impl KafkaPublisher {
 #[async_trait]
 impl Publisher for KafkaPublisher {
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
+        // Before a refusal is forgiven: it also settles what waits behind the refused row.
+        self.go_on();
         self.distrust_refused_topics();
         self.session.window.forgive_topics(topics);
         let unseen: Vec<String> = topics.iter().filter(|topic| !self.ready.contains(*topic)).cloned().collect();
@@ -206,6 +246,7 @@ impl Publisher for KafkaPublisher {
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+        self.go_on();
         self.distrust_refused_topics();
         self.session.window.forget_what_is_known();
         for (at, (tag, message)) in rows.into_iter().enumerate() {
@@ -232,9 +273,16 @@ impl Publisher for KafkaPublisher {
             }
             let mut slot = self.reserve(tag, message.weight()).await?;
             self.sent = true;
+            if let Some(key) = &message.key
+                && self.must_wait(&message.topic, key.as_bytes())
+            {
+                let of = (message.topic.clone(), key.clone().into_bytes());
+                self.waiting.entry(of).or_default().push_back((slot, message));
+                continue;
+            }
             while let Some(back) = self.produce(&message, slot) {
                 slot = back;
-                tokio::time::sleep(Duration::from_millis(1)).await;
+                tokio::time::sleep(FULL_LOOK).await;
                 if let Some(doubt) = self.doubt() {
                     return Err(doubt);
                 }
@@ -245,6 +293,7 @@ impl Publisher for KafkaPublisher {
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
         loop {
+            self.go_on();
             if self.session.window.take(settled) {
                 return Ok(());
             }
@@ -325,7 +374,7 @@ impl Session {
         config: &Arc<KafkaConfig>,
     ) -> Result<Vec<TopicState>, BrokerError> {
         let (producer, reports, topics) = (Arc::clone(&self.producer), Arc::clone(&self.reports), topics.to_vec());
-        let (limits, config) = (Arc::clone(limits), Arc::clone(config));
+        let (limits, config, window) = (Arc::clone(limits), Arc::clone(config), Arc::clone(&self.window));
         blocking::run(move || {
             let ask = |name| blocking::metadata(producer.client(), &reports, name, ASK_DEADLINE, || {});
             let answers = if topics.len() > ASKED_ONE_BY_ONE {
@@ -338,8 +387,9 @@ impl Session {
             let found: Vec<_> = topics.iter().map(|topic| all.get(topic.as_str()).copied()).collect();
             let mut states: Vec<TopicState> = found.iter().map(|topic| topology::state(*topic)).collect();
             let there = found.iter().zip(&states).filter(|(_, state)| **state == TopicState::Ready);
-            let there: Vec<&str> = there.filter_map(|(topic, _)| topic.map(MetadataTopic::name)).collect();
-            limits.learn(&config, &there);
+            let there: Vec<&MetadataTopic> = there.filter_map(|(topic, _)| *topic).collect();
+            there.iter().for_each(|topic| window.learn_partitions(topic.name(), topic.partitions().len()));
+            limits.learn(&config, &there.iter().map(|topic| topic.name()).collect::<Vec<_>>());
             for (topic, state) in found.into_iter().zip(&mut states) {
                 if *state == TopicState::Ready
                     && let Some(short) = topic.and_then(|topic| limits.short_of_copies(topic))

@@ -9,6 +9,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
@@ -19,6 +20,7 @@ use tokio::sync::Notify;
 
 use super::context::Reports;
 use super::errors;
+use super::opening::Opening;
 use crate::broker::{Receipt, Refusal, Settled};
 
 /// Rows between `send` and `settle`.
@@ -50,6 +52,7 @@ struct State {
     has_refused: bool,
     /// Set where a refusal may be due to this session's batch size. Then the session must end.
     stale: Option<String>,
+    opening: Opening,
     waiting: Option<Wait>,
 }
 
@@ -80,7 +83,12 @@ impl Window {
     pub(super) fn reserve(&self, tag: u64, weight: usize) -> Option<usize> {
         let mut state = self.state();
         if state.rows > 0 && (state.rows >= self.rows_max || state.bytes.saturating_add(weight) > self.bytes_max) {
-            state.waiting = Some(Wait::Room);
+            if state.opening.has_opened() {
+                // Rows that wait in the window may go on, which makes room.
+                self.changed.notify_one();
+            } else {
+                state.waiting = Some(Wait::Room);
+            }
             return None;
         }
         state.rows += 1;
@@ -122,11 +130,32 @@ impl Window {
         })
     }
 
+    /// Learns how many partitions a topic has.
+    pub(super) fn learn_partitions(&self, topic: &str, count: usize) {
+        self.state().opening.learn(topic, count);
+    }
+
+    /// Whether a row of this key may be sent now, or waits for an earlier one of its key.
+    pub(super) fn may_go(&self, topic: &str, key: &[u8]) -> bool {
+        self.state().opening.may_go(topic, key)
+    }
+
+    /// Takes the topics and keys whose waiting rows may go on.
+    pub(super) fn take_opened(&self) -> Vec<(String, Vec<u8>)> {
+        self.state().opening.take_opened()
+    }
+
+    /// Gives back what `take_opened` gave, for a caller that had to stop.
+    pub(super) fn open_again(&self, keys: impl Iterator<Item = (String, Vec<u8>)>) {
+        self.state().opening.open_again(keys);
+    }
+
     /// Forgets refused keys if the relay took outcomes since, and refused topics once every row is
     /// settled and every outcome was taken. Called at the start of `send`: rows that come now were
     /// sent with that knowledge.
     pub(super) fn forget_what_is_known(&self) {
         let mut state = self.state();
+        state.opening.forget_old_proofs(Instant::now());
         if std::mem::take(&mut state.keys_are_known) {
             state.refused_keys.clear();
         }
@@ -208,6 +237,11 @@ impl Window {
         state.rows = state.rows.saturating_sub(1);
         state.bytes = state.bytes.saturating_sub(weight);
         state.has_refused |= outcome.is_err();
+        let partition = match &outcome {
+            Ok(Receipt::Offset { partition, .. }) => Some(*partition),
+            _ => None,
+        };
+        state.opening.settled(topic, key, partition);
         match &outcome {
             Err(Refusal::Destination(reason)) => state.refuse_topic(topic, reason),
             Err(Refusal::Message(_)) => state.refuse_message(topic, key),
@@ -221,6 +255,7 @@ impl Window {
     fn tell(&self, state: &mut State) {
         let now = match state.waiting {
             None => false,
+            Some(_) if state.opening.has_opened() => true,
             Some(Wait::Outcome) => true,
             // Wakes the sender only when a quarter of the window is free, not for each row.
             Some(Wait::Room) => {
@@ -307,7 +342,7 @@ impl ProducerContext for PublishContext {
             Ok(record) => {
                 self.reports.works();
                 let receipt = Receipt::Offset { partition: record.partition(), offset: record.offset() };
-                self.window.settle(slot, "", None, Ok(receipt));
+                self.window.settle(slot, record.topic(), record.key(), Ok(receipt));
             }
             // Purged with the session, whose end is reported elsewhere.
             Err((KafkaError::MessageProduction(Code::Fatal | Code::PurgeQueue | Code::PurgeInflight), _)) => {}
