@@ -55,7 +55,7 @@ pub use journal::{Bodies, JournalError, KeyJournal, Pending, PendingBody};
 pub use middleware::{Resend, SentUnder};
 pub use request::Request;
 
-use self::sending::{Direct, Shared};
+use self::sending::{ClientState, Direct};
 use crate::operation::rules::Key;
 use crate::time::breaker::BreakerOptions;
 
@@ -156,7 +156,7 @@ pub enum Cause {
 #[derive(Debug, Clone)]
 pub struct Client {
     http: reqwest::Client,
-    shared: Arc<Shared>,
+    shared: Arc<ClientState>,
 }
 
 impl Client {
@@ -177,13 +177,13 @@ impl Client {
         let builder = builder.redirect(reqwest::redirect::Policy::none()).retry(reqwest::retry::never());
         let http = builder.connect_timeout(options.attempt_timeout).build();
         let http = http.map_err(|error| ClientError::Request(error.to_string()))?;
-        Ok(Self { http, shared: Arc::new(Shared::new(options, None)) })
+        Ok(Self { http, shared: Arc::new(ClientState::new(options, None)) })
     }
 
     /// The same client with a journal.
     #[must_use]
     pub fn with_journal(self, journal: KeyJournal) -> Self {
-        let shared = Shared::new(self.shared.options.clone(), Some(journal));
+        let shared = ClientState::new(self.shared.options.clone(), Some(journal));
         Self { http: self.http, shared: Arc::new(shared) }
     }
 
@@ -192,7 +192,7 @@ impl Client {
     pub fn within(self, advertised: &Advertised) -> Self {
         let mut options = self.shared.options.clone();
         options.lifetime = advertised.shortest().unwrap_or(options.lifetime);
-        Self { http: self.http, shared: Arc::new(Shared::new(options, self.shared.journal.clone())) }
+        Self { http: self.http, shared: Arc::new(ClientState::new(options, self.shared.journal.clone())) }
     }
 
     /// Sends an operation until its outcome is known or the time is over.

@@ -128,7 +128,7 @@ pub mod adapter {
 
     /// Where a partition of a log is read on.
     pub mod position {
-        pub use crate::inbox::rules::position::{Break, Found, Position, start};
+        pub use crate::inbox::rules::position::{Break, BrokerOffsets, Position, start};
     }
 
     /// Which ids are too old, or from the future.

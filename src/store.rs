@@ -50,7 +50,7 @@ pub use crate::operation::port::phases::{
 };
 pub use crate::operation::port::{
     Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,
-    OperationTx, Operations, Outcome, Owned,
+    OperationTx, Operations, Owned, RunOutcome,
 };
 pub use crate::operator::keys::{
     FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::Database;
 
 /// What is known after a try.
-enum Outcome {
+enum CallOutcome {
     /// The provider has it, under this reference.
     Delivered(String),
     /// The provider will never take it: a person must look.
@@ -87,9 +87,9 @@ impl ProviderSender {
                 .await?;
             // No transaction is open here: it would hold locks for as long as the provider takes.
             let (state, reference, error) = match self.send(&key, body).await {
-                Outcome::Delivered(reference) => ("delivered", Some(reference), None),
-                Outcome::Refused(error) => ("refused", None, Some(error)),
-                Outcome::Unknown(error) => ("pending", None, Some(error)),
+                CallOutcome::Delivered(reference) => ("delivered", Some(reference), None),
+                CallOutcome::Refused(error) => ("refused", None, Some(error)),
+                CallOutcome::Unknown(error) => ("pending", None, Some(error)),
             };
             if let Some(error) = &error {
                 tracing::warn!(key, state, %error, "the provider did not take a notification");
@@ -109,20 +109,20 @@ impl ProviderSender {
         Ok(Some(settled))
     }
 
-    async fn send(&self, key: &str, body: String) -> Outcome {
+    async fn send(&self, key: &str, body: String) -> CallOutcome {
         let request = self.http.post(self.url.clone()).header("Idempotency-Key", key).body(body);
         let answer = match request.header("Content-Type", "application/json").send().await {
             Ok(answer) => answer,
             // The key is no header value: nothing was sent, and nothing ever will be.
-            Err(error) if error.is_builder() => return Outcome::Refused(said(error)),
-            Err(error) => return Outcome::Unknown(said(error)),
+            Err(error) if error.is_builder() => return CallOutcome::Refused(said(error)),
+            Err(error) => return CallOutcome::Unknown(said(error)),
         };
         let status = answer.status();
         match answer.text().await {
-            Ok(reference) if status.is_success() => Outcome::Delivered(reference),
-            Ok(text) if is_final(status) => Outcome::Refused(format!("{status}: {text}")),
-            Ok(text) => Outcome::Unknown(format!("{status}: {text}")),
-            Err(error) => Outcome::Unknown(format!("{status}: {}", said(error))),
+            Ok(reference) if status.is_success() => CallOutcome::Delivered(reference),
+            Ok(text) if is_final(status) => CallOutcome::Refused(format!("{status}: {text}")),
+            Ok(text) => CallOutcome::Unknown(format!("{status}: {text}")),
+            Err(error) => CallOutcome::Unknown(format!("{status}: {}", said(error))),
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use oncebox::operation::phased::http::{HttpCaller, Outcome};
+use oncebox::operation::phased::http::{CallOutcome, HttpCaller};
 use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
 use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};
@@ -50,7 +50,13 @@ impl Cards {
         Ok(format!("{}{path}", self.url).parse()?)
     }
 
-    async fn call(&self, method: Method, path: &str, call: &Call<'_>, body: Vec<u8>) -> Result<Outcome, HandlerError> {
+    async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        call: &Call<'_>,
+        body: Vec<u8>,
+    ) -> Result<CallOutcome, HandlerError> {
         let headers = [("idempotency-key", call.key.as_str()), ("content-type", "application/json")];
         Ok(self.caller.call(method, self.at(path)?, &headers, body).await?)
     }
@@ -85,9 +91,9 @@ impl Provider for Cards {
 
     async fn send(&self, call: &Call<'_>) -> Sent {
         let response = match self.call(Method::POST, "/charges", call, call.bytes.to_vec()).await {
-            Ok(Outcome::Answered(response)) => response,
-            Ok(Outcome::NoAnswer(saw)) => return Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() },
-            Ok(Outcome::NotConnected(saw)) => return Sent { answer: Answer::NotConnected, saw: saw.into_bytes() },
+            Ok(CallOutcome::Answered(response)) => response,
+            Ok(CallOutcome::NoAnswer(saw)) => return Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() },
+            Ok(CallOutcome::NotConnected(saw)) => return Sent { answer: Answer::NotConnected, saw: saw.into_bytes() },
             Err(error) => return Sent { answer: Answer::NotConnected, saw: error.to_string().into_bytes() },
         };
         let code = serde_json::from_slice::<Coded>(&response.body).map_or_else(|_| String::new(), |coded| coded.code);
@@ -106,8 +112,8 @@ impl Provider for Cards {
     async fn query(&self, call: &Call<'_>) -> Asked {
         let path = format!("/charges?key={}", call.key);
         let response = match self.call(Method::GET, &path, call, Vec::new()).await {
-            Ok(Outcome::Answered(response)) => response,
-            Ok(Outcome::NoAnswer(saw) | Outcome::NotConnected(saw)) => {
+            Ok(CallOutcome::Answered(response)) => response,
+            Ok(CallOutcome::NoAnswer(saw) | CallOutcome::NotConnected(saw)) => {
                 return Asked { answer: QueryAnswer::Failed, status: None, saw: saw.into_bytes() };
             }
             Err(error) => {

@@ -13,7 +13,7 @@ use oncebox::operation::phased::{
     Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlement,
     Settlements,
 };
-use oncebox::operation::provider::{Strategy, Window};
+use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{FingerprintWriter, IdempotentCommand, Reply, SealError, Stage};
 use oncebox::store::StoredOperation;
 use oncebox::{HandlerError, StoreError, async_trait};
@@ -30,7 +30,7 @@ use crate::service::{App, unread};
 use crate::watched::Watched;
 
 /// For how long the provider keeps keys, and the longest that a request may be on its way.
-const WINDOW: Window = Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(300) };
+const WINDOW: KeyWindow = KeyWindow { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(300) };
 
 /// The command: the body of a payment, as an operation of its own. It is stored with the operation.
 #[derive(Debug, Clone, Serialize, Deserialize)]

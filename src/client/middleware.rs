@@ -15,13 +15,13 @@ use reqwest_middleware::{Error, Middleware, Next};
 
 use super::ClientError;
 use super::request::{KEY_HEADER, Request, new_key, parse};
-use super::sending::{Shared, Transport};
+use super::sending::{ClientState, Transport};
 use crate::operation::rules::Key;
 
 /// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a
 /// [`ClientError`].
 #[derive(Debug, Clone)]
-pub struct Resend(Arc<Shared>);
+pub struct Resend(Arc<ClientState>);
 
 /// The key of an answer, as an extension of its response: give it to the journal to acknowledge.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl Transport for Chain<'_, '_> {
 }
 
 impl Resend {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+    pub(super) fn new(shared: Arc<ClientState>) -> Self {
         Self(shared)
     }
 }

@@ -17,7 +17,7 @@ use super::answer::{Answer, Arrived};
 use super::request::Request;
 use super::{Cause, ClientError, ClientOptions, KeyJournal};
 use crate::operation::rules::Key;
-use crate::operation::rules::resend::{AfterPoll, Next, Polled, Seen, Window, after_attempt, after_poll, pause};
+use crate::operation::rules::resend::{AfterPoll, Next, Polled, Seen, SendWindow, after_attempt, after_poll, pause};
 use crate::time::breaker::Breaker;
 
 /// How far the clock may have been set back since a key was stored in the journal. Beyond it the
@@ -44,7 +44,7 @@ impl Transport for Direct<'_> {
 
 /// The state that all clones of a client share.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ClientState {
     pub(super) options: ClientOptions,
     pub(super) journal: Option<KeyJournal>,
     breakers: Mutex<HashMap<String, Breaker>>,
@@ -58,7 +58,7 @@ enum Met {
 
 /// How long one operation has been tried, and how old its key is.
 struct Course {
-    window: Window,
+    window: SendWindow,
     began: Instant,
     age: Duration,
     failed: u32,
@@ -73,13 +73,13 @@ impl Course {
         if self.window.allows(pause, lasted, age) {
             return None;
         }
-        let forgotten = !Window { total: Duration::MAX, ..self.window }.allows(pause, lasted, age);
+        let forgotten = !SendWindow { total: Duration::MAX, ..self.window }.allows(pause, lasted, age);
         let last = last.to_owned();
         Some(if forgotten { Cause::KeyForgotten { last } } else { Cause::OutOfTime { last } })
     }
 }
 
-impl Shared {
+impl ClientState {
     pub(super) fn new(options: ClientOptions, journal: Option<KeyJournal>) -> Self {
         Self { options, journal, breakers: Mutex::default(), began: Instant::now() }
     }
@@ -87,7 +87,7 @@ impl Shared {
     /// Sends an operation until it ends.
     pub(super) async fn send(&self, transport: &mut impl Transport, request: &Request) -> Result<Answer, ClientError> {
         let mut course = Course {
-            window: Window {
+            window: SendWindow {
                 total: self.options.total,
                 lifetime: self.options.lifetime,
                 attempt: self.options.attempt_timeout,
@@ -156,9 +156,9 @@ impl Shared {
             course.failed = course.failed.saturating_add(1);
             if place.is_some() {
                 match self.asked(met, &asked, &request.key)? {
-                    Outcome::Ended(answer) => return Ok(answer),
-                    Outcome::Ask => {}
-                    Outcome::Resend => place = None,
+                    AfterQuery::Ended(answer) => return Ok(answer),
+                    AfterQuery::Ask => {}
+                    AfterQuery::Resend => place = None,
                 }
             } else {
                 match self.sent(met, &asked, course, &request.key)? {
@@ -203,7 +203,7 @@ impl Shared {
     }
 
     /// Decides what follows a query for the outcome.
-    fn asked(&self, met: Met, asked: &Url, key: &Key) -> Result<Outcome, Cause> {
+    fn asked(&self, met: Met, asked: &Url, key: &Key) -> Result<AfterQuery, Cause> {
         let (polled, arrived) = match met {
             Met::Arrived(arrived) => (arrived.polled(asked), Some(arrived)),
             Met::Nothing { seen, .. } => (Polled::Met(seen), None),
@@ -215,14 +215,14 @@ impl Shared {
                     // The other headers belong to the answer to the query.
                     let kind = headers.remove(CONTENT_TYPE);
                     let headers = kind.into_iter().map(|kind| (CONTENT_TYPE, kind)).collect();
-                    Ok(Outcome::Ended(Answer { key: key.clone(), status, headers, body }))
+                    Ok(AfterQuery::Ended(Answer { key: key.clone(), status, headers, body }))
                 }
-                None => Ok(Outcome::Resend),
+                None => Ok(AfterQuery::Resend),
             },
-            (AfterPoll::Ask, _) => Ok(Outcome::Ask),
+            (AfterPoll::Ask, _) => Ok(AfterQuery::Ask),
             (AfterPoll::Unknown, Some(arrived)) if matches!(arrived.status, 404 | 410) => Err(Cause::OperationNotFound),
             (AfterPoll::Unknown, Some(arrived)) => Err(arrived.cause()),
-            (AfterPoll::Resend | AfterPoll::Done | AfterPoll::Unknown, _) => Ok(Outcome::Resend),
+            (AfterPoll::Resend | AfterPoll::Done | AfterPoll::Unknown, _) => Ok(AfterQuery::Resend),
         }
     }
 
@@ -280,7 +280,7 @@ enum Sent {
 }
 
 /// What follows a query, with its data.
-enum Outcome {
+enum AfterQuery {
     Ended(Answer),
     Ask,
     Resend,

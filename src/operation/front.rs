@@ -44,7 +44,7 @@ use crate::error::StoreError;
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
 use crate::operation::port::{Basis, Fenced, KeptBody, KeyClaim};
-use crate::operation::rules::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
+use crate::operation::rules::decide::{Asked, InProgress, KeyFound, Lost, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, WhileRunning};
 use crate::operation::rules::{
     Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
@@ -263,7 +263,7 @@ impl Front {
     /// key, no scope, another region. `None`: continue.
     #[must_use]
     pub fn early(&self) -> Option<Answered> {
-        let decision = self.decide(Found::NotAsked);
+        let decision = self.decide(KeyFound::NotAsked);
         let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);
         (!goes_on).then(|| self.refusal(decision, None))
     }
@@ -271,7 +271,7 @@ impl Front {
     /// Whether the request has no key and the route requires none.
     #[must_use]
     pub fn is_unkeyed(&self) -> bool {
-        self.decide(Found::NotAsked) == Decision::PassThrough
+        self.decide(KeyFound::NotAsked) == Decision::PassThrough
     }
 
     /// Returns what the operation does next.
@@ -296,7 +296,7 @@ impl Front {
         let judges_age = self.endpoint.route().after_expiry == AfterExpiry::Reject;
         let probable =
             self.stage == Stage::Fresh && self.endpoint.last_was_new() && !judges_age && !self.engine.has_quota();
-        let looks = probable && self.decide(Found::NotAsked) == Decision::Look;
+        let looks = probable && self.decide(KeyFound::NotAsked) == Decision::Look;
         if !looks || self.engine.running().get(&digest).is_some() {
             return None;
         }
@@ -308,7 +308,7 @@ impl Front {
     /// A transaction holds the claim of [`Self::claim_unseen`]. Returns whether it may execute;
     /// if not, the caller rolls back, drops `begin` and takes a turn.
     pub(super) fn claimed_unseen(&mut self, begin: &Begin) -> bool {
-        let runs = self.decide(Found::Nothing(None)) == Decision::Claim;
+        let runs = self.decide(KeyFound::Nothing(None)) == Decision::Claim;
         if runs {
             self.rounds += 1;
             begin.entry.runs();
@@ -361,7 +361,7 @@ impl Front {
 
     async fn ask(&mut self) -> (Decision, Seen) {
         if self.stage == Stage::Fresh {
-            let decision = self.decide(Found::NotAsked);
+            let decision = self.decide(KeyFound::NotAsked);
             if decision != Decision::Look {
                 return (decision, Seen::Nobody);
             }
@@ -376,7 +376,7 @@ impl Front {
             run.known().await;
         }
         if let Some(run) = run.filter(|run| !run.ended.is_cancelled()) {
-            let found = Found::Running { principal: &run.principal, fingerprint: &run.fingerprint };
+            let found = KeyFound::Running { principal: &run.principal, fingerprint: &run.fingerprint };
             let decision = self.decide(found);
             match self.operation_of(decision, &identity).await {
                 Some((record, now)) => {
@@ -394,7 +394,7 @@ impl Front {
             Err(error) => {
                 tracing::warn!(operation = %self.endpoint.operation(), %error, "a key could not be looked for");
                 self.note(Noted::StoreError("find"));
-                return (self.decide(Found::Unreachable), Seen::Nobody);
+                return (self.decide(KeyFound::Unreachable), Seen::Nobody);
             }
         };
         self.body = look.body;
@@ -403,16 +403,16 @@ impl Front {
         }
         match look.record {
             Some(record) => {
-                let decision = self.decide(Found::Record(&record, look.now));
+                let decision = self.decide(KeyFound::Record(&record, look.now));
                 (decision, Seen::Record(Box::new(record), look.now))
             }
             // Only once: whoever held the key may have rolled back; after a wait the key is then
             // free.
-            None if refused => (self.decide(Found::Busy), Seen::Nobody),
+            None if refused => (self.decide(KeyFound::Busy), Seen::Nobody),
             None => {
                 let id_skew = self.endpoint.route().id_skew;
                 let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
-                (self.decide(Found::Nothing(Some(bounds))), Seen::Nobody)
+                (self.decide(KeyFound::Nothing(Some(bounds))), Seen::Nobody)
             }
         }
     }
@@ -434,7 +434,7 @@ impl Front {
             }
         };
         let record = look.record?;
-        let accepted = self.decide(Found::Record(&record, look.now)) == Decision::InProgress(InProgress::Accepted);
+        let accepted = self.decide(KeyFound::Record(&record, look.now)) == Decision::InProgress(InProgress::Accepted);
         accepted.then(|| (Box::new(record), look.now))
     }
 
@@ -475,7 +475,7 @@ impl Front {
         }
     }
 
-    fn decide(&self, found: Found<'_>) -> Decision {
+    fn decide(&self, found: KeyFound<'_>) -> Decision {
         let route = self.endpoint.route();
         let request;
         let asked = match (&self.asking.key, &self.asking.scope, &self.identity) {

@@ -188,7 +188,7 @@ pub struct Look {
 
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum RunOutcome {
     /// It succeeded, and this is its answer.
     Completed(Answer),
     /// It failed for good.
@@ -370,7 +370,7 @@ pub trait Keys: Debug + Send + Sync + 'static {
 
     /// Writes the outcome and keeps the answer, in a transaction of its own. Every lifetime counts
     /// from now (O3).
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError>;
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError>;
 
     /// Deletes the claim: nothing happened, and nothing has to be remembered. Only while the record
     /// is IN_PROGRESS and ours, and while no run of the same operation id has left evidence that it
@@ -448,7 +448,7 @@ pub trait Bridged: Send {
     fn finish_in(
         &mut self,
         owned: &Owned,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
@@ -518,7 +518,7 @@ pub trait Operations: Keys {
             match self.begin_operation(claim, basis, patience).await? {
                 Begun::Claimed(mut tx) => {
                     let kept = Retention::default();
-                    match tx.complete(Vec::new(), &Outcome::Unknown, &kept).await? {
+                    match tx.complete(Vec::new(), &RunOutcome::Unknown, &kept).await? {
                         Proof::Same => tx.commit().await,
                         Proof::Aborted | Proof::Ended => tx.rollback().await,
                     }
@@ -610,7 +610,7 @@ pub trait OperationTx: Debug + Send {
     async fn complete(
         &mut self,
         messages: Vec<NewMessage>,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Proof, StoreError>;
 

@@ -14,7 +14,7 @@ use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
-use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Outcome, late_runs};
+use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, RunOutcome, late_runs};
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;
 
@@ -63,17 +63,17 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
                     return;
                 }
             },
-            Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(Outcome::Unknown),
-            Reconciled::Unknown => Ok(Outcome::Unknown),
-            Reconciled::Completed(reply) => encode(reply).map(Outcome::Completed),
+            Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(RunOutcome::Unknown),
+            Reconciled::Unknown => Ok(RunOutcome::Unknown),
+            Reconciled::Completed(reply) => encode(reply).map(RunOutcome::Completed),
             Reconciled::Failed(reply) => {
                 let error_code = error_code(endpoint.endpoint(), &reply);
-                encode(reply).map(|answer| Outcome::FailedReplayable { answer, error_code })
+                encode(reply).map(|answer| RunOutcome::FailedReplayable { answer, error_code })
             }
         };
         let outcome = outcome.unwrap_or_else(|error| {
             tracing::error!(operation = %endpoint.operation(), %error, "what was found out could not be sealed");
-            Outcome::Unknown
+            RunOutcome::Unknown
         });
         if let Err(error) = engine.store().finish(&owned, &outcome, &endpoint.route().retention).await {
             tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
@@ -103,9 +103,9 @@ pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: 
 }
 
 /// The outcome of a late run, by which the key was not freed.
-async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Outcome {
+async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
     let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
-    how_it_ended(&said).map_or(Outcome::Unknown, |run| outcome_of(endpoint, run))
+    how_it_ended(&said).map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, run))
 }
 
 /// The last report of runs that lost their lease. A success overrides a failure.
@@ -115,13 +115,13 @@ fn how_it_ended(said: &[StoredEvidence]) -> Option<&NewEvidence> {
 }
 
 /// The outcome of such a run. Its answer is not kept.
-fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> Outcome {
+fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
     let body = AnswerBody::Tombstone(Tombstone::Withheld);
     let answer = Answer { status: run.status.unwrap_or(200), schema_version: endpoint.endpoint().schema_version, body };
     match run.verdict.as_str() {
-        "success" => Outcome::Completed(answer),
-        _ => Outcome::FailedReplayable { answer, error_code: None },
+        "success" => RunOutcome::Completed(answer),
+        _ => RunOutcome::FailedReplayable { answer, error_code: None },
     }
 }
 

@@ -408,11 +408,11 @@ impl Execution {
             }
         };
         let outcome = match state {
-            State::Completed => port::Outcome::Completed(answer),
+            State::Completed => port::RunOutcome::Completed(answer),
             State::FailedReplayable => {
-                port::Outcome::FailedReplayable { answer, error_code: error_code(endpoint.endpoint(), &reply) }
+                port::RunOutcome::FailedReplayable { answer, error_code: error_code(endpoint.endpoint(), &reply) }
             }
-            _ => port::Outcome::Unknown,
+            _ => port::RunOutcome::Unknown,
         };
         if state == State::FailedReplayable {
             sent = Sent::default();

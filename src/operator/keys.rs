@@ -24,7 +24,7 @@ use super::ActContext;
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, Sealed};
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
-use crate::operation::port::{Fenced, Look, Outcome, late_runs};
+use crate::operation::port::{Fenced, Look, RunOutcome, late_runs};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::versions::Announced;
@@ -121,7 +121,7 @@ pub enum KeyChange {
     /// An UNKNOWN gets its outcome.
     Resolve {
         /// What the operator found out.
-        outcome: Outcome,
+        outcome: RunOutcome,
         /// How long answer, body and metadata are kept, counted from now.
         retention: Retention,
         /// Whether the outcome is written although a run that lost its lease ended with the
@@ -146,7 +146,7 @@ pub enum OperationChange {
     /// It gets its outcome, and so does its record.
     End {
         /// What the operator found out.
-        outcome: Box<Outcome>,
+        outcome: Box<RunOutcome>,
         /// How long answer, body and metadata are kept, counted from now.
         retention: Retention,
         /// What the operator said, appended to the evidence of the operation.
@@ -160,7 +160,7 @@ pub enum OperationChange {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolution {
     /// How the operation ended: this outcome is written, and no phase runs any more.
-    Ended(Outcome, Retention),
+    Ended(RunOutcome, Retention),
     /// Whether one effect happened: the worker goes on with the flow from there.
     Effect {
         /// The name of the effect within its operation.
@@ -305,12 +305,12 @@ impl OperationChange {
 /// The verdict for a send that may have arrived and is repeated all the same.
 const WAIVED: &str = "waived";
 
-fn word(outcome: &Outcome) -> &'static str {
+fn word(outcome: &RunOutcome) -> &'static str {
     match outcome {
-        Outcome::Completed(_) => "completed",
-        Outcome::FailedReplayable { .. } => "failed",
-        Outcome::FailedRetryable { .. } => "not happened",
-        Outcome::Unknown => "unknown",
+        RunOutcome::Completed(_) => "completed",
+        RunOutcome::FailedReplayable { .. } => "failed",
+        RunOutcome::FailedRetryable { .. } => "not happened",
+        RunOutcome::Unknown => "unknown",
     }
 }
 
@@ -390,11 +390,11 @@ pub trait KeyOperator: Phases {
                         seen.operation_id
                     ));
                 }
-                (KeyChange::Resolve { outcome: Outcome::Unknown, .. }, _) => {
+                (KeyChange::Resolve { outcome: RunOutcome::Unknown, .. }, _) => {
                     return refused("an unknown outcome resolves nothing");
                 }
                 (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
-                    let opposite = if matches!(outcome, Outcome::Completed(_)) { "failure" } else { "success" };
+                    let opposite = if matches!(outcome, RunOutcome::Completed(_)) { "failure" } else { "success" };
                     let said = self.runs_of(seen.operation_id).await?;
                     if !against_evidence && late_runs(&said).any(|run| run.verdict == opposite) {
                         return refused(ended_late(opposite));
@@ -500,8 +500,8 @@ pub trait KeyOperator: Phases {
             let change = match resolution {
                 Resolution::Ended(outcome, retention) => {
                     let verdict = match outcome {
-                        Outcome::Completed(_) => "success",
-                        Outcome::FailedReplayable { .. } => "failure",
+                        RunOutcome::Completed(_) => "success",
+                        RunOutcome::FailedReplayable { .. } => "failure",
                         _ => return refused("an operation in phases ends with what it did, or with a failure"),
                     };
                     not_against(seen, None, verdict, against_evidence)?;
@@ -614,12 +614,12 @@ fn ended_late(verdict: &str) -> String {
 
 /// The evidence of an operator who resolves a key against late runs. After it those runs no longer
 /// prevent the key from running again.
-pub(crate) fn overruled(seen: &Record, outcome: &Outcome, context: &ActContext) -> NewEvidence {
+pub(crate) fn overruled(seen: &Record, outcome: &RunOutcome, context: &ActContext) -> NewEvidence {
     let verdict = match outcome {
-        Outcome::Completed(_) => "success",
-        Outcome::FailedReplayable { .. } => "failure",
-        Outcome::FailedRetryable { .. } => "not-sent",
-        Outcome::Unknown => "indefinite",
+        RunOutcome::Completed(_) => "success",
+        RunOutcome::FailedReplayable { .. } => "failure",
+        RunOutcome::FailedRetryable { .. } => "not-sent",
+        RunOutcome::Unknown => "indefinite",
     };
     word_of(seen.operation_id, seen.epoch, ("", 0), verdict, context)
 }

@@ -64,7 +64,7 @@ use uuid::Uuid;
 pub(in crate::store) use self::row::{Column, Row};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
-use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::port::{Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::statements::Dialect;
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
@@ -500,7 +500,7 @@ pub(in crate::store) trait Transaction: Send {
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
-        outcome: &'a Outcome,
+        outcome: &'a RunOutcome,
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>>;
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncebox::operation::{Durability, Identity, OperationName, Record, Retention};
 use oncebox::store::{
-    AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
+    AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned, RunOutcome,
     StoredEvidence,
 };
 use oncebox::{StoreError, sqlx};
@@ -120,10 +120,10 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         self.inner.heartbeat(owned, lease).await
     }
 
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         self.faults.finishes.fetch_add(1, Ordering::SeqCst);
         away(&self.faults.finish)?;
-        if let Outcome::Completed(answer) = outcome
+        if let RunOutcome::Completed(answer) = outcome
             && matches!(answer.body, AnswerBody::Kept(_))
             && self.faults.bodies.load(Ordering::SeqCst)
         {

@@ -112,7 +112,7 @@ fn act() -> ActContext {
 
 fn not_happened(against_evidence: bool) -> KeyChange {
     KeyChange::Resolve {
-        outcome: oncebox::store::Outcome::FailedRetryable { error_code: None },
+        outcome: oncebox::store::RunOutcome::FailedRetryable { error_code: None },
         retention: edge().retention,
         against_evidence,
     }
@@ -178,7 +178,7 @@ async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world:
         let wanted = claim(&endpoint, &format!("key-000000000000000{number}"), Mode::Edge, SOON);
         let Claimed::Owned(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
         if freed_by != "release" {
-            let failed = oncebox::store::Outcome::FailedRetryable { error_code: None };
+            let failed = oncebox::store::RunOutcome::FailedRetryable { error_code: None };
             world.store.finish(&owned, &failed, &edge().retention).await.unwrap();
         }
         let seen = world.store.find(&wanted.identity).await.unwrap().record.unwrap();

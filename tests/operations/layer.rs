@@ -354,7 +354,7 @@ async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothi
         attempts: 1,
     };
     let mut tx = world.store.tx("insert into effect (text) values ('late')").await;
-    let outcome = oncebox::store::Outcome::Unknown;
+    let outcome = oncebox::store::RunOutcome::Unknown;
     let fenced = tx.finish_in(&late, &outcome, &edge().retention).await.unwrap();
     assert_eq!(fenced, oncebox::store::Fenced::LostOwnership);
     tx.rollback().await.unwrap();

@@ -8,7 +8,7 @@ use oncebox::operation::{Code, Retention, Tombstone};
 use oncebox::sqlx;
 use oncebox::sqlx::Connection;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{ActContext, Answer, AnswerBody, Base, KeyOperator, Outcome, Phases, Resolution, StoreOptions};
+use oncebox::store::{ActContext, Answer, AnswerBody, Base, KeyOperator, Phases, Resolution, RunOutcome, StoreOptions};
 use tokio::sync::Barrier;
 
 use super::control::{ROUNDS, race};
@@ -337,8 +337,8 @@ async fn a_charge_whose_operation_an_operator_ended_blocks_its_reference_no_long
         let id = pending.json()["operation"].as_str().unwrap().parse().unwrap();
         let answer = Answer { status: 201, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) };
         let outcome = match succeeds {
-            true => Outcome::Completed(answer),
-            false => Outcome::FailedReplayable { answer, error_code: None },
+            true => RunOutcome::Completed(answer),
+            false => RunOutcome::FailedReplayable { answer, error_code: None },
         };
         let ended = Resolution::Ended(outcome, Retention::default());
         let seen = store.operation(id).await.unwrap().unwrap();

@@ -253,7 +253,7 @@ async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: 
     for (key, reclaims) in [(K1, false), (K2, true)] {
         let claim = claim(&world.protect(same_tx()), key, Mode::Transactional, SOON);
         let mut tx = begins(&world, &claim).await;
-        let outcome = oncebox::store::Outcome::FailedRetryable { error_code: None };
+        let outcome = oncebox::store::RunOutcome::FailedRetryable { error_code: None };
         let ttl = if reclaims { SOON } else { Duration::from_millis(1) };
         let retention = Retention { ttl, body: ttl, ..Retention::default() };
         assert_eq!(tx.complete(Vec::new(), &outcome, &retention).await.unwrap(), Proof::Same);

@@ -9,7 +9,7 @@ use oncebox::operation::phased::{
     DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare,
     Provider, Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
-use oncebox::operation::provider::{Strategy, Window};
+use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{
     AfterExpiry, Answered, Code, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven,
     Keyring, Mode, Registered, Reply, Route, Scope, Sealer, WhileRunning,
@@ -29,8 +29,8 @@ use crate::world::{Rows, SOON};
 
 pub(crate) const KEY_AND_QUERY: Strategy = Strategy::KeyAndQuery(WINDOW);
 pub(crate) const KEY: Strategy = Strategy::Key(WINDOW);
-pub(crate) const WINDOW: Window =
-    Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
+pub(crate) const WINDOW: KeyWindow =
+    KeyWindow { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
 
 /// The code of a problem; none where the operation itself answered.
 pub(crate) fn code(answered: &Answered) -> Option<Code> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use oncebox::operation::provider::{Answer, Matches, QueryAnswer, Strategy, Window};
+use oncebox::operation::provider::{Answer, KeyWindow, Matches, QueryAnswer, Strategy};
 use oncebox::operation::{Answered, Code, Kid, Sealer, Stage};
 use oncebox::store::{NewEvidence, Sealed};
 use tokio::sync::Notify;
@@ -244,7 +244,7 @@ async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(sto
 // the window again before the call.
 async fn o6_no_send_leaves_after_the_window<S: Rows>(store: S) {
     let open = Duration::from_millis(1_500);
-    let window = Window { retention: WINDOW.max_in_flight + open, ..WINDOW };
+    let window = KeyWindow { retention: WINDOW.max_in_flight + open, ..WINDOW };
     let told = (0..40).fold(Scripted::default(), |told, _| told.answers(Answer::NoAnswer));
     let mut plan = Plan::new(Strategy::Key(window));
     plan.settings.calls_per_drive = 40;

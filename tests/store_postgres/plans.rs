@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage, State, Tombstone};
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim,
-    KeyFilter, KeyOperator, Keys, NewOperation, Operator, Outcome, Phases, Sealed,
+    KeyFilter, KeyOperator, Keys, NewOperation, Operator, Phases, RunOutcome, Sealed,
 };
 use uuid::Uuid;
 
@@ -112,7 +112,7 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
         tx.advance("SENT", "BACK", Stage::Local, &[]).await.unwrap();
         tx.commit().await.unwrap();
         let mut tx = store.begin_phase(&driven).await.unwrap();
-        let done = Outcome::FailedReplayable {
+        let done = RunOutcome::FailedReplayable {
             answer: Answer { status: 402, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) },
             error_code: None,
         };

@@ -9,8 +9,8 @@ use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Sco
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claim, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox,
-    InboxEntry, KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, Outcome,
-    ParkAs, Parked, Phases, Proof, Scope, Sealed, StoreOptions, Waiting,
+    InboxEntry, KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, ParkAs,
+    Parked, Phases, Proof, RunOutcome, Scope, Sealed, StoreOptions, Waiting,
 };
 use uuid::Uuid;
 
@@ -125,7 +125,7 @@ fn key_claim(mode: Mode, number: usize) -> KeyClaim {
 
 /// Operations of three modes, each from its claim to its outcome.
 async fn operations(store: &PostgresStore, number: usize) {
-    let outcome = Outcome::FailedReplayable {
+    let outcome = RunOutcome::FailedReplayable {
         answer: Answer { status: 402, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) },
         error_code: None,
     };

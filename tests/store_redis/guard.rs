@@ -9,7 +9,7 @@ use oncebox::operation::{
     RouteError, Scope, State,
 };
 use oncebox::store::redis::{RedisKeys, RedisOptions};
-use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
+use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
 use oncebox_testkit::store::KeysFixture;
 use redis::AsyncCommands;
 use uuid::Uuid;
@@ -228,7 +228,7 @@ async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_ser
     })
     .await;
     assert!(matches!(existing, Claimed::Existing(record) if record.state == State::InProgress));
-    assert_eq!(store.finish(&owner, &Outcome::Unknown, &Retention::default()).await.unwrap(), Fenced::Done);
+    assert_eq!(store.finish(&owner, &RunOutcome::Unknown, &Retention::default()).await.unwrap(), Fenced::Done);
 }
 
 // Shown by: a time to live at the claim (`PX` = lease let a second claim run beside the first).
@@ -245,14 +245,14 @@ async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_
     .await;
     assert!(matches!(fixture.store.claim(&stale, Basis::New).await.unwrap(), Claimed::Existing(_)));
     let unknown = take(&fixture.store, &claim("unknown")).await;
-    fixture.store.finish(&unknown, &Outcome::Unknown, &Retention::default()).await.unwrap();
+    fixture.store.finish(&unknown, &RunOutcome::Unknown, &Retention::default()).await.unwrap();
     for key in fixture.keys("").await {
         let left: i64 = connection.ttl(&key).await.unwrap();
         assert_eq!(left, -1, "{key} would go by itself");
     }
     let done = take(&fixture.store, &claim("done")).await;
     let body = AnswerBody::Kept(KeptBody { bytes: b"{}".to_vec(), ..KeptBody::default() });
-    let outcome = Outcome::Completed(Answer { status: 201, schema_version: 1, body });
+    let outcome = RunOutcome::Completed(Answer { status: 201, schema_version: 1, body });
     let retention = Retention { ttl: LONG, body: LONG / 2, metadata: LONG * 2 };
     fixture.store.finish(&done, &outcome, &retention).await.unwrap();
     let mut lives = Vec::new();

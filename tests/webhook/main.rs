@@ -21,7 +21,7 @@ use oncebox::BreakerOptions;
 use oncebox::operation::Delivery;
 use oncebox::operation::phased::DriveSettings;
 use oncebox::operation::phased::webhook::{SendWebhook, WebhookOptions, WebhookSecret, Webhooks};
-use oncebox::operation::provider::Window;
+use oncebox::operation::provider::KeyWindow;
 use server::{Came, Server, Step, say};
 use service::Service;
 use sha2::Sha256;
@@ -47,7 +47,7 @@ fn options() -> WebhookOptions {
 
 async fn start(options: WebhookOptions, settings: DriveSettings) -> Service {
     let webhooks = Webhooks::new(options, |_| vec![SECRET.parse::<WebhookSecret>().unwrap()]).unwrap();
-    let window = Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
+    let window = KeyWindow { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
     Service::over(Webhooks::endpoint(), webhooks.flow(window).unwrap(), settings).await
 }
 

@@ -15,7 +15,7 @@ use oncebox::adapter::stored::hex;
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
-use oncebox::store::{KeyChange, KeyFilter, Look, Outcome, Store};
+use oncebox::store::{KeyChange, KeyFilter, Look, RunOutcome, Store};
 
 /// How many digits of a hash are shown.
 const SHOWN: usize = 12;
@@ -143,8 +143,8 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
         }
         KeysCommand::Resolve { which, completed, against_evidence, answer, act, .. } => {
             let outcome = match completed {
-                Some(file) => Outcome::Completed(answer.read(file, Some(200))?),
-                None => Outcome::FailedRetryable { error_code: None },
+                Some(file) => RunOutcome::Completed(answer.read(file, Some(200))?),
+                None => RunOutcome::FailedRetryable { error_code: None },
             };
             let (retention, against_evidence) = (answer.retention(), *against_evidence);
             let change = KeyChange::Resolve { outcome, retention, against_evidence };
@@ -208,20 +208,20 @@ fn digits(hash: &str) -> Result<Vec<u8>, AppError> {
 }
 
 /// A record with the time at which it was read.
-struct Found {
+struct ReadRecord {
     now: DbTime,
     record: Record,
 }
 
-fn found(looks: Vec<Look>) -> Vec<Found> {
-    looks.into_iter().filter_map(|look| look.record.map(|record| Found { now: look.now, record })).collect()
+fn found(looks: Vec<Look>) -> Vec<ReadRecord> {
+    looks.into_iter().filter_map(|look| look.record.map(|record| ReadRecord { now: look.now, record })).collect()
 }
 
-async fn one<S: Store>(store: &S, which: &Which) -> Result<Found, AppError> {
+async fn one<S: Store>(store: &S, which: &Which) -> Result<ReadRecord, AppError> {
     by_digest(store, which.digest()?, &which.key).await
 }
 
-async fn by_digest<S: Store>(store: &S, digest: Vec<u8>, named: &str) -> Result<Found, AppError> {
+async fn by_digest<S: Store>(store: &S, digest: Vec<u8>, named: &str) -> Result<ReadRecord, AppError> {
     let mut found = found(store.keys(&KeyFilter { digest, limit: 2, ..KeyFilter::default() }).await?);
     match (found.pop(), found.pop()) {
         (Some(one), None) => Ok(one),
@@ -241,8 +241,8 @@ pub(super) fn moment(at: DbTime) -> String {
     at.to_rfc3339_opts(chrono::SecondsFormat::Micros, true)
 }
 
-fn fields(found: &Found, whole: bool) -> Value {
-    let Found { now, record } = found;
+fn fields(found: &ReadRecord, whole: bool) -> Value {
+    let ReadRecord { now, record } = found;
     let mut fields = json!({
         "hash": if whole { hash(record) } else { hash(record)[..SHOWN].to_owned() },
         "tenant": record.identity.tenant(),
@@ -281,7 +281,7 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
         return Ok(());
     }
     let mut table = table(["hash", "tenant", "operation", "mode", "state", "tries", "lease left", "since", "outcome"]);
-    for Found { now, record } in &found {
+    for ReadRecord { now, record } in &found {
         let left = record.lease_left(*now);
         let state = record.state_at(*now).to_string();
         table.add_row([
@@ -300,7 +300,7 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
     Ok(())
 }
 
-async fn show<S: Store>(store: &S, found: &Found, named: bool, output: Output) -> Result<(), AppError> {
+async fn show<S: Store>(store: &S, found: &ReadRecord, named: bool, output: Output) -> Result<(), AppError> {
     let mut fields = fields(found, true);
     let mut runs = store.runs_of(found.record.operation_id).await?;
     runs.retain(|run| run.evidence.kind == "run");
@@ -328,7 +328,12 @@ async fn show<S: Store>(store: &S, found: &Found, named: bool, output: Output) -
     Ok(())
 }
 
-async fn to_purge<S: Store>(store: &S, hashes: &[String], filter: &Filter, all: bool) -> Result<Vec<Found>, AppError> {
+async fn to_purge<S: Store>(
+    store: &S,
+    hashes: &[String],
+    filter: &Filter,
+    all: bool,
+) -> Result<Vec<ReadRecord>, AppError> {
     if hashes.is_empty() && filter.is_empty() && !all {
         return Err(AppError::usage("name hashes (`oncebox keys list` shows them), a filter, or --all"));
     }
@@ -347,7 +352,7 @@ async fn to_purge<S: Store>(store: &S, hashes: &[String], filter: &Filter, all: 
 
 async fn act_on<S: Store>(
     store: &S,
-    meant: &[Found],
+    meant: &[ReadRecord],
     change: &KeyChange,
     act: &Act,
     output: Output,

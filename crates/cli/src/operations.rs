@@ -15,7 +15,7 @@ use super::keys::moment;
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema, say};
 use oncebox::operation::Stage;
-use oncebox::store::{FoundOperations, OperationFilter, Outcome, Resolution, Sealed, Store, StoredOperation};
+use oncebox::store::{FoundOperations, OperationFilter, Resolution, RunOutcome, Sealed, Store, StoredOperation};
 
 /// What to do with operations in phases.
 #[derive(Debug, Subcommand)]
@@ -168,10 +168,10 @@ impl Word {
         let effect = |effect: &String, happened| Resolution::Effect { effect: effect.clone(), happened };
         Ok(match self {
             Self { succeeded: Some(file), .. } => {
-                Resolution::Ended(Outcome::Completed(answer.read(file, Some(200))?), answer.retention())
+                Resolution::Ended(RunOutcome::Completed(answer.read(file, Some(200))?), answer.retention())
             }
             Self { failed: Some(file), .. } => {
-                let outcome = Outcome::FailedReplayable { answer: answer.read(file, None)?, error_code };
+                let outcome = RunOutcome::FailedReplayable { answer: answer.read(file, None)?, error_code };
                 Resolution::Ended(outcome, answer.retention())
             }
             Self { happened: Some(name), .. } => effect(name, true),

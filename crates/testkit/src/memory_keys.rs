@@ -22,8 +22,8 @@ use oncebox::operation::{
     Durability, Identity, Mode, OperationName, Record, Retention, State, StoredAnswer, StoredBody, Tombstone,
 };
 use oncebox::store::{
-    Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome,
-    Owned, StoredEvidence,
+    Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned,
+    RunOutcome, StoredEvidence,
 };
 
 /// A store of keys in memory. Its clones share the records.
@@ -170,11 +170,11 @@ impl Keys for MemoryKeys {
         }))
     }
 
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let columns = Columns::of(outcome, retention);
         let answer = match outcome {
-            Outcome::Completed(answer) | Outcome::FailedReplayable { answer, .. } => Some(stored(answer)),
-            Outcome::FailedRetryable { .. } | Outcome::Unknown => None,
+            RunOutcome::Completed(answer) | RunOutcome::FailedReplayable { answer, .. } => Some(stored(answer)),
+            RunOutcome::FailedRetryable { .. } | RunOutcome::Unknown => None,
         };
         Ok(self.fenced(owned, |book, digest, now| {
             let Some(row) = book.rows.get_mut(&digest) else { return };

@@ -24,11 +24,11 @@ use tokio::time::Instant;
 use super::group::{self, Fenced, Membership, Standing};
 use super::log::Log;
 use super::record::{self, Range};
-use super::subscriber::Shared;
+use super::subscriber::MemberState;
 use super::topology::{self, Topic};
 use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
-use crate::inbox::rules::position::Found;
+use crate::inbox::rules::position::BrokerOffsets;
 
 /// Most rows of one batch, and below, most bytes.
 const BATCH_ROWS: usize = 500;
@@ -42,7 +42,7 @@ const POLL_MAX: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(super) enum Told {
     /// New sources. Nothing of them is read before `begin` has set where they begin.
-    Assigned(Vec<(PartitionId, Found)>),
+    Assigned(Vec<(PartitionId, BrokerOffsets)>),
     Deliveries(Vec<Delivery>),
     Revoked {
         sources: Vec<PartitionId>,
@@ -129,7 +129,7 @@ pub(super) struct Member {
     reader: SqliteConnection,
     writer: Option<SqliteConnection>,
     writing: Option<JoinHandle<Finished>>,
-    shared: Arc<Shared>,
+    shared: Arc<MemberState>,
     events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
     appended: watch::Receiver<u64>,
     /// The generation at this member's last `stand`; below, whether it has changed since.
@@ -155,7 +155,7 @@ impl Member {
     pub(super) async fn join(
         log: Arc<Log>,
         subscription: &Subscription,
-        shared: Arc<Shared>,
+        shared: Arc<MemberState>,
         events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
     ) -> Result<Self, BrokerError> {
         let reader = log.connect_for_offsets().await?;
@@ -393,7 +393,7 @@ impl Member {
             }
             let generation = u64::try_from(lease.epoch).unwrap_or_default();
             let id = PartitionId { place: Arc::clone(&topic.name), partition: *number, generation };
-            let found = Found {
+            let found = BrokerOffsets {
                 topic_id: Some(topic.made.clone()),
                 committed: Some(lease.committed),
                 first: lease.first,

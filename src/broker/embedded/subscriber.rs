@@ -19,11 +19,11 @@ use super::log::Log;
 use super::member::{Member, Told};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
-use crate::inbox::rules::position::{Found, Position, start};
+use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 
 /// The state that the subscriber and its task share.
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+pub(super) struct MemberState {
     /// The next offset to be handled, by source.
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
     /// Deliveries that are not acknowledged but finished (false) or set aside (true).
@@ -39,7 +39,7 @@ pub(super) struct Shared {
     pub(super) others_hold_all: AtomicBool,
 }
 
-impl Shared {
+impl MemberState {
     pub(super) fn take_begun(&self) -> HashMap<PartitionId, i64> {
         std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -63,11 +63,11 @@ impl Shared {
 #[derive(Debug)]
 pub(super) struct EmbeddedSubscriber {
     events: mpsc::UnboundedReceiver<Result<Told, BrokerError>>,
-    shared: Arc<Shared>,
+    shared: Arc<MemberState>,
     /// By source: the next offset to deliver, and the end of the partition at its assignment.
     delivered: HashMap<PartitionId, (i64, i64)>,
     /// Assigned sources for which `begin` was not called yet.
-    unbegun: HashMap<PartitionId, Found>,
+    unbegun: HashMap<PartitionId, BrokerOffsets>,
     member: JoinHandle<()>,
     log: Arc<Log>,
 }
@@ -77,7 +77,7 @@ impl EmbeddedSubscriber {
         if subscription.topics.is_empty() {
             return Err(BrokerError::Refused(format!("consumer `{}` has no topics", subscription.consumer)));
         }
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(MemberState::default());
         let (told, events) = mpsc::unbounded_channel();
         let member = Member::join(Arc::clone(&log), subscription, Arc::clone(&shared), told).await?;
         Ok(Self {

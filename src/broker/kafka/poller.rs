@@ -45,7 +45,7 @@ const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
 
 /// The state that the thread, librdkafka's callbacks and the async side share.
-pub(super) struct Shared {
+pub(super) struct PollerState {
     assignment: Mutex<Assignment>,
     acknowledged: Condvar,
     // Converted and not handed over yet. Only the thread uses it, and its callbacks.
@@ -60,7 +60,7 @@ pub(super) struct Shared {
     pub(super) reports: Reports,
 }
 
-impl Shared {
+impl PollerState {
     pub(super) fn new(
         events: UnboundedSender<Result<Event, BrokerError>>,
         rows_max: usize,
@@ -172,7 +172,7 @@ impl Shared {
 }
 
 /// The callbacks that librdkafka calls on the polling thread.
-pub(super) struct MemberContext(pub(super) Arc<Shared>);
+pub(super) struct MemberContext(pub(super) Arc<PollerState>);
 
 impl ClientContext for MemberContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
@@ -310,7 +310,7 @@ enum Committed {
     Later,
 }
 
-fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &Shared, positions: &[Position]) -> Committed {
+fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &PollerState, positions: &[Position]) -> Committed {
     use RDKafkaErrorCode as Code;
     if positions.is_empty() {
         return Committed::Done;
@@ -335,7 +335,7 @@ fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &Shared, positions
 }
 
 /// Polls until the subscriber closes, then leaves the group.
-pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
+pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerState) {
     let mut crowded_since = None;
     let mut committed_at = Instant::now();
     while !shared.is_closing() {
@@ -397,7 +397,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
 }
 
 /// Handles reports from before the thread runs: an error that is not taken here is lost.
-pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
+pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &PollerState) {
     let end = Instant::now() + blocking::SERVE;
     while Instant::now() < end {
         if let Some(Err(error)) = consumer.poll(blocking::SERVE) {
@@ -416,7 +416,7 @@ enum Pressure {
     Paused,
 }
 
-fn pressure(shared: &Shared, since: &mut Option<Instant>) -> Pressure {
+fn pressure(shared: &PollerState, since: &mut Option<Instant>) -> Pressure {
     let paused = since.is_some_and(|since| since.elapsed() >= STILL);
     // Paused partitions are resumed only when half of the bounds is free.
     if !shared.is_crowded(&shared.assignment(), if paused { 2 } else { 1 }) {
@@ -427,7 +427,7 @@ fn pressure(shared: &Shared, since: &mut Option<Instant>) -> Pressure {
     if paused { Pressure::Paused } else { Pressure::Still }
 }
 
-fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &Shared, paused: bool) {
+fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &PollerState, paused: bool) {
     let change = shared.assignment().take_to_pause(paused);
     if change.is_empty() {
         return;
@@ -439,7 +439,7 @@ fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &Shared, paused: 
     }
 }
 
-fn take(shared: &Shared, record: &rdkafka::message::BorrowedMessage<'_>) {
+fn take(shared: &PollerState, record: &rdkafka::message::BorrowedMessage<'_>) {
     let arrived = wire::arrived(record);
     let weight = arrived.weight();
     let source = shared.assignment().deliver(record.topic(), record.partition(), record.offset(), weight);
@@ -449,7 +449,7 @@ fn take(shared: &Shared, record: &rdkafka::message::BorrowedMessage<'_>) {
     }
 }
 
-fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
+fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &PollerState) {
     let due = shared.assignment().take_due();
     if due.is_empty() {
         return;
@@ -464,7 +464,7 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
 
 /// Handles an error that polling returned. Most pass by themselves and are only logged; some end
 /// the subscriber.
-fn trouble(shared: &Shared, error: &KafkaError) {
+fn trouble(shared: &PollerState, error: &KafkaError) {
     use RDKafkaErrorCode as Code;
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
     let end = match error.rdkafka_error_code() {

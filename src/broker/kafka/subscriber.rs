@@ -20,18 +20,18 @@ use tokio::sync::{mpsc, oneshot};
 use super::blocking;
 use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
-use super::poller::{self, MemberContext, Shared};
+use super::poller::{self, MemberContext, PollerState};
 use super::{properties, topology};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription, TopicState};
 use crate::error::BrokerError;
-use crate::inbox::rules::position::{Found, Position, start};
+use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 /// A subscription of [`super::KafkaBroker`].
 pub(super) struct KafkaSubscriber {
-    shared: Arc<Shared>,
+    shared: Arc<PollerState>,
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
     // The thread owns the consumer, because destroying it waits.
     consumer: Weak<BaseConsumer<MemberContext>>,
@@ -54,7 +54,7 @@ impl KafkaSubscriber {
         }
         let (sender, events) = mpsc::unbounded_channel();
         let (rows_max, bytes_max) = (subscription.in_flight_max, config.in_flight_bytes_max);
-        let shared = Arc::new(Shared::new(sender, rows_max, bytes_max, subscription.drain));
+        let shared = Arc::new(PollerState::new(sender, rows_max, bytes_max, subscription.drain));
         let settings = client::member(config, subscription.group());
         let context = MemberContext(Arc::clone(&shared));
         if let Err(error) = topology::declare(config, &topics).await {
@@ -90,7 +90,7 @@ impl KafkaSubscriber {
 fn say_what_is_missing(
     config: &KafkaConfig,
     consumer: &BaseConsumer<MemberContext>,
-    shared: &Shared,
+    shared: &PollerState,
     topics: &[String],
 ) -> Result<(), BrokerError> {
     for topic in topics {
@@ -222,10 +222,10 @@ async fn ended(left: &mut Option<oneshot::Receiver<()>>) {
 /// because a leader may be under election.
 fn found(
     config: &KafkaConfig,
-    shared: &Shared,
+    shared: &PollerState,
     consumer: &Weak<BaseConsumer<MemberContext>>,
     sources: &[PartitionId],
-) -> Result<Vec<Found>, BrokerError> {
+) -> Result<Vec<BrokerOffsets>, BrokerError> {
     let gone = || BrokerError::Session("the kafka consumer is closed".to_owned());
     let topics: BTreeSet<&str> = sources.iter().map(|source| &*source.place).collect();
     // Topics that were made after the consumer was opened: their ids are not known yet.
@@ -249,9 +249,9 @@ fn found(
 
 fn offsets(
     consumer: &BaseConsumer<MemberContext>,
-    shared: &Shared,
+    shared: &PollerState,
     sources: &[PartitionId],
-) -> Result<Vec<Found>, BrokerError> {
+) -> Result<Vec<BrokerOffsets>, BrokerError> {
     let failed = |error: rdkafka::error::KafkaError| BrokerError::Unavailable(format!("kafka offsets: {error}"));
     let all_at = |offset: Offset| {
         let mut list = TopicPartitionList::with_capacity(sources.len());
@@ -278,7 +278,7 @@ fn offsets(
         };
         let note = committed.find_partition(&source.place, source.partition).ok_or_else(unknown)?;
         note.error().map_err(failed)?;
-        Ok(Found {
+        Ok(BrokerOffsets {
             topic_id: shared.reports.topic_id(&source.place),
             committed: of(&committed, source),
             first: of(&firsts, source).ok_or_else(unknown)?,
@@ -303,7 +303,7 @@ mod tests {
     #[tokio::test]
     async fn a_thread_that_ended_in_disorder_ends_the_subscriber() {
         let (sender, events) = mpsc::unbounded_channel();
-        let shared = Arc::new(Shared::new(sender, 10, 1_000, Duration::ZERO));
+        let shared = Arc::new(PollerState::new(sender, 10, 1_000, Duration::ZERO));
         let (ended, left) = oneshot::channel();
         let config = Arc::new(KafkaConfig::from_url("kafka://b:1").expect("a URL"));
         let mut subscriber =

@@ -30,7 +30,7 @@ use tokio::sync::mpsc;
 use super::config::RabbitConfig;
 use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, reply, within};
 use super::lanes::{LaneId, Lanes, Row};
-use super::publisher::Shared;
+use super::publisher::Unsettled;
 use super::socket::Link;
 use super::wire;
 use crate::broker::{Receipt, Refusal};
@@ -82,7 +82,7 @@ struct Lane {
 
 pub(super) struct Confirms {
     link: Arc<Link>,
-    shared: Arc<Shared>,
+    shared: Arc<Unsettled>,
     exchange: String,
     source: String,
     window: usize,
@@ -105,7 +105,11 @@ pub(super) struct Confirms {
 type Done = (u64, lapin::Result<Confirmation>);
 
 impl Confirms {
-    pub(super) async fn open(config: &RabbitConfig, link: Arc<Link>, shared: Arc<Shared>) -> Result<Self, BrokerError> {
+    pub(super) async fn open(
+        config: &RabbitConfig,
+        link: Arc<Link>,
+        shared: Arc<Unsettled>,
+    ) -> Result<Self, BrokerError> {
         let mut channels = Vec::with_capacity(config.channels);
         for _ in 0..config.channels {
             let channel = link.channel().await?;
@@ -409,7 +413,7 @@ fn behind() -> Refusal {
     Refusal::Behind("an earlier message of its key was refused".to_owned())
 }
 
-struct EndOnDrop(Arc<Shared>);
+struct EndOnDrop(Arc<Unsettled>);
 
 impl Drop for EndOnDrop {
     fn drop(&mut self) {

@@ -27,7 +27,7 @@ use crate::message::OutgoingMessage;
 
 /// The state that the publisher and the task share.
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+pub(super) struct Unsettled {
     state: Mutex<State>,
     /// Notified when there are outcomes, an end or room, or when the server blocks or unblocks.
     changed: Notify,
@@ -61,7 +61,7 @@ impl State {
     }
 }
 
-impl Shared {
+impl Unsettled {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -91,7 +91,7 @@ impl Shared {
 /// One publishing session on RabbitMQ, with a connection of its own.
 pub(super) struct RabbitPublisher {
     link: Arc<Link>,
-    shared: Arc<Shared>,
+    shared: Arc<Unsettled>,
     rows: Option<mpsc::UnboundedSender<Rows>>,
     task: JoinHandle<()>,
     exchange: String,
@@ -107,7 +107,7 @@ impl RabbitPublisher {
     /// Opens the connection and its confirm channels, so that the first message does not wait.
     pub(super) async fn open(config: &RabbitConfig) -> Result<Self, BrokerError> {
         let link = Arc::new(Link::open(config, "oncebox publisher").await?);
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Unsettled::default());
         let (rows, receiver) = mpsc::unbounded_channel();
         let confirms = Confirms::open(config, Arc::clone(&link), Arc::clone(&shared)).await?;
         Ok(Self {

@@ -41,7 +41,7 @@ pub(super) struct QueueName {
 
 /// What the server tells about a queue.
 #[derive(Debug, Clone)]
-pub(super) struct Found {
+pub(super) struct QueueState {
     pub(super) ready: u32,
     pub(super) consumers: u32,
     /// True where the delivery limit is not the one that we asked for.
@@ -146,7 +146,7 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, Found)>, BrokerError> {
+    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
         let other = repartition::other_layout(config, subscription, topic, self).await?;
         if other.is_empty() {
             return self.bind_layout(config, subscription, topic, unlimited).await;
@@ -164,7 +164,7 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, Found)>, BrokerError> {
+    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
         let queues = queues(config, subscription, topic);
         let mut found = Vec::with_capacity(queues.len());
         for queue in queues {
@@ -181,7 +181,7 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, Found)>, BrokerError> {
+    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
         let found = self.declare_queues(config, subscription, topic, unlimited).await?;
         if config.partitions == 1 {
             for (queue, _) in &found {
@@ -242,7 +242,7 @@ impl<'l> Topology<'l> {
     }
 
     /// Declares a quorum queue with a single active consumer, or accepts an existing one.
-    pub(super) async fn queue(&mut self, name: &str, unlimited: bool) -> Result<Found, BrokerError> {
+    pub(super) async fn queue(&mut self, name: &str, unlimited: bool) -> Result<QueueState, BrokerError> {
         let limit = unlimited.then_some(-1);
         let mut fault = match self.declare_queue(name, limit).await {
             Ok(found) => return Ok(found),
@@ -252,14 +252,14 @@ impl<'l> Topology<'l> {
             // The server names one argument at a time. A declaration with the existing limit shows
             // whether the limit was the only difference.
             match self.declare_queue(name, current_limit(&fault.text())).await {
-                Ok(found) => return Ok(Found { limit_as_it_stands: true, ..found }),
+                Ok(found) => return Ok(QueueState { limit_as_it_stands: true, ..found }),
                 Err(other) => fault = other,
             }
         }
         let code = fault.code();
         if code == Some(ACCESS_REFUSED) || differs_in_limit(&fault) {
             if let Some(found) = self.queue_as_it_stands(name).await? {
-                return Ok(Found { limit_as_it_stands: true, ..found });
+                return Ok(QueueState { limit_as_it_stands: true, ..found });
             }
             return Err(fault.into());
         }
@@ -274,7 +274,7 @@ impl<'l> Topology<'l> {
         Err(fault.into())
     }
 
-    async fn declare_queue(&mut self, name: &str, limit: Option<i32>) -> Result<Found, Fault> {
+    async fn declare_queue(&mut self, name: &str, limit: Option<i32>) -> Result<QueueState, Fault> {
         let mut arguments = FieldTable::default();
         arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
         arguments.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
@@ -286,7 +286,7 @@ impl<'l> Topology<'l> {
 
     /// What the server tells about a queue (passive declare); `None` where the queue does not
     /// exist.
-    pub(super) async fn queue_as_it_stands(&mut self, name: &str) -> Result<Option<Found>, Fault> {
+    pub(super) async fn queue_as_it_stands(&mut self, name: &str) -> Result<Option<QueueState>, Fault> {
         match self.ask_queue(name, QueueDeclareOptions::default().passive(), FieldTable::default()).await {
             Ok(found) => Ok(Some(found)),
             Err(fault) if fault.code() == Some(NOT_FOUND) => Ok(None),
@@ -299,12 +299,12 @@ impl<'l> Topology<'l> {
         name: &str,
         options: QueueDeclareOptions,
         arguments: FieldTable,
-    ) -> Result<Found, Fault> {
+    ) -> Result<QueueState, Fault> {
         let channel = self.channel().await?;
         let queue =
             within(self.deadline, "queue.declare", channel.queue_declare(name.into(), options, arguments)).await?;
         let (ready, consumers) = (queue.message_count(), queue.consumer_count());
-        Ok(Found { ready, consumers, limit_as_it_stands: false })
+        Ok(QueueState { ready, consumers, limit_as_it_stands: false })
     }
 
     async fn bind_queue(&mut self, queue: &str, exchange: &str, routing_key: &str) -> Result<(), BrokerError> {

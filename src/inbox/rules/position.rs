@@ -18,7 +18,7 @@ pub struct Position {
 
 /// What the broker reports of a partition that was assigned.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct BrokerOffsets {
     /// The id of the topic, if the broker reports one.
     pub topic_id: Option<String>,
     /// The offset that the group has committed.
@@ -64,7 +64,7 @@ pub enum Break {
 
 /// Decides where to begin. `remembered` is the position that the consumer's database holds.
 #[must_use]
-pub fn start(remembered: Option<&Position>, found: &Found) -> Start {
+pub fn start(remembered: Option<&Position>, found: &BrokerOffsets) -> Start {
     let beginning = |because| Start { at: found.first, because };
     let known_id = remembered.and_then(|position| position.topic_id.as_ref());
     if let (Some(known), Some(id)) = (known_id, &found.topic_id)
@@ -90,8 +90,8 @@ pub fn start(remembered: Option<&Position>, found: &Found) -> Start {
 mod tests {
     use super::*;
 
-    fn found(committed: Option<i64>) -> Found {
-        Found { topic_id: Some("a".to_owned()), committed, first: 10, end: 100 }
+    fn found(committed: Option<i64>) -> BrokerOffsets {
+        BrokerOffsets { topic_id: Some("a".to_owned()), committed, first: 10, end: 100 }
     }
 
     fn at(topic_id: Option<&str>, next: i64) -> Position {

@@ -14,7 +14,7 @@ use crate::error::StoreError;
 use crate::operation::codec::{Kept, SealError, error_code};
 use crate::operation::endpoint::Registered;
 use crate::operation::engine::Engine;
-use crate::operation::port::{Bridged, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
+use crate::operation::port::{Bridged, Fenced, KeyClaim, Keys, Operations, Owned, RunOutcome};
 use crate::operation::reply::Reply;
 use crate::operation::rules::classify::Reached;
 use crate::operation::rules::{Fingerprint, State};
@@ -176,9 +176,9 @@ impl<S: Operations + Base> Guard<S> {
             Err(error) => return undone(error.into()),
         };
         let outcome = if reply.status < 400 {
-            Outcome::Completed(answer)
+            RunOutcome::Completed(answer)
         } else {
-            Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
+            RunOutcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
         let route = self.endpoint.route();
         // A savepoint can be set only inside a transaction. If a swallowed deadlock or a raw

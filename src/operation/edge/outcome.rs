@@ -14,7 +14,7 @@ use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
 use crate::operation::edge::heart::Heart;
 use crate::operation::port::evidence::{NewEvidence, Sealed};
-use crate::operation::port::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, Outcome, Owned};
+use crate::operation::port::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, Owned, RunOutcome};
 use crate::operation::rules::classify::Settle;
 use crate::operation::rules::record::Tombstone;
 use crate::operation::rules::{Code, Mode, Record, State};
@@ -85,7 +85,7 @@ impl Edge {
     }
 
     /// The outcome to write; `None`: the record is deleted.
-    fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<Outcome> {
+    fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<RunOutcome> {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
         let Settle::Finish(state) = settle else { return None };
         let code = match kept {
@@ -94,18 +94,18 @@ impl Edge {
         };
         let answer = kept.map(|kept| engine.encode(endpoint, &claim.identity, &claim.fingerprint, kept));
         Some(match (state, answer) {
-            (State::FailedRetryable, _) => Outcome::FailedRetryable { error_code: code },
-            (State::Completed, Some(Ok(answer))) => Outcome::Completed(answer),
-            (State::FailedReplayable, Some(Ok(answer))) => Outcome::FailedReplayable { answer, error_code: code },
+            (State::FailedRetryable, _) => RunOutcome::FailedRetryable { error_code: code },
+            (State::Completed, Some(Ok(answer))) => RunOutcome::Completed(answer),
+            (State::FailedReplayable, Some(Ok(answer))) => RunOutcome::FailedReplayable { answer, error_code: code },
             (_, Some(Err(error))) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: its outcome is unknown to those who ask again");
-                Outcome::Unknown
+                RunOutcome::Unknown
             }
-            _ => Outcome::Unknown,
+            _ => RunOutcome::Unknown,
         })
     }
 
-    async fn write(&self, owned: &Owned, outcome: Option<&Outcome>) -> Result<Fenced, StoreError> {
+    async fn write(&self, owned: &Owned, outcome: Option<&RunOutcome>) -> Result<Fenced, StoreError> {
         let store = self.front.engine().store();
         match outcome {
             Some(outcome) => store.finish(owned, outcome, &self.front.endpoint().route().retention).await,
@@ -114,12 +114,12 @@ impl Edge {
     }
 
     /// Stores how this run ended as evidence for an operator, whoever owns the record (O8).
-    async fn observe(&self, outcome: Option<&Outcome>) {
+    async fn observe(&self, outcome: Option<&RunOutcome>) {
         let (verdict, status) = match outcome {
-            Some(Outcome::Completed(answer)) => ("success", Some(answer.status)),
-            Some(Outcome::FailedReplayable { answer, .. }) => ("failure", Some(answer.status)),
-            Some(Outcome::FailedRetryable { .. }) | None => ("not-sent", None),
-            Some(Outcome::Unknown) => ("indefinite", None),
+            Some(RunOutcome::Completed(answer)) => ("success", Some(answer.status)),
+            Some(RunOutcome::FailedReplayable { answer, .. }) => ("failure", Some(answer.status)),
+            Some(RunOutcome::FailedRetryable { .. }) | None => ("not-sent", None),
+            Some(RunOutcome::Unknown) => ("indefinite", None),
         };
         let evidence = NewEvidence {
             operation_id: self.owned.operation_id,
@@ -143,7 +143,7 @@ impl Edge {
     /// evidence. So either that process sees the evidence, or this run sees the freed record. If
     /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
     /// If this process dies before that, a retry is answered from the evidence.
-    async fn late(&self, outcome: Option<&Outcome>) -> bool {
+    async fn late(&self, outcome: Option<&RunOutcome>) -> bool {
         let store = self.front.engine().store();
         let look = store.find(&self.owned.identity).await;
         // An earlier write whose answer was lost has succeeded.
@@ -163,7 +163,7 @@ impl Edge {
                 return false;
             }
         };
-        let ended = matches!(outcome, Some(Outcome::Completed(_) | Outcome::FailedReplayable { .. }));
+        let ended = matches!(outcome, Some(RunOutcome::Completed(_) | RunOutcome::FailedReplayable { .. }));
         let basis = match &record {
             None if !ended => return outcome.is_none(),
             None => Basis::New,
@@ -207,17 +207,17 @@ impl Edge {
 
 /// After an error that is not transient, removes the parts of the outcome that the store may have
 /// refused. The fact that the run ended is then still stored.
-fn shorten(write: &mut Option<Outcome>, error: &StoreError) {
+fn shorten(write: &mut Option<RunOutcome>, error: &StoreError) {
     if error.is_transient() {
         return;
     }
     match write {
-        Some(Outcome::Completed(answer)) => answer.body = AnswerBody::Tombstone(Tombstone::Withheld),
-        Some(Outcome::FailedReplayable { answer, error_code }) => {
+        Some(RunOutcome::Completed(answer)) => answer.body = AnswerBody::Tombstone(Tombstone::Withheld),
+        Some(RunOutcome::FailedReplayable { answer, error_code }) => {
             answer.body = AnswerBody::Tombstone(Tombstone::Withheld);
             *error_code = None;
         }
-        Some(Outcome::FailedRetryable { error_code }) => *error_code = None,
-        Some(Outcome::Unknown) | None => {}
+        Some(RunOutcome::FailedRetryable { error_code }) => *error_code = None,
+        Some(RunOutcome::Unknown) | None => {}
     }
 }

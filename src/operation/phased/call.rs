@@ -17,7 +17,7 @@ use crate::observe::Noted;
 use crate::operation::port::Fenced;
 use crate::operation::port::phases::{StoredIntent, StoredOperation};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
+use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict, may_start};
 use crate::time::pace::Pace;
 
 /// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
@@ -60,7 +60,7 @@ impl Driver {
         effect: &Declared,
         stored: &StoredOperation,
         intent: &StoredIntent,
-        window: Option<Window>,
+        window: Option<KeyWindow>,
     ) -> Result<Next, StoreError> {
         if !self.phased.is_ours().await? || !self.fits(effect).await {
             return self.release_with_backoff(stored.attempts).await;
@@ -77,7 +77,7 @@ impl Driver {
         stored: &StoredOperation,
         intent: &StoredIntent,
         number: u32,
-        window: Option<Window>,
+        window: Option<KeyWindow>,
     ) -> Result<Next, StoreError> {
         // The send is begun in the store, and nothing was sent yet.
         let bytes = match self.ready(effect, intent).await {

@@ -40,7 +40,7 @@ use crate::inbox::handler::panic_text;
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
 use crate::operation::port::phases::{Driven, NewIntent, PhaseTx, StoredOperation};
-use crate::operation::port::{Fenced, Outcome};
+use crate::operation::port::{Fenced, RunOutcome};
 use crate::operation::rules::Fingerprint;
 use crate::operation::rules::flow::{PhaseEnd, Stage};
 use crate::operation::rules::provider::{self, Gap, Sends, Step, Strategy, Verdict};
@@ -580,12 +580,12 @@ pub(super) fn outcome(
     fingerprint: &Fingerprint,
     reply: &Reply,
     failure: Option<Option<String>>,
-) -> Result<Outcome, StoreError> {
+) -> Result<RunOutcome, StoreError> {
     let kept = Kept::Whole(reply.clone());
     let answer = phased.engine.encode(member.endpoint(), context.identity(), fingerprint, &kept);
     let answer = answer.map_err(|error| StoreError::Refused(format!("an answer cannot be kept: {error}")))?;
     Ok(match failure {
-        None => Outcome::Completed(answer),
-        Some(error_code) => Outcome::FailedReplayable { answer, error_code },
+        None => RunOutcome::Completed(answer),
+        Some(error_code) => RunOutcome::FailedReplayable { answer, error_code },
     })
 }

@@ -22,7 +22,7 @@ use super::phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
 use super::provider::Provider;
 use crate::error::{HandlerError, StoreError};
 use crate::operation::port::phases::{FIRST_POINT, PhaseTx};
-use crate::operation::rules::provider::{Strategy, WindowError};
+use crate::operation::rules::provider::{KeyWindowError, Strategy};
 use crate::store::base::Base;
 
 pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
@@ -72,7 +72,7 @@ pub enum FlowError {
         /// The name of the effect.
         effect: &'static str,
         /// What is wrong with its window.
-        error: WindowError,
+        error: KeyWindowError,
     },
     /// `max_in_flight` of an effect's window is shorter than its provider's timeout (O6).
     #[error(

@@ -20,11 +20,11 @@ use crate::time::pace::{Since, sleep_unless};
 /// A lease that is renewed until this value is dropped.
 #[derive(Debug)]
 pub(super) struct Hold {
-    shared: Arc<Shared>,
+    shared: Arc<HeldLease>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct HeldLease {
     store: Arc<dyn Phases>,
     driven: Driven,
     lease: Duration,
@@ -37,7 +37,7 @@ impl Hold {
     /// Holds a lease that a statement sent at `asked` has granted.
     pub(super) fn new(store: Arc<dyn Phases>, driven: Driven, lease: Duration, asked: Since) -> Self {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
-        let shared = Arc::new(Shared { store, driven, lease, granted: Mutex::new(asked), lost, done });
+        let shared = Arc::new(HeldLease { store, driven, lease, granted: Mutex::new(asked), lost, done });
         tokio::spawn(Arc::clone(&shared).renew_until_done());
         Self { shared }
     }
@@ -74,7 +74,7 @@ impl Drop for Hold {
     }
 }
 
-impl Shared {
+impl HeldLease {
     fn left(&self) -> Duration {
         let granted = *self.granted.lock().unwrap_or_else(PoisonError::into_inner);
         self.lease.saturating_sub(granted.elapsed())

@@ -1,7 +1,7 @@
 //! An HTTP client for adapters of providers. It reports what is certain about a failed call (O7),
 //! and never sends twice.
 //!
-//! Promises: redirects and retries of the client library are off. [`Outcome::NotConnected`] is
+//! Promises: redirects and retries of the client library are off. [`CallOutcome::NotConnected`] is
 //! returned only if no connection was made (name not found, refused, TLS failed). An answer is read
 //! up to a limit. Proxies of the environment are not used, because a proxy that refuses a
 //! connection proves nothing about the provider.
@@ -26,7 +26,7 @@ pub struct HttpCaller {
 
 /// The result of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum CallOutcome {
     /// No connection was made: not one byte of the request was sent.
     NotConnected(String),
     /// The call ended without a complete answer: the effect may have happened.
@@ -88,7 +88,7 @@ impl HttpCaller {
         url: Url,
         headers: &[(&str, &str)],
         body: Vec<u8>,
-    ) -> Result<Outcome, BadHeader> {
+    ) -> Result<CallOutcome, BadHeader> {
         let mut sent = HeaderMap::new();
         for (name, value) in headers {
             let bad = || BadHeader((*name).to_owned());
@@ -104,10 +104,10 @@ impl HttpCaller {
         loop {
             match response.chunk().await {
                 Ok(Some(chunk)) if body.len() + chunk.len() <= ANSWER_MAX => body.extend_from_slice(&chunk),
-                Ok(Some(_)) => return Ok(Outcome::NoAnswer("the answer is too long".to_owned())),
-                Ok(None) => return Ok(Outcome::Answered(Response { status, headers, body })),
+                Ok(Some(_)) => return Ok(CallOutcome::NoAnswer("the answer is too long".to_owned())),
+                Ok(None) => return Ok(CallOutcome::Answered(Response { status, headers, body })),
                 // The status alone decides nothing: the body says what was done.
-                Err(error) => return Ok(Outcome::NoAnswer(chain(&error))),
+                Err(error) => return Ok(CallOutcome::NoAnswer(chain(&error))),
             }
         }
     }
@@ -133,13 +133,13 @@ impl Response {
 }
 
 /// What is certain about a call that failed.
-fn lost(error: &reqwest::Error) -> Outcome {
+fn lost(error: &reqwest::Error) -> CallOutcome {
     // reqwest sets this only for errors while the connection is made, which include the timeout of
     // its connector.
     if error.is_connect() || error.is_builder() {
-        return Outcome::NotConnected(chain(error));
+        return CallOutcome::NotConnected(chain(error));
     }
-    Outcome::NoAnswer(chain(error))
+    CallOutcome::NoAnswer(chain(error))
 }
 
 /// An error with its causes, without its URL.

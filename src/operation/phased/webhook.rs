@@ -39,13 +39,13 @@ pub use super::sending::delivery;
 
 use self::address::{Addresses, Barred, Public};
 use super::flow::{Flow, FlowError};
-use super::http::{HttpCaller, Outcome};
+use super::http::{CallOutcome, HttpCaller};
 use super::identity::ProviderKey;
 use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
 use crate::error::HandlerError;
 use crate::operation::Endpoint;
-use crate::operation::rules::provider::{Answer, Matches, Strategy, Window};
+use crate::operation::rules::provider::{Answer, KeyWindow, Matches, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
 use crate::store::base::Base;
 use crate::time::breaker::{Breaker, BreakerOptions};
@@ -172,7 +172,7 @@ impl Webhooks {
     ///
     /// # Errors
     /// Nothing can be sent again in that window.
-    pub fn flow<S: Base>(self, window: Window) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self, window: KeyWindow) -> Result<Flow<S>, FlowError> {
         sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }
 
@@ -226,7 +226,7 @@ impl Webhooks {
             ("webhook-signature", signature.as_str()),
         ];
         let (sent, well) = match self.caller.call(Method::POST, url, &headers, body.to_vec()).await {
-            Ok(Outcome::Answered(response)) => {
+            Ok(CallOutcome::Answered(response)) => {
                 let well = matches!(response.status, 200..=299 | 400..=499);
                 let mut answer = response.answer();
                 if let Answer::Status { matches, .. } = &mut answer {
@@ -237,8 +237,8 @@ impl Webhooks {
                 saw.truncate(SAW_MAX);
                 (Sent { answer, saw }, well)
             }
-            Ok(Outcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
-            Ok(Outcome::NotConnected(saw)) => (not_sent(saw), false),
+            Ok(CallOutcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
+            Ok(CallOutcome::NotConnected(saw)) => (not_sent(saw), false),
             // The fault is not the endpoint's.
             Err(error) => (not_made(error.to_string()), true),
         };

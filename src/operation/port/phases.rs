@@ -40,7 +40,7 @@ use uuid::Uuid;
 use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
-use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, Outcome};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, RunOutcome};
 use crate::operation::rules::Identity;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
@@ -239,11 +239,11 @@ pub(crate) fn may_advance(stage: Stage, intents: &[NewIntent]) -> Result<(), Sto
 }
 
 /// The stage that an outcome ends an operation at.
-pub(crate) fn end_stage(outcome: &Outcome) -> Result<Stage, StoreError> {
+pub(crate) fn end_stage(outcome: &RunOutcome) -> Result<Stage, StoreError> {
     match outcome {
-        Outcome::Completed(_) => Ok(Stage::Succeeded),
-        Outcome::FailedReplayable { .. } => Ok(Stage::Failed),
-        Outcome::FailedRetryable { .. } | Outcome::Unknown => {
+        RunOutcome::Completed(_) => Ok(Stage::Succeeded),
+        RunOutcome::FailedReplayable { .. } => Ok(Stage::Failed),
+        RunOutcome::FailedRetryable { .. } | RunOutcome::Unknown => {
             Err(StoreError::Refused("an operation in phases ends with what it did, or with a failure".to_owned()))
         }
     }
@@ -477,7 +477,7 @@ pub trait PhaseTx: Debug + Send {
     ) -> Result<(Proof, Fenced), StoreError>;
 
     /// Writes the outcome to operation and record, both with their lifetimes from now (O3):
-    /// SUCCEEDED for [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Call it
+    /// SUCCEEDED for [`RunOutcome::Completed`], FAILED for [`RunOutcome::FailedReplayable`]. Call it
     /// once, then commit. Everything else is as in [`Self::advance`].
     ///
     /// # Errors
@@ -485,7 +485,7 @@ pub trait PhaseTx: Debug + Send {
     async fn finish(
         &mut self,
         from: &str,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<(Proof, Fenced), StoreError>;
 

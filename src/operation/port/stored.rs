@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Answer, AnswerBody, KeptBody, Outcome};
+use super::{Answer, AnswerBody, KeptBody, RunOutcome};
 use crate::error::StoreError;
 use crate::operation::rules::State;
 use crate::operation::rules::record::Resource;
@@ -54,14 +54,14 @@ pub struct Columns<'a> {
 impl<'a> Columns<'a> {
     /// The columns of an outcome.
     #[must_use]
-    pub fn of(outcome: &'a Outcome, retention: &Retention) -> Self {
+    pub fn of(outcome: &'a RunOutcome, retention: &Retention) -> Self {
         let (state, answer, error_code): (_, Option<&Answer>, _) = match outcome {
-            Outcome::Completed(answer) => (State::Completed, Some(answer), None),
-            Outcome::FailedReplayable { answer, error_code } => {
+            RunOutcome::Completed(answer) => (State::Completed, Some(answer), None),
+            RunOutcome::FailedReplayable { answer, error_code } => {
                 (State::FailedReplayable, Some(answer), error_code.as_deref())
             }
-            Outcome::FailedRetryable { error_code } => (State::FailedRetryable, None, error_code.as_deref()),
-            Outcome::Unknown => (State::UnknownRequiresRecovery, None, None),
+            RunOutcome::FailedRetryable { error_code } => (State::FailedRetryable, None, error_code.as_deref()),
+            RunOutcome::Unknown => (State::UnknownRequiresRecovery, None, None),
         };
         let (body, resource, kept) = match answer.map(|answer| &answer.body) {
             None => (None, None, None),
@@ -157,12 +157,12 @@ mod tests {
     fn what_is_counted_of_an_answer_is_what_stands() {
         let headers = vec![("link".to_owned(), b"<a>".to_vec()), ("location".to_owned(), Vec::new())];
         let kept = KeptBody { headers: headers.clone(), bytes: vec![7; 100], ..KeptBody::default() };
-        let answer = |body| Outcome::Completed(Answer { status: 201, schema_version: 1, body });
-        let of = |outcome: &Outcome| Columns::of(outcome, &Retention::default()).kept_bytes();
+        let answer = |body| RunOutcome::Completed(Answer { status: 201, schema_version: 1, body });
+        let of = |outcome: &RunOutcome| Columns::of(outcome, &Retention::default()).kept_bytes();
         let stand = pack(&headers).len() + 100;
         assert_eq!(of(&answer(AnswerBody::Kept(kept))), Some(i64::try_from(stand).unwrap()));
         assert_eq!(of(&answer(AnswerBody::Kept(KeptBody::default()))), Some(0));
         assert_eq!(of(&answer(AnswerBody::Tombstone(Tombstone::Oversize))), None);
-        assert_eq!(of(&Outcome::Unknown), None);
+        assert_eq!(of(&RunOutcome::Unknown), None);
     }
 }

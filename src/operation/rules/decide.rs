@@ -14,10 +14,10 @@
 //! * IN_PROGRESS and UNKNOWN never expire. What this process cannot judge (a secret that it does
 //!   not have, a newer version, a store that is away) is answered with 503, and nothing runs (M60).
 //!
-//! An operation asks more than once (O15): first with [`Found::NotAsked`], before it takes a
-//! connection; with [`Found::Running`], if the key runs in this process; with the result of a plain
+//! An operation asks more than once (O15): first with [`KeyFound::NotAsked`], before it takes a
+//! connection; with [`KeyFound::Running`], if the key runs in this process; with the result of a plain
 //! read; and, if the lock or the insert was refused, with the result of a second read or
-//! [`Found::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
+//! [`KeyFound::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
 //! statement: an INSERT for [`Decision::Claim`], an UPDATE that compares the epoch for the others.
 //! If that statement changed no row, read and ask again.
 //!
@@ -70,7 +70,7 @@ pub(crate) struct Request<'a> {
 
 /// What is known of the key.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Found<'a> {
+pub(crate) enum KeyFound<'a> {
     /// Nothing was read yet.
     NotAsked,
     /// A request under this key runs in this process.
@@ -94,13 +94,13 @@ pub(crate) enum Found<'a> {
 
 /// Decides how a request is answered.
 #[must_use]
-pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Decision {
+pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Decision {
     judge(table::TABLE, &facts(route, asked, found))
 }
 
 /// Builds the facts for the table. Facts that do not apply keep the most conservative value
 /// ([`Facts::CAREFUL`]).
-fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
+fn facts(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Facts {
     let (asks, request) = match asked {
         Asked::Keyless => (Asks::Keyless, None),
         Asked::Malformed => (Asks::Malformed, None),
@@ -125,19 +125,19 @@ fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
         facts.fingerprint = request.fingerprinter.compare(fingerprint, request.command);
     };
     match found {
-        Found::NotAsked => facts.seen = Seen::NotAsked,
-        Found::Unreachable => facts.seen = Seen::Unreachable,
-        Found::Busy => facts.seen = Seen::Busy,
-        Found::Running { principal, fingerprint } => {
+        KeyFound::NotAsked => facts.seen = Seen::NotAsked,
+        KeyFound::Unreachable => facts.seen = Seen::Unreachable,
+        KeyFound::Busy => facts.seen = Seen::Busy,
+        KeyFound::Running { principal, fingerprint } => {
             facts.seen = Seen::Running;
             compare(&mut facts, principal, fingerprint);
         }
-        Found::Nothing(bounds) => {
+        KeyFound::Nothing(bounds) => {
             facts.seen = Seen::Nothing;
             facts.age = bounds.map_or(KeyAge::Untimed, |bounds| KeyAge::of(request.identity.key().time(), bounds));
         }
-        Found::Record(record, _) if record.identity != *request.identity => facts.seen = Seen::WrongRecord,
-        Found::Record(record, now) => {
+        KeyFound::Record(record, _) if record.identity != *request.identity => facts.seen = Seen::WrongRecord,
+        KeyFound::Record(record, now) => {
             facts.seen = Seen::Record;
             compare(&mut facts, &record.principal, &record.fingerprint);
             facts.state = record.state_at(now);

@@ -40,11 +40,11 @@ pub const STORED_ERRORS_MAX: usize = 3;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Strategy {
     /// The provider keeps our key and answers a second send like the first.
-    Key(Window),
+    Key(KeyWindow),
     /// The provider can be asked for the effect by our reference.
     Query,
     /// The provider keeps our key, and can also be asked for the effect.
-    KeyAndQuery(Window),
+    KeyAndQuery(KeyWindow),
     /// The provider offers neither. An uncertain outcome goes to an operator (M82).
     None,
     /// The author declared that a second effect does no harm: at-least-once.
@@ -53,7 +53,7 @@ pub enum Strategy {
 
 /// The time during which a send may be repeated under its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Window {
+pub struct KeyWindow {
     /// How long the provider keeps a key from its first use.
     pub retention: Duration,
     /// The longest time from our decision to send until the provider has taken the request.
@@ -64,7 +64,7 @@ pub struct Window {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("`max_in_flight` ({}) must be shorter than the provider's `retention` of keys ({})",
     humantime::format_duration(*max_in_flight), humantime::format_duration(*retention))]
-pub struct WindowError {
+pub struct KeyWindowError {
     /// How long the provider keeps our key.
     pub retention: Duration,
     /// The longest time until a request arrives.
@@ -162,15 +162,15 @@ pub enum Gap {
     Attempts,
 }
 
-impl Window {
+impl KeyWindow {
     /// Checks the window.
     ///
     /// # Errors
     ///
     /// No send could be repeated within the window.
-    pub fn validate(self) -> Result<(), WindowError> {
+    pub fn validate(self) -> Result<(), KeyWindowError> {
         let Self { retention, max_in_flight } = self;
-        if max_in_flight < retention { Ok(()) } else { Err(WindowError { retention, max_in_flight }) }
+        if max_in_flight < retention { Ok(()) } else { Err(KeyWindowError { retention, max_in_flight }) }
     }
 
     /// Whether a send that is decided now arrives while the provider knows the key. A first send
@@ -256,7 +256,7 @@ impl Evidence {
 impl Strategy {
     /// The window in which a send may be repeated; `None` if the strategy uses no key.
     #[must_use]
-    pub fn window(self) -> Option<Window> {
+    pub fn window(self) -> Option<KeyWindow> {
         match self {
             Self::Key(window) | Self::KeyAndQuery(window) => Some(window),
             Self::Query | Self::None | Self::Repeatable => None,
@@ -281,7 +281,7 @@ impl Strategy {
         if evidence.is_waived() && !evidence.refused.is_subset(&evidence.waived) {
             return Step::Operator(Gap::DuplicateRefused);
         }
-        let is_open = |window: Window| sends.first_sent_at.is_some_and(|first| window.is_open(first, now));
+        let is_open = |window: KeyWindow| sends.first_sent_at.is_some_and(|first| window.is_open(first, now));
         let stuck = evidence.stored_errors.len() >= STORED_ERRORS_MAX;
         match self {
             Self::Repeatable => Step::Resend,

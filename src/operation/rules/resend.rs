@@ -209,7 +209,7 @@ pub(crate) fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> 
 
 /// The time during which an operation may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Window {
+pub(crate) struct SendWindow {
     /// The longest time of this call.
     pub total: Duration,
     /// The time for which the server remembers a key at least, counted from the first send. After
@@ -219,7 +219,7 @@ pub(crate) struct Window {
     pub attempt: Duration,
 }
 
-impl Window {
+impl SendWindow {
     /// Whether an attempt may begin after this pause. `lasted` is the time of the call so far,
     /// `age` the time since the first send. The attempt must also end, by its own limit, while the
     /// server still remembers the key.
@@ -399,7 +399,7 @@ mod tests {
     #[test]
     fn m110_no_attempt_begins_that_might_arrive_when_the_key_is_forgotten() {
         let second = Duration::from_secs(1);
-        let window = Window { total: second * 60, lifetime: second * 100, attempt: second * 10 };
+        let window = SendWindow { total: second * 60, lifetime: second * 100, attempt: second * 10 };
         assert!(window.allows(second, second * 58, second * 58));
         assert!(!window.allows(second, second * 59, second * 59), "the call is over");
         assert!(window.allows(Duration::ZERO, Duration::ZERO, second * 90), "found in the journal");

@@ -26,7 +26,7 @@ use crate::operation::port::phases::Phases;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
-    Outcome, Owned, RecordFence,
+    Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
@@ -128,7 +128,7 @@ impl Keys for MySqlStore {
         Ok(Fenced::rows(fence(beat, owned).run(&self.pool).await?.rows_affected()))
     }
 
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let fenced = finish(&mut transaction, &owned.into(), outcome, retention).await?;
         transaction.commit().await?;
@@ -210,7 +210,7 @@ impl Bridged for MySqlConnection {
     async fn finish_in(
         &mut self,
         owned: &Owned,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         let (fence, columns) = (owned.into(), Columns::of(outcome, retention));
@@ -344,7 +344,7 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
 pub(super) async fn finish(
     connection: &mut Bounded<sqlx::MySql>,
     fence: &RecordFence,
-    outcome: &Outcome,
+    outcome: &RunOutcome,
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);

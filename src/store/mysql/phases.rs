@@ -16,7 +16,7 @@ use super::schema::number;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
-use crate::operation::port::{Basis, Begun, KeyClaim, Outcome, Owned, RecordFence};
+use crate::operation::port::{Basis, Begun, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::Session;
@@ -157,7 +157,7 @@ impl HeldPhase for MySqlPhase {
         &mut self,
         operation_id: Uuid,
         record: &RecordFence,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<(), StoreError> {
         let finished = finish(&mut self.held.transaction, record, outcome, retention).await?;

@@ -10,7 +10,7 @@ use super::message::{arrived_from_json, arrived_to_json};
 use super::operations::finish;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
-use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::port::{Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
@@ -128,7 +128,7 @@ impl Transaction for Bounded<MySql> {
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
-        outcome: &'a Outcome,
+        outcome: &'a RunOutcome,
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
         Box::pin(async move { finish(self, fence, outcome, retention).await })

@@ -26,7 +26,7 @@ use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::phases::Phases;
 use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
-    Outcome, Owned,
+    Owned, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
@@ -143,7 +143,7 @@ impl Keys for PostgresStore {
         Ok(Fenced::rows(done.rows_affected()))
     }
 
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         finish(&mut self.pool.acquire().await?, &owned.into(), outcome, retention, None).await
     }
 
@@ -224,7 +224,7 @@ impl Bridged for PgConnection {
     async fn finish_in(
         &mut self,
         owned: &Owned,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         let done = finish::finishing(&owned.into(), outcome, retention, None).build().execute(self).await;

@@ -14,7 +14,7 @@ use super::operations::{Held, Within, finish, proved_by, staked, undo};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
-use crate::operation::port::{Basis, Begun, KeyClaim, Outcome, Owned, RecordFence};
+use crate::operation::port::{Basis, Begun, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::Session;
@@ -116,7 +116,7 @@ impl HeldPhase for PostgresPhase {
         &mut self,
         operation_id: Uuid,
         record: &RecordFence,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<(), StoreError> {
         let within = Some(Within::token(&self.held.token));

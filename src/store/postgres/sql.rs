@@ -10,7 +10,7 @@ use super::PostgresStore;
 use super::operations::finish;
 use super::text::{restored, stored};
 use crate::error::StoreError;
-use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::port::{Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
@@ -136,7 +136,7 @@ impl Transaction for Bounded<Postgres> {
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
-        outcome: &'a Outcome,
+        outcome: &'a RunOutcome,
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
         Box::pin(async move { finish(self, fence, outcome, retention, None).await })

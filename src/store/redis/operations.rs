@@ -16,7 +16,9 @@ use super::scripts;
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::stored::{Columns, pack, unpack};
-use crate::operation::port::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
+use crate::operation::port::{
+    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RunOutcome,
+};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
@@ -223,7 +225,7 @@ impl Keys for RedisKeys {
         self.fenced(&scripts::HEARTBEAT, &[record], &[epoch, owner, micros(lease)]).await
     }
 
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let columns = Columns::of(outcome, retention);
         let ([record, body], [running, unknown, _]) = (self.records_of(&owned.identity), self.shared());
         let forgotten = self.key("forgotten", owned.identity.operation().as_str());

@@ -28,7 +28,7 @@ use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::phases::{
     Driven, Leave, NewOperation, PhaseTx, Phases, Run, StoredOperation, Taken, follows, no_record, unreadable,
 };
-use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, Outcome, Owned, RecordFence};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::Mode;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
@@ -90,7 +90,7 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         &mut self,
         operation_id: Uuid,
         record: &RecordFence,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<(), StoreError>;
 

@@ -31,11 +31,11 @@ select (select count(*) from sqlite_temp_schema) || ' ' || \
 /// The store on SQLite: a file with an outbox, an inbox and operations. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct SqliteStore {
-    shared: Arc<Shared>,
+    shared: Arc<Database>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct Database {
     pool: Pool<Sqlite>,
     path: PathBuf,
     create: bool,
@@ -143,7 +143,7 @@ impl Base for SqliteStore {
                 })
             })
             .connect_lazy_with(connect_options);
-        Ok(Self { shared: Arc::new(Shared { pool, path, create: options.create, turn: OnceLock::new() }) })
+        Ok(Self { shared: Arc::new(Database { pool, path, create: options.create, turn: OnceLock::new() }) })
     }
 
     fn pool(&self) -> &Pool<Sqlite> {

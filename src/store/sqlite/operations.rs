@@ -26,7 +26,7 @@ use crate::operation::port::phases::Phases;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
-    Outcome, Owned, RecordFence,
+    Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
@@ -130,7 +130,7 @@ impl Keys for SqliteStore {
         self.fenced(fence(beat, owned).bind(millis(lease))).await
     }
 
-    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let fenced = finish(write.connection(), &owned.into(), outcome, retention).await?;
         write.commit().await?;
@@ -190,7 +190,7 @@ impl Bridged for SqliteConnection {
     async fn finish_in(
         &mut self,
         owned: &Owned,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         // A nested transaction, so that both statements take effect together or not at all, even if
@@ -314,7 +314,7 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, owned: &Owned) -> Query
 pub(super) async fn finish(
     connection: &mut SqliteConnection,
     fence: &RecordFence,
-    outcome: &Outcome,
+    outcome: &RunOutcome,
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);

@@ -14,7 +14,7 @@ use super::write::Write;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
-use crate::operation::port::{Basis, Begun, KeyClaim, Outcome, Owned, RecordFence};
+use crate::operation::port::{Basis, Begun, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
@@ -90,7 +90,7 @@ impl HeldPhase for SqlitePhase {
         &mut self,
         operation_id: Uuid,
         record: &RecordFence,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<(), StoreError> {
         let finished = finish(self.write.connection(), record, outcome, retention).await?;

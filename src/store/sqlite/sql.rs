@@ -16,7 +16,7 @@ use super::operations::finish;
 use super::write::Write;
 use crate::error::StoreError;
 use crate::message::wire;
-use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::port::{Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::base::Base;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
@@ -145,7 +145,7 @@ impl Transaction for Write {
     fn finish_record<'a>(
         &'a mut self,
         fence: &'a RecordFence,
-        outcome: &'a Outcome,
+        outcome: &'a RunOutcome,
         retention: &'a Retention,
     ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
         Box::pin(async move { finish(self.connection(), fence, outcome, retention).await })

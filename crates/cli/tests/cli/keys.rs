@@ -7,7 +7,7 @@ use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Sco
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claimed, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence,
-    NewIntent, NewOperation, Outcome, Phases, Sealed, StoreOptions,
+    NewIntent, NewOperation, Phases, RunOutcome, Sealed, StoreOptions,
 };
 use serde_json::{Value, json};
 
@@ -39,13 +39,13 @@ fn claim(mode: Mode, key: &str) -> KeyClaim {
     }
 }
 
-fn completed() -> Outcome {
+fn completed() -> RunOutcome {
     let kept = KeptBody { headers: Vec::new(), bytes: b"{}".to_vec(), format: 0, kid: None };
-    Outcome::Completed(Answer { status: 201, schema_version: 1, body: AnswerBody::Kept(kept) })
+    RunOutcome::Completed(Answer { status: 201, schema_version: 1, body: AnswerBody::Kept(kept) })
 }
 
 /// A key of the tower layer, with this outcome or still claimed; gives its hash.
-fn edge(place: &Place, key: &str, outcome: Option<Outcome>) -> String {
+fn edge(place: &Place, key: &str, outcome: Option<RunOutcome>) -> String {
     let claim = claim(Mode::Edge, key);
     with(place, async |store| {
         let Claimed::Owned(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
@@ -165,7 +165,7 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
 fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     let place = Place::migrated();
     let open = edge(&place, "open", None);
-    let unknown = edge(&place, "unknown", Some(Outcome::Unknown));
+    let unknown = edge(&place, "unknown", Some(RunOutcome::Unknown));
     let hashed = [edge(&place, "a", Some(completed())), edge(&place, "b", Some(completed()))];
     for (key, why) in [(&open, "IN_PROGRESS"), (&unknown, "unknown")] {
         place.oncebox(&["keys", "release", key, "--why", "w"]).run().fails(4, &[why]);
@@ -189,8 +189,8 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
 #[test]
 fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
     let place = Place::migrated();
-    let done = edge(&place, "done", Some(Outcome::Unknown));
-    let not = edge(&place, "not", Some(Outcome::Unknown));
+    let done = edge(&place, "done", Some(RunOutcome::Unknown));
+    let not = edge(&place, "not", Some(RunOutcome::Unknown));
     let file = place.path().join("answer.json");
     std::fs::write(&file, "{\"id\":\"n7\"}").unwrap();
     let file = file.display().to_string();

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::groups::Place;
 use super::state::{Shared, State};
-use oncebox::adapter::position::{Found, Position, start};
+use oncebox::adapter::position::{BrokerOffsets, Position, start};
 use oncebox::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 
@@ -234,8 +234,12 @@ impl Subscriber for MemorySubscriber {
                 let topic_id = state.topics.get(&place.0).map(|topic| topic.id.to_string());
                 (topic_id, state.faults.deleted_below.min(owned.end))
             });
-            let found =
-                Found { topic_id: topic_id.clone(), committed: Some(owned.acknowledged), first, end: owned.end };
+            let found = BrokerOffsets {
+                topic_id: topic_id.clone(),
+                committed: Some(owned.acknowledged),
+                first,
+                end: owned.end,
+            };
             let start = start(position.as_ref(), &found);
             (owned.position, owned.acknowledged) = (start.at, start.at);
             begun.push(Begun { source, topic_id, start });

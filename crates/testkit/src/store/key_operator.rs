@@ -19,7 +19,7 @@ use oncebox::operation::provider::{Evidence, Proof as ProviderProof, Settled, Ve
 use oncebox::operation::{Identity, Key, KeyFormat, Kid, Mode, Record, Scope, Stage, State};
 use oncebox::store::{
     ActContext, Base, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
-    NewIntent, OperationFilter, Outcome, Phases, Resolution, Taken,
+    NewIntent, OperationFilter, Phases, Resolution, RunOutcome, Taken,
 };
 
 fn context(dry_run: bool) -> ActContext {
@@ -38,8 +38,8 @@ fn any() -> OperationFilter {
     OperationFilter { limit: 100, ..OperationFilter::default() }
 }
 
-fn failed() -> Outcome {
-    Outcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
+fn failed() -> RunOutcome {
+    RunOutcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
 }
 
 async fn audits<F: Fixture>(trial: &Trial<F>, act: &str) -> i64 {
@@ -55,8 +55,8 @@ async fn edge<F: Fixture>(trial: &Trial<F>, key: &str, state: State) -> Record {
         State::InProgress => return record(trial, &new).await,
         State::Completed => completed(),
         State::FailedReplayable => failed(),
-        State::FailedRetryable => Outcome::FailedRetryable { error_code: None },
-        _ => Outcome::Unknown,
+        State::FailedRetryable => RunOutcome::FailedRetryable { error_code: None },
+        _ => RunOutcome::Unknown,
     };
     assert_eq!(trial.store.finish(&owned, &outcome, &KEPT).await.unwrap(), Fenced::Done);
     record(trial, &new).await
@@ -147,10 +147,10 @@ pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
     let resolve = |outcome| KeyChange::Resolve { outcome, retention: KEPT, against_evidence: false };
     for (key, outcome, state) in [
         ("done", completed(), State::Completed),
-        ("not", Outcome::FailedRetryable { error_code: None }, State::FailedRetryable),
+        ("not", RunOutcome::FailedRetryable { error_code: None }, State::FailedRetryable),
     ] {
         let seen = edge(trial, key, State::UnknownRequiresRecovery).await;
-        assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(Outcome::Unknown), &really()).await));
+        assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(RunOutcome::Unknown), &really()).await));
         trial.store.act_on_key(&seen, &resolve(outcome.clone()), &really()).await.unwrap();
         let found = record(trial, &claim(Mode::Edge, key, 1)).await;
         assert_eq!((found.state, found.expires_at), (state, found.outcome_at.map(|at| at.after(KEPT.ttl))));
@@ -477,7 +477,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await));
     let seen = stored(trial, &driven).await;
     assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await), "against the evidence");
-    for outcome in [Outcome::Unknown, Outcome::FailedRetryable { error_code: None }] {
+    for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
         let end = Resolution::Ended(outcome, KEPT);
         assert!(is_refused(&trial.store.resolve(&seen, &end, true, true, &really()).await));
     }

@@ -14,7 +14,7 @@ use oncebox::operation::{
     Durability, Identity, Key, KeyFormat, Keyring, Mode, Record, Resource, Retention, Scope, State, StoredBody,
     Tombstone,
 };
-use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
+use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
 
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
@@ -58,8 +58,8 @@ pub(super) fn answer() -> Answer {
 }
 
 /// The outcome of an operation that succeeded with [`answer`].
-pub(super) fn completed() -> Outcome {
-    Outcome::Completed(answer())
+pub(super) fn completed() -> RunOutcome {
+    RunOutcome::Completed(answer())
 }
 
 fn owned(claimed: Claimed) -> Owned {
@@ -156,7 +156,7 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
     for (number, (body, stored)) in bodies.into_iter().chain([reference]).enumerate() {
         let claim = claim(Mode::Edge, &format!("k{number}"), 1);
         let owner = take(trial, &claim).await;
-        let outcome = Outcome::FailedReplayable {
+        let outcome = RunOutcome::FailedReplayable {
             answer: Answer { body: body.clone(), ..answer() },
             error_code: Some("INSUFFICIENT_FUNDS".to_owned()),
         };
@@ -228,7 +228,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     assert_eq!(trial.bodies().await, 0);
     assert_eq!(trial.store().finish(&new, &completed(), &KEPT).await.unwrap(), Fenced::Done);
     assert_eq!(
-        trial.store().finish(&new, &Outcome::Unknown, &KEPT).await.unwrap(),
+        trial.store().finish(&new, &RunOutcome::Unknown, &KEPT).await.unwrap(),
         Fenced::LostOwnership,
         "no outcome is rewritten"
     );
@@ -246,7 +246,7 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(tria
         take(trial, &KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() })
             .await;
     assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::LostOwnership, "another's claim is not freed");
-    assert_eq!(trial.store().finish(&second, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store().finish(&second, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
     assert_eq!(trial.store().release(&second).await.unwrap(), Fenced::LostOwnership, "what is unknown is never freed");
     assert_eq!(record(trial, &claim).await.state, State::UnknownRequiresRecovery);
 }
@@ -303,7 +303,7 @@ pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: 
 pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>(trial: &F) {
     let claim = claim(Mode::Edge, "k", 1);
     let mut owner = take(trial, &claim).await;
-    let failed = Outcome::FailedRetryable { error_code: Some("TRY_AGAIN".to_owned()) };
+    let failed = RunOutcome::FailedRetryable { error_code: Some("TRY_AGAIN".to_owned()) };
     for attempt in 1..=5 {
         assert_eq!(owner.attempts, attempt);
         assert_eq!(trial.store().finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
@@ -387,7 +387,7 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
     for size in [4, 5_000, 2_000, 2_500, 3] {
         let body = KeptBody { bytes: vec![7; size], ..KeptBody::default() };
         let answer = Answer { body: AnswerBody::Kept(body.clone()), ..answer() };
-        assert_eq!(trial.store().finish(&owner, &Outcome::Completed(answer), &ended).await.unwrap(), Fenced::Done);
+        assert_eq!(trial.store().finish(&owner, &RunOutcome::Completed(answer), &ended).await.unwrap(), Fenced::Done);
         let look = trial.store().find(&claim.identity).await.unwrap();
         assert!(look.body.is_none_or(|beside| beside == body), "{size}");
         assert_eq!(trial.store().body(&look.record.unwrap()).await.unwrap(), Some(body));
@@ -407,7 +407,7 @@ pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial:
     let (running, unknown) = (claim(Mode::Edge, "running", 1), claim(Mode::Edge, "unknown", 1));
     take(trial, &KeyClaim { lease: SHORT, ..running.clone() }).await;
     let owner = take(trial, &unknown).await;
-    trial.store().finish(&owner, &Outcome::Unknown, &GONE).await.unwrap();
+    trial.store().finish(&owner, &RunOutcome::Unknown, &GONE).await.unwrap();
     let kept = claim(Mode::Edge, "kept", 1);
     let owner = take(trial, &kept).await;
     trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
@@ -471,7 +471,7 @@ pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
     for (operation, key) in [("create_payment", "a"), ("refund", "b")] {
         take(trial, &of(operation, key)).await;
     }
-    for (operation, key, outcome) in [("cancel", "c", Outcome::Unknown), ("list", "d", completed())] {
+    for (operation, key, outcome) in [("cancel", "c", RunOutcome::Unknown), ("list", "d", completed())] {
         let owner = take(trial, &of(operation, key)).await;
         trial.store().finish(&owner, &outcome, &KEPT).await.unwrap();
     }
@@ -484,9 +484,9 @@ pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
 }
 
 /// A success whose body has this many bytes.
-fn of_size(bytes: usize) -> Outcome {
+fn of_size(bytes: usize) -> RunOutcome {
     let body = AnswerBody::Kept(KeptBody { bytes: vec![7; bytes], ..KeptBody::default() });
-    Outcome::Completed(Answer { body, ..answer() })
+    RunOutcome::Completed(Answer { body, ..answer() })
 }
 
 /// The quota on stored bytes counts the bodies of a tenant, small and large, until their lifetime
@@ -498,7 +498,7 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
         return;
     }
     let stored = async || trial.store().stored_of_tenant("t1").await.unwrap();
-    let run = async |claim: KeyClaim, outcome: Outcome, retention: &Retention| {
+    let run = async |claim: KeyClaim, outcome: RunOutcome, retention: &Retention| {
         let owner = take(trial, &claim).await;
         assert_eq!(trial.store().finish(&owner, &outcome, retention).await.unwrap(), Fenced::Done);
     };
@@ -514,13 +514,13 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
         sum += bytes as u64;
         assert_eq!(stored().await, sum, "{bytes}");
     }
-    let Outcome::Completed(failure) = of_size(500) else { return };
-    run(of("e"), Outcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
+    let RunOutcome::Completed(failure) = of_size(500) else { return };
+    run(of("e"), RunOutcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
     sum += 500;
     // These do not count: no body, no outcome, another tenant.
     let tombstone = Answer { body: AnswerBody::Tombstone(Tombstone::Oversize), ..answer() };
-    run(of("f"), Outcome::Completed(tombstone), &KEPT).await;
-    run(of("g"), Outcome::Unknown, &KEPT).await;
+    run(of("f"), RunOutcome::Completed(tombstone), &KEPT).await;
+    run(of("g"), RunOutcome::Unknown, &KEPT).await;
     take(trial, &of("h")).await;
     run(KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") }, of_size(7), &KEPT).await;
     assert_eq!((stored().await, trial.store().stored_of_tenant("t2").await.unwrap()), (sum, 7));

@@ -9,7 +9,7 @@ use super::trial::eventually;
 use oncebox::adapter::horizon::Bounds;
 use oncebox::adapter::operation::{Event, allowed};
 use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Scope, State};
-use oncebox::store::{Basis, Fenced, KeyClaim, Keys, Outcome};
+use oncebox::store::{Basis, Fenced, KeyClaim, Keys, RunOutcome};
 
 /// The state of a record before a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,12 +32,12 @@ enum Call {
     Purge,
 }
 
-fn outcome(state: State) -> Outcome {
+fn outcome(state: State) -> RunOutcome {
     match state {
         State::Completed => completed(),
-        State::FailedReplayable => Outcome::FailedReplayable { answer: answer(), error_code: None },
-        State::FailedRetryable => Outcome::FailedRetryable { error_code: None },
-        _ => Outcome::Unknown,
+        State::FailedReplayable => RunOutcome::FailedReplayable { answer: answer(), error_code: None },
+        State::FailedRetryable => RunOutcome::FailedRetryable { error_code: None },
+        _ => RunOutcome::Unknown,
     }
 }
 

@@ -12,7 +12,7 @@ use super::trial::eventually;
 use super::{Fixture, Trial};
 use oncebox::operation::{OperationName, Retention, Stage, State};
 use oncebox::store::{
-    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Outcome, Phases, Taken,
+    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Phases, RunOutcome, Taken,
 };
 
 /// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
@@ -136,7 +136,7 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
 pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial: &Trial<F>) {
     let operation: OperationName = "create_payment".parse().unwrap();
     let gone = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
-    let failed = Outcome::FailedReplayable { answer: answer(), error_code: None };
+    let failed = RunOutcome::FailedReplayable { answer: answer(), error_code: None };
     let (purged, used_anew) = (new_operation("purged", LONG), new_operation("anew", LONG));
     let mut ids = Vec::new();
     for new in [&purged, &used_anew] {

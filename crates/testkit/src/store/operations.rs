@@ -7,7 +7,7 @@ use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::operation::{Mode, Retention, State};
 use oncebox::store::{
-    Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, Outcome,
+    Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, RunOutcome,
 };
 
 /// The outcome commits or rolls back with the handler's transaction. An owner that was fenced
@@ -90,7 +90,7 @@ pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fix
 /// Shown by: a retry, or a release by an operator, that does not check the evidence.
 pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
-    let failed = Outcome::FailedRetryable { error_code: None };
+    let failed = RunOutcome::FailedRetryable { error_code: None };
     for (key, ended, runs_again, is_released) in [
         ("indefinite", "indefinite", true, true),
         ("nothing", "not-sent", true, true),
@@ -134,7 +134,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
     // Evidence that an operator overruled stops nothing.
     let claim = claim(Mode::Edge, "overruled", 1);
     let owner = take(trial, &claim).await;
-    assert_eq!(store.finish(&owner, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    assert_eq!(store.finish(&owner, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
     store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
     let unknown = record(trial, &claim).await;
     let resolve = KeyChange::Resolve { outcome: failed, retention: KEPT, against_evidence: true };
@@ -156,7 +156,7 @@ pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_sa
     trial: &Trial<F>,
 ) {
     let gone = Retention { ttl: SHORT, ..KEPT };
-    let failed = Outcome::FailedRetryable { error_code: None };
+    let failed = RunOutcome::FailedRetryable { error_code: None };
     let mut expected = Vec::new();
     for (key, outcome) in [("agrees", completed()), ("differs", failed)] {
         let claim = claim(Mode::Edge, key, 1);

@@ -12,7 +12,7 @@ use super::{Fixture, Trial};
 use oncebox::operation::{Mode, Stage, State};
 use oncebox::store::{
     Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, NewEvidence, NewIntent, NewOperation,
-    Outcome, PhaseTx, Phases, Proof, Sealed, StoredOperation, Taken,
+    PhaseTx, Phases, Proof, RunOutcome, Sealed, StoredOperation, Taken,
 };
 
 /// A lease that no case outlives.
@@ -455,12 +455,12 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     assert_eq!(stored(trial, &driven).await.intents[0].outcome.as_deref(), Some("failed"));
     trial.store.doubt(&driven, AT_ONCE).await.unwrap();
     driven = taken(trial, driven.operation_id).await.0;
-    for outcome in [Outcome::Unknown, Outcome::FailedRetryable { error_code: None }] {
+    for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();
         assert!(tx.finish("CONFIRMED", &outcome, &KEPT).await.is_err(), "{outcome:?} is no end");
         tx.rollback().await.unwrap();
     }
-    let failed = Outcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) };
+    let failed = RunOutcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) };
     for commit in [false, true] {
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();
         effect::<F>(tx.connection().unwrap(), "void", "1").await.unwrap();
@@ -518,7 +518,7 @@ pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effect
             let _ = F::run(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
         }
         assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
-        let rejected = Outcome::FailedReplayable { answer: answer(), error_code: Some("NO_FUNDS".to_owned()) };
+        let rejected = RunOutcome::FailedReplayable { answer: answer(), error_code: Some("NO_FUNDS".to_owned()) };
         assert_eq!(tx.finish(FIRST_POINT, &rejected, &KEPT).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
         assert_eq!((record(trial, &new.claim).await.state, trial.effects(&key).await), (State::FailedReplayable, 0));

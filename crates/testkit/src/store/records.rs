@@ -12,8 +12,8 @@ use oncebox::adapter::horizon::Bounds;
 use oncebox::adapter::operation::{Event, allowed};
 use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Record, Retention, Scope, State};
 use oncebox::store::{
-    ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Outcome,
-    Owned, Proof,
+    ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Owned, Proof,
+    RunOutcome,
 };
 
 const fn seconds(seconds: u64) -> Duration {
@@ -50,19 +50,19 @@ async fn owned<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, basis: Basis<'_>)
     }
 }
 
-async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, outcome: &Outcome, retention: &Retention) -> KeyClaim {
+async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, outcome: &RunOutcome, retention: &Retention) -> KeyClaim {
     let claim = claim(Mode::Edge, key, 1);
     let owner = owned(trial, &claim, Basis::New).await;
     assert_eq!(trial.store.finish(&owner, outcome, retention).await.unwrap(), Fenced::Done);
     claim
 }
 
-fn failed() -> Outcome {
-    Outcome::FailedReplayable { answer: answer(), error_code: None }
+fn failed() -> RunOutcome {
+    RunOutcome::FailedReplayable { answer: answer(), error_code: None }
 }
 
-fn retryable() -> Outcome {
-    Outcome::FailedRetryable { error_code: None }
+fn retryable() -> RunOutcome {
+    RunOutcome::FailedRetryable { error_code: None }
 }
 
 async fn purged<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, retention: &Retention) -> u64 {
@@ -115,7 +115,7 @@ pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fix
     owned(trial, &running, Basis::New).await;
     let bridged = claim(Mode::Bridged, "bridged", 1);
     owned(trial, &bridged, Basis::New).await;
-    let unknown = ended(trial, "unknown", &Outcome::Unknown, &RETENTION).await;
+    let unknown = ended(trial, "unknown", &RunOutcome::Unknown, &RETENTION).await;
     let mut gone = Vec::new();
     for (key, outcome) in [("completed", completed()), ("failed", failed()), ("retryable", retryable())] {
         gone.push(ended(trial, key, &outcome, &RETENTION).await);
@@ -202,12 +202,12 @@ enum Act {
 const OUTCOMES: [State; 4] =
     [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
 
-fn outcome(state: State) -> Outcome {
+fn outcome(state: State) -> RunOutcome {
     match state {
         State::Completed => completed(),
         State::FailedReplayable => failed(),
         State::FailedRetryable => retryable(),
-        _ => Outcome::Unknown,
+        _ => RunOutcome::Unknown,
     }
 }
 

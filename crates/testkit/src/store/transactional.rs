@@ -10,7 +10,7 @@ use super::{Connection, Fixture, Trial};
 use oncebox::adapter::operation::doubt;
 use oncebox::operation::{Mode, State};
 use oncebox::store::{
-    Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof,
+    Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Proof, RunOutcome,
 };
 
 /// How long a case waits for its turn to write, where it does not test that wait.
@@ -68,7 +68,7 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
 pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     let large = KeptBody { headers: Vec::new(), bytes: vec![7; 5_000], format: 1, kid: None };
-    let large = Outcome::Completed(Answer { body: AnswerBody::Kept(large), ..answer() });
+    let large = RunOutcome::Completed(Answer { body: AnswerBody::Kept(large), ..answer() });
     for (name, outcome) in [("small", completed()), ("large", large)] {
         for count in 0..3_u8 {
             let key = format!("{name}{count}");
@@ -245,7 +245,7 @@ pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial:
         }
         assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
         let rejected =
-            Outcome::FailedReplayable { answer: answer(), error_code: Some("INSUFFICIENT_FUNDS".to_owned()) };
+            RunOutcome::FailedReplayable { answer: answer(), error_code: Some("INSUFFICIENT_FUNDS".to_owned()) };
         assert_eq!(tx.complete(Vec::new(), &rejected, &KEPT).await.unwrap(), Proof::Same);
         tx.commit().await.unwrap();
         assert_eq!((record(trial, &claim).await.state, trial.effects(key).await), (State::FailedReplayable, 0));
@@ -404,7 +404,7 @@ pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &first).await;
     assert_eq!(
-        tx.complete(Vec::new(), &Outcome::FailedRetryable { error_code: None }, &KEPT).await.unwrap(),
+        tx.complete(Vec::new(), &RunOutcome::FailedRetryable { error_code: None }, &KEPT).await.unwrap(),
         Proof::Same
     );
     tx.commit().await.unwrap();

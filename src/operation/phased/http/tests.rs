@@ -7,7 +7,7 @@ use super::*;
 
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-async fn call(url: &str) -> Outcome {
+async fn call(url: &str) -> CallOutcome {
     let caller = HttpCaller::new(TIMEOUT).expect("a client");
     let url = url.parse().expect("a URL");
     caller.call(Method::POST, url, &[("idempotency-key", "op_1")], b"{}".to_vec()).await.expect("good headers")
@@ -38,12 +38,12 @@ async fn o7_refused_and_an_unknown_name_are_definitely_not_sent() {
     drop(listener);
     for url in [refused.as_str(), "http://no-such-host.invalid/"] {
         let outcome = call(url).await;
-        assert!(matches!(outcome, Outcome::NotConnected(_)), "{url}: {outcome:?}");
+        assert!(matches!(outcome, CallOutcome::NotConnected(_)), "{url}: {outcome:?}");
     }
     // A server that does not speak TLS.
     let (url, served) = server(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
     let outcome = call(&url.replace("http://", "https://")).await;
-    assert!(matches!(outcome, Outcome::NotConnected(_)), "{outcome:?}");
+    assert!(matches!(outcome, CallOutcome::NotConnected(_)), "{outcome:?}");
     served.await.expect("served");
 }
 
@@ -53,7 +53,7 @@ async fn o5_o7_what_ends_after_the_connection_is_indefinite_and_is_sent_once() {
     for answer in [&b""[..], b"HTTP/1.1 201 Created\r\ncontent-length: 100\r\n\r\n{\"id\"", b"nonsense\r\n\r\n"] {
         let (url, served) = server(answer).await;
         let outcome = call(&url).await;
-        assert!(matches!(outcome, Outcome::NoAnswer(_)), "{outcome:?}");
+        assert!(matches!(outcome, CallOutcome::NoAnswer(_)), "{outcome:?}");
         assert_eq!(served.await.expect("served"), 1);
     }
 }
@@ -63,7 +63,7 @@ async fn o5_o7_what_ends_after_the_connection_is_indefinite_and_is_sent_once() {
 async fn o5_a_redirect_is_an_answer_and_is_not_followed() {
     let answer = b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
     let (url, served) = server(answer).await;
-    let Outcome::Answered(response) = call(&url).await else { panic!("an answer") };
+    let CallOutcome::Answered(response) = call(&url).await else { panic!("an answer") };
     assert_eq!((response.status, served.await.expect("served")), (302, 1));
     assert_eq!(response.answer().verdict(), crate::operation::rules::provider::Verdict::Indefinite);
 }
@@ -72,7 +72,7 @@ async fn o5_a_redirect_is_an_answer_and_is_not_followed() {
 async fn o7_a_pause_is_read_from_the_answer() {
     let answer = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 7\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
     let (url, _served) = server(answer).await;
-    let Outcome::Answered(response) = call(&url).await else { panic!("an answer") };
+    let CallOutcome::Answered(response) = call(&url).await else { panic!("an answer") };
     assert_eq!(response.retry_after(), Some(Duration::from_secs(7)));
     let waits = crate::operation::rules::provider::Verdict::Wait(Duration::from_secs(7));
     assert_eq!(response.answer().verdict(), waits);

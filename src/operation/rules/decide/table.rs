@@ -21,7 +21,7 @@ pub(super) enum Asks {
     Keyed,
 }
 
-/// What is known of the key: the column for [`Found`](super::Found).
+/// What is known of the key: the column for [`KeyFound`](super::KeyFound).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Seen {
     NotAsked,

@@ -50,7 +50,7 @@ fn first(mode: Mode, state: State) -> Record {
 }
 
 /// The decision on a second request.
-fn second(route: &Route, principal: &str, amount: i64, found: Found<'_>) -> Decision {
+fn second(route: &Route, principal: &str, amount: i64, found: KeyFound<'_>) -> Decision {
     let (scope, identity, fingerprinter) = (scope(principal), identity(), fingerprinter());
     let request = Request {
         scope: &scope,
@@ -63,7 +63,7 @@ fn second(route: &Route, principal: &str, amount: i64, found: Found<'_>) -> Deci
 }
 
 fn again(route: &Route, record: &Record, now: i64) -> Decision {
-    second(route, "alice", 1_000, Found::Record(record, at(now)))
+    second(route, "alice", 1_000, KeyFound::Record(record, at(now)))
 }
 
 fn edge() -> Route {
@@ -82,7 +82,7 @@ fn m3_the_six_second_requests_are_told_apart() {
     let unknown = first(Mode::Edge, State::UnknownRequiresRecovery);
     assert_eq!(again(&route, &unknown, i64::MAX), Decision::UnknownOutcome);
     let completed = first(Mode::Edge, State::Completed);
-    assert_eq!(second(&route, "alice", 10_000, Found::Record(&completed, at(20_000))), Decision::Mismatch);
+    assert_eq!(second(&route, "alice", 10_000, KeyFound::Record(&completed, at(20_000))), Decision::Mismatch);
     assert_eq!(again(&route, &completed, 110_001), Decision::ExecuteAsNew);
     let reject = Route { after_expiry: AfterExpiry::Reject, ..route };
     assert_eq!(again(&reject, &completed, 110_001), Decision::Expired);
@@ -146,7 +146,7 @@ fn o16_a_record_of_another_identity_under_the_digest_is_never_answered_from() {
 fn o20_another_principal_gets_exactly_the_answer_of_a_mismatch() {
     for state in State::STORED {
         let first = first(Mode::Edge, state);
-        let decision = second(&edge(), "bob", 1_000, Found::Record(&first, at(20_000)));
+        let decision = second(&edge(), "bob", 1_000, KeyFound::Record(&first, at(20_000)));
         assert_eq!(decision, Decision::PrincipalMismatch);
         assert_eq!(decision.problem(), Decision::Mismatch.problem());
     }
@@ -174,7 +174,7 @@ fn o21_a_fingerprint_of_another_program_is_503_or_not_retained() {
 #[test]
 fn o15_the_map_of_what_runs_here_answers_409_or_422_and_never_executes() {
     let running = first(Mode::Transactional, State::InProgress);
-    let found = Found::Running { principal: &running.principal, fingerprint: &running.fingerprint };
+    let found = KeyFound::Running { principal: &running.principal, fingerprint: &running.fingerprint };
     let route = Route::new(Mode::Transactional);
     assert_eq!(second(&route, "alice", 1_000, found), Decision::InProgress(InProgress::Conflict));
     assert_eq!(second(&route, "alice", 10_000, found), Decision::Mismatch);
@@ -185,12 +185,12 @@ fn o15_the_map_of_what_runs_here_answers_409_or_422_and_never_executes() {
 fn o18_o19_an_uncommitted_claim_is_409_whatever_the_body_or_waited_for() {
     let route = Route::new(Mode::Transactional);
     for amount in [1_000, 10_000] {
-        assert_eq!(second(&route, "alice", amount, Found::Busy), Decision::InProgress(InProgress::Conflict));
+        assert_eq!(second(&route, "alice", amount, KeyFound::Busy), Decision::InProgress(InProgress::Conflict));
     }
     let wait = Route { while_running: WhileRunning::Wait, ..route };
-    assert_eq!(second(&wait, "alice", 1_000, Found::Busy), Decision::InProgress(InProgress::Wait));
+    assert_eq!(second(&wait, "alice", 1_000, KeyFound::Busy), Decision::InProgress(InProgress::Wait));
     let accepted = Route { while_running: WhileRunning::Accepted, ..Route::new(Mode::Phased) };
-    assert_eq!(second(&accepted, "alice", 1_000, Found::Busy), Decision::InProgress(InProgress::Conflict));
+    assert_eq!(second(&accepted, "alice", 1_000, KeyFound::Busy), Decision::InProgress(InProgress::Conflict));
 }
 
 // Shown by: letting keys from the future in; reading the key's time in other units.
@@ -198,7 +198,7 @@ fn o18_o19_an_uncommitted_claim_is_409_whatever_the_body_or_waited_for() {
 fn o23_a_key_without_a_record_is_judged_by_its_time_where_late_retries_are_rejected() {
     let made = 0x0197_a1b2_c3d4;
     let bounds = |purged_below: Option<i64>, now| {
-        Found::Nothing(Some(Bounds {
+        KeyFound::Nothing(Some(Bounds {
             purged_below: purged_below.map(at),
             now: at(now),
             id_skew: Duration::from_secs(60),
@@ -241,13 +241,13 @@ fn m12_m60_what_is_answered_before_and_without_the_store() {
         (Asked::Unscoped, Decision::ScopeRequired),
         (Asked::Elsewhere, Decision::WrongRegion),
     ] {
-        assert_eq!(decide(&required, asked, Found::NotAsked), decision);
-        assert_eq!(decide(&off, asked, Found::NotAsked), Decision::PassThrough);
+        assert_eq!(decide(&required, asked, KeyFound::NotAsked), decision);
+        assert_eq!(decide(&off, asked, KeyFound::NotAsked), Decision::PassThrough);
     }
-    assert_eq!(decide(&optional, Asked::Keyless, Found::NotAsked), Decision::PassThrough);
-    assert_eq!(decide(&optional, Asked::Malformed, Found::NotAsked), Decision::KeyInvalid);
-    assert_eq!(second(&required, "alice", 1_000, Found::NotAsked), Decision::Look);
-    assert_eq!(second(&required, "alice", 1_000, Found::Unreachable), Decision::StoreUnavailable);
+    assert_eq!(decide(&optional, Asked::Keyless, KeyFound::NotAsked), Decision::PassThrough);
+    assert_eq!(decide(&optional, Asked::Malformed, KeyFound::NotAsked), Decision::KeyInvalid);
+    assert_eq!(second(&required, "alice", 1_000, KeyFound::NotAsked), Decision::Look);
+    assert_eq!(second(&required, "alice", 1_000, KeyFound::Unreachable), Decision::StoreUnavailable);
 }
 
 #[test]
@@ -291,7 +291,7 @@ proptest! {
         let mut route = Route::new(route_mode);
         route.after_expiry = if reject { AfterExpiry::Reject } else { AfterExpiry::ExecuteAsNew };
         route.effects = if repeatable { Effects::Repeatable } else { Effects::External };
-        let decision = second(&route, principal, amount, Found::Record(&first, at(now)));
+        let decision = second(&route, principal, amount, KeyFound::Record(&first, at(now)));
         if principal != "alice" {
             prop_assert_eq!(decision, Decision::PrincipalMismatch);
         } else if amount != 1_000 {

@@ -186,7 +186,7 @@ impl World {
         let flight = if self.caller == Caller::NoFlight { 0 } else { FLIGHT };
         let retention = if self.caller == Caller::NoWindow { 1 << 40 } else { RETENTION };
         let seconds = |seconds: i64| Duration::from_secs(seconds.unsigned_abs());
-        let window = Window { retention: seconds(retention), max_in_flight: seconds(flight) };
+        let window = KeyWindow { retention: seconds(retention), max_in_flight: seconds(flight) };
         let strategy = match self.kind {
             Kind::Key => Strategy::Key(window),
             Kind::Query => Strategy::Query,

@@ -3,7 +3,7 @@
 
 use super::*;
 
-const WINDOW: Window = Window { retention: Duration::from_secs(100), max_in_flight: Duration::from_secs(20) };
+const WINDOW: KeyWindow = KeyWindow { retention: Duration::from_secs(100), max_in_flight: Duration::from_secs(20) };
 const ALL: [Strategy; 5] =
     [Strategy::Key(WINDOW), Strategy::Query, Strategy::KeyAndQuery(WINDOW), Strategy::None, Strategy::Repeatable];
 
@@ -203,7 +203,7 @@ fn o5_a_call_starts_only_if_its_timeout_fits_into_the_lease() {
 #[test]
 fn o6_a_window_in_which_nothing_can_be_repeated_is_refused() {
     assert_eq!(WINDOW.validate(), Ok(()));
-    let none = Window { max_in_flight: WINDOW.retention, ..WINDOW };
+    let none = KeyWindow { max_in_flight: WINDOW.retention, ..WINDOW };
     let message = none.validate().expect_err("refused").to_string();
     assert_eq!(message, "`max_in_flight` (1m 40s) must be shorter than the provider's `retention` of keys (1m 40s)");
 }

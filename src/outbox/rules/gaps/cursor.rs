@@ -13,7 +13,7 @@
 //! two of its values.
 
 use super::open::{OpenGaps, Seen};
-use super::window::Window;
+use super::window::UnmarkedReads;
 use super::{ClaimTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
 
 /// The maximum number of ranges of open gaps (R9). A range adds about 20 us to a read, so a read
@@ -30,7 +30,7 @@ pub(crate) struct GapCursor {
     /// The fields from here on exist only in memory.
     read_to: i64,
     open: OpenGaps,
-    window: Window,
+    window: UnmarkedReads,
     plan: Option<ReadPlan>,
     reads: u64,
     /// The number of the last read that needs a claim, and of the last read that a claim followed.
@@ -64,7 +64,7 @@ impl GapCursor {
             read_to: scanned_to,
             open: OpenGaps::fenced(&persisted, fence),
             persisted,
-            window: Window::default(),
+            window: UnmarkedReads::default(),
             plan: None,
             reads: 0,
             claim_due: 0,

@@ -22,13 +22,13 @@ pub(super) struct Batch {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Window {
+pub(super) struct UnmarkedReads {
     batches: VecDeque<Batch>,
     /// The number of the last batch that was dropped.
     marked: u64,
 }
 
-impl Window {
+impl UnmarkedReads {
     pub(super) fn marked(&self) -> u64 {
         self.marked
     }

@@ -12,7 +12,7 @@ use super::{INSERT_AT_ONCE, find, finish, stake};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
-use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 
@@ -196,7 +196,7 @@ impl OperationTx for MySqlOperationTx {
     async fn complete(
         &mut self,
         messages: Vec<NewMessage>,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Proof, StoreError> {
         let proof = self.held.prove("release").await?;

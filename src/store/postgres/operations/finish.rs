@@ -12,7 +12,7 @@ use super::expiry;
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::operation::port::stored::{Columns, pack};
-use crate::operation::port::{Fenced, Outcome, RecordFence};
+use crate::operation::port::{Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 
@@ -40,7 +40,7 @@ impl<'a> Within<'a> {
 pub(in crate::store::postgres) async fn finish(
     connection: &mut Bounded<Postgres>,
     fence: &RecordFence,
-    outcome: &Outcome,
+    outcome: &RunOutcome,
     retention: &Retention,
     within: Option<Within<'_>>,
 ) -> Result<Fenced, StoreError> {
@@ -59,7 +59,7 @@ pub(in crate::store::postgres) async fn finish(
 /// if another transaction changed the row meanwhile. Here none can: our own transaction claimed it.
 pub(super) fn finishing(
     fence: &RecordFence,
-    outcome: &Outcome,
+    outcome: &RunOutcome,
     retention: &Retention,
     within: Option<Within<'_>>,
 ) -> QueryBuilder<Postgres> {

@@ -13,7 +13,7 @@ use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
-use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
 use crate::operation::rules::Mode;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
@@ -218,7 +218,7 @@ impl OperationTx for PostgresOperationTx {
     async fn complete(
         &mut self,
         messages: Vec<NewMessage>,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Proof, StoreError> {
         let messages = match checked(messages) {

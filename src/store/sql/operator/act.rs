@@ -5,7 +5,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::audit::{self, Act};
-use super::list::{self, Found, FoundRow};
+use super::list::{self, FoundMessage, FoundRow};
 use super::{Texts, headers};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
@@ -124,7 +124,7 @@ pub(super) async fn act(
 
 /// Refuses to redrive a message under its own id where it is older than inboxes may remember: it
 /// could run twice (R31).
-fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActContext) -> Result<(), StoreError> {
+fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext) -> Result<(), StoreError> {
     match (&found.row, act, context.redrive_age_max) {
         (FoundRow::Outbox { age, .. }, OperatorAct::Redrive, Some(max)) if *age > max => {
             Err(StoreError::Refused(format!(
@@ -140,7 +140,7 @@ fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActContext) -> Res
 
 /// Makes a consumer's message dead. False where a process has its claim, or another copy is dead
 /// already.
-async fn bury(session: &mut dyn Session, texts: Texts, found: &Found) -> Result<bool, StoreError> {
+async fn bury(session: &mut dyn Session, texts: Texts, found: &FoundMessage) -> Result<bool, StoreError> {
     let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
     if !session.rows(sql(DEAD_COPY).bind("sequence", *sequence)).await?.is_empty() {
         return Ok(false);

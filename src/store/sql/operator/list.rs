@@ -109,7 +109,7 @@ impl Number {
 
 /// A message, and the values of its row that an act needs.
 #[derive(Debug)]
-pub(in crate::store) struct Found {
+pub(in crate::store) struct FoundMessage {
     pub(in crate::store) message: DeadMessage,
     pub(super) row: FoundRow,
 }
@@ -133,7 +133,7 @@ pub(in crate::store) async fn find(
     session: &mut dyn Session,
     texts: Texts,
     filter: &DeadFilter,
-) -> Result<Vec<Found>, StoreError> {
+) -> Result<Vec<FoundMessage>, StoreError> {
     let number = filter.number.as_deref().map(Number::parse).transpose()?;
     let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
     let look = Look { texts, filter, number, limit };
@@ -155,7 +155,7 @@ pub(in crate::store) async fn find(
 }
 
 impl Look<'_> {
-    async fn in_outbox(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<Found>, StoreError> {
+    async fn in_outbox(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
         let (texts, filter) = (self.texts, self.filter);
         let asked = sql(OUTBOX)
             .bind("is_dead", state == DeadState::Dead)
@@ -187,7 +187,7 @@ impl Look<'_> {
         Ok(found)
     }
 
-    async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<Found>, StoreError> {
+    async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
         // To check each row for a dead one before it would cost more the more rows are held. So
         // waiting messages are found from the heads, which have a due time.
         let of_heads = state == DeadState::Waiting && self.number.is_none() && self.filter.message_id.is_none();
@@ -263,7 +263,7 @@ impl Number {
     }
 }
 
-fn in_outbox(row: &dyn Row, state: DeadState) -> Result<Found, StoreError> {
+fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError> {
     let position: i64 = row.get(0)?;
     let (age, reason): (i64, Option<String>) = (row.get(13)?, row.get_opt(5)?);
     // Bytes that are not UTF-8 become the replacement character. An error would make the row
@@ -294,10 +294,10 @@ fn in_outbox(row: &dyn Row, state: DeadState) -> Result<Found, StoreError> {
         content_type: row.get_opt(12)?,
     };
     let age = Duration::from_micros(u64::try_from(age).unwrap_or(0));
-    Ok(Found { message, row: FoundRow::Outbox { position, age, headers } })
+    Ok(FoundMessage { message, row: FoundRow::Outbox { position, age, headers } })
 }
 
-fn of_consumer(row: &dyn Row, texts: Texts, state: DeadState) -> Result<Found, StoreError> {
+fn of_consumer(row: &dyn Row, texts: Texts, state: DeadState) -> Result<FoundMessage, StoreError> {
     let sequence: i64 = row.get(0)?;
     let (message_id, key): (Uuid, Option<Vec<u8>>) = (row.get(3)?, row.get_opt(6)?);
     let (reason, next_try): (Option<String>, Option<_>) = (row.get_opt(8)?, row.get_opt(12)?);
@@ -325,7 +325,7 @@ fn of_consumer(row: &dyn Row, texts: Texts, state: DeadState) -> Result<Found, S
         payload: row.get(15)?,
         content_type: row.get_opt(16)?.map(texts.restored),
     };
-    Ok(Found { message, row: FoundRow::Consumer { sequence, key, headers } })
+    Ok(FoundMessage { message, row: FoundRow::Consumer { sequence, key, headers } })
 }
 
 fn history(json: &str) -> Result<Vec<HistoryEntry>, StoreError> {

@@ -14,7 +14,7 @@ use crate::operation::port::phases::{
     Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, end_stage, may_advance, no_effect,
     no_record, twice,
 };
-use crate::operation::port::{Basis, Begun, Fenced, Outcome, RecordFence};
+use crate::operation::port::{Basis, Begun, Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::{Session, Statement, sql};
@@ -318,7 +318,7 @@ impl PhaseTx for SqlPhaseTx {
     async fn finish(
         &mut self,
         from: &str,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<(Proof, Fenced), StoreError> {
         let stage = end_stage(outcome)?;

@@ -13,7 +13,7 @@ use super::{find, finish, stake};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
-use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::outbox::enqueue::enqueue_all;
 
@@ -123,7 +123,7 @@ impl OperationTx for SqliteOperationTx {
     async fn complete(
         &mut self,
         messages: Vec<NewMessage>,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Proof, StoreError> {
         let proof = self.savepoint.prove(&mut self.write, "release").await?;
