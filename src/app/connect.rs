@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
@@ -162,7 +163,12 @@ impl Drop for Wait<'_> {
 ///
 /// # Errors
 /// An unknown scheme, a missing feature (with its name), or a setting that breaks a promise.
-pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
+pub fn open_broker(settings: &Settings) -> BoxFuture<'_, Result<AnyBroker, AppError>> {
+    // Boxed, so that this code is compiled with the library and not again in each program.
+    Box::pin(open_named(settings))
+}
+
+async fn open_named(settings: &Settings) -> Result<AnyBroker, AppError> {
     let url = settings.broker.url.0.as_str();
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     exists("broker.ca_file", settings.broker.ca_file.as_deref())?;

@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Parser};
+use futures::future::BoxFuture;
+use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
 use super::consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consumers_with};
@@ -34,7 +36,12 @@ impl PublisherArgs {
     ///
     /// # Errors
     /// An error that a person must repair.
-    pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
+    pub fn run(self, common: &CommonArgs) -> BoxFuture<'_, Result<(), AppError>> {
+        // Boxed, so that this code is compiled with the library and not again in each program.
+        Box::pin(self.work(common))
+    }
+
+    async fn work(self, common: &CommonArgs) -> Result<(), AppError> {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("publisher", &loaded.settings).await?;
         run_publisher(&loaded.settings, self.until_empty, health, stop).await
@@ -82,7 +89,12 @@ impl ConsumerArgs {
     ///
     /// # Errors
     /// An error that a person must repair.
-    pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
+    pub fn run(self, common: &CommonArgs) -> BoxFuture<'_, Result<(), AppError>> {
+        // Boxed, so that this code is compiled with the library and not again in each program.
+        Box::pin(self.work(common))
+    }
+
+    async fn work(self, common: &CommonArgs) -> Result<(), AppError> {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("consumer", &loaded.settings).await?;
         run_consumers(&loaded.settings, self.start(), health, stop).await
@@ -103,10 +115,19 @@ impl ConsumerArgs {
     }
 }
 
-async fn start(
+/// Listens for signals and serves the health, where it is asked for.
+fn start<'a>(
+    program: &'static str,
+    settings: &'a Settings,
+) -> BoxFuture<'a, Result<(Health, CancellationToken), AppError>> {
+    // Boxed, so that this code is compiled with the library and not again in each program.
+    Box::pin(signals_and_health(program, settings))
+}
+
+async fn signals_and_health(
     program: &'static str,
     settings: &Settings,
-) -> Result<(Health, tokio_util::sync::CancellationToken), AppError> {
+) -> Result<(Health, CancellationToken), AppError> {
     let stop = stop_on_signals()?;
     let health = Health::default();
     if let Some(address) = settings.http.listen {

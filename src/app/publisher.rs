@@ -6,6 +6,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -202,7 +203,17 @@ pub(super) async fn ready<S: Store>(
 }
 
 /// Declares the exchange of RabbitMQ; waits for a broker that is away.
-async fn declare(
+fn declare<'a>(
+    broker: &'a AnyBroker,
+    settings: &'a Settings,
+    stop: &'a CancellationToken,
+    health: &'a Health,
+) -> BoxFuture<'a, Result<(), AppError>> {
+    // Boxed, so that this code is compiled with the library and not again in each program.
+    Box::pin(declare_now(broker, settings, stop, health))
+}
+
+async fn declare_now(
     broker: &AnyBroker,
     settings: &Settings,
     stop: &CancellationToken,

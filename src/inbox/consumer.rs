@@ -40,6 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -141,7 +142,12 @@ impl Consumer {
     /// # Cancel safety
     /// If the future is dropped, running messages are not acknowledged and come again. Prefer the
     /// token.
-    pub async fn run(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
+    pub fn run(&self, stop: CancellationToken) -> BoxFuture<'_, Result<ConsumerEnd, ConsumerError>> {
+        // Boxed, so that this code is compiled with the library and not again in each program.
+        Box::pin(self.work(stop))
+    }
+
+    async fn work(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
         let shared = &self.0;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name);

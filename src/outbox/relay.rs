@@ -26,6 +26,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Publisher};
@@ -114,7 +115,12 @@ impl Relay {
     /// # Cancel safety
     /// Dropping the future loses nothing: rows in flight are sent again by the next session.
     /// Cancelling the token is better, because it also marks and releases the lease.
-    pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
+    pub fn run(&self, stop: CancellationToken) -> BoxFuture<'_, Result<RelayEnd, RelayError>> {
+        // Boxed, so that this code is compiled with the library and not again in each program.
+        Box::pin(self.work(stop))
+    }
+
+    async fn work(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
         observe::relay_starts(self.broker.name());
         self.health.set(&self.part, PartState::Starting);
         let overdue = async {

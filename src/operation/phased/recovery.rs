@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -112,7 +113,12 @@ impl Recovery {
     ///
     /// # Cancel safety
     /// If the future is dropped, the leases expire, and other workers take the operations over.
-    pub async fn run(self, stop: CancellationToken) -> Result<(), StoreError> {
+    pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), StoreError>> {
+        // Boxed, so that this code is compiled with the library and not again in each program.
+        Box::pin(self.work(stop))
+    }
+
+    async fn work(self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
         let mut first = 0;
