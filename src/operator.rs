@@ -3,15 +3,15 @@
 
 pub(crate) mod keys;
 
-use std::future::Future;
+use std::fmt::Debug;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use crate::error::StoreError;
 use crate::inbox::rules::horizon::Verdict;
-use crate::store::base::Base;
 
 /// The state of one shard.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
@@ -451,21 +451,21 @@ impl DeadMessage {
 }
 
 /// Duty: what an operator sees of a database, and the acts on it.
-pub trait Operator: Base {
+#[async_trait]
+pub trait Operator: Debug + Send + Sync {
     /// The current state of shards, consumers, dead messages and e-mails.
-    fn status(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
+    async fn status(&self) -> Result<Status, StoreError>;
 
     /// As [`Operator::status`], but the inbox rows of consumers are those of an earlier status, or
     /// 0: to count them takes longer than all the rest.
-    fn status_since(&self, earlier: &Status) -> impl Future<Output = Result<Status, StoreError>> + Send;
+    async fn status_since(&self, earlier: &Status) -> Result<Status, StoreError>;
 
     /// Connections that have waited for a lock for longer than this, as far as the server tells. No
     /// table shows a handler that hangs in a lock.
-    fn lock_waits(&self, longer_than: Duration) -> impl Future<Output = Result<Vec<LockWait>, StoreError>> + Send;
+    async fn lock_waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError>;
 
     /// The acts of operators, newest first; with an id only those on this message or operation.
-    fn audit(&self, id: Option<Uuid>, limit: usize)
-    -> impl Future<Output = Result<Vec<AuditEntry>, StoreError>> + Send;
+    async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError>;
 
     /// Forgets a consumer that is gone: deletes its waiting, held and dead messages, its inbox and
     /// its name. A consumer that starts with the same name is a new one. With `dry_run` the rows
@@ -474,31 +474,27 @@ pub trait Operator: Base {
     /// # Errors
     /// [`StoreError::Refused`] where the consumer is not known, or was seen within
     /// [`CONSUMER_PRESENT`].
-    fn forget_consumer(
-        &self,
-        name: &str,
-        context: &ActContext,
-    ) -> impl Future<Output = Result<Forgotten, StoreError>> + Send;
+    async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError>;
 
     /// Messages that could not be sent or handled, oldest first.
-    fn dead(&self, filter: &DeadFilter) -> impl Future<Output = Result<Vec<DeadMessage>, StoreError>> + Send;
+    async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError>;
 
     /// Repairs positions that the relay would never read: a sequence that is behind the cursor is
     /// set above it, and messages at positions that the relay has passed are put before it again,
     /// in order. Some messages may be sent a second time, none is lost. Returns a sentence for each
     /// repair and writes an audit row; with `dry_run` nothing is written.
-    fn mend(&self, context: &ActContext) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
+    async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError>;
 
     /// Acts on the messages that match a filter, with an audit row for each. For outbox rows it
     /// writes a request that the owner of the shard carries out. Consumer rows change at once
     /// (redrive: due now, or behind an earlier message of its key; discard: deleted, and the next
     /// message is due).
-    fn act(
+    async fn act(
         &self,
         filter: &DeadFilter,
         act: &OperatorAct,
         context: &ActContext,
-    ) -> impl Future<Output = Result<OperatorOutcome, StoreError>> + Send;
+    ) -> Result<OperatorOutcome, StoreError>;
 }
 
 #[cfg(all(test, feature = "sqlite"))]

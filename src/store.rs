@@ -13,6 +13,8 @@
 //! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves
 //! (the `rules` of each subject).
 
+use std::sync::Arc;
+
 pub(crate) mod base;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod bounded;
@@ -66,12 +68,13 @@ pub use crate::outbox::port::{
 };
 
 /// A database adapter: all duties together.
-pub trait Store:
-    Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + KeyOperator + Statements
-{
+pub trait Store: Schema + Statements + Operations + KeyOperator + Duties {
+    /// This store as an object. Its methods are compiled with the adapter; those of the type itself
+    /// are compiled again in each program that names it.
+    fn duties(&self) -> Arc<dyn Duties>;
 }
 
-impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + KeyOperator + Statements> Store
-    for S
-{
-}
+/// The duties that the relay, the consumer and the programs use of a database.
+pub trait Duties: Outbox + Inbox + Waiting + Operator + Mailbox + Phases {}
+
+impl<S: Outbox + Inbox + Waiting + Operator + Mailbox + Phases> Duties for S {}

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::future::Future;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::task::JoinSet;
@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::exit::AppError;
 use crate::observe;
 use crate::operator::Status;
-use crate::store::Store;
+use crate::store::Duties;
 
 /// The shortest pause between two reads.
 const EVERY: Duration = Duration::from_secs(2);
@@ -33,7 +33,7 @@ pub(super) struct Gauges(JoinSet<()>);
 
 impl Gauges {
     /// Starts the task; it runs until the stop.
-    pub(super) fn keep<S: Store>(store: S, stop: CancellationToken) -> Self {
+    pub(super) fn keep(store: Arc<dyn Duties>, stop: CancellationToken) -> Self {
         Self::of(async move {
             tokio::select! {
                 () = stop.cancelled() => {}
@@ -61,7 +61,7 @@ impl Gauges {
     }
 }
 
-async fn keep<S: Store>(store: S) {
+async fn keep(store: Arc<dyn Duties>) {
     let read_at = Mutex::new(Instant::now());
     let read_at = || read_at.lock().unwrap_or_else(PoisonError::into_inner);
     let ages = async {

@@ -19,8 +19,8 @@ use crate::observe::Health;
 use crate::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
 use crate::operator::Status;
 use crate::outbox::relay::{Relay, RelayOptions};
-use crate::store::Store;
 use crate::store::schema::Severity;
+use crate::store::{Duties, Store};
 
 /// The pause between two searches for new shards.
 const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
@@ -42,7 +42,7 @@ pub async fn run_publisher(
     let waits = Some((&stop, &health));
     crate::with_store!(settings, waits, |store| {
         ready(&store, settings, &stop, &health).await?;
-        let relayed = relay_all(&store, broker, settings, until_empty, health.clone(), stop.clone()).await;
+        let relayed = relay_all(store.duties(), broker, settings, until_empty, health.clone(), stop.clone()).await;
         close(&store).await;
         relayed
     })
@@ -79,7 +79,7 @@ where
         let _ending = ending;
         recovery.run(told).await
     });
-    let relayed = relay_all(&store, broker, settings, until_empty, health, both.clone()).await;
+    let relayed = relay_all(store.duties(), broker, settings, until_empty, health, both.clone()).await;
     both.cancel();
     let recovered = recovering.await;
     // Closed only now, because the answer of a provider to the last call must still be stored.
@@ -90,8 +90,20 @@ where
     }
 }
 
-async fn relay_all<S: Store>(
-    store: &S,
+fn relay_all(
+    store: Arc<dyn Duties>,
+    broker: AnyBroker,
+    settings: &Settings,
+    until_empty: bool,
+    health: Health,
+    stop: CancellationToken,
+) -> BoxFuture<'_, Result<(), AppError>> {
+    // Boxed, so that this code is compiled with the library and not again in each program.
+    Box::pin(relay_shards(store, broker, settings, until_empty, health, stop))
+}
+
+async fn relay_shards(
+    store: Arc<dyn Duties>,
     broker: AnyBroker,
     settings: &Settings,
     until_empty: bool,
@@ -112,7 +124,7 @@ async fn relay_all<S: Store>(
             let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
             let declare_topics = settings.broker.kafka.create_topics;
             let options = RelayOptions { shard, until_empty, declare_topics, ..options };
-            let relay = Relay::new(store.clone(), Arc::clone(&broker), options, health.clone());
+            let relay = Relay::of(Arc::clone(&store) as _, Arc::clone(&broker), options, health.clone());
             let stop = all.clone();
             relays.spawn(async move { relay.run(stop).await });
         }
@@ -120,7 +132,7 @@ async fn relay_all<S: Store>(
     };
     serve(&mut relays, store.shards().await?)?;
     let first_look = FirstLook::at(&broker, settings, &all);
-    let mut gauges = Gauges::keep(store.clone(), all.clone());
+    let mut gauges = Gauges::keep(Arc::clone(&store), all.clone());
     let mut outcome = Ok(());
     loop {
         let ended = tokio::select! {
@@ -203,17 +215,7 @@ pub(super) async fn ready<S: Store>(
 }
 
 /// Declares the exchange of RabbitMQ; waits for a broker that is away.
-fn declare<'a>(
-    broker: &'a AnyBroker,
-    settings: &'a Settings,
-    stop: &'a CancellationToken,
-    health: &'a Health,
-) -> BoxFuture<'a, Result<(), AppError>> {
-    // Boxed, so that this code is compiled with the library and not again in each program.
-    Box::pin(declare_now(broker, settings, stop, health))
-}
-
-async fn declare_now(
+async fn declare(
     broker: &AnyBroker,
     settings: &Settings,
     stop: &CancellationToken,

@@ -47,12 +47,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Subscription};
 use crate::error::{BrokerError, StoreError};
-use crate::inbox::port::waiting::{Scope, Waiting};
-use crate::inbox::port::{ConsumerId, ConsumerSpec, Inbox};
+use crate::inbox::port::waiting::Scope;
+use crate::inbox::port::{ConsumerId, ConsumerSpec};
 use crate::inbox::rules::horizon::HorizonTooShort;
 use crate::observe::{self, Health, PartState};
-use crate::outbox::port::Outbox;
-use crate::store::Store;
+use crate::store::{Duties, Store};
 
 use handlers::ByKind;
 pub use handlers::Handlers;
@@ -74,15 +73,10 @@ pub enum ConsumerEnd {
 #[derive(Debug, Clone)]
 pub struct Consumer(Arc<Shared>);
 
-/// What a consumer needs of a database: inbox, waiting messages, and how long proven rows are kept.
-trait ConsumerStore: Inbox + Waiting + Outbox {}
-
-impl<S: Inbox + Waiting + Outbox> ConsumerStore for S {}
-
 /// The state that intake, lanes and retriers share.
 #[derive(Debug)]
 struct Shared {
-    store: Arc<dyn ConsumerStore>,
+    store: Arc<dyn Duties>,
     broker: Arc<dyn Broker>,
     handlers: ByKind,
     options: ConsumerOptions,
@@ -117,7 +111,7 @@ impl Consumer {
         let places = broker.places(&subscription(&options));
         let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
         Self(Arc::new(Shared {
-            store: Arc::new(store),
+            store: store.duties(),
             broker,
             handlers,
             options,

@@ -101,8 +101,13 @@ const DOUBTS_SHOWN: u32 = 2;
 impl Relay {
     /// Makes a relay; it does nothing before [`Relay::run`].
     pub fn new(store: impl Outbox + 'static, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
+        Self::of(Arc::new(store), broker, options, health)
+    }
+
+    /// As [`Relay::new`], of a store that is an object already.
+    pub(crate) fn of(store: Arc<dyn Outbox>, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
         let part = format!("relay {}", options.shard);
-        Self { store: Arc::new(store), broker, options, health, part }
+        Self { store, broker, options, health, part }
     }
 
     /// Runs until the token is cancelled, or until the outbox is empty where `until_empty` is set.

@@ -1,13 +1,15 @@
 //! What every duty needs of a database: how it is connected to, and its pool of connections.
 
 use std::fmt::Debug;
-use std::future::Future;
+
+use async_trait::async_trait;
 
 use crate::error::StoreError;
 use crate::operation::port::Bridged;
 use crate::outbox::enqueue::Enqueue;
 
 /// A connection pool to one kind of database, which every duty needs.
+#[async_trait]
 pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// The sqlx database of this store; handlers get its connection.
     type Db: sqlx::Database<Connection: Enqueue + Bridged>;
@@ -16,13 +18,13 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     const NAME: &'static str;
 
     /// Connects. Never migrates; a SQLite file that is missing is an error unless `create` is set.
-    fn connect(options: &StoreOptions) -> impl Future<Output = Result<Self, StoreError>> + Send;
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError>;
 
     /// The pool that all work of this process shares.
     fn pool(&self) -> &sqlx::Pool<Self::Db>;
 
     /// Closes the pool and waits until its connections are gone.
-    fn close(&self) -> impl Future<Output = ()> + Send;
+    async fn close(&self);
 }
 
 /// How a store connects; the URL decides which adapter.

@@ -28,13 +28,16 @@ mod sql;
 mod statements;
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::{MySql, MySqlPool};
 
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
 use crate::store::base::Base;
+use crate::store::{Duties, Store};
 use crate::text::hex::hex;
 
 /// The store on MySQL and MariaDB: outbox, inbox and operations. Cheap to clone.
@@ -47,6 +50,7 @@ pub struct MySqlStore {
     statement_max: Duration,
 }
 
+#[async_trait]
 impl Base for MySqlStore {
     type Db = MySql;
 
@@ -62,6 +66,12 @@ impl Base for MySqlStore {
 
     async fn close(&self) {
         self.pool.close().await;
+    }
+}
+
+impl Store for MySqlStore {
+    fn duties(&self) -> Arc<dyn Duties> {
+        Arc::new(self.clone())
     }
 }
 

@@ -37,6 +37,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use async_trait::async_trait;
 use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
@@ -45,6 +46,7 @@ pub use statements::PostgresStatement;
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
 use crate::store::base::{Base, StoreOptions};
+use crate::store::{Duties, Store};
 
 /// The store on PostgreSQL: outbox, inbox and operations. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -58,6 +60,7 @@ pub struct PostgresStore {
     attaches: Arc<AtomicBool>,
 }
 
+#[async_trait]
 impl Base for PostgresStore {
     type Db = sqlx::Postgres;
 
@@ -81,5 +84,11 @@ impl Base for PostgresStore {
 
     async fn close(&self) {
         self.pool.close().await;
+    }
+}
+
+impl Store for PostgresStore {
+    fn duties(&self) -> Arc<dyn Duties> {
+        Arc::new(self.clone())
     }
 }

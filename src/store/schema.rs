@@ -1,8 +1,7 @@
 //! The tables and their migrations, which a migration table of our own records. A program never
 //! migrates by itself at start. Not here: the SQL of the migrations, and their checks.
 
-use std::future::Future;
-
+use async_trait::async_trait;
 use sha2::{Digest, Sha256};
 
 use crate::error::StoreError;
@@ -236,6 +235,7 @@ impl Finding {
 }
 
 /// Duty: the tables, whether they fit this program, and their migrations.
+#[async_trait]
 pub trait Schema: Base {
     /// All migrations this program was built with, ascending.
     fn migrations() -> &'static [MigrationText];
@@ -253,16 +253,16 @@ pub trait Schema: Base {
     /// The state of the schema. A SQLite file that does not exist is `Missing`. On MySQL texts are
     /// not compared, because its migrations record themselves, also when the `mysql` client applies
     /// them.
-    fn schema(&self) -> impl Future<Output = Result<SchemaState, StoreError>> + Send;
+    async fn schema(&self) -> Result<SchemaState, StoreError>;
 
     /// Applies the missing migrations under a lock, and returns their versions. It is safe to run
     /// twice, and in several processes at the same time.
-    fn migrate(&self) -> impl Future<Output = Result<Vec<i64>, StoreError>> + Send;
+    async fn migrate(&self) -> Result<Vec<i64>, StoreError>;
 
     /// The migrations that are known or applied.
-    fn applied(&self) -> impl Future<Output = Result<Vec<AppliedMigration>, StoreError>> + Send;
+    async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError>;
 
     /// Checks the settings of server and schema that the promises need (R1, R7, R10, R13). It runs
     /// at start and in `doctor`.
-    fn check(&self) -> impl Future<Output = Result<Vec<Finding>, StoreError>> + Send;
+    async fn check(&self) -> Result<Vec<Finding>, StoreError>;
 }

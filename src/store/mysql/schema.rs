@@ -8,6 +8,7 @@
 //!
 //! Not here: sqlx's migrator. After an interrupted migration it stops and needs a manual repair.
 
+use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
 use super::MySqlStore;
@@ -52,6 +53,7 @@ const FORBIDDEN: [u16; 6] = [1418, 1419, 1044, 1142, 1227, 1370];
 /// The longest wait for another migrator, in seconds.
 const LOCK_SECONDS: i64 = 60;
 
+#[async_trait]
 impl Schema for MySqlStore {
     fn migrations() -> &'static [MigrationText] {
         MIGRATIONS

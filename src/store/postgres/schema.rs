@@ -4,6 +4,7 @@
 //! migration that was changed after it was applied is refused; no program migrates on its own
 //! accord.
 
+use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, Row};
 
 use super::PostgresStore;
@@ -63,6 +64,7 @@ comment on column oncebox.migration.applied_by is 'who applied it';
 comment on index oncebox.migration_pkey is 'serves migrate up and migrate status: one row by its version';
 ";
 
+#[async_trait]
 impl Schema for PostgresStore {
     fn migrations() -> &'static [MigrationText] {
         &MIGRATIONS

@@ -16,6 +16,7 @@ pub(in crate::store) mod status;
 use std::borrow::Cow;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
@@ -107,6 +108,7 @@ async fn read_status<S: OperatorSql>(store: &S, earlier: Option<&Status>) -> Res
     Ok(Status { emails_pending: store.emails_pending().await?, ..status })
 }
 
+#[async_trait]
 impl<S: OperatorSql> Operator for S {
     async fn status(&self) -> Result<Status, StoreError> {
         read_status(self, None).await

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::pool::PoolOptions;
 use sqlx::query_scalar;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
@@ -13,6 +14,7 @@ use sqlx::{Connection, Pool, Sqlite};
 use crate::error::StoreError;
 use crate::flock::{Held, Turn};
 use crate::store::base::{Base, StoreOptions};
+use crate::store::{Duties, Store};
 
 /// How long a statement waits for the write lock, and a transaction for its turn.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -73,6 +75,7 @@ impl SqliteStore {
     }
 }
 
+#[async_trait]
 impl Base for SqliteStore {
     type Db = Sqlite;
 
@@ -152,5 +155,11 @@ impl Base for SqliteStore {
 
     async fn close(&self) {
         self.shared.pool.close().await;
+    }
+}
+
+impl Store for SqliteStore {
+    fn duties(&self) -> Arc<dyn Duties> {
+        Arc::new(self.clone())
     }
 }

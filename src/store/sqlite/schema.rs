@@ -3,6 +3,7 @@
 //! All missing migrations are applied in one `BEGIN IMMEDIATE` transaction. The write lock makes
 //! concurrent migrators safe, and a migration that fails leaves nothing behind.
 
+use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 
 use super::connect::SqliteStore;
@@ -77,6 +78,7 @@ fn row(migration: &MigrationText) -> String {
     )
 }
 
+#[async_trait]
 impl Schema for SqliteStore {
     fn migrations() -> &'static [MigrationText] {
         MIGRATIONS
