@@ -172,18 +172,26 @@ impl InboxTx for MySqlInboxTx {
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+        Ok(self.admit_and_look(entries, &[]).await?.0)
+    }
+
+    async fn admit_and_look(
+        &mut self,
+        entries: &[InboxEntry],
+        lanes: &[[u8; 16]],
+    ) -> Result<(Admission, Option<Standing>), StoreError> {
         if entries.is_empty() {
             self.set_savepoint(None).await?;
-            return Ok(Admission { known: Vec::new() });
+            return Ok((Admission { known: Vec::new() }, None));
         }
         // Sorted, so that two batches with the same ids wait for each other and do not deadlock.
         let mut sorted = entries.to_vec();
         sorted.sort_unstable_by_key(|entry| entry.id);
         let savepoint = savepoint_name();
-        let answers = self.run_all(admit_statements(self.consumer, &sorted, self.token, &savepoint)).await?;
-        let [inserted, warned, warnings, rows, _] = answers.as_slice() else {
+        let answers = self.run_all(admit_statements(self.consumer, &sorted, self.token, &savepoint, lanes)).await?;
+        let [inserted, warned, warnings, rows, standing, _] = answers.as_slice() else {
             let count = answers.len();
-            return Err(StoreError::Corrupt(format!("five statements of the inbox gave {count} answers")));
+            return Err(StoreError::Corrupt(format!("six statements of the inbox gave {count} answers")));
         };
         self.savepoint = Some(savepoint);
         self.session = rows.rows.first().map(|row| ServerSession::of(row, 4)).transpose()?;
@@ -208,15 +216,15 @@ impl InboxTx for MySqlInboxTx {
             // so the batch runs again.
             None => Err(StoreError::Busy(sqlx::Error::Protocol(format!("the inbox row of {} went away", entry.id)))),
         };
-        Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
+        let known = entries.iter().map(answer).collect::<Result<_, _>>()?;
+        // The savepoint is set, and proves the transaction whatever this one gives.
+        let standing = self.received.is_some().then(|| standing_of(self.consumer, &standing.rows)).transpose()?;
+        Ok((Admission { known }, standing.map(|standing| self.at_receipt(standing))))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
-        let mut standing = standing(&mut self.transaction, self.consumer, lanes).await?;
-        if let Some(received) = self.received {
-            standing.bounds.now = received;
-        }
-        Ok(standing)
+        let standing = standing(&mut self.transaction, self.consumer, lanes).await?;
+        Ok(self.at_receipt(standing))
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
@@ -313,6 +321,14 @@ impl Stands {
 }
 
 impl MySqlInboxTx {
+    /// Ages are judged by the time at which our rows were received.
+    fn at_receipt(&self, mut standing: Standing) -> Standing {
+        if let Some(received) = self.received {
+            standing.bounds.now = received;
+        }
+        standing
+    }
+
     fn stands(&self) -> Stands {
         let inserted = self.ours.first().copied().or(self.mark);
         Stands { consumer: self.consumer, token: self.token, inserted }
@@ -405,21 +421,28 @@ async fn standing(
     consumer: ConsumerId,
     lanes: &[[u8; 16]],
 ) -> Result<Standing, StoreError> {
-    let rows = sqlx::query(
+    let text = AssertSqlSafe(standing_statement(consumer, lanes));
+    standing_of(consumer, &raw_sql(text).all(connection).await?)
+}
+
+/// Only a number and hexadecimal digits come from outside. Where the consumer has no waiting message
+/// at all, the server does not even read the list.
+fn standing_statement(consumer: ConsumerId, lanes: &[[u8; 16]]) -> String {
+    let (consumer, lanes) = (consumer.0, hex_list(lanes.iter().map(<[u8; 16]>::as_slice)));
+    format!(
         "select b.purged, b.now, b.skew, l.lane_id from \
            (select timestampdiff(microsecond, '1970-01-01', c.purged_below) as purged, \
                    timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) as now, \
                    cast((select value from oncebox_limits where name = 'id_skew_seconds') as signed) as skew \
-              from oncebox_consumer c where c.consumer_id = ?) b \
-         left join (select unhex(j.lane_id) as lane_id from json_table(?, '$[*]' columns (lane_id varchar(32) path '$')) j \
-           where (select w.sequence from oncebox_waiting w where w.consumer_id = ? and w.lane_id = unhex(j.lane_id) limit 1) is not null) l \
-           on true",
+              from oncebox_consumer c where c.consumer_id = {consumer}) b \
+         left join (select unhex(j.lane_id) as lane_id from json_table('{lanes}', '$[*]' columns (lane_id varchar(32) path '$')) j \
+           where exists (select 1 from oncebox_waiting f where f.consumer_id = {consumer} and f.lane_id is not null) \
+             and (select w.sequence from oncebox_waiting w where w.consumer_id = {consumer} and w.lane_id = unhex(j.lane_id) limit 1) is not null) l \
+           on true"
     )
-    .bind(consumer.0)
-    .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
-    .bind(consumer.0)
-    .all(connection)
-    .await?;
+}
+
+fn standing_of(consumer: ConsumerId, rows: &[MySqlRow]) -> Result<Standing, StoreError> {
     let first = rows.first().ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
     let bounds = Bounds {
         purged_below: first.try_get::<Option<i64>, _>(0)?.map(DbTime::from_micros),
@@ -436,9 +459,16 @@ pub(super) fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
 }
 
-/// Insert, warnings, rows and savepoint in one packet. The text contains only numbers and
-/// hexadecimal digits from outside.
-fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16], savepoint: &str) -> String {
+/// Insert, warnings, rows, what stands in their way, and savepoint in one packet. The text contains
+/// only numbers and hexadecimal digits from outside.
+fn admit_statements(
+    consumer: ConsumerId,
+    sorted: &[InboxEntry],
+    token: [u8; 16],
+    savepoint: &str,
+    lanes: &[[u8; 16]],
+) -> String {
+    let standing = standing_statement(consumer, lanes);
     let (consumer, token) = (consumer.0, hex(&token));
     let value = |entry: &InboxEntry| {
         format!("({consumer},x'{}',x'{}',x'{token}',utc_timestamp(6))", hex(&entry.id.bytes()), hex(&entry.hash))
@@ -450,7 +480,7 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
          show count(*) warnings; show warnings; \
          select message_id, content_hash, batch_token, timestampdiff(microsecond, '1970-01-01', received_at), {} \
             from oncebox_inbox where consumer_id = {consumer} and message_id in ({}); \
-         savepoint {savepoint}",
+         {standing}; savepoint {savepoint}",
         values.join(","),
         ServerSession::COLUMNS,
         ids.join(",")
