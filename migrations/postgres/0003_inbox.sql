@@ -298,11 +298,12 @@ comment on index oncebox.audit_message_id is 'serves explain: acts by message id
 
 -- What every batch asks first, in one call: which ids are new, and what stands in their way. The insert is the first statement;
 -- each later one sees what a transaction has committed for which the insert waited. Ids come sorted. `places` are the tables that
--- got rows, `writes` how many rows of them this session has inserted, and how many it has updated or deleted.
+-- got rows, `writes` how many rows of them this session has inserted, and how many it has updated or deleted. No plan depends on
+-- the values, so none is made for them.
 create function oncebox.admit(consumer integer, timed uuid[], timed_hashes uuid[], untimed uuid[], untimed_hashes uuid[], lanes uuid[],
   out old_ids uuid[], out old_hashes uuid[], out blocked uuid[], out purged_until bigint, out began_at bigint, out id_skew bigint,
   out witness text, out places oid[], out writes bigint[])
-language plpgsql volatile as $$
+language plpgsql volatile set plan_cache_mode = force_generic_plan as $$
 declare
   new_timed uuid[] := '{}';
   new_untimed uuid[] := '{}';

@@ -36,7 +36,10 @@ pub(super) enum BatchEnd {
 
 /// The result of the work inside the transaction.
 enum Body {
-    Commit { outcomes: Vec<Outcome>, handled: Vec<usize> },
+    Commit {
+        outcomes: Vec<Outcome>,
+        handled: Vec<usize>,
+    },
     /// Every item was known, and nothing was written.
     Known(Vec<Outcome>),
     Rollback(BatchEnd),

@@ -425,8 +425,8 @@ async fn standing(
     standing_of(consumer, &raw_sql(text).all(connection).await?)
 }
 
-/// Only a number and hexadecimal digits come from outside. Where the consumer has no waiting message
-/// at all, the server does not even read the list.
+/// Only a number and hexadecimal digits come from outside. Where the consumer has no message that
+/// waits for its key, the server does not read the list.
 fn standing_statement(consumer: ConsumerId, lanes: &[[u8; 16]]) -> String {
     let (consumer, lanes) = (consumer.0, hex_list(lanes.iter().map(<[u8; 16]>::as_slice)));
     format!(
