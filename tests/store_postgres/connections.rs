@@ -179,8 +179,7 @@ async fn r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write() {
 }
 
 /// What a batch asks of the server between BEGIN and COMMIT, beside its handler: the admission with
-/// what stands in its way, and the proof. Shown by asking for what stands in a statement of its
-/// own.
+/// what stands in its way, and the proof.
 #[tokio::test]
 async fn a_batch_takes_two_round_trips_beside_its_handler() {
     with_database("a_batch_takes_two_round_trips_beside_its_handler", |database| async move {

@@ -522,7 +522,6 @@ fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &An
 mod tests {
     use super::*;
 
-    // Shown to fail by writing the token and the time for each row.
     #[test]
     fn the_packet_of_a_batch_of_a_hundred_is_one_record_of_tls() {
         let entries: Vec<_> = (0..100).map(|_| InboxEntry { id: MessageId::new(), hash: [7; 16] }).collect();
