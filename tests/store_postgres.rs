@@ -4,6 +4,8 @@
 
 #[path = "support/postgres.rs"]
 mod postgres;
+#[path = "support/proxy.rs"]
+mod proxy;
 mod support;
 
 #[path = "store_postgres/conformance.rs"]

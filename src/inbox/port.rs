@@ -301,6 +301,19 @@ pub trait InboxTx: Send {
     /// the insert waited.
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError>;
 
+    /// [`InboxTx::admit`], and then [`InboxTx::standing`] for these lanes unless no id is new. A
+    /// database that can do so answers both in one trip.
+    async fn admit_and_look(
+        &mut self,
+        entries: &[InboxEntry],
+        lanes: &[[u8; 16]],
+    ) -> Result<(Admission, Option<Standing>), StoreError> {
+        let admission = self.admit(entries).await?;
+        let has_new = admission.known.iter().any(Option::is_none);
+        let standing = if has_new { Some(self.standing(lanes).await?) } else { None };
+        Ok((admission, standing))
+    }
+
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
     /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,
     /// message id, content hash): a second one is ignored.

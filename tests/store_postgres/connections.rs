@@ -8,6 +8,7 @@ use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, Proof, Schema, Store
 use oncebox::{StoreError, message::MessageId};
 
 use crate::postgres::{Server, on_server, with_database, with_path};
+use crate::proxy::Proxy;
 use crate::support::{eventually, service};
 
 fn spec() -> ConsumerSpec {
@@ -177,6 +178,31 @@ async fn r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write() {
     .await;
 }
 
+/// What a batch asks of the server between BEGIN and COMMIT, beside its handler: the admission with
+/// what stands in its way, and the proof.
+#[tokio::test]
+async fn a_batch_takes_two_round_trips_beside_its_handler() {
+    with_database("a_batch_takes_two_round_trips_beside_its_handler", |database| async move {
+        let proxy = Proxy::before(&database.url, "sslmode=disable");
+        let options = StoreOptions { connections_max: 1, ..StoreOptions::new(proxy.url.clone()) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        let consumer = store.register(&spec()).await.unwrap();
+        // The first batch of a connection prepares its statements.
+        for trips in [4, 2] {
+            let mut tx = store.begin(consumer).await.unwrap();
+            let before = proxy.requests();
+            let (admission, standing) = tx.admit_and_look(&[entry(), entry()], &[[7; 16]]).await.unwrap();
+            assert_eq!((admission.known.as_slice(), standing.unwrap().blocked.len()), ([None, None].as_slice(), 0));
+            assert!(tx.connection::<PgConnection>().is_ok(), "as for a handler");
+            assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+            assert_eq!(proxy.requests() - before, trips);
+            tx.commit().await.unwrap();
+        }
+        store.close().await;
+    })
+    .await;
+}
+
 /// R23: sqlx answers Ok to a commit that the server turned into a rollback.
 #[tokio::test]
 async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
@@ -189,6 +215,10 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
             ("savepoint s; insert into effect values (3); release savepoint s", Proof::Same),
             ("insert into effect values (1)", Proof::Aborted),
             ("delete from oncebox.inbox_timed", Proof::Aborted),
+            ("truncate oncebox.inbox_timed", Proof::Aborted),
+            ("update oncebox.inbox_timed set message_id = oncebox.uuid_v7()", Proof::Aborted),
+            ("savepoint s; delete from oncebox.inbox_timed; rollback to savepoint s", Proof::Same),
+            ("set track_counts = off; delete from oncebox.inbox_timed", Proof::Aborted),
             ("insert into effect values (4); commit", Proof::Ended),
             ("rollback; insert into effect values (5)", Proof::Ended),
             ("insert into effect values (6); commit; begin; insert into effect values (7)", Proof::Ended),

@@ -3,6 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -56,6 +57,7 @@ struct Shared {
     /// never works again.
     state: watch::Sender<(Option<Failure>, u32)>,
     armed: Mutex<Option<Armed>>,
+    requests: AtomicU32,
 }
 
 /// One address in place of a server's.
@@ -101,7 +103,8 @@ impl Proxy {
             .then(|| (at(address.rsplit_once(':').unwrap().1.parse().unwrap()), at(here.port())));
         url.set_query(query);
         let state = watch::Sender::new((None, 0));
-        let shared = Arc::new(Shared { server: address, instead, state, armed: Mutex::new(None) });
+        let requests = AtomicU32::new(0);
+        let shared = Arc::new(Shared { server: address, instead, state, armed: Mutex::new(None), requests });
         let serving = Arc::clone(&shared);
         let listener = listen(here);
         tokio::spawn(async move {
@@ -137,6 +140,11 @@ impl Proxy {
     ) {
         let (text, lasts) = (Some((since, at)), Duration::ZERO);
         *self.shared.armed.lock().unwrap() = Some(Armed { requests: 0, text, when, failure, lasts, again: times - 1 });
+    }
+
+    /// How often clients have sent something and waited for the answer.
+    pub(crate) fn requests(&self) -> u32 {
+        self.shared.requests.load(Ordering::Relaxed)
     }
 
     /// Nothing is to fail any more.
@@ -226,6 +234,7 @@ impl Connection {
                 }
                 read = this.from_client.read(&mut request) => {
                     let bytes = &request[..read.ok().filter(|read| *read > 0)?];
+                    this.shared.requests.fetch_add(1, Ordering::Relaxed);
                     match this.take_armed(bytes) {
                         None => this.to_server.write_all(bytes).await.ok()?,
                         Some(armed) => {

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::item::Item;
 use crate::error::StoreError;
-use crate::inbox::port::{InboxEntry, InboxTx, time_in_id};
+use crate::inbox::port::{InboxEntry, InboxTx, Standing, time_in_id};
 use crate::inbox::rules::horizon::{Age, Bounds, judge};
 use crate::message::{Message, MessageId};
 use crate::time::db_time::DbTime;
@@ -41,7 +41,8 @@ pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fa
             entries.push(InboxEntry { id: item.message.id, hash: item.hash });
         }
     }
-    let admission = tx.admit(&entries).await?;
+    let lanes: HashSet<_> = items.iter().filter_map(|item| item.lane_id).collect();
+    let (admission, standing) = tx.admit_and_look(&entries, &lanes.into_iter().collect::<Vec<_>>()).await?;
     if admission.known.len() != entries.len() {
         return Err(StoreError::Corrupt(format!(
             "the inbox answered {} of {} ids",
@@ -59,20 +60,21 @@ pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fa
         if standing == item.hash { Fate::Duplicate } else { Fate::Mismatch }
     };
     let mut fates: Vec<Fate> = items.iter().enumerate().map(fate).collect();
-    look_around(tx, items, &mut fates).await?;
+    if let Some(standing) = standing {
+        look_around(tx, items, &standing, &mut fates).await?;
+    }
     Ok(fates)
 }
 
 /// Finds the new items that are behind their key, and those that are out of time.
-async fn look_around(tx: &mut dyn InboxTx, items: &[Item], fates: &mut [Fate]) -> Result<(), StoreError> {
-    let new: Vec<usize> = (0..items.len()).filter(|index| fates[*index] == Fate::New).collect();
-    if new.is_empty() {
-        return Ok(());
-    }
-    let lanes: HashSet<_> = new.iter().filter_map(|index| items[*index].lane_id).collect();
-    let standing = tx.standing(&lanes.into_iter().collect::<Vec<_>>()).await?;
+async fn look_around(
+    tx: &mut dyn InboxTx,
+    items: &[Item],
+    standing: &Standing,
+    fates: &mut [Fate],
+) -> Result<(), StoreError> {
     let mut out_of_time = HashMap::new();
-    for index in new {
+    for index in (0..items.len()).filter(|index| fates[*index] == Fate::New).collect::<Vec<_>>() {
         let item = &items[index];
         if let Some(reason) = verdict(item, standing.bounds) {
             out_of_time.insert(item.message.id, reason);

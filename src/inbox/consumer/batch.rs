@@ -36,7 +36,12 @@ pub(super) enum BatchEnd {
 
 /// The result of the work inside the transaction.
 enum Body {
-    Commit { outcomes: Vec<Outcome>, handled: Vec<usize> },
+    Commit {
+        outcomes: Vec<Outcome>,
+        handled: Vec<usize>,
+    },
+    /// Every item was known, and nothing was written.
+    Known(Vec<Outcome>),
     Rollback(BatchEnd),
 }
 
@@ -78,6 +83,11 @@ pub(super) async fn run(
             }
             Err(error) => return Err(error),
         },
+        // Nobody waits for the end of a transaction that wrote nothing.
+        Ok(Body::Known(outcomes)) => {
+            drop(tokio::spawn(roll_back(tx)));
+            return Ok(BatchEnd::Done(outcomes));
+        }
         Ok(Body::Rollback(end)) => Ok(end),
         Err(error) => Err(error),
     };
@@ -100,6 +110,9 @@ async fn body(
     handlers: &mut Handlers,
 ) -> Result<Body, StoreError> {
     let fates = admit(tx, items).await?;
+    if attempt.is_none() && fates.iter().all(|fate| *fate == Fate::Duplicate) {
+        return Ok(Body::Known(vec![Outcome::Duplicate; items.len()]));
+    }
     let mut outcomes = Vec::with_capacity(items.len());
     let mut parked = Vec::new();
     let mut wanted = Vec::new();

@@ -172,18 +172,26 @@ impl InboxTx for MySqlInboxTx {
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+        Ok(self.admit_and_look(entries, &[]).await?.0)
+    }
+
+    async fn admit_and_look(
+        &mut self,
+        entries: &[InboxEntry],
+        lanes: &[[u8; 16]],
+    ) -> Result<(Admission, Option<Standing>), StoreError> {
         if entries.is_empty() {
             self.set_savepoint(None).await?;
-            return Ok(Admission { known: Vec::new() });
+            return Ok((Admission { known: Vec::new() }, None));
         }
         // Sorted, so that two batches with the same ids wait for each other and do not deadlock.
         let mut sorted = entries.to_vec();
         sorted.sort_unstable_by_key(|entry| entry.id);
         let savepoint = savepoint_name();
         let answers = self.run_all(admit_statements(self.consumer, &sorted, self.token, &savepoint)).await?;
-        let [inserted, warned, warnings, rows, _] = answers.as_slice() else {
+        let [_, inserted, warned, warnings, rows, bounds, _] = answers.as_slice() else {
             let count = answers.len();
-            return Err(StoreError::Corrupt(format!("five statements of the inbox gave {count} answers")));
+            return Err(StoreError::Corrupt(format!("seven statements of the inbox gave {count} answers")));
         };
         self.savepoint = Some(savepoint);
         self.session = rows.rows.first().map(|row| ServerSession::of(row, 4)).transpose()?;
@@ -208,15 +216,21 @@ impl InboxTx for MySqlInboxTx {
             // so the batch runs again.
             None => Err(StoreError::Busy(sqlx::Error::Protocol(format!("the inbox row of {} went away", entry.id)))),
         };
-        Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
+        let known = entries.iter().map(answer).collect::<Result<_, _>>()?;
+        if self.received.is_none() {
+            return Ok((Admission { known }, None));
+        }
+        let first = bounds.rows.first().ok_or_else(|| no_consumer(self.consumer))?;
+        let standing = match first.try_get::<i64, _>(3)? {
+            0 => self.at_receipt(Standing { blocked: HashSet::new(), bounds: bounds_of(first)? }),
+            _ => self.standing(lanes).await?,
+        };
+        Ok((Admission { known }, Some(standing)))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
-        let mut standing = standing(&mut self.transaction, self.consumer, lanes).await?;
-        if let Some(received) = self.received {
-            standing.bounds.now = received;
-        }
-        Ok(standing)
+        let standing = standing(&mut self.transaction, self.consumer, lanes).await?;
+        Ok(self.at_receipt(standing))
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
@@ -313,6 +327,14 @@ impl Stands {
 }
 
 impl MySqlInboxTx {
+    /// Ages are judged by the time at which our rows were received.
+    fn at_receipt(&self, mut standing: Standing) -> Standing {
+        if let Some(received) = self.received {
+            standing.bounds.now = received;
+        }
+        standing
+    }
+
     fn stands(&self) -> Stands {
         let inserted = self.ours.first().copied().or(self.mark);
         Stands { consumer: self.consumer, token: self.token, inserted }
@@ -420,15 +442,22 @@ async fn standing(
     .bind(consumer.0)
     .all(connection)
     .await?;
-    let first = rows.first().ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
-    let bounds = Bounds {
-        purged_below: first.try_get::<Option<i64>, _>(0)?.map(DbTime::from_micros),
-        now: DbTime::from_micros(first.try_get(1)?),
-        id_skew: Duration::from_secs(first.try_get::<i64, _>(2)?.unsigned_abs()),
-    };
+    let bounds = bounds_of(rows.first().ok_or_else(|| no_consumer(consumer))?)?;
     let lanes = rows.iter().filter_map(|row| row.try_get::<Option<&[u8]>, _>(3).transpose());
     let blocked = lanes.map(|lane| sixteen("lane_id", lane?)).collect::<Result<_, _>>()?;
     Ok(Standing { blocked, bounds })
+}
+
+fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
+    Ok(Bounds {
+        purged_below: row.try_get::<Option<i64>, _>(0)?.map(DbTime::from_micros),
+        now: DbTime::from_micros(row.try_get(1)?),
+        id_skew: Duration::from_secs(row.try_get::<i64, _>(2)?.unsigned_abs()),
+    })
+}
+
+fn no_consumer(consumer: ConsumerId) -> StoreError {
+    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
 }
 
 /// A random name, which no handler can use by chance.
@@ -436,20 +465,29 @@ pub(super) fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
 }
 
-/// Insert, warnings, rows and savepoint in one packet. The text contains only numbers and
-/// hexadecimal digits from outside.
+/// Insert, warnings, rows, bounds of ages, whether any key is blocked at all, and savepoint in one
+/// packet. The text contains only numbers and hexadecimal digits from outside.
+///
+/// It is short: with TLS, what is longer than 16 KiB goes out in two pieces. The second one waits
+/// for the server to acknowledge the first, 40 ms on Linux, because sqlx leaves Nagle's algorithm
+/// on. So the token and the time stand once, and the keys are not in it.
 fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16], savepoint: &str) -> String {
     let (consumer, token) = (consumer.0, hex(&token));
     let value = |entry: &InboxEntry| {
-        format!("({consumer},x'{}',x'{}',x'{token}',utc_timestamp(6))", hex(&entry.id.bytes()), hex(&entry.hash))
+        format!("({consumer},x'{}',x'{}',@oncebox_t,@oncebox_n)", hex(&entry.id.bytes()), hex(&entry.hash))
     };
     let values: Vec<String> = sorted.iter().map(value).collect();
     let ids: Vec<String> = sorted.iter().map(|entry| format!("x'{}'", hex(&entry.id.bytes()))).collect();
     format!(
-        "insert ignore into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) values {}; \
+        "set @oncebox_t = x'{token}', @oncebox_n = utc_timestamp(6); \
+         insert ignore into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) values {}; \
          show count(*) warnings; show warnings; \
          select message_id, content_hash, batch_token, timestampdiff(microsecond, '1970-01-01', received_at), {} \
             from oncebox_inbox where consumer_id = {consumer} and message_id in ({}); \
+         select timestampdiff(microsecond, '1970-01-01', c.purged_below), timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)), \
+            cast((select value from oncebox_limits where name = 'id_skew_seconds') as signed), \
+            exists (select 1 from oncebox_waiting w where w.consumer_id = {consumer} and w.lane_id is not null) \
+            from oncebox_consumer c where c.consumer_id = {consumer}; \
          savepoint {savepoint}",
         values.join(","),
         ServerSession::COLUMNS,
@@ -483,6 +521,13 @@ fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &An
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_packet_of_a_batch_of_a_hundred_is_one_record_of_tls() {
+        let entries: Vec<_> = (0..100).map(|_| InboxEntry { id: MessageId::new(), hash: [7; 16] }).collect();
+        let text = admit_statements(ConsumerId(i32::MAX), &entries, token(), &savepoint_name());
+        assert!(text.len() < 1 << 14, "{}", text.len());
+    }
 
     // Shown to fail by comparing only the uptime: after a failover to a replica that had been up
     // for months, `kill` hit another connection with the same number.

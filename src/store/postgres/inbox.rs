@@ -11,6 +11,8 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use sqlx::postgres::PgRow;
+use sqlx::postgres::types::Oid;
 use sqlx::{AssertSqlSafe, Postgres, Row};
 use uuid::Uuid;
 
@@ -47,38 +49,14 @@ macro_rules! witness {
     };
 }
 
-/// Inserts new ids. The sub-select runs once, after the insert of the first row, so a transaction
-/// id is assigned by then. This id is the witness of R23.
-macro_rules! admit {
-    ($table:literal, $ids:literal, $hashes:literal) => {
-        concat!(
-            "insert into oncebox.",
-            $table,
-            " (message_id, content_hash, consumer_id)
-             select g.id, g.hash, $1 from unnest($",
-            $ids,
-            "::uuid[], $",
-            $hashes,
-            "::uuid[]) g (id, hash)
-             on conflict do nothing
-             returning message_id, (select ",
-            witness!("pg_current_xact_id_if_assigned()"),
-            ")"
-        )
-    };
-}
 /// Reads the witness; runs after a statement that wrote.
 const WITNESS: &str = concat!("select ", witness!("pg_current_xact_id()"));
 
-const ADMIT_TIMED: &str = admit!("inbox_timed", "2", "3");
-const ADMIT_UNTIMED: &str = admit!("inbox_untimed", "2", "3");
-const ADMIT_BOTH: &str = concat!(
-    "with timed as (",
-    admit!("inbox_timed", "2", "3"),
-    "), untimed as (",
-    admit!("inbox_untimed", "4", "5"),
-    ") select * from timed union all select * from untimed"
-);
+/// Inserts ids and reads what stands in the way of the new ones, in one call: a transaction id is
+/// assigned by the insert, and is the witness of R23.
+const ADMIT: &str = "\
+select old_ids, old_hashes, blocked, purged_until, began_at, id_skew, witness, places, writes \
+  from oncebox.admit($1, $2, $3, $4, $5, $6)";
 
 /// From `from` on: the rows `i` of some ids. Each id is one index lookup: a plan for `= any` that
 /// was made while the table was empty, or without statistics, reads all of it when it is large.
@@ -87,27 +65,41 @@ macro_rules! of_ids {
         concat!(
             " from unnest($",
             $ids,
-            "::uuid[]) g (id) cross join lateral (select i.message_id, i.content_hash from oncebox.",
+            "::uuid[]) g (id) cross join lateral (select i.message_id from oncebox.",
             $table,
             " i where i.consumer_id = $1 and i.message_id = g.id limit 1) i"
         )
     };
 }
 
-const HASHES_TIMED: &str = concat!("select i.message_id, i.content_hash", of_ids!("inbox_timed", "2"));
-const HASHES_UNTIMED: &str = concat!("select i.message_id, i.content_hash", of_ids!("inbox_untimed", "2"));
+const KNOWN_TIMED: &str = concat!("select i.message_id", of_ids!("inbox_timed", "2"));
+const KNOWN_UNTIMED: &str = concat!("select i.message_id", of_ids!("inbox_untimed", "2"));
 
-/// Counts our rows and compares the transaction, in one statement (R23). It also sets
-/// `synchronous_commit` back where a handler changed it: what is acknowledged must survive a crash.
-const PROVE: &str = concat!(
-    "select ",
-    witness!("pg_current_xact_id_if_assigned()"),
-    ", (select count(*)",
+/// The transaction now, in a statement that also sets `synchronous_commit` back where a handler
+/// changed it: what is acknowledged must survive a crash.
+macro_rules! prove {
+    ($what:expr) => {
+        concat!("select ", witness!("pg_current_xact_id_if_assigned()"), ", ", $what, ", (", synchronous!("true"), ")")
+    };
+}
+
+/// Compares the transaction, and what was written in the tables of our rows since these were
+/// inserted, in one statement (R23). The server counts that for its statistics: no row is read.
+const PROVE: &str = prove!(
+    "case when current_setting('track_counts')::boolean then \
+       (select array[sum(pg_stat_get_xact_tuples_inserted(p.place)), \
+          sum(pg_stat_get_xact_tuples_updated(p.place) + pg_stat_get_xact_tuples_deleted(p.place))]::bigint[] \
+         from unnest($1::oid[]) p (place)) end"
+);
+/// The same after [`InboxTx::finish`]: the waiting message must not be back.
+const PROVE_FINISHED: &str = prove!("not exists (select 1 from oncebox.waiting where sequence = $1)");
+
+/// Counts our rows. A statement of its own: reading a hundred rows costs as much as their insert.
+const COUNT: &str = concat!(
+    "select (select count(*)",
     of_ids!("inbox_timed", "2"),
     ") + (select count(*)",
     of_ids!("inbox_untimed", "3"),
-    "), exists (select 1 from oncebox.waiting where sequence = $4), (",
-    synchronous!("true"),
     ")"
 );
 
@@ -132,13 +124,22 @@ impl OwnInbox for PostgresStore {
         let wait = lock_wait(self.handler_timeout).as_millis();
         let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}"))).await?;
         let pool = self.pool.clone();
-        let (ours, works) = (Ids::default(), false);
-        Ok(Box::new(PostgresTx { tx, pool, consumer, witness: None, ours, finished: None, works }))
+        let (witness, finished) = (None, None);
+        let (ours, writes, works) = (Ids::default(), None, false);
+        Ok(Box::new(PostgresTx { tx, pool, consumer, witness, ours, writes, finished, works }))
     }
 
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
         let mut connection = self.pool.acquire().await?;
-        Ok(hashes(&mut connection, consumer, &Ids::of(ids.iter().copied())).await?.into_keys().collect())
+        let ids = Ids::of(ids.iter().copied());
+        let mut known = HashSet::with_capacity(ids.len());
+        for (statement, ids) in [(KNOWN_TIMED, &ids.timed), (KNOWN_UNTIMED, &ids.untimed)] {
+            if !ids.is_empty() {
+                let found = sqlx::query_scalar(statement).bind(consumer.0).bind(ids).all(&mut connection).await?;
+                known.extend(found.into_iter().map(MessageId::from_uuid));
+            }
+        }
+        Ok(known)
     }
 
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
@@ -146,18 +147,12 @@ impl OwnInbox for PostgresStore {
         // wait is short because the caller asks for each message of a batch that a frozen process
         // holds.
         let mut tx = self.pool.begin("begin; set local lock_timeout = '2ms'").await?;
-        let ids = Ids::of(ids.iter().copied());
-        let mut waits = false;
-        for (statement, ids) in [(ADMIT_TIMED, &ids.timed), (ADMIT_UNTIMED, &ids.untimed)] {
-            if waits || ids.is_empty() {
-                continue;
-            }
-            match sqlx::query(statement).bind(consumer.0).bind(ids).bind(ids).all(&mut tx).await {
-                Ok(_) => {}
-                Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("55P03") => waits = true,
-                Err(error) => return Err(admit_error(error)),
-            }
-        }
+        let entries: Vec<_> = ids.iter().map(|id| InboxEntry { id: *id, hash: id.bytes() }).collect();
+        let waits = match admit(&mut tx, consumer, &entries, &[]).await {
+            Ok(_) => false,
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("55P03") => true,
+            Err(error) => return Err(admit_error(error)),
+        };
         tx.rollback().await?;
         Ok(waits)
     }
@@ -204,6 +199,9 @@ pub(super) struct PostgresTx {
     /// The witness of the transaction that wrote our rows: see `witness!`.
     witness: Option<String>,
     ours: Ids,
+    /// The tables of our rows and what this session had written there when our rows were inserted;
+    /// `None` where our rows must be counted.
+    writes: Option<(Vec<Oid>, Vec<i64>)>,
     finished: Option<i64>,
     /// Set when the server was seen executing a statement of this transaction during `undo`.
     works: bool,
@@ -216,47 +214,44 @@ impl InboxTx for PostgresTx {
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
-        let (timed, untimed): (Vec<_>, Vec<_>) = entries.iter().partition(|entry| entry.id.unix_millis().is_some());
-        let sorted = |entries: Vec<&InboxEntry>| -> (Vec<Uuid>, Vec<Uuid>) {
-            let mut pairs: Vec<_> =
-                entries.into_iter().map(|entry| (entry.id.uuid(), Uuid::from_bytes(entry.hash))).collect();
-            pairs.sort_unstable();
-            pairs.into_iter().unzip()
-        };
-        let ((timed, timed_hashes), (untimed, untimed_hashes)) = (sorted(timed), sorted(untimed));
-        let ids = Ids { timed, untimed };
-        let query = match (ids.timed.is_empty(), ids.untimed.is_empty()) {
-            (true, true) => return Ok(Admission { known: Vec::new() }),
-            (false, true) => sqlx::query(ADMIT_TIMED).bind(self.consumer.0).bind(&ids.timed).bind(timed_hashes),
-            (true, false) => sqlx::query(ADMIT_UNTIMED).bind(self.consumer.0).bind(&ids.untimed).bind(untimed_hashes),
-            (false, false) => sqlx::query(ADMIT_BOTH)
-                .bind(self.consumer.0)
-                .bind(&ids.timed)
-                .bind(timed_hashes)
-                .bind(&ids.untimed)
-                .bind(untimed_hashes),
-        };
-        let rows = query.all(&mut self.tx).await.map_err(admit_error)?;
-        let mut new = HashSet::with_capacity(rows.len());
-        for row in &rows {
-            new.insert(row.try_get::<Uuid, _>(0)?);
-            self.witness = row.try_get(1)?;
+        Ok(self.admit_and_look(entries, &[]).await?.0)
+    }
+
+    async fn admit_and_look(
+        &mut self,
+        entries: &[InboxEntry],
+        lanes: &[[u8; 16]],
+    ) -> Result<(Admission, Option<Standing>), StoreError> {
+        if entries.is_empty() {
+            return Ok((Admission { known: Vec::new() }, None));
         }
-        self.ours = Ids::of(entries.iter().map(|entry| entry.id).filter(|id| new.contains(&id.uuid())));
-        let stood = if new.len() == entries.len() {
-            HashMap::new()
-        } else {
-            // A statement of its own: it sees what a transaction that we waited for has committed.
-            let others = Ids::of(entries.iter().map(|entry| entry.id).filter(|id| !new.contains(&id.uuid())));
-            hashes(&mut self.tx, self.consumer, &others).await?
+        let row = admit(&mut self.tx, self.consumer, entries, lanes).await.map_err(admit_error)?;
+        let stood: HashMap<Uuid, Option<Uuid>> = match row.try_get::<Option<Vec<Uuid>>, _>(0)? {
+            Some(ids) => ids.into_iter().zip(row.try_get::<Vec<Option<Uuid>>, _>(1)?).collect(),
+            None => HashMap::new(),
         };
         let known = entries.iter().map(|entry| {
-            // The row was purged between the two statements. It was there a moment ago, so the
-            // message is a duplicate; its own hash is returned, because the stored one is gone.
-            let hash = || stood.get(&entry.id).copied().unwrap_or(entry.hash);
-            (!new.contains(&entry.id.uuid())).then(|| Known { hash: hash() })
+            // Without a hash the row was purged between the two statements. It was there a moment
+            // ago, so the message is a duplicate; its own hash is returned, because the stored one
+            // is gone.
+            let hash = |stored: &Option<Uuid>| stored.map_or(entry.hash, Uuid::into_bytes);
+            stood.get(&entry.id.uuid()).map(|stored| Known { hash: hash(stored) })
         });
-        Ok(Admission { known: known.collect() })
+        let known: Vec<_> = known.collect();
+        let Some(places) = row.try_get::<Option<Vec<Oid>>, _>(7)? else {
+            return Ok((Admission { known }, None));
+        };
+        self.ours = Ids::of(entries.iter().map(|entry| entry.id).filter(|id| !stood.contains_key(&id.uuid())));
+        self.witness = row.try_get(6)?;
+        let began_at: Option<i64> = row.try_get(4)?;
+        let began_at = began_at.ok_or_else(|| no_consumer(self.consumer))?;
+        let writes: Vec<i64> = row.try_get(8)?;
+        // A server that keeps no statistics counts nothing.
+        let counts =
+            writes.first().is_some_and(|inserted| usize::try_from(*inserted).is_ok_and(|n| n >= self.ours.len()));
+        self.writes = counts.then_some((places, writes));
+        let standing = standing_of(row.try_get(2)?, row.try_get(3)?, began_at, row.try_get(5)?);
+        Ok((Admission { known }, Some(standing)))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
@@ -282,6 +277,7 @@ impl InboxTx for PostgresTx {
                 delete.run(&mut self.tx).await?;
             }
         }
+        self.writes = None;
         self.ours.timed.retain(|id| !gone.timed.contains(id));
         self.ours.untimed.retain(|id| !gone.untimed.contains(id));
         Ok(())
@@ -301,14 +297,12 @@ impl InboxTx for PostgresTx {
     }
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {
-        let found = sqlx::query(PROVE)
-            .bind(self.consumer.0)
-            .bind(&self.ours.timed)
-            .bind(&self.ours.untimed)
-            .bind(self.finished)
-            .one(&mut self.tx)
-            .await;
-        let row = match found {
+        let query = match (self.finished, &self.writes) {
+            (Some(sequence), _) => sqlx::query(PROVE_FINISHED).bind(sequence),
+            (None, Some((places, _))) => sqlx::query(PROVE).bind(places),
+            (None, None) => sqlx::query(PROVE).bind(Vec::<Oid>::new()),
+        };
+        let row = match query.one(&mut self.tx).await {
             Ok(row) => row,
             // A statement failed and the handler swallowed its error. COMMIT would roll back
             // without an error.
@@ -321,12 +315,13 @@ impl InboxTx for PostgresTx {
         if self.witness.is_some() && now != self.witness {
             return Ok(Proof::Ended);
         }
-        let count: i64 = row.try_get(1)?;
-        let row_is_back: bool = row.try_get(2)?;
-        // It is the same transaction, but a handler deleted rows of ours (or brought the finished
-        // row back): nothing that the handler wrote may stay.
-        let whole = usize::try_from(count) == Ok(self.ours.len()) && !row_is_back;
-        Ok(if whole { Proof::Same } else { Proof::Aborted })
+        // It is the same transaction, but a handler may have deleted rows of ours (or brought the
+        // finished row back): then nothing that the handler wrote may stay.
+        let is_whole = match self.finished {
+            Some(_) => row.try_get(1)?,
+            None => self.is_untouched(row.try_get(1)?) || self.has_all_rows().await?,
+        };
+        Ok(if is_whole { Proof::Same } else { Proof::Aborted })
     }
 
     async fn undo(&mut self) -> Result<Undone, StoreError> {
@@ -354,6 +349,59 @@ impl InboxTx for PostgresTx {
     }
 }
 
+impl PostgresTx {
+    /// Whether no row was updated or deleted since the insert of ours, and no table emptied, in the
+    /// tables that have them. False also where that is not known.
+    fn is_untouched(&self, now: Option<Vec<Option<i64>>>) -> bool {
+        let (Some((_, then)), Some(now)) = (&self.writes, now) else { return false };
+        match (then.as_slice(), now.as_slice()) {
+            ([before, unchanged], [Some(inserted), Some(changed)]) => inserted >= before && changed == unchanged,
+            _ => false,
+        }
+    }
+
+    async fn has_all_rows(&mut self) -> Result<bool, StoreError> {
+        let count = sqlx::query_scalar(COUNT).bind(self.consumer.0).bind(&self.ours.timed).bind(&self.ours.untimed);
+        let count: i64 = count.one(&mut self.tx).await?;
+        Ok(usize::try_from(count) == Ok(self.ours.len()))
+    }
+}
+
+/// Runs [`ADMIT`] with the ids sorted, so that two transactions insert in the same order.
+async fn admit(
+    tx: &mut Bounded<Postgres>,
+    consumer: ConsumerId,
+    entries: &[InboxEntry],
+    lanes: &[[u8; 16]],
+) -> sqlx::Result<PgRow> {
+    let (timed, untimed): (Vec<_>, Vec<_>) = entries.iter().partition(|entry| entry.id.unix_millis().is_some());
+    let sorted = |entries: Vec<&InboxEntry>| -> (Vec<Uuid>, Vec<Uuid>) {
+        let pair = |entry: &InboxEntry| (entry.id.uuid(), Uuid::from_bytes(entry.hash));
+        let mut pairs: Vec<_> = entries.into_iter().map(pair).collect();
+        pairs.sort_unstable();
+        pairs.into_iter().unzip()
+    };
+    let ((timed, timed_hashes), (untimed, untimed_hashes)) = (sorted(timed), sorted(untimed));
+    let lanes: Vec<Uuid> = lanes.iter().map(|lane| Uuid::from_bytes(*lane)).collect();
+    let query = sqlx::query(ADMIT).bind(consumer.0).bind(timed).bind(timed_hashes);
+    query.bind(untimed).bind(untimed_hashes).bind(lanes).one(tx).await
+}
+
+fn no_consumer(consumer: ConsumerId) -> StoreError {
+    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
+}
+
+fn standing_of(blocked: Vec<Uuid>, purged_below: Option<i64>, now: i64, id_skew: i64) -> Standing {
+    Standing {
+        blocked: blocked.into_iter().map(Uuid::into_bytes).collect(),
+        bounds: Bounds {
+            purged_below: purged_below.map(DbTime::from_micros),
+            now: DbTime::from_micros(now),
+            id_skew: Duration::from_secs(id_skew.unsigned_abs()),
+        },
+    }
+}
+
 /// A range was attached while our insert was on its way to DEFAULT: a transient error (R8,
 /// R27).
 fn admit_error(error: sqlx::Error) -> StoreError {
@@ -370,32 +418,6 @@ async fn standing(
 ) -> Result<Standing, StoreError> {
     let lanes: Vec<Uuid> = lanes.iter().map(|lane| Uuid::from_bytes(*lane)).collect();
     let row = sqlx::query(STANDING).bind(consumer.0).bind(lanes).optional(connection).await?;
-    let row = row.ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
-    let blocked: Vec<Uuid> = row.try_get(0)?;
-    Ok(Standing {
-        blocked: blocked.into_iter().map(Uuid::into_bytes).collect(),
-        bounds: Bounds {
-            purged_below: row.try_get::<Option<i64>, _>(1)?.map(DbTime::from_micros),
-            now: DbTime::from_micros(row.try_get(2)?),
-            id_skew: Duration::from_secs(row.try_get::<i64, _>(3)?.unsigned_abs()),
-        },
-    })
-}
-
-/// Content hashes of the inbox rows of these ids.
-async fn hashes(
-    connection: &mut Bounded<Postgres>,
-    consumer: ConsumerId,
-    ids: &Ids,
-) -> Result<HashMap<MessageId, [u8; 16]>, StoreError> {
-    let mut found = HashMap::with_capacity(ids.len());
-    for (statement, ids) in [(HASHES_TIMED, &ids.timed), (HASHES_UNTIMED, &ids.untimed)] {
-        if ids.is_empty() {
-            continue;
-        }
-        for row in sqlx::query(statement).bind(consumer.0).bind(ids).all(&mut *connection).await? {
-            found.insert(MessageId::from_uuid(row.try_get(0)?), row.try_get::<Uuid, _>(1)?.into_bytes());
-        }
-    }
-    Ok(found)
+    let row = row.ok_or_else(|| no_consumer(consumer))?;
+    Ok(standing_of(row.try_get(0)?, row.try_get(1)?, row.try_get(2)?, row.try_get(3)?))
 }

@@ -5,8 +5,9 @@
 //! `jsonb`, enums and domains need no code here.
 //!
 //! For several messages the statements stand in the loop of a `DO` block, which runs them for one
-//! message after the other, each as if it came alone. A block takes no parameters: the values are
-//! bound as arrays into settings of the transaction, and the loop reads them from there.
+//! message after the other, each as if it came alone. A block takes no parameters: a function of
+//! ours puts the values, which are bound as arrays, into settings of the transaction, and runs the
+//! block, whose loop reads them from there.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -35,11 +36,11 @@ pub struct PostgresStatement {
     returns_rows: bool,
 }
 
-/// The statements of a handler as a block, and the statement that hands over the values. Both texts
-/// are interned as those of single statements are.
+/// The statements of a handler as a block, and the statement that hands over the values and runs
+/// it. Both texts are interned as those of single statements are.
 #[derive(Debug)]
 pub struct PostgresSet {
-    hand_over: &'static str,
+    run: &'static str,
     block: &'static str,
     /// The values that a message has in the block, and whether each is for a `bytea`.
     parameters: Vec<(String, bool)>,
@@ -103,12 +104,9 @@ impl Statements for PostgresStore {
         let mut connection = self.dedicated().await?;
         connection.begin("begin").await?;
         // Without a message the block does nothing, but the server reads it.
-        let nobody =
-            set.parameters.iter().fold(sqlx::query(set.hand_over), |query, _| query.bind(Vec::<String>::new()));
-        let read = match nobody.run(&mut connection).await {
-            Ok(_) => sqlx::query(set.block).run(&mut connection).await,
-            Err(error) => Err(error),
-        };
+        let block = sqlx::query(set.run).bind(set.block);
+        let nobody = set.parameters.iter().fold(block, |query, _| query.bind(Vec::<String>::new()));
+        let read = nobody.run(&mut connection).await;
         match read.map_err(StoreError::from) {
             Ok(_) => Ok(Some(set)),
             Err(error) if error.is_transient() => Err(error),
@@ -124,18 +122,16 @@ impl Statements for PostgresStore {
         set: &PostgresSet,
         values: &[BTreeMap<String, SqlValue>],
     ) -> Result<(), SetError> {
-        let nobody = |error| SetError { at: None, error };
-        let mut hand_over = sqlx::query(set.hand_over);
+        let mut run = sqlx::query(set.run).bind(set.block);
         for (name, wants_bytes) in &set.parameters {
             let mut column = Vec::with_capacity(values.len());
             for (at, values) in values.iter().enumerate() {
                 let value = values.get(name).map_or(Ok(None), |value| text_of(name, value, *wants_bytes));
                 column.push(value.map_err(|error| SetError { at: Some(at), error })?);
             }
-            hand_over = hand_over.bind(column);
+            run = run.bind(column);
         }
-        hand_over.execute(&mut *connection).await.map_err(|error| nobody(error.into()))?;
-        match sqlx::query(set.block).execute(connection).await {
+        match run.execute(connection).await {
             Ok(_) => Ok(()),
             Err(error) => Err(SetError { at: at(&error), error: error.into() }),
         }
@@ -176,10 +172,7 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
     }
     let each =
         |one: &dyn Fn(usize) -> String, between: &str| (0..parameters.len()).map(one).collect::<Vec<_>>().join(between);
-    let hand_over = each(
-        &|number| format!("pg_catalog.set_config('oncebox.values_{number}', ${}::text[]::text, true)", number + 1),
-        ", ",
-    );
+    let given = each(&|number| format!("${}::text[]::text", number + 2), ", ");
     let declared = each(&|number| format!("oncebox_value_{number} text;"), " ");
     let names = each(&|number| format!("oncebox_value_{number}"), ", ");
     let columns = each(&|number| format!("value_{number}"), ", ");
@@ -206,10 +199,8 @@ exception when others or assert_failure then
 end "
     );
     let quote = (0..).map(|number| format!("$oncebox{number}$")).find(|quote| !block.contains(quote))?;
-    // With `array_nulls = off` a null would come back as the text `NULL`.
-    let hand_over = format!("select pg_catalog.set_config('array_nulls', 'on', true), {hand_over}");
-    let (hand_over, block) = (hand_over, format!("do {quote}{block}{quote}"));
-    Some(PostgresSet { hand_over: String::leak(hand_over), block: String::leak(block), parameters })
+    let (run, block) = (format!("select oncebox.run_block($1, array[{given}])"), format!("do {quote}{block}{quote}"));
+    Some(PostgresSet { run: String::leak(run), block: String::leak(block), parameters })
 }
 
 /// Begins the hint of an error in a block; the number of the message follows, counted from 1.
