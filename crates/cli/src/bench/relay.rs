@@ -52,6 +52,13 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         )
         .wanted(">= 0.40"),
         Figure::beside(
+            "relay.of_limit",
+            "rows/s",
+            "a row read plainly, then sent by the bare client",
+            &of(|round| (round.relay, 1.0 / (1.0 / round.producer + 1.0 / round.reader))),
+        )
+        .wanted(">= 0.9"),
+        Figure::beside(
             "relay.of_client",
             "rows/s",
             "the bare warmed client",
