@@ -34,6 +34,7 @@ mod own;
 mod ready;
 mod relay;
 mod relay_held;
+mod relay_marks;
 mod relay_stuck;
 mod retries;
 mod sender;

@@ -44,7 +44,8 @@ pub struct KafkaConfig {
     pub replication: i32,
     /// After how long without a heartbeat a member's partitions go to other members.
     pub session_timeout: Duration,
-    /// How long the client may wait for more messages before it sends a batch.
+    /// How long the client may wait for more messages before it sends a batch. Default 0: under
+    /// load batches fill while earlier ones are in flight, and a message alone need not wait.
     pub linger: Duration,
     /// Most rows that the client holds before the broker has proven them.
     pub publish_rows_max: usize,
@@ -141,7 +142,7 @@ impl KafkaConfig {
             partitions: 6,
             replication: -1,
             session_timeout: Duration::from_secs(45),
-            linger: Duration::from_millis(1),
+            linger: Duration::ZERO,
             publish_rows_max: 20_000,
             publish_bytes_max: 64 << 20,
             in_flight_bytes_max: 64 << 20,

@@ -29,6 +29,9 @@ pub struct RelayOptions {
     pub poll_min: Duration,
     /// The longest pause between reads that found nothing. It delays a message after a quiet time.
     pub poll_max: Duration,
+    /// How long the mark of proven rows waits for a claim of later rows to carry it. Default 20 ms:
+    /// after a crash the rows of this time are sent again.
+    pub mark_after: Duration,
     /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
     pub held_rows_max: usize,
     /// What a dead message does to later messages of its key.
@@ -64,6 +67,7 @@ impl RelayOptions {
             window_bytes: 8 * 1024 * 1024,
             poll_min: Duration::from_millis(2),
             poll_max: Duration::from_millis(50),
+            mark_after: Duration::from_millis(20),
             held_rows_max: 100_000,
             dead: DeadPolicy::Hold,
             dead_topics: BTreeMap::new(),

@@ -51,7 +51,12 @@ pub(super) struct Pump<'a> {
     settled: Vec<Settled>,
     claimed_at: Instant,
     pub(super) read_at: Instant,
-    poll: Duration,
+    /// When a read last found something.
+    found_at: Instant,
+    /// True where what was found last was announced by a hint.
+    found_by_hint: bool,
+    /// True where a hint came since the last read.
+    hinted: bool,
     rows_max: usize,
     tidied_at: Instant,
     /// True where the last read found nothing and there was no more to read.
@@ -64,6 +69,8 @@ pub(super) struct Pump<'a> {
     /// True while the health shows that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
+    /// Since when the oldest batches are done and not marked.
+    done_since: Option<Instant>,
     /// True while the health may show that no topic takes messages. It begins as true, because an
     /// earlier session may have shown it.
     pub(super) shown_blocked: bool,
@@ -118,7 +125,9 @@ impl<'a> Pump<'a> {
             settled: Vec::new(),
             claimed_at: now,
             read_at: now,
-            poll: relay.options.poll_min,
+            found_at: now,
+            found_by_hint: false,
+            hinted: false,
             rows_max: relay.options.batch_rows.clamp(1, 100),
             tidied_at: now,
             empty: false,
@@ -126,6 +135,7 @@ impl<'a> Pump<'a> {
             some_left: false,
             shown_waiting: false,
             shown_gaps: false,
+            done_since: None,
             shown_blocked: true,
         }
     }
@@ -140,6 +150,14 @@ impl<'a> Pump<'a> {
                 end
             }
             Err(doubt) => {
+                // A doubt about the broker takes nothing back of what it has proven.
+                let is_proven = self.window.has_something_done() && !self.window.has_decision_done();
+                if is_proven && !matches!(doubt, Doubt::Store(_)) {
+                    let mark = self.window.take_done();
+                    if let Err(error) = self.claim(mark).await {
+                        tracing::debug!(?error, "the last mark was not made: its rows are sent again");
+                    }
+                }
                 self.publisher.close().await;
                 End::Doubt(doubt)
             }
@@ -222,7 +240,7 @@ impl<'a> Pump<'a> {
                 // There is no read for the rows sent alone to wait for.
                 self.release.was_read();
             }
-            if self.window.has_something_done() {
+            if self.mark_is_due() {
                 let mark = self.window.take_done();
                 self.claim(mark).await?;
                 moved = true;
@@ -239,6 +257,22 @@ impl<'a> Pump<'a> {
         }
         moved |= self.send_unsent().await?;
         Ok(moved)
+    }
+
+    /// Whether the oldest batches are marked now, by a commit for their sake. Otherwise the claim
+    /// of the next rows carries their mark: these rows need not wait for two commits, and a steady
+    /// trickle costs one commit a batch. What somebody decided is stored at once, and so is a mark
+    /// that the next read waits for.
+    fn mark_is_due(&mut self) -> bool {
+        if !self.window.has_something_done() {
+            self.done_since = None;
+            return false;
+        }
+        let since = *self.done_since.get_or_insert_with(Instant::now);
+        since.elapsed() >= self.relay.options.mark_after
+            || self.relay.options.until_empty
+            || !self.has_room()
+            || self.window.has_decision_done()
     }
 
     fn may_read(&mut self) -> bool {
@@ -288,7 +322,7 @@ impl<'a> Pump<'a> {
         let read = self.session.read(self.rows_max.min(self.room())).await?;
         self.release.was_read();
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
-        if read.rows.is_empty() && !read.more && self.window.is_empty() {
+        if read.rows.is_empty() && !read.more && self.window.is_proven() {
             // All rows were seen, so every blocked topic has its rows in the table by now.
             self.memory.blocked.clear();
             self.gets_on();
@@ -298,17 +332,18 @@ impl<'a> Pump<'a> {
         let weight: usize = rows.iter().map(|row| row.message.weight()).sum();
         self.fit_batch(found, weight);
         self.empty = found == 0 && !read.more;
+        let now = Instant::now();
+        let hinted = std::mem::take(&mut self.hinted);
         if self.empty {
-            self.read_at = Instant::now() + self.poll;
-            self.poll = (self.poll * 2).min(self.relay.options.poll_max);
+            self.read_at = now + self.pause(now.saturating_duration_since(self.found_at));
         } else {
-            self.poll = self.relay.options.poll_min;
+            (self.found_at, self.found_by_hint) = (now, hinted);
         }
         let batch = self.window.open(Some(read.batch), found);
         // A read without rows needs no claim, unless there are gaps to fence or rows of other
         // shards to pass: then within a second. Its batch is marked with the next claim.
         let due = read.needs_claim && self.claimed_at.elapsed() >= QUIET_CLAIM;
-        if found > 0 || due || self.window.has_something_done() {
+        if found > 0 || due || self.mark_is_due() {
             let mark = self.window.take_done();
             self.claim(mark).await?;
         }
@@ -322,6 +357,14 @@ impl<'a> Pump<'a> {
             });
         }
         Ok(found > 0 || read.more)
+    }
+
+    /// The pause after a read that found nothing. It grows with the time that was quiet so far: so
+    /// a quiet outbox is read rarely, and rows that no hint announces wait for about a quarter of
+    /// the time since the ones before them. Where hints come, a read costs more than it finds.
+    fn pause(&self, quiet: Duration) -> Duration {
+        let pause = if self.found_by_hint { quiet } else { quiet / 4 };
+        pause.max(self.relay.options.poll_min).min(self.relay.options.poll_max)
     }
 
     /// Adapts the number of rows of a read to their size, so that a read stays near an eighth of
@@ -366,6 +409,7 @@ impl<'a> Pump<'a> {
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
         let says_something = !mark.is_empty();
         self.session.claim(mark).await?;
+        self.done_since = None;
         self.claimed_at = Instant::now();
         if says_something {
             self.gets_on();
@@ -514,6 +558,9 @@ impl<'a> Pump<'a> {
         if self.has_room() && !self.release.pauses_reading() {
             until = until.min(self.read_at);
         }
+        if let Some(since) = self.done_since {
+            until = until.min(since + self.relay.options.mark_after);
+        }
         let in_flight = self.window.in_flight() > 0;
         let mut settled = std::mem::take(&mut self.settled);
         // Every branch is cancel safe: `settle` by its contract, the others by theirs.
@@ -521,7 +568,7 @@ impl<'a> Pump<'a> {
             outcome = self.publisher.settle(&mut settled), if in_flight => outcome,
             () = self.trials.answered() => Ok(()),
             () = crate::outbox::enqueue::enqueued() => {
-                self.read_at = Instant::now();
+                (self.read_at, self.hinted) = (Instant::now(), true);
                 Ok(())
             }
             () = tokio::time::sleep_until(until) => Ok(()),

@@ -29,6 +29,12 @@ struct Batch {
     discarded: Vec<i64>,
 }
 
+impl Batch {
+    fn has_decision(&self) -> bool {
+        !(self.diverted.is_empty() && self.released.is_empty() && self.changed.is_empty() && self.discarded.is_empty())
+    }
+}
+
 /// A row that was sent.
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
@@ -283,6 +289,17 @@ impl Window {
         self.batches.iter().take_while(|batch| batch.left == 0).any(|batch| batch.matters)
     }
 
+    /// True where the mark of the oldest batches that are done would say more than that rows are
+    /// proven: a row diverted, released, changed or discarded.
+    pub(super) fn has_decision_done(&self) -> bool {
+        self.batches.iter().take_while(|batch| batch.left == 0).any(Batch::has_decision)
+    }
+
+    /// True where every row of the window is proven, and nothing else waits for a mark.
+    pub(super) fn is_proven(&self) -> bool {
+        self.batches.iter().all(|batch| batch.left == 0 && !batch.has_decision())
+    }
+
     /// The position of the first row that is sent and not settled.
     pub(super) fn first_unproven(&self) -> Option<i64> {
         self.sent.iter().find(|sent| !sent.settled).map(|sent| sent.position)
@@ -434,6 +451,19 @@ mod tests {
         let tag = send(&mut window, 2, last, "t", false);
         window.prove(tag);
         assert_eq!(window.take_done().through, Some(1_000));
+    }
+
+    #[test]
+    fn a_window_is_proven_once_no_row_and_no_decision_waits() {
+        let mut window = Window::default();
+        let batch = window.open(Some(1), 2);
+        let tag = send(&mut window, 1, batch, "t", false);
+        window.prove(tag);
+        assert!(!window.is_proven() && !window.has_decision_done(), "a row is left");
+        window.divert(batch, 2, Diversion::HeldBehind);
+        assert!(!window.is_proven() && window.has_decision_done());
+        window.take_done();
+        assert!(window.is_proven() && !window.has_decision_done());
     }
 
     #[test]

@@ -50,11 +50,11 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         Figure::beside(name, "ms", against, &pairs)
     };
     Ok(vec![
-        figure("latency.proof.p50", &hinted, |round| round.proof[0]),
-        figure("latency.proof.p99", &hinted, |round| round.proof[1]),
+        figure("latency.proof.p50", &hinted, |round| round.proof[0]).wanted("<= 2"),
+        figure("latency.proof.p99", &hinted, |round| round.proof[1]).wanted("<= 4"),
         figure("latency.effect.p50", &hinted, |round| round.effect[0]),
         figure("latency.effect.p99", &hinted, |round| round.effect[1]),
-        figure("latency.polled.proof.p50", &polled, |round| round.proof[0]),
+        figure("latency.polled.proof.p50", &polled, |round| round.proof[0]).wanted("<= 2"),
         figure("latency.polled.effect.p99", &polled, |round| round.effect[1]),
     ])
 }
