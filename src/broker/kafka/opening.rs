@@ -7,8 +7,8 @@
 //! the refused one.
 //!
 //! Promise: until Kafka has taken a row on the partition of a key, one row of that key is in
-//! flight. Each wait proves a partition, so a session waits at most as often as its topics have
-//! partitions. Pure: no I/O, no clock.
+//! flight. Each wait proves a partition, so a topic waits at most as often as it has partitions.
+//! No I/O, no clock.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -25,8 +25,8 @@ pub(super) struct Opening {
     topics: HashMap<String, Partitions>,
     /// How many topics have partitions without a proof.
     incomplete: usize,
-    /// Keys whose first row was settled: rows that wait for it may go on.
-    opened: Vec<(String, Vec<u8>)>,
+    /// Topics in which the first row of a key was settled: rows that wait may go on.
+    opened: HashSet<String>,
     proofs_since: Option<Instant>,
 }
 
@@ -77,7 +77,7 @@ impl Opening {
             partitions.count = partitions.count.max(usize::try_from(partition).map_or(0, |at| at + 1));
         }
         if let Some(key) = key.and_then(|key| partitions.first.take(key)) {
-            self.opened.push((topic.to_owned(), key.clone()));
+            self.opened.insert(topic.to_owned());
             if partition.is_some() {
                 if partitions.known.len() >= KEYS_MAX {
                     partitions.known.clear();
@@ -87,7 +87,8 @@ impl Opening {
         }
         if partitions.is_complete() {
             partitions.known = HashSet::new();
-            self.opened.extend(partitions.first.drain().map(|key| (topic.to_owned(), key)));
+            partitions.first = HashSet::new();
+            self.opened.insert(topic.to_owned());
             self.count_incomplete();
         }
     }
@@ -97,14 +98,14 @@ impl Opening {
         !self.opened.is_empty()
     }
 
-    /// Takes the topics and keys whose rows may go on.
-    pub(super) fn take_opened(&mut self) -> Vec<(String, Vec<u8>)> {
+    /// Takes the topics whose rows may go on.
+    pub(super) fn take_opened(&mut self) -> HashSet<String> {
         std::mem::take(&mut self.opened)
     }
 
     /// Gives back what `take_opened` gave.
-    pub(super) fn open_again(&mut self, keys: impl Iterator<Item = (String, Vec<u8>)>) {
-        self.opened.extend(keys);
+    pub(super) fn open_again(&mut self, topics: impl Iterator<Item = String>) {
+        self.opened.extend(topics);
     }
 
     /// Forgets proofs that are too old.
@@ -136,10 +137,6 @@ mod tests {
         opening
     }
 
-    fn opened(opening: &mut Opening) -> Vec<Vec<u8>> {
-        opening.take_opened().into_iter().map(|(_, key)| key).collect()
-    }
-
     #[test]
     fn one_row_of_a_key_goes_until_its_partition_is_proven() {
         let mut opening = opening(2);
@@ -147,7 +144,7 @@ mod tests {
         assert!(!opening.may_go("t", b"a"));
         assert!(opening.may_go("t", b"b"), "another key");
         opening.settled("t", Some(b"a"), Some(0));
-        assert_eq!(opened(&mut opening), [b"a"]);
+        assert_eq!(opening.take_opened().len(), 1);
         assert!(opening.may_go("t", b"a") && opening.may_go("t", b"a"));
         assert!(!opening.may_go("t", b"b"), "its partition may be the other one");
     }
@@ -159,7 +156,7 @@ mod tests {
         opening.settled("t", None, Some(0));
         assert!(!opening.has_opened());
         opening.settled("t", None, Some(1));
-        assert_eq!(opened(&mut opening).len(), 2);
+        assert_eq!(opening.take_opened().len(), 1);
         assert!(opening.may_go("t", b"a") && opening.may_go("t", b"a"));
     }
 
@@ -168,7 +165,7 @@ mod tests {
         let mut opening = opening(1);
         assert!(opening.may_go("t", b"a"));
         opening.settled("t", Some(b"a"), None);
-        assert_eq!(opened(&mut opening), [b"a"], "what waits behind it hears of it");
+        assert_eq!(opening.take_opened().len(), 1, "what waits behind it hears of it");
         assert!(opening.may_go("t", b"a"));
         assert!(!opening.may_go("t", b"a"));
     }

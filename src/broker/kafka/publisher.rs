@@ -36,6 +36,8 @@ use crate::message::OutgoingMessage;
 const WARM_LOOK: Duration = Duration::from_millis(50);
 // How long after the client's own queue was full it is tried again.
 const FULL_LOOK: Duration = Duration::from_millis(1);
+// How long `send` waits for the first rows of keys: what the relay allows a topic to keep others.
+const WAIT_MAX: Duration = Duration::from_secs(1);
 const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // How long the thread waits for reports at a time, and so for its stop. rdkafka cuts what is left
@@ -45,9 +47,6 @@ const POLL: Duration = Duration::from_micros(100_050);
 // Rows sent before other tasks get a turn: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
 
-/// A topic and a key of it.
-type Keyed = (String, Vec<u8>);
-
 /// A publishing session of [`super::KafkaBroker`].
 pub(super) struct KafkaPublisher {
     config: Arc<KafkaConfig>,
@@ -55,8 +54,11 @@ pub(super) struct KafkaPublisher {
     session: Session,
     ready: HashSet<String>,
     sent: bool,
-    /// Rows that have a slot and wait for an earlier row of their topic and key (`opening`).
-    waiting: HashMap<Keyed, VecDeque<(usize, OutgoingMessage)>>,
+    /// By topic: rows that have a slot, and wait for an earlier row of the first one's key
+    /// (`opening`).
+    waiting: HashMap<String, VecDeque<(usize, OutgoingMessage)>>,
+    /// Until when `send` waits for them; after that, calls of `send` and `settle` look after them.
+    waits_until: Option<Instant>,
 }
 
 /// A producer and the thread that polls it.
@@ -85,7 +87,15 @@ impl KafkaPublisher {
     pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
         let session = Session::open(config, limits.sizes()).await?;
         let (config, limits) = (Arc::clone(config), Arc::clone(limits));
-        Ok(Self { config, limits, session, ready: HashSet::new(), sent: false, waiting: HashMap::new() })
+        Ok(Self {
+            config,
+            limits,
+            session,
+            ready: HashSet::new(),
+            sent: false,
+            waiting: HashMap::new(),
+            waits_until: None,
+        })
     }
 
     fn doubt(&self) -> Option<BrokerError> {
@@ -177,35 +187,67 @@ impl KafkaPublisher {
         }
     }
 
-    /// Whether the row waits for an earlier one of its key.
-    fn must_wait(&self, topic: &str, key: &[u8]) -> bool {
-        let has_waiting = || self.waiting.contains_key(&(topic.to_owned(), key.to_vec()));
-        (!self.waiting.is_empty() && has_waiting()) || !self.session.window.may_go(topic, key)
+    /// Whether the row waits for earlier ones of its topic.
+    fn must_wait(&self, message: &OutgoingMessage) -> bool {
+        self.waiting.contains_key(&message.topic) || !self.may_go(message)
     }
 
-    /// Sends the rows whose wait has ended, or settles them where the earlier row was refused.
-    /// Returns false where the client's own queue is full, so that the caller tries again.
+    fn may_go(&self, message: &OutgoingMessage) -> bool {
+        let key = message.key.as_deref().map(str::as_bytes);
+        key.is_none_or(|key| self.session.window.may_go(&message.topic, key))
+    }
+
+    /// Sends the rows whose wait has ended, or settles them where an earlier row of their key was
+    /// refused. Returns false where the client's own queue is full, so that the caller tries again.
     fn go_on(&mut self) -> bool {
         if self.waiting.is_empty() {
             return true;
         }
         let window = &self.session.window;
         let mut opened = window.take_opened().into_iter();
-        while let Some(of) = opened.next() {
-            let Some(mut rows) = self.waiting.remove(&of) else { continue };
-            let (topic, key) = (of.0.as_str(), Some(of.1.as_slice()));
+        while let Some(topic) = opened.next() {
+            let Some(mut rows) = self.waiting.remove(&topic) else { continue };
             while let Some((slot, message)) = rows.pop_front() {
-                if let Some(refusal) = window.stands_behind(topic, key) {
-                    window.settle(slot, topic, key, Err(refusal));
-                } else if let Some(slot) = self.produce(&message, slot) {
+                let key = message.key.as_deref().map(str::as_bytes);
+                let refusal = window.stands_behind(&topic, key);
+                if let Some(refusal) = refusal {
+                    window.settle(slot, &topic, key, Err(refusal));
+                    continue;
+                }
+                if !self.may_go(&message) {
                     rows.push_front((slot, message));
-                    self.waiting.insert(of.clone(), rows);
-                    window.open_again(std::iter::once(of).chain(opened));
+                    break;
+                }
+                if let Some(slot) = self.produce(&message, slot) {
+                    rows.push_front((slot, message));
+                    self.waiting.insert(topic.clone(), rows);
+                    window.open_again(std::iter::once(topic).chain(opened));
                     return false;
                 }
             }
+            if !rows.is_empty() {
+                self.waiting.insert(topic, rows);
+            }
         }
         true
+    }
+
+    /// Waits until no row waits for an earlier one, but not for a topic that does not answer.
+    async fn hand_over_waiting(&mut self) {
+        while !self.waiting.is_empty() {
+            let until = *self.waits_until.get_or_insert_with(|| Instant::now() + WAIT_MAX);
+            let wait = until.saturating_duration_since(Instant::now());
+            if !self.go_on() {
+                tokio::time::sleep(FULL_LOOK).await;
+            } else if self.waiting.is_empty() {
+                break;
+            } else if self.doubt().is_some() || wait.is_zero() {
+                return;
+            } else if self.session.window.wakes_when_opened() {
+                let _changed_or_time = tokio::time::timeout(wait, self.changed()).await;
+            }
+        }
+        self.waits_until = None;
     }
 
     async fn reserve(&mut self, tag: u64, weight: usize) -> Result<usize, BrokerError> {
@@ -280,11 +322,8 @@ impl Publisher for KafkaPublisher {
             }
             let mut slot = self.reserve(tag, message.weight()).await?;
             self.sent = true;
-            if let Some(key) = &message.key
-                && self.must_wait(&message.topic, key.as_bytes())
-            {
-                let of = (message.topic.clone(), key.clone().into_bytes());
-                self.waiting.entry(of).or_default().push_back((slot, message));
+            if self.must_wait(&message) {
+                self.waiting.entry(message.topic.clone()).or_default().push_back((slot, message));
                 continue;
             }
             while let Some(back) = self.produce(&message, slot) {
@@ -295,6 +334,7 @@ impl Publisher for KafkaPublisher {
                 }
             }
         }
+        self.hand_over_waiting().await;
         // What ended the session meanwhile is told by `settle`, after the outcomes: one of these
         // rows may have done it.
         Ok(())

@@ -140,14 +140,24 @@ impl Window {
         self.state().opening.may_go(topic, key)
     }
 
-    /// Takes the topics and keys whose waiting rows may go on.
-    pub(super) fn take_opened(&self) -> Vec<(String, Vec<u8>)> {
+    /// Takes the topics whose waiting rows may go on.
+    pub(super) fn take_opened(&self) -> HashSet<String> {
         self.state().opening.take_opened()
     }
 
     /// Gives back what `take_opened` gave, for a caller that had to stop.
-    pub(super) fn open_again(&self, keys: impl Iterator<Item = (String, Vec<u8>)>) {
-        self.state().opening.open_again(keys);
+    pub(super) fn open_again(&self, topics: impl Iterator<Item = String>) {
+        self.state().opening.open_again(topics);
+    }
+
+    /// Asks to be woken by the next outcome. Returns false where rows may go on already.
+    pub(super) fn wakes_when_opened(&self) -> bool {
+        let mut state = self.state();
+        let opened = state.opening.has_opened();
+        if !opened {
+            state.waiting = Some(Wait::Outcome);
+        }
+        !opened
     }
 
     /// Forgets refused keys if the relay took outcomes since, and refused topics once every row is

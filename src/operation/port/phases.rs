@@ -477,8 +477,8 @@ pub trait PhaseTx: Debug + Send {
     ) -> Result<(Proof, Fenced), StoreError>;
 
     /// Writes the outcome to operation and record, both with their lifetimes from now (O3):
-    /// SUCCEEDED for [`RunOutcome::Completed`], FAILED for [`RunOutcome::FailedReplayable`]. Call it
-    /// once, then commit. Everything else is as in [`Self::advance`].
+    /// SUCCEEDED for [`RunOutcome::Completed`], FAILED for [`RunOutcome::FailedReplayable`]. Call
+    /// it once, then commit. Everything else is as in [`Self::advance`].
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another outcome.

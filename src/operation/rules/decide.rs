@@ -15,8 +15,8 @@
 //!   not have, a newer version, a store that is away) is answered with 503, and nothing runs (M60).
 //!
 //! An operation asks more than once (O15): first with [`KeyFound::NotAsked`], before it takes a
-//! connection; with [`KeyFound::Running`], if the key runs in this process; with the result of a plain
-//! read; and, if the lock or the insert was refused, with the result of a second read or
+//! connection; with [`KeyFound::Running`], if the key runs in this process; with the result of a
+//! plain read; and, if the lock or the insert was refused, with the result of a second read or
 //! [`KeyFound::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
 //! statement: an INSERT for [`Decision::Claim`], an UPDATE that compares the epoch for the others.
 //! If that statement changed no row, read and ask again.
