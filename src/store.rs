@@ -71,7 +71,7 @@ pub use crate::outbox::port::{
 pub trait Store: Schema + Statements + Operations + KeyOperator + Duties {
     /// This store as an object. Its methods are compiled with the adapter; those of the type itself
     /// are compiled again in each program that names it.
-    fn duties(&self) -> Arc<dyn Duties>;
+    fn into_duties(self) -> Arc<dyn Duties>;
 }
 
 /// The duties that the relay, the consumer and the programs use of a database.

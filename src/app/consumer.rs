@@ -174,7 +174,7 @@ impl Run<'_> {
             running.spawn(async move { consumer.run(stop).await });
         }
         let first_look = FirstLook::at(&broker, self.settings, &all);
-        let mut gauges = Gauges::keep(store.duties(), all.clone());
+        let mut gauges = Gauges::keep(store.clone().into_duties(), all.clone());
         let mut outcome = Ok(());
         loop {
             let ended = tokio::select! {
@@ -196,7 +196,7 @@ impl Run<'_> {
             return Err(error);
         }
         if outcome.is_ok() && self.start.until_idle.is_some() {
-            for consumer in store.duties().status().await?.consumers {
+            for consumer in store.clone().into_duties().status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
                 }

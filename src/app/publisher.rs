@@ -42,7 +42,8 @@ pub async fn run_publisher(
     let waits = Some((&stop, &health));
     crate::with_store!(settings, waits, |store| {
         ready(&store, settings, &stop, &health).await?;
-        let relayed = relay_all(store.duties(), broker, settings, until_empty, health.clone(), stop.clone()).await;
+        let relayed =
+            relay_all(store.clone().into_duties(), broker, settings, until_empty, health.clone(), stop.clone()).await;
         close(&store).await;
         relayed
     })
@@ -79,7 +80,7 @@ where
         let _ending = ending;
         recovery.run(told).await
     });
-    let relayed = relay_all(store.duties(), broker, settings, until_empty, health, both.clone()).await;
+    let relayed = relay_all(store.clone().into_duties(), broker, settings, until_empty, health, both.clone()).await;
     both.cancel();
     let recovered = recovering.await;
     // Closed only now, because the answer of a provider to the last call must still be stored.

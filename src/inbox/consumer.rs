@@ -111,7 +111,7 @@ impl Consumer {
         let places = broker.places(&subscription(&options));
         let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
         Self(Arc::new(Shared {
-            store: store.duties(),
+            store: store.into_duties(),
             broker,
             handlers,
             options,

@@ -70,8 +70,8 @@ impl Base for MySqlStore {
 }
 
 impl Store for MySqlStore {
-    fn duties(&self) -> Arc<dyn Duties> {
-        Arc::new(self.clone())
+    fn into_duties(self) -> Arc<dyn Duties> {
+        Arc::new(self)
     }
 }
 

@@ -88,7 +88,7 @@ impl Base for PostgresStore {
 }
 
 impl Store for PostgresStore {
-    fn duties(&self) -> Arc<dyn Duties> {
-        Arc::new(self.clone())
+    fn into_duties(self) -> Arc<dyn Duties> {
+        Arc::new(self)
     }
 }

@@ -1,14 +1,13 @@
 //! On which partitions Kafka knows this session's producer, and so whether a row may be in flight
-//! behind an earlier one of its key.
+//! behind an earlier one.
 //!
 //! Why: Kafka checks the order of a producer's batches only on partitions where it has stored one
 //! of them. On any other partition it takes a batch with any sequence number. So if it refuses the
 //! first batch, it takes the second one, and a later message of the key is in the topic without
 //! the refused one.
 //!
-//! Promise: until Kafka has taken a row on the partition of a key, one row of that key is in
-//! flight. Each wait proves a partition, so a topic waits at most as often as it has partitions.
-//! No I/O, no clock.
+//! Promise: until Kafka has taken a row on a partition, one row with a key is in flight there. Pure:
+//! no I/O, no clock.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -16,8 +15,9 @@ use std::time::{Duration, Instant};
 /// After this time a proof is asked for again. Kafka forgets a producer that has written nothing to
 /// a partition for `producer.id.expiration.ms`, which is a day by default.
 const PROOF_MAX: Duration = Duration::from_secs(600);
-/// More keys are not remembered for a topic. A key that was forgotten waits once more.
-const KEYS_MAX: usize = 65_536;
+
+/// A topic and the number of a partition of it.
+pub(super) type Place = (String, i32);
 
 /// The partitions of all topics of a session.
 #[derive(Debug, Default)]
@@ -25,8 +25,8 @@ pub(super) struct Opening {
     topics: HashMap<String, Partitions>,
     /// How many topics have partitions without a proof.
     incomplete: usize,
-    /// Topics in which the first row of a key was settled: rows that wait may go on.
-    opened: HashSet<String>,
+    /// Partitions whose first row was settled: rows that wait for it may go on.
+    opened: Vec<Place>,
     proofs_since: Option<Instant>,
 }
 
@@ -34,10 +34,8 @@ pub(super) struct Opening {
 struct Partitions {
     count: usize,
     proven: HashSet<i32>,
-    /// Keys whose first row is in flight.
-    first: HashSet<Vec<u8>>,
-    /// Keys whose partition is proven.
-    known: HashSet<Vec<u8>>,
+    /// Partitions without a proof that have a row in flight.
+    first: HashSet<i32>,
 }
 
 impl Partitions {
@@ -46,49 +44,58 @@ impl Partitions {
     }
 }
 
+/// Whether a row may be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum May {
+    /// It may.
+    Go,
+    /// It may, as the first one of this partition: the next ones wait until it is settled.
+    GoFirst(i32),
+    /// It waits for the row that is in flight on this partition.
+    Wait(i32),
+}
+
 impl Opening {
-    /// Learns how many partitions a topic has.
+    /// Learns how many partitions a topic has. What is known of it is forgotten, because the topic
+    /// may have been made anew.
     pub(super) fn learn(&mut self, topic: &str, count: usize) {
         let partitions = self.topics.entry(topic.to_owned()).or_default();
-        partitions.count = partitions.count.max(count);
+        partitions.count = count;
+        partitions.proven.clear();
         self.count_incomplete();
     }
 
-    /// Whether a row of this key may be sent now. A first row may; the next ones wait for it.
-    pub(super) fn may_go(&mut self, topic: &str, key: &[u8]) -> bool {
+    /// Whether a row of this key may be sent now.
+    pub(super) fn may_go(&mut self, topic: &str, key: &[u8]) -> May {
         if self.incomplete == 0 {
-            return true;
+            return May::Go;
         }
-        let Some(partitions) = self.topics.get_mut(topic) else { return true };
-        if partitions.is_complete() || partitions.known.contains(key) {
-            return true;
+        let Some(partitions) = self.topics.get_mut(topic).filter(|partitions| !partitions.is_complete()) else {
+            return May::Go;
+        };
+        let partition = partition_of(key, partitions.count);
+        if partitions.proven.contains(&partition) {
+            May::Go
+        } else if partitions.first.insert(partition) {
+            May::GoFirst(partition)
+        } else {
+            May::Wait(partition)
         }
-        partitions.first.insert(key.to_vec())
     }
 
-    /// Notes that a row was settled; `partition`: where Kafka has taken it.
-    pub(super) fn settled(&mut self, topic: &str, key: Option<&[u8]>, partition: Option<i32>) {
-        if self.incomplete == 0 {
+    /// Notes that a row was settled. `first`: the partition that it was the first row of; `taken`:
+    /// where Kafka has taken it.
+    pub(super) fn settled(&mut self, topic: &str, first: Option<i32>, taken: Option<i32>) {
+        if first.is_none() && self.incomplete == 0 {
             return;
         }
         let Some(partitions) = self.topics.get_mut(topic) else { return };
-        if let Some(partition) = partition {
-            partitions.proven.insert(partition);
-            partitions.count = partitions.count.max(usize::try_from(partition).map_or(0, |at| at + 1));
+        let is_new = taken.is_some_and(|partition| partitions.proven.insert(partition));
+        if let Some(partition) = first {
+            partitions.first.remove(&partition);
+            self.opened.push((topic.to_owned(), partition));
         }
-        if let Some(key) = key.and_then(|key| partitions.first.take(key)) {
-            self.opened.insert(topic.to_owned());
-            if partition.is_some() {
-                if partitions.known.len() >= KEYS_MAX {
-                    partitions.known.clear();
-                }
-                partitions.known.insert(key);
-            }
-        }
-        if partitions.is_complete() {
-            partitions.known = HashSet::new();
-            partitions.first = HashSet::new();
-            self.opened.insert(topic.to_owned());
+        if is_new && partitions.is_complete() {
             self.count_incomplete();
         }
     }
@@ -98,14 +105,19 @@ impl Opening {
         !self.opened.is_empty()
     }
 
-    /// Takes the topics whose rows may go on.
-    pub(super) fn take_opened(&mut self) -> HashSet<String> {
+    /// Takes the partitions whose rows may go on.
+    pub(super) fn take_opened(&mut self) -> Vec<Place> {
         std::mem::take(&mut self.opened)
     }
 
-    /// Gives back what `take_opened` gave.
-    pub(super) fn open_again(&mut self, topics: impl Iterator<Item = String>) {
-        self.opened.extend(topics);
+    /// Gives back what `take_opened` gave, or opens places that wait.
+    pub(super) fn open_again(&mut self, places: impl Iterator<Item = Place>) {
+        self.opened.extend(places);
+    }
+
+    /// The partition of a key in a topic that is known.
+    pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
+        self.topics.get(topic).map(|partitions| partition_of(key, partitions.count))
     }
 
     /// Forgets proofs that are too old.
@@ -115,16 +127,37 @@ impl Opening {
             return;
         }
         self.proofs_since = Some(now);
-        for partitions in self.topics.values_mut() {
-            partitions.proven.clear();
-            partitions.known.clear();
-        }
+        self.topics.values_mut().for_each(|partitions| partitions.proven.clear());
         self.count_incomplete();
     }
 
     fn count_incomplete(&mut self) {
         self.incomplete = self.topics.values().filter(|partitions| !partitions.is_complete()).count();
     }
+}
+
+/// The partition of a key, as the client's partitioner `murmur2_random` finds it. It is the one of
+/// Kafka's own clients.
+fn partition_of(key: &[u8], count: usize) -> i32 {
+    let positive = murmur2(key) & 0x7fff_ffff;
+    i32::try_from(positive as usize % count.max(1)).unwrap_or(0)
+}
+
+/// Kafka's variant of Austin Appleby's MurmurHash2, with its seed.
+fn murmur2(key: &[u8]) -> u32 {
+    const FACTOR: u32 = 0x5bd1_e995;
+    let (words, rest) = key.as_chunks::<4>();
+    let length = u32::try_from(key.len()).unwrap_or(u32::MAX);
+    let mut hash = words.iter().fold(0x9747_b28c ^ length, |hash, word| {
+        let mixed = u32::from_le_bytes(*word).wrapping_mul(FACTOR);
+        hash.wrapping_mul(FACTOR) ^ (mixed ^ (mixed >> 24)).wrapping_mul(FACTOR)
+    });
+    if !rest.is_empty() {
+        let tail = rest.iter().rev().fold(0, |tail, byte| (tail << 8) | u32::from(*byte));
+        hash = (hash ^ tail).wrapping_mul(FACTOR);
+    }
+    hash = (hash ^ (hash >> 13)).wrapping_mul(FACTOR);
+    hash ^ (hash >> 15)
 }
 
 #[cfg(test)]
@@ -137,59 +170,65 @@ mod tests {
         opening
     }
 
-    #[test]
-    fn one_row_of_a_key_goes_until_its_partition_is_proven() {
-        let mut opening = opening(2);
-        assert!(opening.may_go("t", b"a"));
-        assert!(!opening.may_go("t", b"a"));
-        assert!(opening.may_go("t", b"b"), "another key");
-        opening.settled("t", Some(b"a"), Some(0));
-        assert_eq!(opening.take_opened().len(), 1);
-        assert!(opening.may_go("t", b"a") && opening.may_go("t", b"a"));
-        assert!(!opening.may_go("t", b"b"), "its partition may be the other one");
+    /// Two keys of different partitions, of two.
+    fn keys() -> [&'static [u8]; 2] {
+        let of =
+            |partition| [&b"a"[..], b"b", b"c", b"d", b"e"].into_iter().find(|key| partition_of(key, 2) == partition);
+        [of(0), of(1)].map(|key| key.expect("one of five keys"))
     }
 
     #[test]
-    fn every_key_goes_once_all_partitions_are_proven() {
-        let mut opening = opening(2);
-        assert!(opening.may_go("t", b"a") && opening.may_go("t", b"b"));
-        opening.settled("t", None, Some(0));
+    fn one_row_of_a_partition_goes_until_it_is_proven_and_others_go_beside_it() {
+        let (mut opening, [even, odd]) = (opening(2), keys());
+        assert_eq!(opening.may_go("t", even), May::GoFirst(0));
+        assert_eq!(opening.may_go("t", even), May::Wait(0));
+        assert_eq!(opening.may_go("t", odd), May::GoFirst(1));
+        opening.settled("t", Some(0), Some(0));
+        assert_eq!(opening.take_opened(), [("t".to_owned(), 0)]);
+        assert_eq!((opening.may_go("t", even), opening.may_go("t", even)), (May::Go, May::Go));
+        assert_eq!(opening.may_go("t", odd), May::Wait(1));
         assert!(!opening.has_opened());
-        opening.settled("t", None, Some(1));
-        assert_eq!(opening.take_opened().len(), 1);
-        assert!(opening.may_go("t", b"a") && opening.may_go("t", b"a"));
     }
 
     #[test]
     fn a_refused_first_row_proves_nothing() {
         let mut opening = opening(1);
-        assert!(opening.may_go("t", b"a"));
-        opening.settled("t", Some(b"a"), None);
+        assert_eq!(opening.may_go("t", b"a"), May::GoFirst(0));
+        opening.settled("t", Some(0), None);
         assert_eq!(opening.take_opened().len(), 1, "what waits behind it hears of it");
-        assert!(opening.may_go("t", b"a"));
-        assert!(!opening.may_go("t", b"a"));
+        assert_eq!(opening.may_go("t", b"a"), May::GoFirst(0));
+        assert_eq!(opening.may_go("t", b"a"), May::Wait(0));
     }
 
     #[test]
-    fn a_proof_is_asked_for_again_after_some_time() {
+    fn a_proof_is_asked_for_again_after_some_time_and_of_a_topic_that_was_asked_for_again() {
         let mut opening = opening(1);
         let now = Instant::now();
         opening.forget_old_proofs(now);
-        assert!(opening.may_go("t", b"a"));
-        opening.settled("t", Some(b"a"), Some(0));
+        opening.settled("t", None, Some(0));
         opening.forget_old_proofs(now + PROOF_MAX / 2);
-        assert!(opening.may_go("t", b"a") && opening.may_go("t", b"a"));
+        assert_eq!(opening.may_go("t", b"a"), May::Go);
         opening.forget_old_proofs(now + PROOF_MAX);
-        assert!(opening.may_go("t", b"a"));
-        assert!(!opening.may_go("t", b"a"));
+        assert_eq!(opening.may_go("t", b"a"), May::GoFirst(0));
+        opening.settled("t", Some(0), Some(0));
+        assert_eq!(opening.may_go("t", b"a"), May::Go);
+        opening.learn("t", 1);
+        assert_eq!(opening.may_go("t", b"a"), May::GoFirst(0));
     }
 
+    /// The vectors are those of Apache Kafka's own test of `Utils.murmur2`.
     #[test]
-    fn a_partition_that_was_added_needs_a_proof_too() {
-        let mut opening = opening(1);
-        opening.settled("t", None, Some(0));
-        opening.learn("t", 2);
-        assert!(opening.may_go("t", b"a"));
-        assert!(!opening.may_go("t", b"a"));
+    fn a_key_is_hashed_as_kafka_does() {
+        let vectors: [(&str, i32); 6] = [
+            ("21", -973_932_308),
+            ("foobar", -790_332_482),
+            ("a-little-bit-long-string", -985_981_536),
+            ("a-little-bit-longer-string", -1_486_304_829),
+            ("lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58_897_971),
+            ("abc", 479_470_107),
+        ];
+        for (key, hash) in vectors {
+            assert_eq!(murmur2(key.as_bytes()).cast_signed(), hash, "{key}");
+        }
     }
 }

@@ -24,6 +24,7 @@ use super::blocking;
 use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::Reports;
+use super::opening::Place;
 use super::properties;
 use super::topology::{self, ASKED_ONE_BY_ONE, Sizes, TopicLimits};
 use super::window::{PublishContext, Window};
@@ -36,8 +37,9 @@ use crate::message::OutgoingMessage;
 const WARM_LOOK: Duration = Duration::from_millis(50);
 // How long after the client's own queue was full it is tried again.
 const FULL_LOOK: Duration = Duration::from_millis(1);
-// How long `send` waits for the first rows of keys: what the relay allows a topic to keep others.
-const WAIT_MAX: Duration = Duration::from_secs(1);
+// How long a session waits in all for the first rows of partitions: what the relay allows a topic to
+// keep others waiting.
+const PATIENCE: Duration = Duration::from_secs(1);
 const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // How long the thread waits for reports at a time, and so for its stop. rdkafka cuts what is left
@@ -54,11 +56,11 @@ pub(super) struct KafkaPublisher {
     session: Session,
     ready: HashSet<String>,
     sent: bool,
-    /// By topic: rows that have a slot, and wait for an earlier row of the first one's key
-    /// (`opening`).
-    waiting: HashMap<String, VecDeque<(usize, OutgoingMessage)>>,
-    /// Until when `send` waits for them; after that, calls of `send` and `settle` look after them.
-    waits_until: Option<Instant>,
+    /// Rows that have a slot and wait for the first row of their partition (`opening`).
+    waiting: HashMap<Place, VecDeque<(usize, OutgoingMessage)>>,
+    /// How long `send` may still wait for first rows. Once it is used up, rows that wait are put
+    /// aside, and the calls of `send` and `settle` hand them over.
+    patience: Duration,
 }
 
 /// A producer and the thread that polls it.
@@ -94,7 +96,7 @@ impl KafkaPublisher {
             ready: HashSet::new(),
             sent: false,
             waiting: HashMap::new(),
-            waits_until: None,
+            patience: PATIENCE,
         })
     }
 
@@ -187,67 +189,70 @@ impl KafkaPublisher {
         }
     }
 
-    /// Whether the row waits for earlier ones of its topic.
-    fn must_wait(&self, message: &OutgoingMessage) -> bool {
-        self.waiting.contains_key(&message.topic) || !self.may_go(message)
+    /// The partition whose first row this row must wait for, or behind whose waiting rows it stands.
+    fn waits_for(&self, slot: usize, topic: &str, key: &[u8]) -> Option<i32> {
+        let window = &self.session.window;
+        let behind = |partition: &i32| self.waiting.contains_key(&(topic.to_owned(), *partition));
+        if !self.waiting.is_empty()
+            && let Some(partition) = window.partition_of(topic, key).filter(behind)
+        {
+            return Some(partition);
+        }
+        window.waits_for(slot, topic, key)
     }
 
-    fn may_go(&self, message: &OutgoingMessage) -> bool {
-        let key = message.key.as_deref().map(str::as_bytes);
-        key.is_none_or(|key| self.session.window.may_go(&message.topic, key))
+    /// Waits until the row may be sent. Returns the partition where it has to be put aside.
+    async fn wait_for_first(&mut self, slot: usize, message: &OutgoingMessage) -> Option<i32> {
+        let key = message.key.as_deref()?.as_bytes();
+        loop {
+            let partition = self.waits_for(slot, &message.topic, key)?;
+            if self.patience.is_zero() || self.doubt().is_some() {
+                return Some(partition);
+            }
+            let began = Instant::now();
+            if self.session.window.wakes_when_opened() {
+                let _changed_or_time = tokio::time::timeout(self.patience, self.changed()).await;
+            }
+            if !self.go_on() {
+                tokio::time::sleep(FULL_LOOK).await;
+            }
+            self.patience = self.patience.saturating_sub(began.elapsed());
+        }
     }
 
     /// Sends the rows whose wait has ended, or settles them where an earlier row of their key was
     /// refused. Returns false where the client's own queue is full, so that the caller tries again.
     fn go_on(&mut self) -> bool {
-        if self.waiting.is_empty() {
-            return true;
-        }
         let window = &self.session.window;
         let mut opened = window.take_opened().into_iter();
-        while let Some(topic) = opened.next() {
-            let Some(mut rows) = self.waiting.remove(&topic) else { continue };
+        while let Some(place) = opened.next() {
+            let Some(mut rows) = self.waiting.remove(&place) else { continue };
+            let topic = place.0.as_str();
             while let Some((slot, message)) = rows.pop_front() {
-                let key = message.key.as_deref().map(str::as_bytes);
-                let refusal = window.stands_behind(&topic, key);
-                if let Some(refusal) = refusal {
-                    window.settle(slot, &topic, key, Err(refusal));
+                let key = message.key.as_deref().unwrap_or_default().as_bytes();
+                if let Some(refusal) = window.stands_behind(topic, Some(key)) {
+                    window.settle(slot, topic, Some(key), Err(refusal));
                     continue;
                 }
-                if !self.may_go(&message) {
-                    rows.push_front((slot, message));
-                    break;
+                if let Some(partition) = window.waits_for(slot, topic, key) {
+                    // Another one than before where the topic has got partitions since.
+                    let at = (topic.to_owned(), partition);
+                    let waiting = self.waiting.entry(at).or_default();
+                    waiting.push_back((slot, message));
+                    if partition == place.1 {
+                        waiting.append(&mut rows);
+                    }
+                    continue;
                 }
                 if let Some(slot) = self.produce(&message, slot) {
                     rows.push_front((slot, message));
-                    self.waiting.insert(topic.clone(), rows);
-                    window.open_again(std::iter::once(topic).chain(opened));
+                    self.waiting.insert(place.clone(), rows);
+                    window.open_again(std::iter::once(place).chain(opened));
                     return false;
                 }
             }
-            if !rows.is_empty() {
-                self.waiting.insert(topic, rows);
-            }
         }
         true
-    }
-
-    /// Waits until no row waits for an earlier one, but not for a topic that does not answer.
-    async fn hand_over_waiting(&mut self) {
-        while !self.waiting.is_empty() {
-            let until = *self.waits_until.get_or_insert_with(|| Instant::now() + WAIT_MAX);
-            let wait = until.saturating_duration_since(Instant::now());
-            if !self.go_on() {
-                tokio::time::sleep(FULL_LOOK).await;
-            } else if self.waiting.is_empty() {
-                break;
-            } else if self.doubt().is_some() || wait.is_zero() {
-                return;
-            } else if self.session.window.wakes_when_opened() {
-                let _changed_or_time = tokio::time::timeout(wait, self.changed()).await;
-            }
-        }
-        self.waits_until = None;
     }
 
     async fn reserve(&mut self, tag: u64, weight: usize) -> Result<usize, BrokerError> {
@@ -282,6 +287,9 @@ impl Publisher for KafkaPublisher {
             // The producer is new: it must see the topics in its own metadata.
             states = self.session.ask(&unseen, &self.limits, &self.config).await?;
         }
+        // Their partitions may be others now.
+        let places = self.waiting.keys().filter(|(topic, _)| unseen.contains(topic)).cloned();
+        self.session.window.open_again(places);
         for (topic, state) in unseen.iter().zip(&states) {
             if *state == TopicState::Ready {
                 self.ready.insert(topic.clone());
@@ -322,8 +330,13 @@ impl Publisher for KafkaPublisher {
             }
             let mut slot = self.reserve(tag, message.weight()).await?;
             self.sent = true;
-            if self.must_wait(&message) {
-                self.waiting.entry(message.topic.clone()).or_default().push_back((slot, message));
+            if let Some(partition) = self.wait_for_first(slot, &message).await {
+                let place = (message.topic.clone(), partition);
+                self.waiting.entry(place).or_default().push_back((slot, message));
+                continue;
+            }
+            if let Some(refusal) = self.session.window.stands_behind(&message.topic, key) {
+                self.session.window.settle(slot, &message.topic, key, Err(refusal));
                 continue;
             }
             while let Some(back) = self.produce(&message, slot) {
@@ -334,7 +347,6 @@ impl Publisher for KafkaPublisher {
                 }
             }
         }
-        self.hand_over_waiting().await;
         // What ended the session meanwhile is told by `settle`, after the outcomes: one of these
         // rows may have done it.
         Ok(())

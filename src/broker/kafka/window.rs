@@ -20,7 +20,7 @@ use tokio::sync::Notify;
 
 use super::context::Reports;
 use super::errors;
-use super::opening::Opening;
+use super::opening::{May, Opening, Place};
 use crate::broker::{Receipt, Refusal, Settled};
 
 /// Rows between `send` and `settle`.
@@ -37,7 +37,7 @@ pub(super) struct Window {
 #[derive(Debug, Default)]
 struct State {
     // The client carries the number of a row's slot; that needs no allocation per row.
-    slots: Vec<(u64, usize)>,
+    slots: Vec<Slot>,
     free: Vec<usize>,
     rows: usize,
     bytes: usize,
@@ -54,6 +54,15 @@ struct State {
     stale: Option<String>,
     opening: Opening,
     waiting: Option<Wait>,
+}
+
+/// What is kept of a row in flight.
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    tag: u64,
+    weight: usize,
+    /// The partition that it is the first row of (`opening`).
+    first_of: Option<i32>,
 }
 
 #[derive(Debug)]
@@ -93,13 +102,14 @@ impl Window {
         }
         state.rows += 1;
         state.bytes += weight;
+        let row = Slot { tag, weight, first_of: None };
         Some(match state.free.pop() {
             Some(slot) => {
-                state.slots[slot] = (tag, weight);
+                state.slots[slot] = row;
                 slot
             }
             None => {
-                state.slots.push((tag, weight));
+                state.slots.push(row);
                 state.slots.len() - 1
             }
         })
@@ -135,19 +145,35 @@ impl Window {
         self.state().opening.learn(topic, count);
     }
 
-    /// Whether a row of this key may be sent now, or waits for an earlier one of its key.
-    pub(super) fn may_go(&self, topic: &str, key: &[u8]) -> bool {
-        self.state().opening.may_go(topic, key)
+    /// The partition whose first row a row must wait for; `None` where it may be sent.
+    pub(super) fn waits_for(&self, slot: usize, topic: &str, key: &[u8]) -> Option<i32> {
+        let mut state = self.state();
+        if state.slots.get(slot).is_none_or(|slot| slot.first_of.is_some()) {
+            return None;
+        }
+        match state.opening.may_go(topic, key) {
+            May::Go => None,
+            May::GoFirst(partition) => {
+                state.slots[slot].first_of = Some(partition);
+                None
+            }
+            May::Wait(partition) => Some(partition),
+        }
     }
 
-    /// Takes the topics whose waiting rows may go on.
-    pub(super) fn take_opened(&self) -> HashSet<String> {
+    /// The partition of a key in a topic that was asked for.
+    pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
+        self.state().opening.partition_of(topic, key)
+    }
+
+    /// Takes the partitions whose waiting rows may go on.
+    pub(super) fn take_opened(&self) -> Vec<Place> {
         self.state().opening.take_opened()
     }
 
-    /// Gives back what `take_opened` gave, for a caller that had to stop.
-    pub(super) fn open_again(&self, topics: impl Iterator<Item = String>) {
-        self.state().opening.open_again(topics);
+    /// Lets the rows that wait for these partitions be looked at again.
+    pub(super) fn open_again(&self, places: impl Iterator<Item = Place>) {
+        self.state().opening.open_again(places);
     }
 
     /// Asks to be woken by the next outcome. Returns false where rows may go on already.
@@ -242,7 +268,7 @@ impl Window {
     /// Settles a row that has a slot.
     pub(super) fn settle(&self, slot: usize, topic: &str, key: Option<&[u8]>, outcome: Result<Receipt, Refusal>) {
         let mut state = self.state();
-        let Some((tag, weight)) = state.slots.get(slot).copied() else { return };
+        let Some(Slot { tag, weight, first_of }) = state.slots.get(slot).copied() else { return };
         state.free.push(slot);
         state.rows = state.rows.saturating_sub(1);
         state.bytes = state.bytes.saturating_sub(weight);
@@ -251,7 +277,7 @@ impl Window {
             Ok(Receipt::Offset { partition, .. }) => Some(*partition),
             _ => None,
         };
-        state.opening.settled(topic, key, partition);
+        state.opening.settled(topic, first_of, partition);
         match &outcome {
             Err(Refusal::Destination(reason)) => state.refuse_topic(topic, reason),
             Err(Refusal::Message(_)) => state.refuse_message(topic, key),

@@ -19,7 +19,7 @@ use super::trial::Trials;
 use super::window::Window;
 use super::{Memory, Relay};
 use crate::broker::{Publisher, Settled};
-use crate::error::BrokerError;
+use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, PartState, Trouble};
 use crate::outbox::port::{Mark, OpenGaps, RelaySession};
 use crate::outbox::rules::diversion::{Diversion as Diverted, DivertedRow as Row};
@@ -152,13 +152,18 @@ impl<'a> Pump<'a> {
             Err(doubt) => {
                 // A doubt about the broker takes nothing back of what it has proven.
                 let is_proven = self.window.has_something_done() && !self.window.has_decision_done();
-                if is_proven && !matches!(doubt, Doubt::Store(_)) {
-                    let mark = self.window.take_done();
-                    if let Err(error) = self.claim(mark).await {
-                        tracing::debug!(?error, "the last mark was not made: its rows are sent again");
+                let mark = (is_proven && !matches!(doubt, Doubt::Store(_))).then(|| self.window.take_done());
+                // Closed first: the client must send nothing more of what it holds.
+                self.publisher.close().await;
+                if let Some(mark) = mark {
+                    match self.session.claim(mark).await {
+                        Ok(()) => self.memory.doubts = 0,
+                        Err(error @ StoreError::Fenced(_)) => return End::Doubt(error.into()),
+                        Err(error) => {
+                            tracing::debug!(%error, "the last mark was not made: its rows are sent again");
+                        }
                     }
                 }
-                self.publisher.close().await;
                 End::Doubt(doubt)
             }
         }

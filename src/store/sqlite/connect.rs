@@ -159,7 +159,7 @@ impl Base for SqliteStore {
 }
 
 impl Store for SqliteStore {
-    fn duties(&self) -> Arc<dyn Duties> {
-        Arc::new(self.clone())
+    fn into_duties(self) -> Arc<dyn Duties> {
+        Arc::new(self)
     }
 }
