@@ -297,32 +297,29 @@ comment on index oncebox.audit_message_id is 'serves explain: acts by message id
 -- Batches ---------------------------------------------------------------------------------------------------------------------
 
 -- What every batch asks first, in one call: which ids are new, and what stands in their way. The insert is the first statement;
--- each later one sees what a transaction has committed for which the insert waited. Ids come sorted. `places` are the tables that
--- got rows, `writes` how many rows of them this session has inserted, and how many it has updated or deleted. No plan depends on
--- the values, so none is made for them.
+-- each later one sees what a transaction has committed for which the insert waited. Ids come sorted. No plan depends on the values,
+-- so none is made for them; and each looks rows up by an index, also one that was made while the tables were empty.
 create function oncebox.admit(consumer integer, timed uuid[], timed_hashes uuid[], untimed uuid[], untimed_hashes uuid[], lanes uuid[],
   out old_ids uuid[], out old_hashes uuid[], out blocked uuid[], out purged_until bigint, out began_at bigint, out id_skew bigint,
-  out witness text, out places oid[], out writes bigint[])
-language plpgsql volatile set plan_cache_mode = force_generic_plan as $$
+  out witness text)
+language plpgsql volatile set plan_cache_mode = force_generic_plan set enable_seqscan = off set search_path = pg_catalog, pg_temp as $$
 declare
   new_timed uuid[] := '{}';
   new_untimed uuid[] := '{}';
-  place oid[];
 begin
   if cardinality(timed) > 0 then
     with new as (
       insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
       select g.id, g.hash, consumer from unnest(timed, timed_hashes) g (id, hash)
-      on conflict do nothing returning message_id, tableoid)
-    select coalesce(array_agg(new.message_id), '{}'), array_agg(distinct new.tableoid) into new_timed, places from new;
+      on conflict do nothing returning message_id)
+    select coalesce(array_agg(new.message_id), '{}') into new_timed from new;
   end if;
   if cardinality(untimed) > 0 then
     with new as (
       insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
       select g.id, g.hash, consumer from unnest(untimed, untimed_hashes) g (id, hash)
-      on conflict do nothing returning message_id, tableoid)
-    select coalesce(array_agg(new.message_id), '{}'), array_agg(distinct new.tableoid) into new_untimed, place from new;
-    places := places || place;
+      on conflict do nothing returning message_id)
+    select coalesce(array_agg(new.message_id), '{}') into new_untimed from new;
   end if;
   -- Each id is one index lookup: a plan for `= any` that was made while the table was empty, or without statistics, reads all of
   -- it when it is large.
@@ -338,7 +335,7 @@ begin
         select u.content_hash from oncebox.inbox_untimed u where u.consumer_id = consumer and u.message_id = g.id limit 1) i on true
      where g.id <> all (new_untimed);
   end if;
-  if places is not null then
+  if cardinality(new_timed) + cardinality(new_untimed) > 0 then
     -- Each lane is one index lookup, however many rows it has. The `order by` is needed: without it the plan for a lane without
     -- rows reads the whole table. `now()` is when the transaction began, before any row of it was received.
     select case when (select w.sequence from oncebox.waiting w
@@ -350,11 +347,8 @@ begin
                       order by w.lane_id limit 1) stands) end,
            (extract(epoch from c.purged_below) * 1000000)::bigint, (extract(epoch from now()) * 1000000)::bigint,
            (select l.value from oncebox.limits l where l.name = 'id_skew_seconds'),
-           pg_current_xact_id() || ' ' || pg_backend_pid() || ' ' || (extract(epoch from pg_postmaster_start_time()) * 1000000)::bigint,
-           (select array[sum(pg_stat_get_xact_tuples_inserted(p.place)),
-                         sum(pg_stat_get_xact_tuples_updated(p.place) + pg_stat_get_xact_tuples_deleted(p.place))]::bigint[]
-              from unnest(places) p (place))
-      into blocked, purged_until, began_at, id_skew, witness, writes
+           pg_current_xact_id() || ' ' || pg_backend_pid() || ' ' || (extract(epoch from pg_postmaster_start_time()) * 1000000)::bigint
+      into blocked, purged_until, began_at, id_skew, witness
       from oncebox.consumer c where c.consumer_id = consumer;
   end if;
 end
@@ -368,7 +362,7 @@ language plpgsql volatile as $$
 begin
   perform pg_catalog.set_config('array_nulls', 'on', true);
   for number in 1 .. pg_catalog.cardinality(given) loop
-    perform pg_catalog.set_config('oncebox.values_' || number - 1, given[number], true);
+    perform pg_catalog.set_config(pg_catalog.concat('oncebox.values_', number - 1), given[number], true);
   end loop;
   execute block;
 end
