@@ -6,8 +6,8 @@
 //! first batch, it takes the second one, and a later message of the key is in the topic without
 //! the refused one.
 //!
-//! Promise: until Kafka has taken a row on a partition, one row with a key is in flight there. Pure:
-//! no I/O, no clock.
+//! Promise: until Kafka has taken a row on a partition, one row with a key is in flight there. No
+//! I/O, no clock.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ impl Partitions {
 /// Whether a row may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum May {
-    /// It may.
+    /// The row may be sent.
     Go,
     /// It may, as the first one of this partition: the next ones wait until it is settled.
     GoFirst(i32),

@@ -37,8 +37,8 @@ use crate::message::OutgoingMessage;
 const WARM_LOOK: Duration = Duration::from_millis(50);
 // How long after the client's own queue was full it is tried again.
 const FULL_LOOK: Duration = Duration::from_millis(1);
-// How long a session waits in all for the first rows of partitions: what the relay allows a topic to
-// keep others waiting.
+// How long a session waits in all for the first rows of partitions: what the relay allows a topic
+// to keep others waiting.
 const PATIENCE: Duration = Duration::from_secs(1);
 const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
@@ -189,7 +189,8 @@ impl KafkaPublisher {
         }
     }
 
-    /// The partition whose first row this row must wait for, or behind whose waiting rows it stands.
+    /// The partition whose first row this row must wait for, or behind whose waiting rows it
+    /// stands.
     fn waits_for(&self, slot: usize, topic: &str, key: &[u8]) -> Option<i32> {
         let window = &self.session.window;
         let behind = |partition: &i32| self.waiting.contains_key(&(topic.to_owned(), *partition));
