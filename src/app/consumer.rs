@@ -2,6 +2,7 @@
 //! Rust.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
@@ -161,6 +162,7 @@ impl Run<'_> {
         };
         let store: S = super::open_store_with(&store_options, Some(&self.stop), &self.health).await?;
         ready(&store, self.settings, &self.stop, &self.health).await?;
+        let duties = store.clone().into_duties();
         let all = self.stop.child_token();
         let mut running = JoinSet::new();
         for (settings, options) in options {
@@ -174,7 +176,7 @@ impl Run<'_> {
             running.spawn(async move { consumer.run(stop).await });
         }
         let first_look = FirstLook::at(&broker, self.settings, &all);
-        let mut gauges = Gauges::keep(store.clone().into_duties(), all.clone());
+        let mut gauges = Gauges::keep(Arc::clone(&duties), all.clone());
         let mut outcome = Ok(());
         loop {
             let ended = tokio::select! {
@@ -196,7 +198,7 @@ impl Run<'_> {
             return Err(error);
         }
         if outcome.is_ok() && self.start.until_idle.is_some() {
-            for consumer in store.clone().into_duties().status().await?.consumers {
+            for consumer in duties.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
                 }

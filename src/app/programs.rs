@@ -121,19 +121,14 @@ fn start<'a>(
     settings: &'a Settings,
 ) -> BoxFuture<'a, Result<(Health, CancellationToken), AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
-    Box::pin(signals_and_health(program, settings))
-}
-
-async fn signals_and_health(
-    program: &'static str,
-    settings: &Settings,
-) -> Result<(Health, CancellationToken), AppError> {
-    let stop = stop_on_signals()?;
-    let health = Health::default();
-    if let Some(address) = settings.http.listen {
-        listen(address, program, health.clone(), stop.clone()).await?;
-    }
-    Ok((health, stop))
+    Box::pin(async move {
+        let stop = stop_on_signals()?;
+        let health = Health::default();
+        if let Some(address) = settings.http.listen {
+            listen(address, program, health.clone(), stop.clone()).await?;
+        }
+        Ok((health, stop))
+    })
 }
 
 /// Relays committed messages from the outbox to the broker, in order per key, losing none.

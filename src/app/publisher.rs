@@ -100,76 +100,67 @@ fn relay_all(
     stop: CancellationToken,
 ) -> BoxFuture<'_, Result<(), AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
-    Box::pin(relay_shards(store, broker, settings, until_empty, health, stop))
-}
-
-async fn relay_shards(
-    store: Arc<dyn Duties>,
-    broker: AnyBroker,
-    settings: &Settings,
-    until_empty: bool,
-    health: Health,
-    stop: CancellationToken,
-) -> Result<(), AppError> {
-    declare(&broker, settings, &stop, &health).await?;
-    let mut relays = JoinSet::new();
-    // One failing relay ends all: the process reports why, and its supervisor starts it again.
-    let all = stop.child_token();
-    let mut served = BTreeSet::new();
-    let mut serve = |relays: &mut JoinSet<_>, shards: Vec<i32>| -> Result<(), AppError> {
-        for shard in shards {
-            if !served.insert(shard) {
-                continue;
-            }
-            let owner = owner_name();
-            let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
-            let declare_topics = settings.broker.kafka.create_topics;
-            let options = RelayOptions { shard, until_empty, declare_topics, ..options };
-            let relay = Relay::of(Arc::clone(&store) as _, Arc::clone(&broker), options, health.clone());
-            let stop = all.clone();
-            relays.spawn(async move { relay.run(stop).await });
-        }
-        Ok(())
-    };
-    serve(&mut relays, store.shards().await?)?;
-    let first_look = FirstLook::at(&broker, settings, &all);
-    let mut gauges = Gauges::keep(Arc::clone(&store), all.clone());
-    let mut outcome = Ok(());
-    loop {
-        let ended = tokio::select! {
-            ended = relays.join_next() => match ended {
-                None => break,
-                Some(Ok(ended)) => ended.map(drop).map_err(AppError::from),
-                Some(Err(error)) => Err(AppError::failed(format!("a relay ended in disorder: {error}"))),
-            },
-            Some(ended) = gauges.ended() => ended,
-            () = tokio::time::sleep(SHARDS_LOOKED_FOR), if !until_empty && !all.is_cancelled() => {
-                let shards = tokio::select! {
-                    () = all.cancelled() => continue,
-                    shards = store.shards() => shards,
-                };
-                match shards {
-                    Ok(shards) => serve(&mut relays, shards)?,
-                    // The relays report such an error themselves.
-                    Err(error) => tracing::debug!(%error, "the shards could not be read"),
+    Box::pin(async move {
+        declare(&broker, settings, &stop, &health).await?;
+        let mut relays = JoinSet::new();
+        // One failing relay ends all: the process reports why, and its supervisor starts it again.
+        let all = stop.child_token();
+        let mut served = BTreeSet::new();
+        let mut serve = |relays: &mut JoinSet<_>, shards: Vec<i32>| -> Result<(), AppError> {
+            for shard in shards {
+                if !served.insert(shard) {
+                    continue;
                 }
-                continue;
+                let owner = owner_name();
+                let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
+                let declare_topics = settings.broker.kafka.create_topics;
+                let options = RelayOptions { shard, until_empty, declare_topics, ..options };
+                let relay = Relay::of(Arc::clone(&store) as _, Arc::clone(&broker), options, health.clone());
+                let stop = all.clone();
+                relays.spawn(async move { relay.run(stop).await });
             }
+            Ok(())
         };
-        if let Err(error) = ended {
-            all.cancel();
-            outcome = Err(error);
+        serve(&mut relays, store.shards().await?)?;
+        let first_look = FirstLook::at(&broker, settings, &all);
+        let mut gauges = Gauges::keep(Arc::clone(&store), all.clone());
+        let mut outcome = Ok(());
+        loop {
+            let ended = tokio::select! {
+                ended = relays.join_next() => match ended {
+                    None => break,
+                    Some(Ok(ended)) => ended.map(drop).map_err(AppError::from),
+                    Some(Err(error)) => Err(AppError::failed(format!("a relay ended in disorder: {error}"))),
+                },
+                Some(ended) = gauges.ended() => ended,
+                () = tokio::time::sleep(SHARDS_LOOKED_FOR), if !until_empty && !all.is_cancelled() => {
+                    let shards = tokio::select! {
+                        () = all.cancelled() => continue,
+                        shards = store.shards() => shards,
+                    };
+                    match shards {
+                        Ok(shards) => serve(&mut relays, shards)?,
+                        // The relays report such an error themselves.
+                        Err(error) => tracing::debug!(%error, "the shards could not be read"),
+                    }
+                    continue;
+                }
+            };
+            if let Err(error) = ended {
+                all.cancel();
+                outcome = Err(error);
+            }
         }
-    }
-    all.cancel();
-    let _ = gauges.ended().await;
-    if let Some(error) = first_look.end().await {
-        return Err(error);
-    }
-    if outcome.is_ok() && until_empty {
-        report(&store.status().await?);
-    }
-    outcome
+        all.cancel();
+        let _ = gauges.ended().await;
+        if let Some(error) = first_look.end().await {
+            return Err(error);
+        }
+        if outcome.is_ok() && until_empty {
+            report(&store.status().await?);
+        }
+        outcome
+    })
 }
 
 /// Checks the schema and everything that the promises rely on. Waits for a database that is away.

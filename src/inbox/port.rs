@@ -292,27 +292,24 @@ pub trait InboxTx: Send {
     /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
     fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
-    /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other.
-    /// At most one call.
-    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError>;
+    /// As [`InboxTx::admit_and_look`], without a look at lanes.
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+        Ok(self.admit_and_look(entries, &[]).await?.0)
+    }
 
     /// Which of these lanes (see [`Message::lane_id`]) are blocked, and the bounds for ages. It is
     /// a statement of its own after the insert, so it sees what a transaction committed for which
     /// the insert waited.
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError>;
 
-    /// [`InboxTx::admit`], and then [`InboxTx::standing`] for these lanes unless no id is new. A
-    /// database that can do so answers both in one trip.
+    /// Inserts the ids, first and sorted, in one statement (R24), and then gives
+    /// [`InboxTx::standing`] for these lanes, unless no id is new. A database that can do so answers
+    /// both in one trip. Ids must differ from each other. At most one call.
     async fn admit_and_look(
         &mut self,
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
-    ) -> Result<(Admission, Option<Standing>), StoreError> {
-        let admission = self.admit(entries).await?;
-        let has_new = admission.known.iter().any(Option::is_none);
-        let standing = if has_new { Some(self.standing(lanes).await?) } else { None };
-        Ok((admission, standing))
-    }
+    ) -> Result<(Admission, Option<Standing>), StoreError>;
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
     /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,

@@ -60,9 +60,10 @@ impl Opening {
     /// may have been made anew.
     pub(super) fn learn(&mut self, topic: &str, count: usize) {
         let partitions = self.topics.entry(topic.to_owned()).or_default();
+        self.incomplete -= usize::from(!partitions.is_complete());
         partitions.count = count;
         partitions.proven.clear();
-        self.count_incomplete();
+        self.incomplete += usize::from(!partitions.is_complete());
     }
 
     /// Whether a row of this key may be sent now.
@@ -90,13 +91,12 @@ impl Opening {
             return;
         }
         let Some(partitions) = self.topics.get_mut(topic) else { return };
-        let is_new = taken.is_some_and(|partition| partitions.proven.insert(partition));
+        self.incomplete -= usize::from(!partitions.is_complete());
+        partitions.proven.extend(taken);
+        self.incomplete += usize::from(!partitions.is_complete());
         if let Some(partition) = first {
             partitions.first.remove(&partition);
             self.opened.push((topic.to_owned(), partition));
-        }
-        if is_new && partitions.is_complete() {
-            self.count_incomplete();
         }
     }
 
@@ -128,16 +128,12 @@ impl Opening {
         }
         self.proofs_since = Some(now);
         self.topics.values_mut().for_each(|partitions| partitions.proven.clear());
-        self.count_incomplete();
-    }
-
-    fn count_incomplete(&mut self) {
         self.incomplete = self.topics.values().filter(|partitions| !partitions.is_complete()).count();
     }
 }
 
-/// The partition of a key, as the client's partitioner `murmur2_random` finds it. It is the one of
-/// Kafka's own clients.
+/// The partition of a key: what the client's partitioner `murmur2_random` and Kafka's own clients
+/// choose.
 fn partition_of(key: &[u8], count: usize) -> i32 {
     let positive = murmur2(key) & 0x7fff_ffff;
     i32::try_from(positive as usize % count.max(1)).unwrap_or(0)

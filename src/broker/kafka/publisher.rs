@@ -189,8 +189,7 @@ impl KafkaPublisher {
         }
     }
 
-    /// The partition whose first row this row must wait for, or behind whose waiting rows it
-    /// stands.
+    /// The partition for which this row must wait: for its first row, or behind rows that wait.
     fn waits_for(&self, slot: usize, topic: &str, key: &[u8]) -> Option<i32> {
         let window = &self.session.window;
         let behind = |partition: &i32| self.waiting.contains_key(&(topic.to_owned(), *partition));
@@ -203,10 +202,9 @@ impl KafkaPublisher {
     }
 
     /// Waits until the row may be sent. Returns the partition where it has to be put aside.
-    async fn wait_for_first(&mut self, slot: usize, message: &OutgoingMessage) -> Option<i32> {
-        let key = message.key.as_deref()?.as_bytes();
+    async fn wait_for_first(&mut self, slot: usize, topic: &str, key: &[u8]) -> Option<i32> {
         loop {
-            let partition = self.waits_for(slot, &message.topic, key)?;
+            let partition = self.waits_for(slot, topic, key)?;
             if self.patience.is_zero() || self.doubt().is_some() {
                 return Some(partition);
             }
@@ -331,14 +329,19 @@ impl Publisher for KafkaPublisher {
             }
             let mut slot = self.reserve(tag, message.weight()).await?;
             self.sent = true;
-            if let Some(partition) = self.wait_for_first(slot, &message).await {
-                let place = (message.topic.clone(), partition);
-                self.waiting.entry(place).or_default().push_back((slot, message));
-                continue;
-            }
-            if let Some(refusal) = self.session.window.stands_behind(&message.topic, key) {
-                self.session.window.settle(slot, &message.topic, key, Err(refusal));
-                continue;
+            if let Some(key) = key
+                && self.waits_for(slot, &message.topic, key).is_some()
+            {
+                if let Some(partition) = self.wait_for_first(slot, &message.topic, key).await {
+                    let place = (message.topic.clone(), partition);
+                    self.waiting.entry(place).or_default().push_back((slot, message));
+                    continue;
+                }
+                // The row that it waited for may have been refused.
+                if let Some(refusal) = self.session.window.stands_behind(&message.topic, Some(key)) {
+                    self.session.window.settle(slot, &message.topic, Some(key), Err(refusal));
+                    continue;
+                }
             }
             while let Some(back) = self.produce(&message, slot) {
                 slot = back;

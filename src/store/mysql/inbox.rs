@@ -171,10 +171,6 @@ impl InboxTx for MySqlInboxTx {
         self.transaction.lend()
     }
 
-    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
-        Ok(self.admit_and_look(entries, &[]).await?.0)
-    }
-
     async fn admit_and_look(
         &mut self,
         entries: &[InboxEntry],

@@ -131,7 +131,11 @@ impl InboxTx for SqliteInboxTx {
         self.write.connection()
     }
 
-    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+    async fn admit_and_look(
+        &mut self,
+        entries: &[InboxEntry],
+        lanes: &[[u8; 16]],
+    ) -> Result<(Admission, Option<Standing>), StoreError> {
         if self.admitted.is_some() {
             return Err(StoreError::Corrupt("ids were admitted twice in one transaction".to_owned()));
         }
@@ -150,8 +154,10 @@ impl InboxTx for SqliteInboxTx {
             None => Err(StoreError::Corrupt(format!("message {} is neither new nor known", entry.id))),
         };
         let known = entries.iter().map(known).collect::<Result<_, _>>()?;
+        let has_new = !new.is_empty();
         self.admitted = Some(new);
-        Ok(Admission { known })
+        let standing = if has_new { Some(self.standing(lanes).await?) } else { None };
+        Ok((Admission { known }, standing))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
