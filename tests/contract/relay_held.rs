@@ -1,5 +1,7 @@
 //! Dead and held rows of the outbox, and their way back (R16 to R19).
 
+use std::time::{Duration, Instant};
+
 use oncebox::broker::Broker;
 use oncebox::store::OperatorAct;
 use oncebox::{DeadPolicy, RelayOptions};
@@ -213,6 +215,10 @@ async fn g11_at_held_rows_max_the_shard_stops_reading_visibly_and_goes_on_when_t
     })
     .await;
     assert_eq!(world.published("u").await, Vec::<String>::new());
+    // It waits between its looks. A relay that does not is through with these turns at once.
+    let (began, turns) = (Instant::now(), world.broker.relay_turns());
+    eventually("turns", SOON, || async { (world.broker.relay_turns() >= turns + 100).then_some(()) }).await;
+    assert!(began.elapsed() >= Duration::from_millis(500), "100 turns that read nothing in {:?}", began.elapsed());
     world.broker.faults().missing_topic("t", false);
     world.until_published("u", &["b1"]).await;
     world.until_published("t", &["a1", "a2", "a3"]).await;

@@ -28,6 +28,7 @@ mod state;
 mod subscriber;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
 
@@ -90,6 +91,13 @@ impl MemoryBroker {
             state.ensure_topic(topic);
             state.append(topic, key.unwrap_or_default(), record)
         })
+    }
+
+    /// How many turns relays on this broker have taken: in each they ask once whether it is
+    /// blocked.
+    #[must_use]
+    pub fn relay_turns(&self) -> u64 {
+        self.shared.turns.load(Ordering::Relaxed)
     }
 
     /// The next offset that a group must handle.

@@ -281,11 +281,10 @@ impl<'a> Pump<'a> {
     }
 
     fn may_read(&mut self) -> bool {
-        let options = &self.relay.options;
         if !self.has_room() || self.release.pauses_reading() || Instant::now() < self.read_at {
             return false;
         }
-        if self.not_loaded || self.diverted.len() >= options.held_rows_max {
+        if self.holds_all_it_may() {
             let held = self.diverted.len();
             let why = format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read");
             self.relay.health.set(&self.relay.part, PartState::Waiting(why));
@@ -297,6 +296,11 @@ impl<'a> Pump<'a> {
             self.relay.health.set(&self.relay.part, PartState::Ready);
         }
         true
+    }
+
+    /// Whether no more rows may be held, so that nothing new is read.
+    fn holds_all_it_may(&self) -> bool {
+        self.not_loaded || self.diverted.len() >= self.relay.options.held_rows_max
     }
 
     /// Whether the next read fits into the window: a full one, or an eighth of the window.
@@ -560,7 +564,7 @@ impl<'a> Pump<'a> {
     /// the next poll, the stop.
     async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
         let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
-        if self.has_room() && !self.release.pauses_reading() {
+        if self.has_room() && !self.release.pauses_reading() && !self.holds_all_it_may() {
             until = until.min(self.read_at);
         }
         if let Some(since) = self.done_since {

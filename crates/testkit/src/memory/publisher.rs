@@ -2,6 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
 use tokio::sync::watch;
@@ -171,6 +172,7 @@ impl Publisher for MemoryPublisher {
     }
 
     fn blocked(&self) -> Option<String> {
+        self.shared.turns.fetch_add(1, Ordering::Relaxed);
         self.shared.look(|state| state.faults.blocked.clone())
     }
 

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chrono::{DateTime, Utc};
@@ -20,6 +21,8 @@ pub(super) struct Shared {
     state: Mutex<State>,
     /// Counts changes, so that a session waits for the next change after its look and misses none.
     changes: watch::Sender<u64>,
+    /// How often publishing sessions were asked whether the broker is blocked.
+    pub(super) turns: AtomicU64,
 }
 
 impl fmt::Debug for Shared {
@@ -38,7 +41,7 @@ impl Shared {
             sessions: 0,
             ids: 0,
         };
-        Self { state: Mutex::new(state), changes: watch::Sender::new(0) }
+        Self { state: Mutex::new(state), changes: watch::Sender::new(0), turns: AtomicU64::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
