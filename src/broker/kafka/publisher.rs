@@ -40,6 +40,7 @@ const FULL_LOOK: Duration = Duration::from_millis(1);
 // How long a session waits in all for the first rows of partitions: what the relay allows a topic
 // to keep others waiting.
 const PATIENCE: Duration = Duration::from_secs(1);
+// How long an error that ended the producer waits for the report of the message that caused it.
 const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // How long the thread waits for reports at a time, and so for its stop. rdkafka cuts what is left
@@ -61,6 +62,9 @@ pub(super) struct KafkaPublisher {
     /// How long `send` may still wait for first rows. Once it is used up, rows that wait are put
     /// aside, and the calls of `send` and `settle` hand them over.
     patience: Duration,
+    /// Since when the session is in doubt. The time is kept from one call of `settle` to the next,
+    /// because the relay may give up a call before `REPORT_DEADLINE` is over.
+    doubted_at: Option<Instant>,
 }
 
 /// A producer and the thread that polls it.
@@ -97,6 +101,7 @@ impl KafkaPublisher {
             sent: false,
             waiting: HashMap::new(),
             patience: PATIENCE,
+            doubted_at: None,
         })
     }
 
@@ -365,7 +370,8 @@ impl Publisher for KafkaPublisher {
             if let Some(doubt) = self.doubt() {
                 // If one message ended the producer, its delivery report follows at once.
                 let named = self.session.window.has_refused();
-                if !named && tokio::time::timeout(REPORT_DEADLINE, self.session.window.changed()).await.is_ok() {
+                let until = *self.doubted_at.get_or_insert_with(Instant::now) + REPORT_DEADLINE;
+                if !named && tokio::time::timeout_at(until.into(), self.session.window.changed()).await.is_ok() {
                     continue;
                 }
                 // An outcome may have come since. Outcomes are returned before the error.
