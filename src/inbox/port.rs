@@ -303,8 +303,8 @@ pub trait InboxTx: Send {
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError>;
 
     /// Inserts the ids, first and sorted, in one statement (R24), and then gives
-    /// [`InboxTx::standing`] for these lanes, unless no id is new. A database that can do so answers
-    /// both in one trip. Ids must differ from each other. At most one call.
+    /// [`InboxTx::standing`] for these lanes, unless no id is new. A database that can do so
+    /// answers both in one trip. Ids must differ from each other. At most one call.
     async fn admit_and_look(
         &mut self,
         entries: &[InboxEntry],

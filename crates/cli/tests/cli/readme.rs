@@ -260,6 +260,10 @@ fn every_link_of_the_documents_leads_to_a_file() {
 
 /// The documents below a folder.
 fn documents_below(folder: &str) -> Vec<PathBuf> {
+    files_below(folder, "md")
+}
+
+fn files_below(folder: &str, extension: &str) -> Vec<PathBuf> {
     let (mut open, mut found) = (vec![root().join(folder)], Vec::new());
     while let Some(directory) = open.pop() {
         for entry in std::fs::read_dir(directory).unwrap() {
@@ -267,7 +271,7 @@ fn documents_below(folder: &str) -> Vec<PathBuf> {
             if path.is_dir() { open.push(path) } else { found.push(path) }
         }
     }
-    found.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
+    found.retain(|path| path.extension().is_some_and(|found| found == extension));
     found
 }
 
@@ -316,6 +320,38 @@ fn every_command_that_a_guide_names_is_one_with_these_flags() {
         }
     }
     assert!(named > 8, "{named}");
+}
+
+/// Shown by: an error that said "use `[broker.kafka] linger`", which was never a setting.
+#[test]
+fn every_setting_that_a_page_or_a_message_names_is_one() {
+    let template = Command::new(ONCEBOX).args(["config", "template"]).output().unwrap();
+    let (mut section, mut known) = (String::new(), BTreeSet::new());
+    for line in String::from_utf8(template.stdout).unwrap().lines() {
+        let line = line.trim_start_matches("# ");
+        if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+            name.0.clone_into(&mut section);
+        } else if let Some((name, _)) = line.split_once(" = ") {
+            known.insert(format!("[{section}] {name}"));
+        }
+    }
+    let mut files = documents_below("docs");
+    files.extend(files_below("src", "rs"));
+    let mut named = 0;
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        for (_, rest) in text.match_indices("`[").map(|(at, _)| text.split_at(at + 1)) {
+            let Some((setting, _)) = rest.split_once('`') else { continue };
+            let Some((section, name)) = setting.split_once("] ") else { continue };
+            let is_name = |c: char| c.is_ascii_lowercase() || c == '_';
+            if section.contains("consumer") || !name.chars().all(is_name) {
+                continue;
+            }
+            assert!(known.contains(setting), "{}: {setting} is no setting", file.display());
+            named += 1;
+        }
+    }
+    assert!(named > 10, "{named}");
 }
 
 /// Words that begin with two dashes.
