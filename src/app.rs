@@ -10,7 +10,7 @@ pub mod config;
 mod connect;
 mod consumer;
 mod exit;
-mod gauges;
+pub(crate) mod gauges;
 mod listen;
 mod logging;
 mod program;

@@ -122,6 +122,8 @@ mod properties;
 /// services, and may change with every version.
 #[doc(hidden)]
 pub mod adapter {
+    #[cfg(feature = "programs")]
+    pub use crate::app::gauges::Gauges;
     pub use crate::inbox::port::time_in_id;
     pub use crate::operation::port::stored::Columns;
     pub use crate::operator::keys::nothing_stands;

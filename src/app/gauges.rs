@@ -29,11 +29,11 @@ const PAUSE: u32 = 50;
 
 /// The task that updates the gauges of one database.
 #[derive(Debug)]
-pub(super) struct Gauges(JoinSet<()>);
+pub struct Gauges(JoinSet<()>);
 
 impl Gauges {
     /// Starts the task; it runs until the stop.
-    pub(super) fn keep(store: Arc<dyn Duties>, stop: CancellationToken) -> Self {
+    pub fn keep(store: Arc<dyn Duties>, stop: CancellationToken) -> Self {
         Self::of(async move {
             tokio::select! {
                 () = stop.cancelled() => {}

@@ -14,6 +14,7 @@ mod crowd;
 mod doors;
 mod fault;
 mod figure;
+mod growth;
 mod keys;
 mod latency;
 mod memory;
@@ -53,6 +54,9 @@ pub(super) enum BenchCommand {
     /// Requests with an `Idempotency-Key`: what the typed handler and the layer add, replays, and
     /// claims beside many stored keys
     Http(HttpArgs),
+    /// Relay and consumer beside many pending, held and handled messages, many keys and consumers,
+    /// each beside the same with few
+    Growth(GrowthArgs),
 }
 
 /// How much a benchmark measures, and how often.
@@ -94,6 +98,21 @@ pub(super) struct FaultArgs {
     stuck: u32,
 }
 
+/// How much, and beside how much.
+#[derive(Debug, Clone, Args)]
+pub(super) struct GrowthArgs {
+    #[command(flatten)]
+    bench: BenchArgs,
+    /// Pending rows at most: of 10,000, 100,000, 1,000,000 and 5,000,000 those up to here are
+    /// measured. A twenty-fifth of it is held in another one. A million takes about a minute to
+    /// enqueue and a gigabyte of disk
+    #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(0..=5_000_000))]
+    pending: u64,
+    /// Ids in the inbox at most: of 1,000,000 and 5,000,000 those up to here are measured
+    #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(0..=5_000_000))]
+    stored: u64,
+}
+
 /// The size of a benchmark.
 #[derive(Debug, Clone, Copy)]
 struct Load {
@@ -111,6 +130,7 @@ impl BenchCommand {
             Self::Latency(args) => (args, 2_000),
             Self::Fault(args) => (&args.bench, 50_000),
             Self::Http(args) => (&args.bench, 2_000),
+            Self::Growth(args) => (&args.bench, 100_000),
         };
         Load {
             messages: usize::try_from(args.messages.unwrap_or(usual)).unwrap_or(usize::MAX),
@@ -163,6 +183,10 @@ async fn measure<S: Yard>(command: &BenchCommand, bed: &mut Bed<S>, load: Load) 
         BenchCommand::Consume(_) => consume::measure(bed, load).await,
         BenchCommand::Latency(_) => latency::measure(bed, load).await,
         BenchCommand::Fault(args) => fault::measure(bed, load, args.stuck).await,
+        BenchCommand::Growth(args) => {
+            let pending = usize::try_from(args.pending).unwrap_or(usize::MAX);
+            growth::measure(bed, load, growth::Growth { pending, stored: args.stored }).await
+        }
         BenchCommand::Http(args) => {
             let mut figures = doors::measure(bed, load).await?;
             if args.stored > 0 {

@@ -20,7 +20,7 @@ use super::watched::Watched;
 use super::work::{KIND, Maker, account};
 use super::yard::Yard;
 use crate::progress::Rounds;
-use oncebox::app::AppError;
+use oncebox::app::{AnyBroker, AppError};
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::observe::Health;
@@ -56,7 +56,7 @@ impl<S: Yard> BatchMessageHandler<S> for Effects {
 }
 
 /// The same by configuration.
-async fn sql<S: Yard>(store: &S) -> Result<Handlers<S>, AppError> {
+pub(super) async fn sql<S: Yard>(store: &S) -> Result<Handlers<S>, AppError> {
     let spec = SqlSpec {
         statements: vec!["update bench_account set balance = balance + 1 where account = :account".to_owned()],
         params: [("account".to_owned(), "/account".to_owned())].into(),
@@ -97,7 +97,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         bed.store.forget_by_hand().await?;
         let mut of_lanes = Vec::new();
         for (lanes, names) in numbers.iter().copied().zip(names[1..].chunks(4)) {
-            let side = Side { bed, topic: &topic, count: load.messages, lanes };
+            let side = Side { store: &bed.store, broker: &bed.broker, topic: &topic, count: load.messages, lanes };
             let before = bed.store.effects().await?;
             let by_hand = by_hand::in_batches(bed, &names[0], &topic, load.messages, lanes).await?;
             bed.store.forget_by_hand().await?;
@@ -113,7 +113,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         raw.send_all(messages).await?;
         let before = bed.store.effects().await?;
         for (lanes, (of, names)) in numbers.iter().copied().zip(of_lanes.iter_mut().zip(names[1..].chunks(4))) {
-            let side = Side { bed, topic: &topic, count: load.messages, lanes };
+            let side = Side { store: &bed.store, broker: &bed.broker, topic: &topic, count: load.messages, lanes };
             of.duplicates = side.run(&names[3], sql(&bed.store).await?).await?;
         }
         if bed.store.effects().await? != before {
@@ -152,28 +152,40 @@ fn figures(rounds: &[Round]) -> Vec<Figure> {
         let again = pairs(&|_, lanes| (1e6 / lanes.duplicates, 1e6 / lanes.sql));
         figures.push(Figure::beside(names[4], "us", EFFECT, &again).wanted("<= 0.2"));
     }
+    if numbers > 1 {
+        // A partition has one worker by hand; here the lanes share its keys.
+        const WORKER: &str = "by hand, the one worker that a partition has";
+        let pairs = |of: fn(&Lanes) -> f64| -> Vec<(f64, f64)> {
+            rounds.iter().map(|round| (of(&round.lanes[1]), round.lanes[0].by_hand)).collect()
+        };
+        let one = Figure::beside("consume.one.partition", "effects/s", WORKER, &pairs(|lanes| lanes.one));
+        let sets = Figure::beside("consume.sets.partition", "effects/s", WORKER, &pairs(|lanes| lanes.sets));
+        let sql = Figure::beside("consume.sql.partition", "effects/s", WORKER, &pairs(|lanes| lanes.sql));
+        figures.extend([one.wanted(">= 0.5"), sets.wanted(">= 0.9"), sql.wanted(">= 0.9")]);
+    }
     figures
 }
 
 /// The consumer of oncebox, with some lanes.
-struct Side<'a, S: Yard> {
-    bed: &'a Bed<S>,
-    topic: &'a str,
-    count: usize,
-    lanes: usize,
+pub(super) struct Side<'a, S: Yard> {
+    pub(super) store: &'a S,
+    pub(super) broker: &'a AnyBroker,
+    pub(super) topic: &'a str,
+    /// How many messages are there for it.
+    pub(super) count: usize,
+    pub(super) lanes: usize,
 }
 
 impl<S: Yard> Side<'_, S> {
     /// Consumes until nothing comes any more; messages per second.
-    async fn run(&self, name: &str, handlers: Handlers<S>) -> Result<f64, AppError> {
-        let watched = Watched::new(Arc::clone(&self.bed.broker));
+    pub(super) async fn run(&self, name: &str, handlers: Handlers<S>) -> Result<f64, AppError> {
+        let watched = Watched::new(Arc::clone(self.broker));
         let options = ConsumerOptions {
             lanes: self.lanes,
             until_idle: Some(Duration::from_millis(500)),
             ..ConsumerOptions::new(name, vec![self.topic.to_owned()])
         };
-        let store = self.bed.store.clone();
-        let consumer = Consumer::new(store, Arc::new(watched.clone()), handlers, options, Health::default());
+                let consumer = Consumer::new(self.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
         consumer.run(CancellationToken::new()).await?;
         watched.look(|notes| match (notes.first_delivery, notes.last_acknowledged) {
             (Some(begin), Some(end)) if notes.deliveries >= self.count => Ok(rate(notes.deliveries, end.at - begin.at)),

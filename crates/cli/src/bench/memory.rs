@@ -19,7 +19,7 @@ const DEADLINE: Duration = Duration::from_secs(600);
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
     let (topic, _) = bed.topic("memory", &["sink"]).await?;
-    super::relay::append(bed, &Maker::new(&topic, load), load.messages * TIMES).await?;
+    super::relay::fill(&bed.store, &Maker::new(&topic, load), load.messages * TIMES).await?;
     let mut publisher = place::this_program()?
         .arg("--config")
         .arg(bed.config_file()?)

@@ -157,20 +157,26 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Round, AppError>
 }
 
 /// Enqueues this many messages. Returns the position before the first.
-pub(super) async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<i64, AppError> {
+async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<i64, AppError> {
     let mut last = 0;
     while let Some((position, _)) = bed.store.read_plainly(last).await?.last() {
         last = *position;
     }
+    fill(&bed.store, maker, count).await?;
+    Ok(last)
+}
+
+/// Enqueues this many messages, a thousand in each transaction.
+pub(super) async fn fill<S: Yard>(store: &S, maker: &Maker, count: usize) -> Result<(), AppError> {
     let mut left = count;
     while left > 0 {
         let some = left.min(1_000);
-        let mut tx = bed.store.pool().begin().await.map_err(oncebox::StoreError::from)?;
+        let mut tx = store.pool().begin().await.map_err(oncebox::StoreError::from)?;
         oncebox::store::enqueue_all(&mut *tx, (0..some).map(|_| maker.message()).collect()).await?;
         oncebox::store::commit(tx).await?;
         left -= some;
     }
-    Ok(last)
+    Ok(())
 }
 
 /// The simple loop that a team writes first: publish, await, mark each row.

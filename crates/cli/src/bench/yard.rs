@@ -94,6 +94,10 @@ pub(super) trait Yard: Ground {
     /// Stores old, finished keys, numbered from `from` to before `to`.
     fn fill_keys(&self, from: u64, to: u64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// Stores ids that this consumer has handled, with times of the last hour, numbered from `from`
+    /// to before `to`.
+    fn fill_inbox(&self, consumer: &str, from: u64, to: u64) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Bytes of log written so far, where the database tells.
     fn log_written(&self) -> impl Future<Output = Result<Option<f64>, StoreError>> + Send;
 

@@ -2,7 +2,8 @@
 
 use chrono::NaiveDateTime;
 use sqlx::mysql::MySqlRow;
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::pool::PoolConnection;
+use sqlx::{AssertSqlSafe, MySql, Row};
 use uuid::Uuid;
 
 use super::{json_list, plain_sql};
@@ -36,6 +37,17 @@ fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
 
 /// A text column that is compared byte for byte.
 const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin";
+
+/// A connection that allows a long recursion.
+async fn deep(store: &MySqlStore) -> Result<PoolConnection<MySql>, StoreError> {
+    let mut connection = store.pool().acquire().await?;
+    // MariaDB stops a recursion after 1,000 rounds unless this setting allows more. MySQL has
+    // another name for the setting.
+    for deep in ["set max_recursive_iterations = 4294967295", "set cte_max_recursion_depth = 4294967295"] {
+        let _one_of_the_two_is_known = sqlx::raw_sql(deep).execute(&mut *connection).await;
+    }
+    Ok(connection)
+}
 
 impl Yard for MySqlStore {
     const WRITERS: usize = 16;
@@ -82,13 +94,22 @@ impl Yard for MySqlStore {
                unhex(left(sha2(concat('run', n), 256), 32)), 1, t, t, t, t + interval 1 day, 201, 1, 'oversize' \
                from numbers, (select utc_timestamp(6) - interval 30 day as t) long_ago"
         );
-        let mut connection = self.pool().acquire().await?;
-        // MariaDB stops a recursion after 1,000 rounds unless this setting allows more. MySQL has
-        // another name for the setting.
-        for deep in ["set max_recursive_iterations = 4294967295", "set cte_max_recursion_depth = 4294967295"] {
-            let _one_of_the_two_is_known = sqlx::raw_sql(deep).execute(&mut *connection).await;
-        }
+        let mut connection = deep(self).await?;
         sqlx::raw_sql(AssertSqlSafe(fill)).execute(&mut *connection).await?;
+        Ok(())
+    }
+
+    async fn fill_inbox(&self, consumer: &str, from: u64, to: u64) -> Result<(), StoreError> {
+        let fill = format!(
+            "insert into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) \
+             with recursive numbers as (select {from} as n union all select n + 1 from numbers where n < {to} - 1) \
+             select c.consumer_id, unhex(concat(lpad(hex(t - 3600000 + n % 3600000), 12, '0'), '7', left(h, 3), '8', substr(h, 4, 15))), \
+                 unhex(h), unhex(h), utc_timestamp(6) \
+               from (select n, md5(n) as h from numbers) numbered, (select floor(unix_timestamp() * 1000) as t) clock, \
+                 oncebox_consumer c where c.name = ?"
+        );
+        let mut connection = deep(self).await?;
+        sqlx::query(AssertSqlSafe(fill)).bind(consumer).execute(&mut *connection).await?;
         Ok(())
     }
 

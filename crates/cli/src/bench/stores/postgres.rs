@@ -81,6 +81,17 @@ impl Yard for PostgresStore {
         Ok(())
     }
 
+    async fn fill_inbox(&self, consumer: &str, from: u64, to: u64) -> Result<(), StoreError> {
+        let fill = format!(
+            "insert into oncebox.inbox_timed (consumer_id, message_id, content_hash) \
+             select c.consumer_id, (lpad(to_hex((extract(epoch from now()) * 1000)::bigint - 3600000 + n % 3600000), 12, '0') \
+                 || '7' || left(h, 3) || '8' || substr(h, 4, 15))::uuid, gen_random_uuid() \
+               from oncebox.consumer c, generate_series({from}, {to} - 1) n, md5(n::text) h where c.name = $1"
+        );
+        sqlx::query(AssertSqlSafe(fill)).bind(consumer).execute(self.pool()).await?;
+        Ok(())
+    }
+
     async fn log_written(&self) -> Result<Option<f64>, StoreError> {
         let bytes = "select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::float8";
         Ok(Some(sqlx::query_scalar(bytes).fetch_one(self.pool()).await?))

@@ -83,6 +83,19 @@ impl Yard for SqliteStore {
         Ok(())
     }
 
+    async fn fill_inbox(&self, consumer: &str, from: u64, to: u64) -> Result<(), StoreError> {
+        let fill = format!(
+            "insert into oncebox_inbox (consumer_id, message_id, content_hash, received_at) \
+             with recursive numbers (n) as (select {from} union all select n + 1 from numbers where n < {to} - 1) \
+             select c.consumer_id, unhex(printf('%012x', t - 3600000 + n % 3600000) || '7' || substr(h, 1, 3) || '8' || substr(h, 4, 15)), \
+                 randomblob(16), t - 3600000 + n % 3600000 \
+               from oncebox_consumer c, (select n, hex(randomblob(9)) as h from numbers), \
+                 (select unixepoch() * 1000 as t) where c.name = ?"
+        );
+        sqlx::query(AssertSqlSafe(fill)).bind(consumer).execute(self.pool()).await?;
+        Ok(())
+    }
+
     async fn log_written(&self) -> Result<Option<f64>, StoreError> {
         Ok(None)
     }
