@@ -185,7 +185,8 @@ impl<S: Yard> Side<'_, S> {
             until_idle: Some(Duration::from_millis(500)),
             ..ConsumerOptions::new(name, vec![self.topic.to_owned()])
         };
-                let consumer = Consumer::new(self.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
+        let consumer =
+            Consumer::new(self.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
         consumer.run(CancellationToken::new()).await?;
         watched.look(|notes| match (notes.first_delivery, notes.last_acknowledged) {
             (Some(begin), Some(end)) if notes.deliveries >= self.count => Ok(rate(notes.deliveries, end.at - begin.at)),

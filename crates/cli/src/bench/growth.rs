@@ -190,7 +190,8 @@ async fn keys<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError>
 /// Relay and consumer beside a thousand registered consumers.
 async fn consumers<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load) -> Result<Vec<Figure>, AppError> {
     for at in 0..CONSUMERS {
-        many.register(&ConsumerSpec { name: format!("growth-{at}"), id_rule: "envelope".into(), accept: false }).await?;
+        many.register(&ConsumerSpec { name: format!("growth-{at}"), id_rule: "envelope".into(), accept: false })
+            .await?;
     }
     let (topic, names) = bed.topic("consumers", &["few", "many"]).await?;
     let (maker, few) = (Maker::new(&topic, load), bed.store.clone());
@@ -242,13 +243,7 @@ async fn inbox<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: u64) -> Re
 }
 
 /// Effects per second of the sql handler.
-async fn consume<S: Yard>(
-    bed: &Bed<S>,
-    store: &S,
-    topic: &str,
-    name: &str,
-    count: usize,
-) -> Result<f64, AppError> {
+async fn consume<S: Yard>(bed: &Bed<S>, store: &S, topic: &str, name: &str, count: usize) -> Result<f64, AppError> {
     let lanes = LANES.min(S::WRITERS);
     let side = Side { store, broker: &bed.broker, topic, count, lanes };
     side.run(name, sql(store).await?).await
