@@ -37,8 +37,10 @@ const USUAL: usize = 100_000;
 const STORED: [(u64, &str); 2] = [(1_000_000, "growth.consume.1m"), (5_000_000, "growth.consume.5m")];
 /// Inbox rows of one statement.
 const FILL: u64 = 100_000;
-/// One row in so many of `--pending` is held.
-const HELD_SHARE: usize = 25;
+/// Held rows, where `--pending` is not less.
+const HELD: usize = 200_000;
+/// More than are held: otherwise the relay would stop reading.
+const HELD_MAX: usize = 2 * HELD;
 /// As many as ten thousand topics with a hundred keys each have.
 const KEYS: u32 = 1_000_000;
 const CONSUMERS: usize = 1_000;
@@ -70,7 +72,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, growth: Growt
     // The embedded broker makes a topic with its first message, so it refuses none.
     if bed.broker.name() != "embedded" {
         let (many, own) = bed.beside().await?;
-        let measured = held(bed, &many, load, (growth.pending / HELD_SHARE).max(1)).await;
+        let measured = held(bed, &many, load, growth.pending.clamp(1, HELD)).await;
         many.close().await;
         own.drop::<S>().await?;
         figures.push(measured?);
@@ -94,7 +96,7 @@ impl<'a, S: Yard> Outbox<'a, S> {
         fill(self.store, maker, pending.saturating_sub(self.pending)).await?;
         self.pending = self.pending.max(pending);
         let watched = Watched::new(Arc::clone(&bed.broker));
-        let options = RelayOptions::new("growth");
+        let options = RelayOptions { held_rows_max: HELD_MAX, ..RelayOptions::new("growth") };
         let relay = Relay::new(self.store.clone(), Arc::new(watched.clone()), options, Health::default());
         let stop = CancellationToken::new();
         let _gauges = Gauges::keep(self.store.clone().into_duties(), stop.clone());
@@ -155,8 +157,7 @@ async fn held<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, held: usize) -> R
     let (topic, _) = bed.topic("held", &["sink"]).await?;
     // Nobody makes this one.
     fill(many, &Maker::new(&format!("{topic}-nowhere"), load), held).await?;
-    let options = || RelayOptions { held_rows_max: held + 1, ..RelayOptions::new("growth") };
-    let holder = RelayOptions { until_empty: true, ..options() };
+    let holder = RelayOptions { until_empty: true, held_rows_max: HELD_MAX, ..RelayOptions::new("growth") };
     Relay::new(many.clone(), Arc::clone(&bed.broker), holder, Health::default()).run(CancellationToken::new()).await?;
     let maker = Maker::new(&topic, load);
     let progress = Rounds::start("held rows", load.rounds);
