@@ -43,6 +43,14 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         progress.next();
     }
     let of = |pick: fn(&Round) -> (f64, f64)| rounds.iter().map(pick).collect::<Vec<_>>();
+    let of_client = of(|round| (round.relay, round.producer));
+    let of_client = Figure::beside("relay.of_client", "rows/s", "the bare warmed client", &of_client);
+    // Kafka's client takes rows faster than any database gives them.
+    let of_client = match bed.broker.name() {
+        "rabbitmq" => of_client.wanted(">= 0.9"),
+        "embedded" => of_client.wanted(">= 0.7"),
+        _ => of_client,
+    };
     let mut figures = vec![
         Figure::beside(
             "relay.rows",
@@ -58,12 +66,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
             &of(|round| (round.relay, 1.0 / (1.0 / round.producer + 1.0 / round.reader))),
         )
         .wanted(">= 0.9"),
-        Figure::beside(
-            "relay.of_client",
-            "rows/s",
-            "the bare warmed client",
-            &of(|round| (round.relay, round.producer)),
-        ),
+        of_client,
         Figure::beside(
             "relay.of_reader",
             "rows/s",

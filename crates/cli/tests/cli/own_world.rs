@@ -165,6 +165,23 @@ fn faults_are_measured_beside_the_same_without_them_and_nothing_stays_behind() {
     shop.is_untouched();
 }
 
+/// Growth is measured beside the same with little, and `scripts/plot` draws what was measured.
+#[test]
+fn growth_is_measured_and_drawn() {
+    let shop = Shop::on(None, None);
+    let few = ["--messages", "100", "--rounds", "1", "--pending", "0", "--stored", "0", "--output", "json"];
+    let figures = shop.shell(&[&["bench", "growth"], &few[..]].concat()).run().ok();
+    has_both_sides(&figures, &["growth.relay.keys", "growth.relay.consumers", "growth.consume.consumers"]);
+    shop.is_untouched();
+    let (from, to) = (shop.place.file("growth.jsonl", &figures), shop.place.path().join("growth.svg"));
+    let plot = Command::new(crate::readme::root().join("scripts/plot")).arg(&from).arg(&to).status().unwrap();
+    assert!(plot.success());
+    let drawn = std::fs::read_to_string(to).unwrap();
+    for words in ["relay with a million keys", "consumer beside 1,000 others", "not measured"] {
+        assert!(drawn.contains(words), "{words}: {drawn}");
+    }
+}
+
 /// Shown to fail: by keeping the database of the stuck topics.
 #[test]
 fn faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind() {
