@@ -55,6 +55,31 @@ async fn what_the_broker_answers_decides_whose_fault_it_is() {
     }
 }
 
+/// The second row is put aside behind the first one of the partition, and refused by the client as
+/// soon as that is proven; the third one waits for room meanwhile. Shown by: asking only before the
+/// wait for room whether a row stands behind a refused one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_a_row_that_waits_for_room_stays_behind_an_earlier_one_that_is_refused_meanwhile() {
+    let (mock, _) = mock("t");
+    let mut config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+    config.publish_rows_max = 2;
+    config.properties.insert("message.max.bytes".into(), "2000".into());
+    let broker = KafkaBroker::new(config).unwrap();
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    // Longer than a session waits for the first row of a partition.
+    mock.broker_round_trip_time(1, Duration::from_millis(1_500)).unwrap();
+    let rows = [("a", "x".to_owned()), ("k", "x".repeat(3_000)), ("k", "x".to_owned())];
+    let rows = rows.into_iter().zip(0..).map(|((key, payload), tag)| (tag, message("t", Some(key), payload)));
+    publisher.send(rows.collect()).await.unwrap();
+    let mut settled = outcomes(&mut publisher, 3).await;
+    settled.sort_by_key(|row| row.tag);
+    assert!(settled[0].outcome.is_ok(), "{settled:?}");
+    assert!(matches!(settled[1].outcome, Err(Refusal::Message(_))), "{settled:?}");
+    assert!(matches!(settled[2].outcome, Err(Refusal::Behind(_))), "{settled:?}");
+    publisher.close().await;
+}
+
 #[tokio::test]
 async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     let (mock, broker) = mock("t");

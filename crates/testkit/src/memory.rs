@@ -93,8 +93,7 @@ impl MemoryBroker {
         })
     }
 
-    /// How many turns relays on this broker have taken: in each they ask once whether it is
-    /// blocked.
+    /// How often relays asked whether this broker is blocked: at least once in each turn.
     #[must_use]
     pub fn relay_turns(&self) -> u64 {
         self.shared.turns.load(Ordering::Relaxed)

@@ -7,11 +7,16 @@
 //! Not here: the values that are set by default (`client`).
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use rdkafka::ClientConfig;
 use rdkafka::error::KafkaError;
 
 use crate::error::BrokerError;
+
+/// The longest time that the client may keep a message back, in whole milliseconds: after a second
+/// the relay takes the silence for the broker's.
+pub(super) const LINGER_MAX: Duration = Duration::from_millis(500);
 
 /// Other names of a property, with the one we use. librdkafka takes the last one that it gets, and
 /// rdkafka passes them in random order.
@@ -52,6 +57,11 @@ const RULES: &[(&str, Rule, &str)] = &[
         "partitioner",
         Only(&["murmur2_random"]),
         "another partitioner sends a key to another partition than Kafka's own clients do",
+    ),
+    (
+        "linger.ms",
+        Between(0, 500),
+        "a message that the client keeps longer is taken for one that the broker does not answer",
     ),
     ("queuing.strategy", Only(&["fifo"]), "it reorders messages"),
     (
@@ -201,6 +211,8 @@ mod tests {
             ("max.in.flight.requests.per.connection", "1000000", "order"),
             ("max.in.flight", "many", "order"),
             ("partitioner", "consistent_random", "another partition"),
+            ("linger.ms", "1000", "does not answer"),
+            ("queue.buffering.max.ms", "501", "does not answer"),
             ("queuing.strategy", "lifo", "reorders"),
             ("enable.gapless.guarantee", "false", "overtake"),
             ("delivery.report.only.error", "true", "delivery report"),

@@ -335,18 +335,16 @@ impl Publisher for KafkaPublisher {
             let mut slot = self.reserve(tag, message.weight()).await?;
             self.sent = true;
             if let Some(key) = key
-                && self.waits_for(slot, &message.topic, key).is_some()
+                && let Some(partition) = self.wait_for_first(slot, &message.topic, key).await
             {
-                if let Some(partition) = self.wait_for_first(slot, &message.topic, key).await {
-                    let place = (message.topic.clone(), partition);
-                    self.waiting.entry(place).or_default().push_back((slot, message));
-                    continue;
-                }
-                // The row that it waited for may have been refused.
-                if let Some(refusal) = self.session.window.stands_behind(&message.topic, Some(key)) {
-                    self.session.window.settle(slot, &message.topic, Some(key), Err(refusal));
-                    continue;
-                }
+                let place = (message.topic.clone(), partition);
+                self.waiting.entry(place).or_default().push_back((slot, message));
+                continue;
+            }
+            // An earlier row of its key may have been refused while this one waited, also for room.
+            if let Some(refusal) = self.session.window.stands_behind(&message.topic, key) {
+                self.session.window.settle(slot, &message.topic, key, Err(refusal));
+                continue;
             }
             while let Some(back) = self.produce(&message, slot) {
                 slot = back;

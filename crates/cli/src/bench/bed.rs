@@ -49,6 +49,7 @@ pub(super) struct Bed<S: Yard> {
     own: OwnDatabase,
     /// The second database, from the moment at which it may exist.
     second: Option<OwnDatabase>,
+    seconds: u32,
     made: Vec<Subscription>,
 }
 
@@ -74,8 +75,8 @@ impl<S: Yard> Bed<S> {
         };
         match made.await {
             Ok((store, broker)) => {
-                let (second, made) = (None, Vec::new());
-                Ok(Self { store, broker, settings, tag, dir, given, own, second, made })
+                let (second, seconds, made) = (None, 0, Vec::new());
+                Ok(Self { store, broker, settings, tag, dir, given, own, second, seconds, made })
             }
             Err(error) => {
                 own.drop::<S>().await?;
@@ -92,7 +93,9 @@ impl<S: Yard> Bed<S> {
     /// Makes a second, empty database with the same tables. The caller drops it, or [`Bed::clear`]
     /// does.
     pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
-        let second = OwnDatabase { name: format!("{}_b", self.own.name), ..self.own.clone() };
+        // SQLite keeps the file of one that was dropped until the end, so each has a name of its own.
+        self.seconds += 1;
+        let second = OwnDatabase { name: format!("{}_{}", self.own.name, self.seconds), ..self.own.clone() };
         // Stored before the database is made, so that nothing stays where the benchmark is stopped
         // in between.
         self.second = Some(second.clone());

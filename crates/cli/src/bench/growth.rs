@@ -57,27 +57,44 @@ pub(super) struct Growth {
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, growth: Growth) -> Result<Vec<Figure>, AppError> {
     let mut figures = vec![keys(bed, load).await?];
-    let (many, own) = bed.beside().await?;
-    let measured = async {
-        many.make_tables().await?;
-        let mut figures = consumers(bed, &many, load).await?;
-        figures.extend(inbox(bed, &many, load, growth.stored).await?);
-        figures.extend(pending(bed, &many, load, growth.pending).await?);
-        Ok::<_, AppError>(figures)
-    }
-    .await;
-    many.close().await;
-    own.drop::<S>().await?;
-    figures.extend(measured?);
-    // The embedded broker makes a topic with its first message, so it refuses none.
-    if bed.broker.name() != "embedded" {
+    for phase in [Phase::Consumers, Phase::Inbox, Phase::Held, Phase::Pending] {
+        // The embedded broker makes a topic with its first message, so it refuses none.
+        if phase == Phase::Held && bed.broker.name() == "embedded" {
+            continue;
+        }
         let (many, own) = bed.beside().await?;
-        let measured = held(bed, &many, load, growth.pending.clamp(1, HELD)).await;
+        let measured = beside(bed, &many, load, growth, phase).await;
         many.close().await;
         own.drop::<S>().await?;
-        figures.push(measured?);
+        figures.extend(measured?);
     }
     Ok(figures)
+}
+
+/// What is much in the second database. Each has one of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Consumers,
+    Inbox,
+    Held,
+    /// Last, because it leaves rows in the first database.
+    Pending,
+}
+
+async fn beside<S: Yard>(
+    bed: &mut Bed<S>,
+    many: &S,
+    load: Load,
+    growth: Growth,
+    phase: Phase,
+) -> Result<Vec<Figure>, AppError> {
+    many.make_tables().await?;
+    match phase {
+        Phase::Consumers => consumers(bed, many, load).await,
+        Phase::Inbox => inbox(bed, many, load, growth.stored).await,
+        Phase::Held => Ok(vec![held(bed, many, load, growth.pending.clamp(1, HELD)).await?]),
+        Phase::Pending => pending(bed, many, load, growth.pending).await,
+    }
 }
 
 /// A database, and how many rows of its outbox are not relayed.
@@ -142,7 +159,7 @@ async fn pending<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: usize) -
         let mut pairs = Vec::new();
         for _ in 0..load.rounds {
             let count = load.messages.min(size);
-            let usual = few.relay(bed, &maker, USUAL, count).await?;
+            let usual = few.relay(bed, &maker, USUAL.max(count), count).await?;
             pairs.push((many.relay(bed, &maker, size, count).await?, usual));
             progress.next();
         }

@@ -67,8 +67,7 @@ pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Loa
         Figure::beside("http.by_hand", "ms", "the same handler without a key, through HTTP", &hand),
         Figure::beside("http.handler", "ms", "the same handler without the engine, through HTTP", &door)
             .wanted("<= 1.25"),
-        Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer)
-            .wanted("<= 1.6"),
+        Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer).wanted("<= 1.6"),
     ])
 }
 
