@@ -93,9 +93,9 @@ impl<S: Yard> Bed<S> {
     /// Makes a second, empty database with the same tables. The caller drops it, or [`Bed::clear`]
     /// does.
     pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
-        // SQLite keeps the file of one that was dropped until the end, so each has a name of its own.
+        // SQLite keeps the file of one that was dropped, so each has a name of its own.
         self.seconds += 1;
-        let second = OwnDatabase { name: format!("{}_{}", self.own.name, self.seconds), ..self.own.clone() };
+        let second = OwnDatabase { name: format!("{}_{}_b", self.own.name, self.seconds), ..self.own.clone() };
         // Stored before the database is made, so that nothing stays where the benchmark is stopped
         // in between.
         self.second = Some(second.clone());
