@@ -6,6 +6,7 @@
 //!
 //! Not here: commands for people (`crates/cli`), the work itself (`outbox`, `inbox`, `operation`).
 
+mod beside;
 pub mod config;
 mod connect;
 mod consumer;

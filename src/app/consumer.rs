@@ -8,10 +8,10 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::beside::Beside;
 use super::config::{ConsumerSettings, Settings};
-use super::connect::{AnyBroker, FirstLook, Wait, open_broker, store_kind};
+use super::connect::{AnyBroker, Wait, open_broker, store_kind};
 use super::exit::AppError;
-use super::gauges::Gauges;
 use super::publisher::{close, ready};
 use crate::inbox::consumer::{Consumer, Handlers};
 use crate::inbox::sql_handler::{SqlHandler, SqlSpecError};
@@ -175,28 +175,15 @@ impl Run<'_> {
             let stop = all.clone();
             running.spawn(async move { consumer.run(stop).await });
         }
-        let first_look = FirstLook::at(&broker, self.settings, &all);
-        let mut gauges = Gauges::keep(Arc::clone(&duties), all.clone());
+        let mut beside = Beside::start(Arc::clone(&duties), &broker, self.settings, &all);
         let mut outcome = Ok(());
-        loop {
-            let ended = tokio::select! {
-                ended = running.join_next() => match ended {
-                    None => break,
-                    Some(Ok(ended)) => ended.map(drop).map_err(AppError::from),
-                    Some(Err(error)) => Err(AppError::failed(format!("a consumer ended in disorder: {error}"))),
-                },
-                Some(ended) = gauges.ended() => ended,
-            };
+        while let Some(ended) = beside.next_end(&mut running, "a consumer").await {
             if let Err(error) = ended {
                 all.cancel();
                 outcome = Err(error);
             }
         }
-        all.cancel();
-        let _ = gauges.ended().await;
-        if let Some(error) = first_look.end().await {
-            return Err(error);
-        }
+        beside.end().await?;
         if outcome.is_ok() && self.start.until_idle.is_some() {
             for consumer in duties.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {

@@ -10,10 +10,10 @@ use futures::future::BoxFuture;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::beside::Beside;
 use super::config::Settings;
-use super::connect::{AnyBroker, FirstLook, Wait, open_broker, open_store_with};
+use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
-use super::gauges::Gauges;
 use crate::error::redact;
 use crate::observe::Health;
 use crate::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
@@ -122,17 +122,14 @@ fn relay_all(
             Ok(())
         };
         serve(&mut relays, store.shards().await?)?;
-        let first_look = FirstLook::at(&broker, settings, &all);
-        let mut gauges = Gauges::keep(Arc::clone(&store), all.clone());
+        let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
         let mut outcome = Ok(());
         loop {
             let ended = tokio::select! {
-                ended = relays.join_next() => match ended {
+                ended = beside.next_end(&mut relays, "a relay") => match ended {
                     None => break,
-                    Some(Ok(ended)) => ended.map(drop).map_err(AppError::from),
-                    Some(Err(error)) => Err(AppError::failed(format!("a relay ended in disorder: {error}"))),
+                    Some(ended) => ended,
                 },
-                Some(ended) = gauges.ended() => ended,
                 () = tokio::time::sleep(SHARDS_LOOKED_FOR), if !until_empty && !all.is_cancelled() => {
                     let shards = tokio::select! {
                         () = all.cancelled() => continue,
@@ -151,11 +148,7 @@ fn relay_all(
                 outcome = Err(error);
             }
         }
-        all.cancel();
-        let _ = gauges.ended().await;
-        if let Some(error) = first_look.end().await {
-            return Err(error);
-        }
+        beside.end().await?;
         if outcome.is_ok() && until_empty {
             report(&store.status().await?);
         }

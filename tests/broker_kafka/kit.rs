@@ -9,7 +9,7 @@ use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
 use oncebox::broker::{Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
 use rdkafka::ClientConfig;
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, AlterConfig, NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use tokio::time::timeout;
 
@@ -77,6 +77,13 @@ impl Kafka {
             (led == usize::try_from(partitions).unwrap()).then_some(())
         })
         .await;
+    }
+
+    /// Changes a setting of a topic. The broker hears of it a moment later.
+    pub(crate) async fn set(&self, topic: &str, name: &str, value: &str) {
+        let change = AlterConfig::new(ResourceSpecifier::Topic(topic)).set(name, value);
+        let results = self.admin().alter_configs([&change], &AdminOptions::new()).await.unwrap();
+        assert!(results.iter().all(Result::is_ok), "{results:?}");
     }
 
     pub(crate) fn admin(&self) -> AdminClient<DefaultClientContext> {

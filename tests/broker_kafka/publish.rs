@@ -274,6 +274,38 @@ async fn r19_a_session_that_sent_already_starts_anew_for_a_smaller_topic() {
     publisher.close().await;
 }
 
+/// Shown to fail on the code before: sessions ended one after the other with batches that were too
+/// large, and rows of a producer that had ended were blamed on their topic, which was then blocked.
+#[tokio::test]
+async fn r19_a_limit_that_was_lowered_ends_one_session_and_says_nothing_of_rows_sent_after() {
+    let Some(kafka) = Kafka::with_topic("r19_a_limit_that_was_lowered_ends_one_session", 1).await else { return };
+    let broker = kafka.broker();
+    let rows = |count| (0..count).map(|_| message(&kafka.topic, Some("k"), vec![b'x'; 1_000]));
+    for limit in ["40000", "20000"] {
+        let mut publisher = broker.publisher().await.unwrap();
+        assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+        publish(&mut publisher, rows(1).collect()).await;
+        kafka.set(&kafka.topic, "max.message.bytes", limit).await;
+        let mut settled = Vec::new();
+        let ends = async {
+            loop {
+                // So many that the producer ends while rows are handed to it.
+                publisher.send((0..).zip(rows(5_000)).collect()).await?;
+                let before = settled.len();
+                while settled.len() < before + 5_000 {
+                    publisher.settle(&mut settled).await?;
+                }
+            }
+        };
+        let ended: Result<(), BrokerError> = tokio::time::timeout(SOON, ends).await.expect("it ends");
+        assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("smaller batches")), "{ended:?}");
+        assert!(settled.iter().all(|row| row.outcome.is_ok()), "{settled:?}");
+        publisher.close().await;
+        // The next one makes batches that fit.
+        assert_eq!(publish_all(&broker, rows(500).collect()).await.len(), 500);
+    }
+}
+
 #[tokio::test]
 async fn g11_the_client_holds_a_bounded_number_of_rows_and_waits_instead_of_failing() {
     let Some(mut kafka) =

@@ -7,18 +7,11 @@ use std::time::{Duration, Instant};
 use oncebox::RelayOptions;
 use oncebox::broker::Broker;
 use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
-use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
 use rdkafka::mocking::MockCluster;
 use rdkafka::producer::DefaultProducerContext;
 
 use super::kit::{Kafka, unique};
 use super::outbox::{Outbox, options};
-
-async fn set(kafka: &Kafka, topic: &str, name: &str, value: &str) {
-    let change = AlterConfig::new(ResourceSpecifier::Topic(topic)).set(name, value);
-    let results = kafka.admin().alter_configs([&change], &AdminOptions::new()).await.unwrap();
-    assert!(results.iter().all(Result::is_ok), "{results:?}");
-}
 
 pub(crate) async fn payloads(kafka: &Kafka, topic: &str) -> Vec<String> {
     let all = kafka.broker().read_all(topic).await.unwrap();
@@ -157,7 +150,7 @@ async fn r19_a_topic_whose_limit_is_lowered_goes_on_with_smaller_batches() {
     let relay = outbox.relay(kafka.broker(), options());
     outbox.enqueue(rows(&kafka.topic, 0, 5)).await;
     outbox.until("sent", |status| status.pending == 0).await;
-    set(&kafka, &kafka.topic, "max.message.bytes", "20000").await;
+    kafka.set(&kafka.topic, "max.message.bytes", "20000").await;
     let large = |n: usize| (kafka.topic.clone(), format!("k{}", n % 7), format!("{n:0>400}"));
     for from in (5..3_005).step_by(500) {
         outbox.enqueue((from..from + 500).map(large).collect()).await;
@@ -198,7 +191,7 @@ async fn g3_messages_that_only_the_broker_finds_too_large_are_dead_in_order_and_
     let relay = outbox.relay(kafka.broker(), options());
     outbox.enqueue(rows(&kafka.topic, 0, 10)).await;
     outbox.until("sent", |status| status.pending == 0).await;
-    set(&kafka, &kafka.topic, "max.message.bytes", "20000").await;
+    kafka.set(&kafka.topic, "max.message.bytes", "20000").await;
     let mut took = Vec::new();
     for round in 0..10 {
         // One bad message of a key of its own, in the middle of its key's others, five a second.

@@ -44,9 +44,9 @@ pub struct KafkaConfig {
     pub replication: i32,
     /// After how long without a heartbeat a member's partitions go to other members.
     pub session_timeout: Duration,
-    /// How long the client may wait for more messages before it sends a batch. Default 0: under
-    /// load batches fill while earlier ones are in flight, and a message alone need not wait. At
-    /// most 500 ms.
+    /// How long the client may wait for more messages before it sends a batch, at most 500 ms.
+    /// Default 0: under load batches fill while earlier ones are in flight, and a message alone
+    /// need not wait.
     pub linger: Duration,
     /// Most rows that the client holds before the broker has proven them.
     pub publish_rows_max: usize,
@@ -176,9 +176,9 @@ impl KafkaConfig {
                 "`publish_rows_max`, `publish_bytes_max` and `in_flight_bytes_max` must be at least 1",
             ));
         }
-        if self.linger > properties::LINGER_MAX {
-            let why = "a message that the client keeps longer is taken for one that the broker does not answer";
-            return Err(refused(format!("`linger` must be at most {:?}: {why}", properties::LINGER_MAX)));
+        let longest = Duration::from_millis(properties::LINGER_MAX_MS.into());
+        if self.linger > longest {
+            return Err(refused(format!("`linger` must be at most {longest:?}: {}", properties::LINGER_WHY)));
         }
         crate::message::limits::check_printable("source", &self.source, 255)
             .map_err(|error| refused(format!("`source` of published messages: {error}")))?;

@@ -7,16 +7,17 @@
 //! Not here: the values that are set by default (`client`).
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use rdkafka::ClientConfig;
 use rdkafka::error::KafkaError;
 
 use crate::error::BrokerError;
 
-/// The longest time that the client may keep a message back, in whole milliseconds: after a second
-/// the relay takes the silence for the broker's.
-pub(super) const LINGER_MAX: Duration = Duration::from_millis(500);
+/// The longest time in milliseconds that the client may keep a message back.
+pub(super) const LINGER_MAX_MS: u16 = 500;
+/// The reason: after a second the relay takes the silence for the broker's.
+pub(super) const LINGER_WHY: &str =
+    "a message that the client keeps longer is taken for one that the broker does not answer";
 
 /// Other names of a property, with the one we use. librdkafka takes the last one that it gets, and
 /// rdkafka passes them in random order.
@@ -58,11 +59,7 @@ const RULES: &[(&str, Rule, &str)] = &[
         Only(&["murmur2_random"]),
         "another partitioner sends a key to another partition than Kafka's own clients do",
     ),
-    (
-        "linger.ms",
-        Between(0, 500),
-        "a message that the client keeps longer is taken for one that the broker does not answer",
-    ),
+    ("linger.ms", Between(0, LINGER_MAX_MS as i64), LINGER_WHY),
     ("queuing.strategy", Only(&["fifo"]), "it reorders messages"),
     (
         "enable.gapless.guarantee",

@@ -62,9 +62,6 @@ pub(super) struct KafkaPublisher {
     /// How long `send` may still wait for first rows. Once it is used up, rows that wait are put
     /// aside, and the calls of `send` and `settle` hand them over.
     patience: Duration,
-    /// Since when the session is in doubt. The time is kept from one call of `settle` to the next,
-    /// because the relay may give up a call before `REPORT_DEADLINE` is over.
-    doubted_at: Option<Instant>,
 }
 
 /// A producer and the thread that polls it.
@@ -75,6 +72,9 @@ struct Session {
     sizes: Sizes,
     /// Cancelled when the thread has ended, also by a panic: nothing is sent or reported then.
     ended: CancellationToken,
+    /// Since when the session is in doubt. The time is kept from one call of `settle` to the next,
+    /// because the relay may give up a call before `REPORT_DEADLINE` is over.
+    doubted_at: Option<Instant>,
     // Dropped after `producer`, so that the thread's reference to the producer is the last one.
     _stop: StopOnDrop,
 }
@@ -101,7 +101,6 @@ impl KafkaPublisher {
             sent: false,
             waiting: HashMap::new(),
             patience: PATIENCE,
-            doubted_at: None,
         })
     }
 
@@ -169,6 +168,8 @@ impl KafkaPublisher {
         match self.session.producer.send(record) {
             Ok(()) => None,
             Err((KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull), _)) => Some(slot),
+            // The producer has ended, which says nothing about this row: `doubt` tells why.
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::Fatal), _)) => None,
             Err((error, _)) => {
                 let refusal = errors::refusal(&message.topic, &error);
                 let key = message.key.as_deref().map(str::as_bytes);
@@ -179,7 +180,8 @@ impl KafkaPublisher {
     }
 
     /// Forgets refused topics: each must be seen in the metadata again before it is used, and its
-    /// limits may have changed.
+    /// limits may have changed. Called also when the session is dropped: the sessions of a process
+    /// share what they know about limits.
     fn distrust_refused_topics(&mut self) {
         for refused in self.session.window.refused_topics() {
             if self.ready.remove(&refused) {
@@ -368,7 +370,7 @@ impl Publisher for KafkaPublisher {
             if let Some(doubt) = self.doubt() {
                 // If one message ended the producer, its delivery report follows at once.
                 let named = self.session.window.has_refused();
-                let until = *self.doubted_at.get_or_insert_with(Instant::now) + REPORT_DEADLINE;
+                let until = *self.session.doubted_at.get_or_insert_with(Instant::now) + REPORT_DEADLINE;
                 if !named && tokio::time::timeout_at(until.into(), self.session.window.changed()).await.is_ok() {
                     continue;
                 }
@@ -402,7 +404,7 @@ impl Session {
         let producer = Arc::new(producer);
         let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
         let ended = poll_on_a_thread(&producer, &stop.0)?;
-        let session = Self { producer, window, reports, sizes, ended, _stop: stop };
+        let session = Self { producer, window, reports, sizes, ended, doubted_at: None, _stop: stop };
         session.warm().await?;
         Ok(session)
     }
@@ -469,6 +471,12 @@ impl Session {
             Ok(states)
         })
         .await
+    }
+}
+
+impl Drop for KafkaPublisher {
+    fn drop(&mut self) {
+        self.distrust_refused_topics();
     }
 }
 

@@ -49,7 +49,8 @@ pub(super) struct Bed<S: Yard> {
     own: OwnDatabase,
     /// The second database, from the moment at which it may exist.
     second: Option<OwnDatabase>,
-    seconds: u32,
+    /// How many second databases were made.
+    seconds_made: u32,
     made: Vec<Subscription>,
 }
 
@@ -75,8 +76,8 @@ impl<S: Yard> Bed<S> {
         };
         match made.await {
             Ok((store, broker)) => {
-                let (second, seconds, made) = (None, 0, Vec::new());
-                Ok(Self { store, broker, settings, tag, dir, given, own, second, seconds, made })
+                let (second, seconds_made, made) = (None, 0, Vec::new());
+                Ok(Self { store, broker, settings, tag, dir, given, own, second, seconds_made, made })
             }
             Err(error) => {
                 own.drop::<S>().await?;
@@ -94,8 +95,8 @@ impl<S: Yard> Bed<S> {
     /// does.
     pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
         // SQLite keeps the file of one that was dropped, so each has a name of its own.
-        self.seconds += 1;
-        let second = OwnDatabase { name: format!("{}_{}_b", self.own.name, self.seconds), ..self.own.clone() };
+        self.seconds_made += 1;
+        let second = OwnDatabase { name: format!("{}_{}_b", self.own.name, self.seconds_made), ..self.own.clone() };
         // Stored before the database is made, so that nothing stays where the benchmark is stopped
         // in between.
         self.second = Some(second.clone());

@@ -12,6 +12,7 @@ use super::Load;
 use super::bed::Bed;
 use super::consume::{LINGER, Side, sql};
 use super::figure::Figure;
+use super::keys::FILL;
 use super::relay::{fill, rate};
 use super::watched::Watched;
 use super::work::Maker;
@@ -35,8 +36,6 @@ const PENDING: [(usize, &str); 4] = [
 const USUAL: usize = 100_000;
 /// Inbox rows beside which a consumer is measured. Numbers beyond `--stored` are left out.
 const STORED: [(u64, &str); 2] = [(1_000_000, "growth.consume.1m"), (5_000_000, "growth.consume.5m")];
-/// Inbox rows of one statement.
-const FILL: u64 = 100_000;
 /// Held rows, where `--pending` is not less.
 const HELD: usize = 200_000;
 /// More than are held: otherwise the relay would stop reading.
@@ -127,8 +126,8 @@ impl<'a, S: Yard> Outbox<'a, S> {
     }
 }
 
-/// Waits until this many messages are proven. Returns the messages per second since the session
-/// was open.
+/// Waits until this many messages are proven. Returns messages per second, from the opening of the
+/// session to the last proof.
 async fn proven(watched: &Watched, count: usize) -> Result<f64, AppError> {
     let (mut moved_at, mut before) = (Instant::now(), 0);
     loop {

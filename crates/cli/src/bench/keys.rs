@@ -20,8 +20,8 @@ use oncebox::store::{Basis, Claimed, KeyClaim};
 
 /// The operation whose keys are stored and purged.
 pub(super) const OLD: &str = "bench_old";
-/// How many keys one statement fills in.
-const FILL: u64 = 100_000;
+/// How many rows one statement fills in.
+pub(super) const FILL: u64 = 100_000;
 /// How many keys one purge takes.
 const PURGE: u32 = 1_000;
 
