@@ -261,6 +261,49 @@ async fn a_set_sees_a_view_as_it_is_now_on_mariadb() {
     .await;
 }
 
+/// A set of any number of messages and of any length is run by one of a few statements, which stay
+/// prepared. Shown to fail: a block that is prepared anew and closed each time, for which each
+/// batch waited 40 ms.
+#[tokio::test]
+async fn sets_run_by_a_few_statements_that_stay_prepared_on_mariadb() {
+    on_mariadb("sql_sets_prepared", |world: World<MySqlStore>| async move {
+        let insert = split_named("insert into effect (text) values (concat(:n, :s))", MySqlStore::dialect());
+        let set = world.store.prepare_set(&[world.store.prepare(&insert).await.unwrap()]).await.unwrap().unwrap();
+        let number =
+            |number: usize| SqlValue::Number(if number.is_multiple_of(3) { "0.5".to_owned() } else { "7".to_owned() });
+        let mut connection = world.store.pool().acquire().await.unwrap();
+        MySqlStore::run(&mut connection, "begin").await.unwrap();
+        let mut all = 0;
+        let mut stay = Vec::new();
+        for _ in 0..2 {
+            for (count, length) in [(1, 1), (3, 5), (64, 1), (65, 2), (100, 900), (2, 40_000)] {
+                let message = |at: usize| {
+                    let text = SqlValue::Text("x".repeat(length));
+                    BTreeMap::from([("n".to_owned(), number(at)), ("s".to_owned(), text)])
+                };
+                let messages: Vec<Values> = (0..count).map(message).collect();
+                MySqlStore::execute_set(&mut connection, &set, &messages).await.unwrap();
+                all += count;
+            }
+            let counts = "select variable_value from information_schema.session_status where variable_name in \
+                ('com_execute_immediate', 'com_stmt_close', 'com_stmt_prepare') order by variable_name";
+            let counts = MySqlStore::texts_in(&mut connection, counts).await;
+            let counts: Vec<i64> = counts.iter().map(|count| count.parse().unwrap()).collect();
+            let [run, closed, prepared] = counts[..] else { panic!("{counts:?}") };
+            // The server counts the text that a statement runs as prepared and closed.
+            assert!(run > 0 && closed == run, "{run} run, {closed} closed");
+            stay.push(prepared - run);
+        }
+        assert_eq!(stay[0], stay[1], "nothing was prepared the second time");
+        assert_eq!(
+            MySqlStore::texts_in(&mut connection, "select cast(count(*) as char) from effect").await,
+            [all.to_string()]
+        );
+        MySqlStore::run(&mut connection, "rollback").await.unwrap();
+    })
+    .await;
+}
+
 /// One message of many fails by its statement, one by its values: each is dead with its own error,
 /// and the others are there once, in the order of their keys.
 async fn takes_out_what_fails<S: Sql + Statements>(world: World<S>) {

@@ -6,13 +6,17 @@
 //! because no column accepts its form in a payload.
 //!
 //! For several messages their statements stand one after another in a block, which MariaDB runs in
-//! one round trip with the parameters of all of them. MySQL has no such block.
+//! one round trip with the parameters of all of them. The text of the block is a parameter too, of
+//! a statement that stays prepared: so the server reads the block anew each time, and sees a view
+//! or a table as it is now. A block that is prepared and closed each time would wait 40 ms for an
+//! acknowledgement, because sqlx leaves Nagle's algorithm on. MySQL has no such block.
 //!
 //! A table without transactions is refused: its row would stay when the inbox row is rolled back,
 //! and be written again at the redelivery.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::sync::Arc;
 
 use sqlx::mysql::{MySqlArguments, MySqlDatabaseError};
 use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
@@ -35,8 +39,11 @@ pub struct MySqlStatement {
     pieces: Vec<Piece>,
 }
 
-/// How many messages are in one block at most. Their values are held several times at once.
-const BLOCK_MAX: usize = 64;
+/// How many messages are in one block: few sizes, because each is a prepared statement.
+const BLOCKS: [usize; 4] = [64, 16, 4, 1];
+/// A block of several messages is at most so long, with its values. With TLS, what is longer than
+/// 16 KiB goes out in two pieces, and the second one waits for the first to be acknowledged.
+const BLOCK_BYTES: usize = 15 << 10;
 
 /// Errors that end a statement for its time, which is that of all messages in a block.
 const OUT_OF_TIME: [u16; 3] = [1317, 1969, 3024];
@@ -45,6 +52,41 @@ const OUT_OF_TIME: [u16; 3] = [1317, 1969, 3024];
 #[derive(Debug)]
 pub struct MySqlSet {
     statements: Vec<Vec<Piece>>,
+    /// The parameters of one message, and the length of its statements.
+    parameters: usize,
+    bytes: usize,
+    /// The statement that runs a block of each size.
+    runners: Vec<Arc<str>>,
+}
+
+impl MySqlSet {
+    fn new(statements: Vec<Vec<Piece>>) -> Self {
+        let pieces = || statements.iter().flatten();
+        let parameters = pieces().filter(|piece| matches!(piece, Piece::Param(_))).count();
+        let bytes = pieces().map(|piece| if let Piece::Text(text) = piece { text.len() } else { 0 }).sum();
+        let runner = |size: &usize| {
+            let places = vec!["?"; size * parameters + 1].join(",");
+            format!("begin not atomic execute immediate ? using {places}; end").into()
+        };
+        Self { parameters, bytes, runners: BLOCKS.iter().map(runner).collect(), statements }
+    }
+
+    /// The end of the messages, at least one, that go into one block.
+    fn end_of_block(&self, values: &[BTreeMap<String, SqlValue>], from: usize) -> usize {
+        let mut bytes = 0;
+        let fits = |message: &&BTreeMap<String, SqlValue>| {
+            bytes += self.bytes + message.values().map(bytes_of).sum::<usize>();
+            bytes <= BLOCK_BYTES
+        };
+        let fit = values[from..].iter().take(BLOCKS[0]).take_while(fits).count();
+        from + fit.max(1)
+    }
+
+    /// The statement that runs a block of so many messages, and how many parameters the block has.
+    fn runner(&self, messages: usize) -> (&Arc<str>, usize) {
+        let fits = BLOCKS.iter().rposition(|size| *size >= messages).unwrap_or(0);
+        (&self.runners[fits], BLOCKS[fits] * self.parameters + 1)
+    }
 }
 
 impl Statements for MySqlStore {
@@ -69,11 +111,11 @@ impl Statements for MySqlStore {
         values: &BTreeMap<String, SqlValue>,
     ) -> Result<u64, StoreError> {
         let mut arguments = MySqlArguments::default();
-        let casts = bind(&mut arguments, &statement.pieces, values)?;
-        let done = if casts.is_empty() {
+        bind(&mut arguments, &statement.pieces, values)?;
+        let sql = text(&statement.pieces, |name| place(values.get(name)));
+        let done = if sql == statement.plain {
             sqlx::query_with(statement.plain, arguments).execute(connection).await?
         } else {
-            let sql = text(&statement.pieces, |name| casts.get(name).map_or("?", String::as_str).to_owned());
             sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?
         };
         Ok(done.rows_affected())
@@ -81,11 +123,12 @@ impl Statements for MySqlStore {
 
     async fn prepare_set(&self, statements: &[MySqlStatement]) -> Result<Option<MySqlSet>, StoreError> {
         let statements: Vec<Vec<Piece>> = statements.iter().map(|statement| of_block(&statement.pieces)).collect();
-        let plain = |_: usize, pieces: &[Piece]| text(pieces, |_| "?".to_owned());
+        let set = MySqlSet::new(statements);
         let mut connection = self.pool.acquire().await?;
-        let prepared = connection.prepare(AssertSqlSafe(block(&statements, 2, plain))).await.map(drop);
+        let trial = block(&set.statements, &[BTreeMap::new(), BTreeMap::new()], 1);
+        let prepared = connection.prepare(AssertSqlSafe(trial)).await.map(drop);
         match prepared.map_err(StoreError::from) {
-            Ok(()) => Ok(Some(MySqlSet { statements })),
+            Ok(()) => Ok(Some(set)),
             Err(error) if error.is_transient() => Err(error),
             Err(error) => {
                 tracing::debug!(%error, "the statements of a handler run message by message");
@@ -99,22 +142,26 @@ impl Statements for MySqlStore {
         set: &MySqlSet,
         values: &[BTreeMap<String, SqlValue>],
     ) -> Result<(), SetError> {
-        for (number, part) in values.chunks(BLOCK_MAX).enumerate() {
-            let from = number * BLOCK_MAX;
-            let (mut arguments, mut casts) = (MySqlArguments::default(), Vec::new());
+        let mut from = 0;
+        while from < values.len() {
+            let part = &values[from..set.end_of_block(values, from)];
+            let (runner, parameters) = set.runner(part.len());
+            let spare = parameters - part.len() * set.parameters;
+            let mut arguments = MySqlArguments::default();
+            let add = arguments.add(block(&set.statements, part, spare));
+            add.map_err(|error| SetError { at: None, error: StoreError::Corrupt(error.to_string()) })?;
             for (at, values) in part.iter().enumerate() {
                 for pieces in &set.statements {
                     let bound = bind(&mut arguments, pieces, values);
-                    casts.push(bound.map_err(|error| SetError { at: Some(from + at), error })?);
+                    bound.map_err(|error| SetError { at: Some(from + at), error })?;
                 }
             }
-            let cast = |number: usize, pieces: &[Piece]| {
-                text(pieces, |name| casts[number].get(name).map_or("?", String::as_str).to_owned())
-            };
-            let sql = AssertSqlSafe(block(&set.statements, part.len(), cast));
-            // Prepared anew each time: the server does not read the statements in a prepared block
-            // again after a view or a table that they name was changed.
-            if let Err(error) = sqlx::query_with(sql, arguments).persistent(false).execute(&mut *connection).await {
+            for _ in 0..spare {
+                let add = arguments.add(None::<String>);
+                add.map_err(|error| SetError { at: None, error: StoreError::Corrupt(error.to_string()) })?;
+            }
+            let sql = AssertSqlSafe(Arc::clone(runner));
+            if let Err(error) = sqlx::query_with(sql, arguments).execute(&mut *connection).await {
                 let tells = !out_of_time(&error);
                 let error = StoreError::from(error);
                 // A server that is away does not answer this either.
@@ -123,6 +170,7 @@ impl Statements for MySqlStore {
                 let at = at.filter(|at| tells && *at < part.len()).map(|at| from + at);
                 return Err(SetError { at, error });
             }
+            from += part.len();
         }
         Ok(())
     }
@@ -137,18 +185,18 @@ fn of_block(pieces: &[Piece]) -> Vec<Piece> {
     pieces
 }
 
-/// A block that runs the statements for so many messages, and notes in a variable of the session
-/// which message it is at. `sql` gives the text of a statement, counted through the block.
-fn block(statements: &[Vec<Piece>], messages: usize, sql: impl Fn(usize, &[Piece]) -> String) -> String {
+/// A block that runs the statements for these messages, and notes in a variable of the session
+/// which message it is at. It takes so many spare parameters, at least one.
+fn block(statements: &[Vec<Piece>], messages: &[BTreeMap<String, SqlValue>], spare: usize) -> String {
     let mut block = "begin not atomic\n".to_owned();
-    for message in 0..messages {
+    for (message, values) in messages.iter().enumerate() {
         let _ = writeln!(block, "set @oncebox_at = {message};");
-        for (number, pieces) in statements.iter().enumerate() {
+        for pieces in statements {
             // The line break ends a comment at the end of the statement.
-            let _ = writeln!(block, "{}\n;", sql(message * statements.len() + number, pieces));
+            let _ = writeln!(block, "{}\n;", text(pieces, |name| place(values.get(name))));
         }
     }
-    block.push_str("set @oncebox_at = null;\nend");
+    let _ = write!(block, "set @oncebox_at = null;\ndo {};\nend", vec!["?"; spare].join(","));
     block
 }
 
@@ -160,14 +208,23 @@ fn out_of_time(error: &sqlx::Error) -> bool {
     error.is_some_and(|error| OUT_OF_TIME.contains(&error.number()))
 }
 
-/// Binds the parameters of a statement in their order, and returns what stands in place of `?` for
-/// those that are cast.
-fn bind<'a>(
+/// What stands in place of a parameter. A number with a point is a DECIMAL of exactly its scale.
+fn place(value: Option<&SqlValue>) -> String {
+    match value {
+        Some(SqlValue::Number(digits)) => match Exact::of(digits) {
+            Exact::Decimal { scale, .. } => format!("cast(? as decimal({DIGITS_MAX},{scale}))"),
+            Exact::Signed(_) | Exact::Unsigned(_) | Exact::Beyond => "?".to_owned(),
+        },
+        _ => "?".to_owned(),
+    }
+}
+
+/// Binds the parameters of a statement in their order.
+fn bind(
     arguments: &mut MySqlArguments,
-    pieces: &'a [Piece],
+    pieces: &[Piece],
     values: &BTreeMap<String, SqlValue>,
-) -> Result<BTreeMap<&'a str, String>, StoreError> {
-    let mut casts = BTreeMap::new();
+) -> Result<(), StoreError> {
     for piece in pieces {
         let Piece::Param(name) = piece else { continue };
         let added = match values.get(name) {
@@ -176,10 +233,7 @@ fn bind<'a>(
             Some(SqlValue::Number(digits)) => match Exact::of(digits) {
                 Exact::Signed(number) => arguments.add(number),
                 Exact::Unsigned(number) => arguments.add(number),
-                Exact::Decimal { digits, scale } => {
-                    casts.insert(name.as_str(), format!("cast(? as decimal({DIGITS_MAX},{scale}))"));
-                    arguments.add(digits)
-                }
+                Exact::Decimal { digits, .. } => arguments.add(digits),
                 Exact::Beyond => arguments.add(digits.clone()),
             },
             Some(SqlValue::Time(time)) => arguments.add(*time),
@@ -188,7 +242,16 @@ fn bind<'a>(
         };
         added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
     }
-    Ok(casts)
+    Ok(())
+}
+
+/// How many bytes a value takes in a packet, about.
+fn bytes_of(value: &SqlValue) -> usize {
+    match value {
+        SqlValue::Number(text) | SqlValue::Text(text) | SqlValue::Json(text) => text.len(),
+        SqlValue::Bytes(bytes) => bytes.len(),
+        SqlValue::Null | SqlValue::Bool(_) | SqlValue::Time(_) => 12,
+    }
 }
 
 /// Takes each word of the statement for a possible table name. So a table named only inside a
