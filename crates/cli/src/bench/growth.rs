@@ -117,8 +117,15 @@ impl<'a, S: Yard> Outbox<'a, S> {
         let stop = CancellationToken::new();
         let _gauges = Gauges::keep(self.store.clone().into_duties(), stop.clone());
         let stopped = stop.clone();
-        let relay = tokio::spawn(async move { relay.run(stopped).await });
-        let measured = proven(&watched, count).await;
+        let mut relay = tokio::spawn(async move { relay.run(stopped).await });
+        let measured = tokio::select! {
+            measured = proven(&watched, count) => measured,
+            ended = &mut relay => {
+                stop.cancel();
+                ended.map_err(|error| AppError::failed(error.to_string()))??;
+                return Err(AppError::failed("the relay ended before its rows were sent"));
+            }
+        };
         stop.cancel();
         relay.await.map_err(|error| AppError::failed(error.to_string()))??;
         self.pending = self.pending.saturating_sub(watched.look(|notes| notes.proven));
