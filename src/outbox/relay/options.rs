@@ -15,7 +15,8 @@ pub struct RelayOptions {
     /// The length of the lease, in the time of the database. Default 10 s: a standby takes over
     /// within that time, and a short freeze does not lose the lease.
     pub lease: Duration,
-    /// Most rows of one read. Default 1,000: more gains little and delays the mark.
+    /// Most rows of one read. Default 4,000, half a window: what is handed over at once fills the
+    /// batches of Kafka's client, and with 1,000 Kafka took a third more of its CPU for a row.
     pub batch_rows: usize,
     /// Most bytes of one read, unless a single message is larger. Default 4 MiB: half a window, and
     /// a thousand messages of 4 KiB.
@@ -29,8 +30,8 @@ pub struct RelayOptions {
     pub poll_min: Duration,
     /// The longest pause between reads that found nothing. It delays a message after a quiet time.
     pub poll_max: Duration,
-    /// How long the mark of proven rows waits for a claim of later rows to carry it. Default 20 ms:
-    /// after a crash the rows of this time are sent again.
+    /// How long the mark of proven rows waits for a checkpoint of later rows to carry it. Default
+    /// 20 ms: after a crash the rows of this time are sent again.
     pub mark_after: Duration,
     /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
     pub held_rows_max: usize,
@@ -61,7 +62,7 @@ impl RelayOptions {
             shard: 0,
             owner: owner.into(),
             lease: Duration::from_secs(10),
-            batch_rows: 1_000,
+            batch_rows: 4_000,
             read_bytes: 4 << 20,
             window_rows: 8_000,
             window_bytes: 8 * 1024 * 1024,
