@@ -45,7 +45,7 @@ create table if not exists oncebox_shard (
   lease_until   datetime(6)      null     comment 'end of the lease, UTC by the clock of the database',
   lease_seconds double           null     comment 'length of the lease; one that ends later than now plus this counts as expired, for the clock went back',
   updated_at    datetime(6)      not null comment 'when the owner last marked, UTC',
-  primary key (shard_id) comment 'serves: lease, read, claim and mark',
+  primary key (shard_id) comment 'serves: lease, read, checkpoint and mark',
   constraint oncebox_shard_only check (shard_id = 0),
   constraint oncebox_shard_lease check ((owner is null) = (lease_until is null) and (owner is null) = (lease_seconds is null))
 ) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: who owns the outbox';

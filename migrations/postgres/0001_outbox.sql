@@ -147,7 +147,7 @@ comment on column oncebox.shard.owner is 'who holds the lease; null: nobody';
 comment on column oncebox.shard.lease_until is 'end of the lease, by the clock of the database';
 comment on column oncebox.shard.lease_seconds is 'length of the lease; one that ends later than now plus this counts as expired, for the clock went back';
 comment on column oncebox.shard.updated_at is 'when the owner last wrote the cursor';
-comment on index oncebox.shard_pkey is 'serves lease, read, claim and mark: one shard by its number';
+comment on index oncebox.shard_pkey is 'serves lease, read, checkpoint and mark: one shard by its number';
 
 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (0, 0, 255);
 

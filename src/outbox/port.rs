@@ -1,9 +1,9 @@
 //! Duty: the outbox as its relay sees it.
 //!
 //! A session owns one shard, from the lease that raised the epoch to the first doubt. It reads new
-//! rows in position order, claims them with a synchronous commit that begins after the read (R5),
-//! and marks them in order once the broker has proven them. Each adapter has its own kind of cursor
-//! (gaps and fences, rows that are present, plain position).
+//! rows in position order, makes a checkpoint (a synchronous commit that begins after the read,
+//! R5), and marks the rows in order once the broker has proven them. Each adapter has its own kind
+//! of cursor (gaps and fences, rows that are present, plain position).
 //!
 //! Guarantees: every write is fenced by epoch and revision ([`StoreError::Fenced`] ends the
 //! session, and nothing was changed). A committed message is read again until a mark has recorded
@@ -74,9 +74,9 @@ pub struct ReadBatch {
     pub rows: Vec<OutboxRow>,
     /// True where there was more to read.
     pub more: bool,
-    /// True where a claim must follow within a second although there are no rows (gaps were found,
-    /// or rows of other shards).
-    pub needs_claim: bool,
+    /// True where a checkpoint must follow within a second although there are no rows (gaps were
+    /// found, or rows of other shards).
+    pub needs_checkpoint: bool,
 }
 
 /// Why a row is not sent for now: dead or held.
@@ -198,7 +198,7 @@ pub trait RelaySession: Debug + Send {
 
     /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark
     /// where one is due.
-    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError>;
+    async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError>;
 
     /// Rows of the dead and held table that hold later rows, in position order, at most `limit`.
     /// They are loaded at the start of a session. A row that is dead under policy `skip` holds

@@ -142,14 +142,14 @@ async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_ov
     let LeaseAnswer::Taken(mut zombie) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
     let read = zombie.read(10).await.unwrap();
     assert_eq!(read.rows.len(), 2);
-    zombie.claim(Mark::default()).await.unwrap();
+    zombie.checkpoint(Mark::default()).await.unwrap();
     let relay = world.relay(relay_options());
     // The zombie says nothing more; the standby needs no longer than its lease.
     world.until_published("t", &["a1", "a2"]).await;
     world.until_status("marked", |status| status.pending == 0).await;
     let before = world.status().await.shards[0].epoch;
     let mark = Mark { through: Some(read.batch), ..Mark::default() };
-    let answer = zombie.claim(mark).await;
+    let answer = zombie.checkpoint(mark).await;
     assert!(matches!(answer, Err(StoreError::Fenced(_))), "{answer:?}");
     assert!(zombie.read(10).await.is_err());
     assert_eq!(world.status().await.shards[0].epoch, before);

@@ -1,4 +1,4 @@
-//! How many commits a relay makes: a mark waits for a claim that carries it.
+//! How many commits a relay makes: a mark waits for a checkpoint that carries it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,13 +22,13 @@ const NEVER: Duration = Duration::from_secs(3_600);
 struct Counts {
     /// Reads that returned rows.
     reads: AtomicUsize,
-    claims: AtomicUsize,
+    checkpoints: AtomicUsize,
     marks: AtomicUsize,
 }
 
 impl Counts {
     fn all(&self) -> [usize; 3] {
-        [&self.reads, &self.claims, &self.marks].map(|count| count.load(Ordering::SeqCst))
+        [&self.reads, &self.checkpoints, &self.marks].map(|count| count.load(Ordering::SeqCst))
     }
 }
 
@@ -73,10 +73,10 @@ impl RelaySession for CountedSession {
         Ok(read)
     }
 
-    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
-        self.counts.claims.fetch_add(1, Ordering::SeqCst);
+    async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
+        self.counts.checkpoints.fetch_add(1, Ordering::SeqCst);
         self.counts.marks.fetch_add(usize::from(!mark.is_empty()), Ordering::SeqCst);
-        self.session.claim(mark).await
+        self.session.checkpoint(mark).await
     }
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
@@ -104,7 +104,7 @@ impl RelaySession for CountedSession {
     }
 }
 
-/// A relay whose marks wait for a claim, over a store that counts.
+/// A relay whose marks wait for a checkpoint, over a store that counts.
 fn counted(world: &World<SqliteStore>, options: RelayOptions) -> (Running<Result<RelayEnd, RelayError>>, Arc<Counts>) {
     let counts = Arc::<Counts>::default();
     let store = Counted { store: world.store.clone(), counts: Arc::clone(&counts) };
@@ -117,7 +117,7 @@ fn counted(world: &World<SqliteStore>, options: RelayOptions) -> (Running<Result
 
 /// With a mark at once there are twice as many commits as batches.
 #[tokio::test]
-async fn a_batch_costs_one_commit_and_the_claim_of_the_next_one_carries_its_mark() {
+async fn a_batch_costs_one_commit_and_the_checkpoint_of_the_next_one_carries_its_mark() {
     let world = sqlite().await;
     let (relay, counts) = counted(&world, RelayOptions { lease: Duration::from_secs(600), ..relay_options() });
     let names = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"];
@@ -125,9 +125,9 @@ async fn a_batch_costs_one_commit_and_the_claim_of_the_next_one_carries_its_mark
         world.enqueue("t", &names[n..=n]).await;
         world.until_published("t", &names[..=n]).await;
     }
-    let [reads, claims, marks] = counts.all();
-    assert_eq!(claims, reads, "one commit a batch");
-    assert!(marks > 0, "a claim carries marks");
+    let [reads, checkpoints, marks] = counts.all();
+    assert_eq!(checkpoints, reads, "one commit a batch");
+    assert!(marks > 0, "a checkpoint carries marks");
     assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
     assert_eq!(world.status().await.pending, 0, "a stop marks the last ones");
 }

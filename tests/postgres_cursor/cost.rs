@@ -31,7 +31,7 @@ async fn a_relayed_row_costs_next_to_no_wal_and_leaves_next_to_no_dead_tuple() {
         let (mut read, mut mark) = (0, Mark::default());
         loop {
             let batch = session.read(1_000).await.unwrap();
-            session.claim(std::mem::take(&mut mark)).await.unwrap();
+            session.checkpoint(std::mem::take(&mut mark)).await.unwrap();
             mark = Mark { through: Some(batch.batch), ..Mark::default() };
             read += batch.rows.len();
             if batch.rows.is_empty() {

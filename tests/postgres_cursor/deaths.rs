@@ -103,12 +103,12 @@ async fn r2_a_row_at_a_gap_that_is_in_the_window_is_read_again_after_a_crash() {
         put(&mut early, "early position, late commit").await;
         put(&mut two, "late position, early commit").await;
         let oldest = session.read(10).await.unwrap();
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         early.commit().await.unwrap();
         let newest = session.read(10).await.unwrap();
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         assert_eq!((oldest.rows.len(), newest.rows.len(), newest.batch), (1, 1, oldest.batch + 1));
-        session.claim(Mark { through: Some(oldest.batch), ..Mark::default() }).await.unwrap();
+        session.checkpoint(Mark { through: Some(oldest.batch), ..Mark::default() }).await.unwrap();
         assert_eq!((scanned_to(&database).await, gaps(&database).await), (2, "{[1,2)}".to_owned()));
         drop(session);
         assert_eq!(Relay::of(&database.store).await.drain().await, ["early position, late commit"]);
@@ -135,9 +135,9 @@ async fn r2_a_relay_that_dies_at_any_step_loses_nothing_and_reorders_nothing() {
                     *deaths.entry("read").or_default() += 1;
                     break;
                 }
-                session.claim(Mark::default()).await.unwrap();
+                session.checkpoint(Mark::default()).await.unwrap();
                 if quiet == 0 && random.u8(..) < 30 {
-                    *deaths.entry("claim").or_default() += 1;
+                    *deaths.entry("checkpoint").or_default() += 1;
                     break;
                 }
                 sent.extend(batch.rows.iter().map(payload));
@@ -149,7 +149,7 @@ async fn r2_a_relay_that_dies_at_any_step_loses_nothing_and_reorders_nothing() {
                 if random.bool() {
                     let upto = random.usize(1..=window.len());
                     let through = window.drain(..upto).next_back();
-                    session.claim(Mark { through, ..Mark::default() }).await.unwrap();
+                    session.checkpoint(Mark { through, ..Mark::default() }).await.unwrap();
                     if quiet == 0 && random.u8(..) < 90 {
                         *deaths.entry("mark").or_default() += 1;
                         break;
@@ -171,8 +171,8 @@ async fn r2_a_relay_that_dies_at_any_step_loses_nothing_and_reorders_nothing() {
 
 /// What is committed while the relay reads must survive a crash before it is sent.
 ///
-/// Shown by answering the claim before its commit (`synchronous_commit = off` in the session): sent
-/// messages are gone.
+/// Shown by answering the checkpoint before its commit (`synchronous_commit = off` in the session):
+/// sent messages are gone.
 #[tokio::test]
 async fn r5_what_was_sent_survives_a_kill_of_the_server_although_its_writer_did_not_wait() {
     let test = "r5_what_was_sent_survives_a_kill_of_the_server_although_its_writer_did_not_wait";
@@ -189,8 +189,8 @@ async fn r5_what_was_sent_survives_a_kill_of_the_server_although_its_writer_did_
     for n in 0..20 {
         put(&mut writer, &n.to_string()).await;
         let batch = session.read(10).await.unwrap();
-        // Written after the claim's snapshot, before its commit: not sent, so it may be lost.
-        session.claim(Mark::default()).await.unwrap();
+        // Written after the checkpoint's snapshot, before its commit: not sent, so it may be lost.
+        session.checkpoint(Mark::default()).await.unwrap();
         sent.extend(batch.rows.iter().map(payload));
     }
     assert_eq!(sent.len(), 20);

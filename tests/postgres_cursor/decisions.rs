@@ -28,7 +28,7 @@ async fn r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided() {
         let destination = Diversion::HeldDestination { reason: "unknown".into() };
         let mut diverted = vec![(at[1], dead(false)), (at[6], destination)];
         diverted.extend([2, 3, 4, 5].map(|n| (at[n], dead(true))));
-        session.claim(Mark { through: Some(batch.batch), diverted, ..Mark::default() }).await.unwrap();
+        session.checkpoint(Mark { through: Some(batch.batch), diverted, ..Mark::default() }).await.unwrap();
         let act = async |position: i64, act: OperatorAct| {
             let filter = DeadFilter { number: Some(format!("o{position}")), ..DeadFilter::default() };
             let context = ActContext { actor: "ann".into(), reason: "r".into(), dry_run: false, redrive_age_max: None };
@@ -47,7 +47,10 @@ async fn r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided() {
         let was = batch.rows[5].message.id.to_string();
         assert_eq!(held[1].message.id, id);
         assert_eq!(held[1].message.headers, [("oncebox-causation-id".to_owned(), was)]);
-        session.claim(Mark { released: vec![at[4], at[5]], discarded: vec![at[3]], ..Mark::default() }).await.unwrap();
+        session
+            .checkpoint(Mark { released: vec![at[4], at[5]], discarded: vec![at[3]], ..Mark::default() })
+            .await
+            .unwrap();
         drop(session);
         let decisions: Vec<String> =
             database.value("select array_agg(decision order by position) from oncebox.decision").await;
@@ -73,7 +76,7 @@ async fn r18_decisions_go_with_the_partition_of_their_positions() {
         let dead = Diversion::Dead { reason: "too large".into(), holds: false };
         let diverted = vec![(batch.rows[0].position, dead)];
         let mark = Mark { through: Some(batch.batch), diverted, ..Mark::default() };
-        relay.session.claim(mark).await.unwrap();
+        relay.session.checkpoint(mark).await.unwrap();
         // What stands at the end of the partition is what the cursor has not passed.
         database
             .run(
@@ -194,24 +197,24 @@ async fn g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing() 
         enqueue_all(&mut connection, vec![message(&ours)]).await.unwrap();
         let first = session.read(10).await.unwrap();
         assert_eq!(first.rows.len(), 1);
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         let (mut size, mut last) = (0, 0);
         for number in 0..300 {
             enqueue_all(&mut connection, vec![message(&theirs)]).await.unwrap();
             let read = session.read(10).await.unwrap();
             assert!(read.rows.is_empty());
             last = read.batch;
-            session.claim(Mark::default()).await.unwrap();
+            session.checkpoint(Mark::default()).await.unwrap();
             let now = format!("{session:?}").len();
             if number == 10 {
                 size = now;
             }
             assert!(number < 10 || now < size + 200, "after {number} reads it holds {now} characters, at first {size}");
         }
-        session.claim(Mark { through: Some(first.batch), ..Mark::default() }).await.unwrap();
+        session.checkpoint(Mark { through: Some(first.batch), ..Mark::default() }).await.unwrap();
         let ours = "select scanned_to from oncebox.shard where shard_id = 0";
         let at_first: i64 = database.value(ours).await;
-        session.claim(Mark { through: Some(last), ..Mark::default() }).await.unwrap();
+        session.checkpoint(Mark { through: Some(last), ..Mark::default() }).await.unwrap();
         assert_eq!((at_first, database.value::<i64>(ours).await), (1, 301));
     })
     .await;

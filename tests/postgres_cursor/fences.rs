@@ -15,7 +15,7 @@ async fn g9_an_owner_whose_lease_was_taken_changes_nothing() {
         put(&mut connection, "a").await;
         let mut first = open(&database.store, "first").await;
         let batch = first.read(10).await.unwrap();
-        first.claim(Mark::default()).await.unwrap();
+        first.checkpoint(Mark::default()).await.unwrap();
         match database.store.open(&request("second")).await.unwrap() {
             LeaseAnswer::HeldBy { owner, left } => {
                 assert_eq!(owner, "first");
@@ -25,7 +25,7 @@ async fn g9_an_owner_whose_lease_was_taken_changes_nothing() {
         }
         database.run("update oncebox.shard set lease_until = clock_timestamp() - interval '1 second'").await;
         let second = open(&database.store, "second").await;
-        let late = first.claim(Mark { through: Some(batch.batch), ..Mark::default() }).await;
+        let late = first.checkpoint(Mark { through: Some(batch.batch), ..Mark::default() }).await;
         assert!(matches!(late, Err(StoreError::Fenced(_))), "{late:?}");
         assert!(matches!(first.read(10).await, Err(StoreError::Fenced(_))));
         assert_eq!(scanned_to(&database).await, 0);

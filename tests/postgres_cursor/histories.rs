@@ -24,8 +24,8 @@ async fn r2_a_row_that_commits_late_is_sent_at_its_gap() {
     .await;
 }
 
-/// Shown by taking `pg_snapshot_xmax` of the read as the fence instead of the claim's own id: the
-/// first message is lost.
+/// Shown by taking `pg_snapshot_xmax` of the read as the fence instead of the checkpoint's own id:
+/// the first message is lost.
 #[tokio::test]
 async fn r3_an_early_id_with_a_late_position_closes_no_gap_of_a_running_writer() {
     let test = "r3_an_early_id_with_a_late_position_closes_no_gap_of_a_running_writer";

@@ -22,13 +22,13 @@ impl Relay {
         Self { session: open(store, "relay").await, sent: Vec::new() }
     }
 
-    /// Reads, claims, sends and marks once; false where there was nothing.
+    /// Reads, makes a checkpoint, sends and marks once; false where there was nothing.
     pub(crate) async fn step(&mut self) -> bool {
         let batch = self.session.read(500).await.unwrap();
-        self.session.claim(Mark::default()).await.unwrap();
+        self.session.checkpoint(Mark::default()).await.unwrap();
         self.sent.extend(batch.rows.iter().map(payload));
         let mark = Mark { through: Some(batch.batch), ..Mark::default() };
-        self.session.claim(mark).await.unwrap();
+        self.session.checkpoint(mark).await.unwrap();
         !batch.rows.is_empty() || batch.more
     }
 

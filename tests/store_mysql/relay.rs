@@ -43,9 +43,9 @@ async fn r10_a_lower_position_that_commits_late_is_read_and_any_lower_bound_woul
         .unwrap();
     assert_eq!(bounded, 0, "a cursor with a lower bound would never see it");
 
-    session.claim(Mark { through: Some(first.batch), ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(first.batch), ..Mark::default() }).await.unwrap();
     assert_eq!(db.count("oncebox_outbox").await, 1, "only what was proven is gone");
-    session.claim(Mark { through: Some(second.batch), ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(second.batch), ..Mark::default() }).await.unwrap();
     assert_eq!(db.count("oncebox_outbox").await, 0);
 }
 
@@ -104,7 +104,7 @@ async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_ope
     let waited = sqlx::raw_sql(AssertSqlSafe(range)).execute(&mut app).await.unwrap_err();
     assert!(waited.to_string().contains("1205"), "{waited}");
 
-    let mark = session.claim(Mark { through: Some(read.batch), ..Mark::default() });
+    let mark = session.checkpoint(Mark { through: Some(read.batch), ..Mark::default() });
     tokio::time::timeout(Duration::from_secs(30), mark).await.expect("the mark waits for an open writer").unwrap();
     before.commit().await.unwrap();
     let left = session.read(100).await.unwrap();
@@ -210,7 +210,7 @@ async fn a7_the_relay_never_makes_an_application_wait() {
     let mut session = db.session("a").await;
     let read = session.read(100).await.unwrap();
     enqueue(&mut app, text("t", "a", "11")).await.unwrap();
-    session.claim(Mark { through: Some(read.batch), ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(read.batch), ..Mark::default() }).await.unwrap();
     enqueue(&mut app, text("t", "a", "12")).await.unwrap();
 }
 
@@ -224,7 +224,7 @@ async fn rows_that_somebody_else_deleted_end_the_session() {
     execute(&mut app, "delete from oncebox_outbox").await;
     let diverted = vec![(read.rows[0].position, oncebox::store::Diversion::HeldBehind)];
     let mark = Mark { through: Some(read.batch), diverted, ..Mark::default() };
-    assert!(session.claim(mark).await.is_err(), "what is to be moved whole must be there");
+    assert!(session.checkpoint(mark).await.is_err(), "what is to be moved whole must be there");
     assert_eq!(db.count("oncebox_outbox_dead").await, 0);
 }
 
@@ -263,7 +263,7 @@ async fn r7_a_position_that_is_used_twice_is_refused_and_mended_and_nothing_is_l
     let held = [3, 4].map(|at: usize| read.rows[at].position);
     let diverted =
         vec![(held[0], Diversion::Dead { reason: "too large".into(), holds: true }), (held[1], Diversion::HeldBehind)];
-    session.claim(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
     execute(&mut app, "truncate table oncebox_outbox").await;
     enqueue_all(&mut app, (0..8).map(|n| text("t", "a", &format!("new {n}"))).collect()).await.unwrap();
 
@@ -284,6 +284,6 @@ async fn r7_a_position_that_is_used_twice_is_refused_and_mended_and_nothing_is_l
     assert_eq!(payloads(&read.rows), expected);
     assert!(read.rows[0].position > held[1], "behind what is held of their key");
     let diverted = read.rows.iter().map(|row| (row.position, Diversion::HeldBehind)).collect();
-    session.claim(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
     assert_eq!(db.count("oncebox_outbox_dead").await, 11);
 }

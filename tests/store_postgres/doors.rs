@@ -139,7 +139,7 @@ async fn rows(database: &Database) -> Vec<OutboxRow> {
     let request = LeaseRequest::new("t", Duration::from_secs(60));
     let LeaseAnswer::Taken(mut session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
     let batch = session.read(1_000).await.unwrap();
-    session.claim(Mark::default()).await.unwrap();
+    session.checkpoint(Mark::default()).await.unwrap();
     batch.rows
 }
 

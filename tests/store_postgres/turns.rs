@@ -245,7 +245,7 @@ async fn turns(database: Database, was_analysed: bool) {
     };
     let read = session.read(1_000).await.unwrap();
     assert_eq!(read.rows.len(), 1_000);
-    session.claim(Mark { through: Some(read.batch), ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(read.batch), ..Mark::default() }).await.unwrap();
     session.release().await.unwrap();
     store.close().await;
     // What a connection has read is counted when it ends.

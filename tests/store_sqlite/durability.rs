@@ -1,4 +1,5 @@
-//! What the file promises: settings, claims, positions, and a file that is not made by accident.
+//! What the file promises: settings, the relay's checkpoints, positions, and a file that is not
+//! made by accident.
 
 use std::time::Duration;
 
@@ -32,12 +33,12 @@ async fn every_connection_writes_ahead_and_syncs() {
 }
 
 /// R5: what is about to be published is on disk, even if its writer did not sync. SQLite syncs the
-/// whole log with a commit of its own, so the claim must be one, also with nothing to mark.
+/// whole log with a commit of its own, so the checkpoint must be one, also with nothing to mark.
 ///
-/// Shown to fail: with a claim that returns at once for an empty mark.
+/// Shown to fail: with a checkpoint that returns at once for an empty mark.
 #[tokio::test]
-async fn r5_every_claim_is_a_commit_of_its_own_after_the_read() {
-    let trial = Trial::<SqliteFile>::start("claims").await.unwrap();
+async fn r5_every_checkpoint_is_a_commit_of_its_own_after_the_read() {
+    let trial = Trial::<SqliteFile>::start("checkpoints").await.unwrap();
     trial.enqueue(vec![NewMessage::text("t", "k", "1")]).await;
     let LeaseAnswer::Taken(mut session) = trial.store.open(&request()).await.unwrap() else { panic!() };
     let log = trial.fixture.path().with_extension("db-wal");
@@ -46,10 +47,10 @@ async fn r5_every_claim_is_a_commit_of_its_own_after_the_read() {
         let revision = "select revision from oncebox_shard";
         let before: i64 = query_scalar(revision).fetch_one(trial.store.pool()).await.unwrap();
         let length = std::fs::metadata(&log).unwrap().len();
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         let after: i64 = query_scalar(revision).fetch_one(trial.store.pool()).await.unwrap();
         assert_eq!(after, before + 1);
-        assert!(std::fs::metadata(&log).unwrap().len() > length, "the claim wrote nothing to the log");
+        assert!(std::fs::metadata(&log).unwrap().len() > length, "the checkpoint wrote nothing to the log");
     }
 }
 
@@ -64,7 +65,7 @@ async fn positions_are_never_used_twice() {
         let batch = session.read(10).await.unwrap();
         assert!(batch.rows[0].position > last);
         last = batch.rows[0].position;
-        session.claim(Mark { through: Some(batch.batch), ..Mark::default() }).await.unwrap();
+        session.checkpoint(Mark { through: Some(batch.batch), ..Mark::default() }).await.unwrap();
         assert_eq!(trial.number("select count(*) from oncebox_outbox").await, 0);
     }
 }
@@ -84,7 +85,7 @@ async fn g11_a_read_of_large_messages_ends_early() {
         let bytes: usize = batch.rows.iter().map(|row| row.message.payload.len()).sum();
         assert!(bytes <= 9_600_000, "{bytes}");
         seen.extend(batch.rows.iter().map(|row| row.message.payload[0]));
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         if !batch.more {
             break;
         }

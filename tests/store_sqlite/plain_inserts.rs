@@ -78,7 +78,7 @@ async fn r34_every_limit_holds_for_plain_inserts_whatever_the_conflict_clause() 
         let batch = session.read(1_000).await.unwrap();
         assert!(!batch.rows.is_empty(), "{read} of {taken}");
         read += i64::try_from(batch.rows.len()).unwrap();
-        session.claim(Mark { through: Some(batch.batch), ..Mark::default() }).await.unwrap();
+        session.checkpoint(Mark { through: Some(batch.batch), ..Mark::default() }).await.unwrap();
     }
     assert_eq!(count(&trial.store).await, 0);
 }
@@ -229,7 +229,7 @@ async fn r7_a_sequence_behind_the_cursor_is_loud() {
     let request = LeaseRequest::new("a", Duration::from_secs(60));
     let LeaseAnswer::Taken(mut session) = store.open(&request).await.unwrap() else { panic!() };
     let batch = session.read(10).await.unwrap().batch;
-    session.claim(Mark { through: Some(batch), ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { through: Some(batch), ..Mark::default() }).await.unwrap();
     query("update sqlite_sequence set seq = 1 where name = 'oncebox_outbox'").execute(store.pool()).await.unwrap();
     let error = query(insert).execute(store.pool()).await.unwrap_err();
     assert!(error.to_string().contains("sequence behind cursor"), "{error}");

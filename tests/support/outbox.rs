@@ -68,7 +68,7 @@ impl Outbox {
             let read = session.read(1_000).await.unwrap();
             let dead = || Diversion::Dead { reason: "refused".to_owned(), holds: true };
             let diverted = read.rows.iter().map(|row| (row.position, dead())).collect();
-            session.claim(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+            session.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
         }
         session.release().await.unwrap();
     }

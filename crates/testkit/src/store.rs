@@ -220,7 +220,7 @@ macro_rules! store_conformance {
                 a_lease_that_is_given_back_is_free_at_once,
                 a_lease_ends_by_the_clock_of_the_database,
                 r22_a_lease_longer_than_its_length_counts_as_expired,
-                claims_renew_the_lease,
+                checkpoints_renew_the_lease,
                 g9_a_session_that_lost_its_lease_changes_nothing,
                 r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session,
                 an_unknown_shard_is_told_apart,

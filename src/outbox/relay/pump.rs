@@ -1,4 +1,5 @@
-//! One session of a relay: read, claim, send, settle, mark, until a stop, emptiness or a doubt.
+//! One session of a relay: read, checkpoint, send, settle, mark, until a stop, emptiness or a
+//! doubt.
 //!
 //! Promise: a batch is sent only after a synchronous commit that began after its read (R5). The
 //! oldest batch is marked only when every row of it is proven or diverted. After a doubt nothing
@@ -49,7 +50,7 @@ pub(super) struct Pump<'a> {
     turned_at: Instant,
     looked_at: Duration,
     settled: Vec<Settled>,
-    claimed_at: Instant,
+    checkpoint_at: Instant,
     pub(super) read_at: Instant,
     /// When a read last found something.
     found_at: Instant,
@@ -76,9 +77,9 @@ pub(super) struct Pump<'a> {
     pub(super) shown_blocked: bool,
 }
 
-/// A read without rows may need a claim for gaps or for rows of other shards; that claim may wait
-/// this long.
-const QUIET_CLAIM: Duration = Duration::from_millis(800);
+/// A read without rows may need a checkpoint for gaps or for rows of other shards; it may wait this
+/// long.
+const QUIET_CHECKPOINT: Duration = Duration::from_millis(800);
 const TIDY: Duration = Duration::from_secs(5);
 /// One turn of the loop counts for at most so much time on the clock.
 const TURN_MAX: Duration = Duration::from_millis(250);
@@ -123,7 +124,7 @@ impl<'a> Pump<'a> {
             turned_at: now,
             looked_at: Duration::ZERO,
             settled: Vec::new(),
-            claimed_at: now,
+            checkpoint_at: now,
             read_at: now,
             found_at: now,
             found_by_hint: false,
@@ -156,7 +157,7 @@ impl<'a> Pump<'a> {
                 // Closed first: the client must send nothing more of what it holds.
                 self.publisher.close().await;
                 if let Some(mark) = mark {
-                    match self.session.claim(mark).await {
+                    match self.session.checkpoint(mark).await {
                         Ok(()) => self.memory.doubts = 0,
                         Err(error @ StoreError::Fenced(_)) => return End::Doubt(error.into()),
                         Err(error) => {
@@ -185,7 +186,7 @@ impl<'a> Pump<'a> {
             let moved = self.shown_step().await?;
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
                 let mark = self.window.take_done();
-                self.claim(mark).await?;
+                self.checkpoint(mark).await?;
                 // A row that was only just stored as held may have to be sent alone.
                 if self.nothing_left() {
                     return Ok(End::Empty);
@@ -247,13 +248,13 @@ impl<'a> Pump<'a> {
             }
             if self.mark_is_due() {
                 let mark = self.window.take_done();
-                self.claim(mark).await?;
+                self.checkpoint(mark).await?;
                 moved = true;
             }
         }
-        if self.claimed_at.elapsed() >= Lease::renewed_after(self.relay.options.lease) {
+        if self.checkpoint_at.elapsed() >= Lease::renewed_after(self.relay.options.lease) {
             let mark = self.window.take_done();
-            self.claim(mark).await?;
+            self.checkpoint(mark).await?;
         }
         if self.tidied_at.elapsed() >= TIDY {
             self.tidied_at = Instant::now();
@@ -264,10 +265,10 @@ impl<'a> Pump<'a> {
         Ok(moved)
     }
 
-    /// Whether the oldest batches are marked now, by a commit for their sake. Otherwise the claim
-    /// of the next rows carries their mark: these rows need not wait for two commits, and a steady
-    /// trickle costs one commit a batch. What somebody decided is stored at once, and so is a mark
-    /// that the next read waits for.
+    /// Whether the oldest batches are marked now, by a commit for their sake. Otherwise the
+    /// checkpoint of the next rows carries their mark: these rows need not wait for two commits,
+    /// and a steady trickle costs one commit a batch. What somebody decided is stored at once, and
+    /// so is a mark that the next read waits for.
     fn mark_is_due(&mut self) -> bool {
         if !self.window.has_something_done() {
             self.done_since = None;
@@ -349,12 +350,12 @@ impl<'a> Pump<'a> {
             (self.found_at, self.found_by_hint) = (now, hinted);
         }
         let batch = self.window.open(Some(read.batch), found);
-        // A read without rows needs no claim, unless there are gaps to fence or rows of other
-        // shards to pass: then within a second. Its batch is marked with the next claim.
-        let due = read.needs_claim && self.claimed_at.elapsed() >= QUIET_CLAIM;
+        // A read without rows needs no checkpoint, unless there are gaps to fence or rows of other
+        // shards to pass: then within a second. Its batch is marked with the next checkpoint.
+        let due = read.needs_checkpoint && self.checkpoint_at.elapsed() >= QUIET_CHECKPOINT;
         if found > 0 || due || self.mark_is_due() {
             let mark = self.window.take_done();
-            self.claim(mark).await?;
+            self.checkpoint(mark).await?;
         }
         for row in rows {
             self.unsent.push_back(Unsent {
@@ -412,14 +413,14 @@ impl<'a> Pump<'a> {
     }
 
     /// Commits synchronously, with the mark, and updates this session's state by what the mark did.
-    pub(super) async fn claim(&mut self, mark: Mark) -> Result<(), Doubt> {
+    pub(super) async fn checkpoint(&mut self, mark: Mark) -> Result<(), Doubt> {
         let gone: Vec<i64> = mark.released.iter().chain(&mark.discarded).copied().collect();
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
         let says_something = !mark.is_empty();
-        self.session.claim(mark).await?;
+        self.session.checkpoint(mark).await?;
         self.done_since = None;
-        self.claimed_at = Instant::now();
+        self.checkpoint_at = Instant::now();
         if says_something {
             self.gets_on();
         }
@@ -605,7 +606,7 @@ impl<'a> Pump<'a> {
             }
         }
         let mark = self.window.take_done();
-        self.claim(mark).await?;
+        self.checkpoint(mark).await?;
         Ok(End::Stopped)
     }
 }

@@ -22,7 +22,7 @@ use crate::outbox::port::Diversion;
 use crate::outbox::rules::diversion::{Behind, DivertedRow, Way};
 use crate::outbox::rules::isolate::Mode;
 
-/// A row that was read and claimed, and is not sent yet.
+/// A row that was read, and that a checkpoint has followed, and that is not sent yet.
 #[derive(Debug)]
 pub(super) struct Unsent {
     pub(super) position: i64,

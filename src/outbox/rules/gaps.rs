@@ -20,8 +20,8 @@
 //! |---|---|---|
 //! | take the lease | [`GapCursor::start`] | one synchronous transaction; its id is the first fence |
 //! | read | [`begin_read`](GapCursor::begin_read), then [`on_read`](GapCursor::on_read) | one statement over all ranges and the tail |
-//! | claim | [`begin_claim`](GapCursor::begin_claim), then [`on_claim`](GapCursor::on_claim) | a synchronous transaction begun after the read |
-//! | send | only after [`needs_claim`](GapCursor::needs_claim) returns false | only a claimed batch, in position order |
+//! | checkpoint | [`begin_checkpoint`](GapCursor::begin_checkpoint), then [`on_checkpoint`](GapCursor::on_checkpoint) | a synchronous transaction begun after the read |
+//! | send | only after [`needs_checkpoint`](GapCursor::needs_checkpoint) returns false | only a batch that a checkpoint has followed, in position order |
 //! | mark | [`mark_through`](GapCursor::mark_through), then [`on_marked`](GapCursor::on_marked) | the oldest batches, wholly proven, dead or held |
 //! | close gaps by locks | [`begin_lock_watch`](GapCursor::begin_lock_watch) and following | transaction ids only |
 //!
@@ -40,7 +40,7 @@ mod window;
 
 pub(crate) use self::cursor::{GapCursor, RANGES_MAX};
 pub(crate) use self::error::CursorError;
-pub(crate) use self::plan::{ClaimTicket, Mark, ReadOutcome, ReadPlan};
+pub(crate) use self::plan::{CheckpointTicket, Mark, ReadOutcome, ReadPlan};
 pub(crate) use self::set::{GapSet, Range};
 
 #[cfg(test)]

@@ -167,10 +167,10 @@ impl RelaySession for MySqlSession {
             self.in_flight.extend(&positions);
             self.window.insert(self.batches, positions);
         }
-        Ok(ReadBatch { batch: self.batches, rows, more, needs_claim: false })
+        Ok(ReadBatch { batch: self.batches, rows, more, needs_checkpoint: false })
     }
 
-    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
+    async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
         // `scanned_to` is only shown here, so it need not move with every mark.
         let proven: Vec<i64> = match mark.through {
             Some(through) => self.window.range(..=through).flat_map(|(_, positions)| positions).copied().collect(),

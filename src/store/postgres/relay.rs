@@ -2,8 +2,8 @@
 //!
 //! [`crate::outbox::rules::gaps`] decides the steps and what each must wait for (R2); this file
 //! runs their statements. Guarantees: every write is fenced by epoch and revision in the statement
-//! itself; a claim commits synchronously, after the read (R5); another server, a set-back sequence
-//! or rows out of order end the session (R7).
+//! itself; a checkpoint commits synchronously, after the read (R5); another server, a set-back
+//! sequence or rows out of order end the session (R7).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -42,12 +42,12 @@ returning epoch, revision, scanned_to, gaps::text, bucket_from, bucket_to, pg_cu
 const HOLDER: &str = "
 select owner, extract(epoch from lease_until - clock_timestamp())::float8 from oncebox.shard where shard_id = $1";
 
-const CLAIM: &str = "
+const CHECKPOINT: &str = "
 update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second'
  where shard_id = $1 and epoch = $2 and revision = $3
 returning pg_current_xact_id()::text::bigint";
 
-const CLAIM_AND_MARK: &str = "
+const CHECKPOINT_AND_MARK: &str = "
 update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second',
        updated_at = clock_timestamp(), scanned_to = $4, gaps = $5::text::int8multirange
  where shard_id = $1 and epoch = $2 and revision = $3
@@ -208,16 +208,16 @@ impl RelaySession for PostgresSession {
             self.batches.push_back((self.batch, number));
         }
         let rows = self.undecided(found.rows).await?;
-        Ok(ReadBatch { batch: self.batch, rows, more: found.more, needs_claim: self.cursor.needs_claim() })
+        Ok(ReadBatch { batch: self.batch, rows, more: found.more, needs_checkpoint: self.cursor.needs_checkpoint() })
     }
 
-    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
-        let ticket = self.cursor.begin_claim();
+    async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
+        let ticket = self.cursor.begin_checkpoint();
         let moved = match mark.through.and_then(|through| self.cursor_batch(through)) {
             Some(number) => self.cursor.mark_through(number),
             None => self.cursor.mark_idle(),
         };
-        let query = sqlx::query(if moved.is_some() { CLAIM_AND_MARK } else { CLAIM });
+        let query = sqlx::query(if moved.is_some() { CHECKPOINT_AND_MARK } else { CHECKPOINT });
         let mut query = query.bind(self.shard).bind(self.epoch).bind(self.revision);
         if let Some(moved) = &moved {
             query = query.bind(moved.scanned_to).bind(moved.gaps.to_string());
@@ -226,19 +226,19 @@ impl RelaySession for PostgresSession {
             && mark.released.is_empty()
             && mark.changed.is_empty()
             && mark.discarded.is_empty());
-        let claimed = if rows_move {
+        let made = if rows_move {
             self.connection.begin(BEGIN).await?;
-            let claimed = query.optional(&mut self.connection).await?;
-            if claimed.is_some() {
+            let made = query.optional(&mut self.connection).await?;
+            if made.is_some() {
                 let decided_to = diverted::write(&mut self.connection, &mark).await?;
                 self.connection.commit().await?;
                 self.decided_to = self.decided_to.max(decided_to);
             }
-            claimed
+            made
         } else {
             query.optional(&mut self.connection).await?
         };
-        let Some(row) = claimed else {
+        let Some(row) = made else {
             return Err(StoreError::Fenced(format!(
                 "shard {} is not at epoch {} and revision {} any more",
                 self.shard, self.epoch, self.revision
@@ -247,7 +247,7 @@ impl RelaySession for PostgresSession {
         let fence: i64 = row.try_get(0)?;
         self.revision += 1;
         let now = self.now();
-        self.cursor.on_claim(ticket, fence.unsigned_abs(), now).map_err(|error| doubt(&error))?;
+        self.cursor.on_checkpoint(ticket, fence.unsigned_abs(), now).map_err(|error| doubt(&error))?;
         if let Some(moved) = moved {
             while self.batches.front().is_some_and(|(_, number)| *number <= moved.batch) {
                 self.batches.pop_front();

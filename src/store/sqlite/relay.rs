@@ -4,7 +4,7 @@
 //! proven row is deleted, by its exact position, in the transaction that moves the cursor past it
 //! (R18), so the table holds only unproven rows.
 //!
-//! Guarantees: every write checks epoch and revision; a claim is a commit of our own with
+//! Guarantees: every write checks epoch and revision; a checkpoint is a commit of our own with
 //! `synchronous = FULL`, begun after the read, so that the rows about to be sent are on disk even
 //! if their writer did not sync (R5).
 //!
@@ -179,10 +179,10 @@ impl RelaySession for SqliteSession {
             let positions = rows.iter().map(|row| row.position).collect();
             self.window.push_back(Batch { number: self.batches, positions });
         }
-        Ok(ReadBatch { batch: self.batches, rows, more, needs_claim: false })
+        Ok(ReadBatch { batch: self.batches, rows, more, needs_checkpoint: false })
     }
 
-    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
+    async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
         self.write_mark(&mark).await
     }
 

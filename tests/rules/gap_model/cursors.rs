@@ -1,7 +1,7 @@
 //! The cursor that a simulated relay uses: the real one, with the reference beside it that must say
 //! the same, or the reference alone with a rule taken out.
 
-use crate::outbox::rules::gaps::{ClaimTicket, GapCursor, GapSet, Mark, ReadPlan};
+use crate::outbox::rules::gaps::{CheckpointTicket, GapCursor, GapSet, Mark, ReadPlan};
 
 use super::mutant::Mutant;
 use super::postgres::{Shard, Snapshot};
@@ -16,7 +16,7 @@ pub(crate) struct Cursor {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ticket {
-    real: Option<ClaimTicket>,
+    real: Option<CheckpointTicket>,
     reads: u64,
 }
 
@@ -61,26 +61,26 @@ impl Cursor {
         Outcome { batch, closed }
     }
 
-    pub(crate) fn begin_claim(&self) -> Ticket {
-        Ticket { real: self.real.as_ref().map(GapCursor::begin_claim), reads: self.reference.reads() }
+    pub(crate) fn begin_checkpoint(&self) -> Ticket {
+        Ticket { real: self.real.as_ref().map(GapCursor::begin_checkpoint), reads: self.reference.reads() }
     }
 
-    pub(crate) fn on_claim(&mut self, ticket: Ticket, xid: u64, now: u64) {
-        self.reference.on_claim(ticket.reads, xid, now);
+    pub(crate) fn on_checkpoint(&mut self, ticket: Ticket, xid: u64, now: u64) {
+        self.reference.on_checkpoint(ticket.reads, xid, now);
         if let (Some(real), Some(ticket)) = (&mut self.real, ticket.real) {
-            real.on_claim(ticket, xid, now).expect("ids ascend");
+            real.on_checkpoint(ticket, xid, now).expect("ids ascend");
         }
         self.agree();
     }
 
-    pub(crate) fn needs_claim(&self) -> bool {
-        self.reference.needs_claim()
+    pub(crate) fn needs_checkpoint(&self) -> bool {
+        self.reference.needs_checkpoint()
     }
 
     pub(crate) fn may_send(&self, batch: u64) -> bool {
         let may = self.reference.may_send(batch);
         if let Some(real) = &self.real {
-            assert!(may || real.needs_claim(), "production sends while no claim is due");
+            assert!(may || real.needs_checkpoint(), "production sends while no checkpoint is due");
         }
         may
     }
@@ -148,7 +148,7 @@ impl Cursor {
     fn agree(&self) {
         if let Some(real) = &self.real {
             assert_eq!(real.check(), Ok(()));
-            assert_eq!(real.needs_claim(), self.reference.needs_claim());
+            assert_eq!(real.needs_checkpoint(), self.reference.needs_checkpoint());
         }
     }
 }
@@ -158,10 +158,10 @@ fn is_of_the_user(mutant: Mutant) -> bool {
     matches!(
         mutant,
         Mutant::PositionBeforeId
-            | Mutant::PersistMemoryAtClaim
+            | Mutant::PersistMemoryAtCheckpoint
             | Mutant::MarkAnyProven
             | Mutant::RecheckApart
-            | Mutant::SendBeforeClaim
+            | Mutant::SendBeforeCheckpoint
             | Mutant::HoldersByBackend
             | Mutant::SkipAndGoOn
             | Mutant::DivertByTableOnly

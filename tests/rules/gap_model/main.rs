@@ -122,8 +122,8 @@ fn r2_persisting_the_gaps_that_memory_has_at_the_mark_loses_messages() {
 }
 
 #[test]
-fn r2_persisting_the_gaps_that_memory_has_at_the_claim_loses_messages() {
-    breaks(Mutant::PersistMemoryAtClaim);
+fn r2_persisting_the_gaps_that_memory_has_at_the_checkpoint_loses_messages() {
+    breaks(Mutant::PersistMemoryAtCheckpoint);
 }
 
 #[test]
@@ -152,13 +152,13 @@ fn r4_reading_gaps_again_in_a_statement_of_their_own_breaks_the_order_of_a_key()
 }
 
 #[test]
-fn r5_sending_before_the_claim_returned_publishes_what_never_existed() {
-    breaks(Mutant::SendBeforeClaim);
+fn r5_sending_before_the_checkpoint_returned_publishes_what_never_existed() {
+    breaks(Mutant::SendBeforeCheckpoint);
 }
 
 #[test]
-fn r5_a_claim_that_began_before_the_read_publishes_what_never_existed() {
-    breaks(Mutant::ClaimBeforeRead);
+fn r5_a_checkpoint_that_began_before_the_read_publishes_what_never_existed() {
+    breaks(Mutant::CheckpointBeforeRead);
 }
 
 #[test]

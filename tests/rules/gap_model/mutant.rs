@@ -17,12 +17,12 @@ pub(crate) enum Mutant {
     NothingBeforeTheFirst,
     /// R2.4: a gap closes although the LIMIT was reached below it.
     LimitIgnored,
-    /// R2.5: a claim fences what a read found after it began.
+    /// R2.5: a checkpoint fences what a read found after it began.
     FenceBeforeRead,
     /// R2.7: the mark persists the gaps that memory has now, without the gap rows of the window.
     PersistMemoryAtMark,
-    /// R2.5: the claim persists the gaps that memory has now.
-    PersistMemoryAtClaim,
+    /// R2.5: the checkpoint persists the gaps that memory has now.
+    PersistMemoryAtCheckpoint,
     /// R2.7: any proven batch may be marked, not only the oldest.
     MarkAnyProven,
     /// R3: the xmax of the snapshot is the fence.
@@ -31,10 +31,10 @@ pub(crate) enum Mutant {
     RecheckSeldom,
     /// R4: gaps are read again by a statement of their own, before the tail.
     RecheckApart,
-    /// R5: a batch is sent before its claim returned.
-    SendBeforeClaim,
-    /// R5: the claim that lets a batch go had begun before it was read.
-    ClaimBeforeRead,
+    /// R5: a batch is sent before its checkpoint returned.
+    SendBeforeCheckpoint,
+    /// R5: the checkpoint that lets a batch go had begun before it was read.
+    CheckpointBeforeRead,
     /// R6: lock holders are remembered by backend, which PREPARE changes.
     HoldersByBackend,
     /// R6: the holders listed speak also for gaps found after the list was asked for.
@@ -56,7 +56,7 @@ impl Mutant {
     pub(crate) fn breaks(self) -> Kind {
         match self {
             Self::RecheckSeldom | Self::RecheckApart | Self::SkipAndGoOn | Self::DivertByTableOnly => Kind::OutOfOrder,
-            Self::SendBeforeClaim | Self::ClaimBeforeRead => Kind::Phantom,
+            Self::SendBeforeCheckpoint | Self::CheckpointBeforeRead => Kind::Phantom,
             _ => Kind::Lost,
         }
     }
@@ -64,7 +64,7 @@ impl Mutant {
     /// Narrows what is random to where the rule matters, so that fewer histories are needed.
     pub(crate) fn focus(self, settings: &mut Settings) {
         match self {
-            Self::SendBeforeClaim | Self::ClaimBeforeRead => {
+            Self::SendBeforeCheckpoint | Self::CheckpointBeforeRead => {
                 settings.asynchronous = true;
                 settings.server_crashes = 20;
                 settings.processes = 1;

@@ -50,7 +50,7 @@ pub(crate) struct Reference {
     batches: u64,
     marked: u64,
     reads: u64,
-    claimed: u64,
+    checkpointed: u64,
     watch: Watch,
     /// R4 taken out: whether this read looks at gaps at all.
     gaps_skipped: bool,
@@ -71,7 +71,7 @@ impl Reference {
             batches: 0,
             marked: 0,
             reads: 0,
-            claimed: 0,
+            checkpointed: 0,
             watch: Watch::Idle,
             gaps_skipped: false,
         }
@@ -171,22 +171,23 @@ impl Reference {
         self.reads
     }
 
-    pub(crate) fn needs_claim(&self) -> bool {
-        self.window.iter().any(|batch| batch.read > self.claimed) || self.open.values().any(|gap| gap.fence.is_none())
+    pub(crate) fn needs_checkpoint(&self) -> bool {
+        self.window.iter().any(|batch| batch.read > self.checkpointed)
+            || self.open.values().any(|gap| gap.fence.is_none())
     }
 
-    /// A claim committed that had begun after read number `began_after`.
-    pub(crate) fn on_claim(&mut self, began_after: u64, xid: u64, now: u64) {
+    /// A checkpoint committed that had begun after read number `began_after`.
+    pub(crate) fn on_checkpoint(&mut self, began_after: u64, xid: u64, now: u64) {
         let fences = if self.is(Mutant::FenceBeforeRead) { self.reads } else { began_after };
-        let releases = if self.is(Mutant::ClaimBeforeRead) { self.reads } else { began_after };
-        self.claimed = self.claimed.max(releases);
+        let releases = if self.is(Mutant::CheckpointBeforeRead) { self.reads } else { began_after };
+        self.checkpointed = self.checkpointed.max(releases);
         for gap in self.open.values_mut().filter(|gap| gap.fence.is_none() && gap.found <= fences) {
             gap.fence = Some((xid, now));
         }
     }
 
     pub(crate) fn may_send(&self, number: u64) -> bool {
-        self.window.iter().any(|batch| batch.number == number && batch.read <= self.claimed)
+        self.window.iter().any(|batch| batch.number == number && batch.read <= self.checkpointed)
     }
 
     pub(crate) fn mark_through(&self, number: u64) -> Option<Mark> {

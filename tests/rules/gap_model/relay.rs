@@ -95,11 +95,11 @@ struct Answer {
     limit_reached: bool,
 }
 
-/// A fenced transaction of the relay's own: a claim, a mark, or both.
+/// A fenced transaction of the relay's own: a checkpoint, a mark, or both.
 #[derive(Debug)]
 struct Write {
     xid: u64,
-    claim: Option<Ticket>,
+    checkpoint: Option<Ticket>,
     /// How many batches it marks, and what it persists for the last that has a number.
     marks: Option<(usize, Option<Mark>)>,
     /// It has committed, and its answer is on the way.
@@ -282,7 +282,7 @@ impl Process {
         session.batches.push_back(Batch { number: outcome.batch, rows });
     }
 
-    /// Begins a claim, a mark, or both in one transaction.
+    /// Begins a checkpoint, a mark, or both in one transaction.
     pub(crate) fn begin_write(&mut self, world: &mut World) -> bool {
         let Some(session) = &mut self.session else {
             return false;
@@ -301,11 +301,11 @@ impl Process {
         let idle = if session.batches.is_empty() { session.cursor.mark_idle() } else { None };
         world.stats.idle_marks += u64::from(idle.is_some());
         let marks = (count > 0 || idle.is_some()).then(|| (count, mark.or(idle)));
-        let claim = session.cursor.needs_claim().then(|| session.cursor.begin_claim());
-        if claim.is_none() && marks.is_none() {
+        let checkpoint = session.cursor.needs_checkpoint().then(|| session.cursor.begin_checkpoint());
+        if checkpoint.is_none() && marks.is_none() {
             return false;
         }
-        session.write = Some(Write { xid: world.pg.assign_xid(), claim, marks, committed: false });
+        session.write = Some(Write { xid: world.pg.assign_xid(), checkpoint, marks, committed: false });
         true
     }
 
@@ -343,7 +343,7 @@ impl Process {
                     world.stats.marks_of_several += u64::from(*count > 1);
                 }
             }
-            if world.mutant == Some(Mutant::PersistMemoryAtClaim) && write.claim.is_some() {
+            if world.mutant == Some(Mutant::PersistMemoryAtCheckpoint) && write.checkpoint.is_some() {
                 let row = &mut world.pg.shards[shard];
                 row.gaps = session.cursor.open().cut_at(row.scanned_to);
                 world.pg.changed = true;
@@ -356,8 +356,8 @@ impl Process {
             return true;
         }
         session.revision += 1;
-        if let Some(ticket) = write.claim {
-            session.cursor.on_claim(ticket, write.xid, world.pg.clock);
+        if let Some(ticket) = write.checkpoint {
+            session.cursor.on_checkpoint(ticket, write.xid, world.pg.clock);
         }
         if let Some((count, mark)) = write.marks {
             for batch in session.batches.drain(..count) {
@@ -393,7 +393,7 @@ impl Process {
         let Some(batch) = session.batches.iter_mut().find(|batch| batch.rows.iter().any(goes)) else {
             return false;
         };
-        let early = world.mutant == Some(Mutant::SendBeforeClaim);
+        let early = world.mutant == Some(Mutant::SendBeforeCheckpoint);
         if batch.number.is_some_and(|number| !early && !session.cursor.may_send(number)) {
             return false;
         }

@@ -84,17 +84,17 @@ pub async fn r22_a_lease_longer_than_its_length_counts_as_expired<F: Fixture>(tr
     let _taken = taken(trial.store.open(&shorter).await.unwrap());
 }
 
-/// Each claim renews the lease, so that an owner that works keeps it.
-pub async fn claims_renew_the_lease<F: Fixture>(trial: &Trial<F>) {
+/// Each checkpoint renews the lease, so that an owner that works keeps it.
+pub async fn checkpoints_renew_the_lease<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     F::set_lease_end(&trial.store, 5).await;
     session.read(10).await.unwrap();
-    session.claim(Mark::default()).await.unwrap();
+    session.checkpoint(Mark::default()).await.unwrap();
     let left = trial.store.status().await.unwrap().shards[0].lease_seconds_left;
-    assert!(left > LEASE.as_secs_f64() / 2.0, "{left} s are left after a claim");
+    assert!(left > LEASE.as_secs_f64() / 2.0, "{left} s are left after a checkpoint");
 }
 
-/// Read, claim, mark, divert and release are all fenced: none of them writes anything.
+/// Read, checkpoint, mark, divert and release are all fenced: none of them writes anything.
 pub async fn g9_a_session_that_lost_its_lease_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue((0..4).map(|number| new_message("k", number.to_string())).collect()).await;
     let mut zombie = trial.session("zombie").await;
@@ -105,7 +105,7 @@ pub async fn g9_a_session_that_lost_its_lease_changes_nothing<F: Fixture>(trial:
 
     let dead = Diversion::Dead { reason: "no".into(), holds: true };
     let mark = Mark { diverted: vec![(rows[0].position, dead)], ..through(batch) };
-    for outcome in [zombie.claim(mark).await, zombie.claim(Mark::default()).await] {
+    for outcome in [zombie.checkpoint(mark).await, zombie.checkpoint(Mark::default()).await] {
         assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{outcome:?}");
     }
     let read = zombie.read(10).await;
@@ -135,7 +135,7 @@ pub async fn r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session<F: F
         let mut session = trial.session("a").await;
         let (_, batch) = read_rows(&mut session, 1).await;
         trial.run(&format!("update {shard} set {change}")).await;
-        let outcome = session.claim(through(batch)).await;
+        let outcome = session.checkpoint(through(batch)).await;
         assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{change}: {outcome:?}");
         let read = session.read(10).await;
         assert!(matches!(read, Err(StoreError::Fenced(_))), "{change}: {read:?}");

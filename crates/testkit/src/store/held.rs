@@ -26,7 +26,7 @@ async fn diverted<F: Fixture>(
     let mut session = trial.session("a").await;
     let (rows, batch) = read_rows(&mut session, count).await;
     let diverted = diversions.iter().map(|(number, why)| (rows[*number].position, why.clone())).collect();
-    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    session.checkpoint(Mark { diverted, ..through(batch) }).await.unwrap();
     (session, rows)
 }
 
@@ -91,7 +91,7 @@ pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &T
         changed: vec![(rows[1].position, dead(true)), (rows[2].position, Diversion::HeldBehind)],
         ..Mark::default()
     };
-    session.claim(mark).await.unwrap();
+    session.checkpoint(mark).await.unwrap();
     let left: Vec<_> =
         session.diverted(100).await.unwrap().into_iter().map(|row| (row.position, row.diversion)).collect();
     assert_eq!(left, [(rows[1].position, dead(true)), (rows[2].position, Diversion::HeldBehind)]);
@@ -106,7 +106,7 @@ pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &T
 pub async fn a_discarded_row_is_gone_for_good<F: Fixture>(trial: &Trial<F>) {
     let messages = (0..2).map(|number| new_message("k", number.to_string())).collect();
     let (mut session, rows) = diverted(trial, messages, &[(0, dead(true)), (1, Diversion::HeldBehind)]).await;
-    session.claim(Mark { discarded: vec![rows[0].position], ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { discarded: vec![rows[0].position], ..Mark::default() }).await.unwrap();
     let left = session.diverted(100).await.unwrap();
     assert_eq!(left.iter().map(|row| row.position).collect::<Vec<_>>(), [rows[1].position]);
     drop(session);
@@ -123,7 +123,7 @@ pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Tri
     let (rows, batch) = read_rows(&mut session, 2).await;
     let unread = rows[1].position + 1_000;
     let mark = Mark { diverted: vec![(rows[0].position, dead(true)), (unread, dead(true))], ..through(batch) };
-    let outcome = session.claim(mark).await;
+    let outcome = session.checkpoint(mark).await;
     assert!(matches!(outcome, Err(StoreError::Corrupt(_))), "{outcome:?}");
     drop(session);
     let mut session = trial.session("a").await;

@@ -52,7 +52,7 @@ async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (super::trial::Session, Ve
     let positions: Vec<i64> = rows.iter().map(|row| row.position).collect();
     let dead = |holds| Diversion::Dead { reason: "too large".into(), holds };
     let diverted = vec![(positions[0], dead(true)), (positions[1], dead(false)), (positions[2], Diversion::HeldBehind)];
-    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    session.checkpoint(Mark { diverted, ..through(batch) }).await.unwrap();
     (session, positions)
 }
 
@@ -143,7 +143,7 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     let (rows, batch) = read_rows(&mut session, 3).await;
     let held = || Diversion::HeldDestination { reason: "not there".into() };
     let diverted = rows.iter().map(|row| (row.position, held())).collect();
-    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    session.checkpoint(Mark { diverted, ..through(batch) }).await.unwrap();
     let of_orders = DeadFilter { states: vec![DeadState::Held], topic: Some("orders".into()), ..DeadFilter::default() };
     let shown = trial.store.dead(&of_orders).await.unwrap();
     let behind: Vec<u64> = shown.iter().map(|one| one.behind).collect();
@@ -236,7 +236,7 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
         asked.iter().map(|one| (one.position, one.act)).collect::<Vec<_>>(),
         [(positions[2], RequestedAct::Discard)]
     );
-    session.claim(Mark { discarded: vec![positions[2]], ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { discarded: vec![positions[2]], ..Mark::default() }).await.unwrap();
     assert!(trial.store.dead(&held).await.unwrap().is_empty());
     assert_eq!((list(trial).await.len(), audits(trial).await), (2, 1));
 }
@@ -501,7 +501,7 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     let held = session.held(&[positions[0]]).await.unwrap().remove(0).message;
     assert_eq!((held.id, held.payload.as_slice()), (id, b"edited".as_slice()));
     let released = Mark { released: vec![positions[0]], discarded: vec![positions[1]], ..Mark::default() };
-    session.claim(released).await.unwrap();
+    session.checkpoint(released).await.unwrap();
     assert!(session.requests().await.unwrap().is_empty());
     assert!(list(trial).await.is_empty());
 
@@ -509,10 +509,10 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     trial.enqueue(vec![new_message("c", "4")]).await;
     let (rows, batch) = read_rows(&mut session, 1).await;
     let dead = || Diversion::Dead { reason: "too large".into(), holds: true };
-    session.claim(Mark { diverted: vec![(rows[0].position, dead())], ..through(batch) }).await.unwrap();
+    session.checkpoint(Mark { diverted: vec![(rows[0].position, dead())], ..through(batch) }).await.unwrap();
     trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await.unwrap();
     assert_eq!(session.requests().await.unwrap().len(), 1);
-    session.claim(Mark { changed: vec![(rows[0].position, dead())], ..Mark::default() }).await.unwrap();
+    session.checkpoint(Mark { changed: vec![(rows[0].position, dead())], ..Mark::default() }).await.unwrap();
     assert!(session.requests().await.unwrap().is_empty());
 }
 

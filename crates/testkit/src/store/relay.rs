@@ -30,7 +30,7 @@ pub async fn rows_come_in_position_order_and_never_twice_in_a_session<F: Fixture
         }
         batches.push(read.batch);
         rows.extend(read.rows);
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         assert!(batches.len() < 1_000, "{} of 30 rows", rows.len());
     }
     assert!(batches.windows(2).all(|pair| pair[0] + 1 == pair[1]), "batches count up by one: {batches:?}");
@@ -48,7 +48,7 @@ pub async fn everything_that_is_not_marked_comes_again_after_a_reopen<F: Fixture
     let mut session = trial.session("a").await;
     let (rows, batch) = read_rows(&mut session, 10).await;
     assert_eq!(payloads(&rows), numbers(0..10));
-    session.claim(through(batch)).await.unwrap();
+    session.checkpoint(through(batch)).await.unwrap();
     drop(session);
     let mut session = trial.session("a").await;
     read_nothing(&mut session).await;
@@ -63,16 +63,16 @@ pub async fn a_mark_covers_the_batches_up_to_it_and_no_more<F: Fixture>(trial: &
     let mut reads = Vec::new();
     while reads.iter().map(|read: &oncebox::store::ReadBatch| read.rows.len()).sum::<usize>() < 9 {
         let read = session.read(3).await.unwrap();
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         reads.push(read);
     }
     let second = reads.iter().filter(|read| !read.rows.is_empty()).nth(1).unwrap().batch;
-    session.claim(through(second)).await.unwrap();
+    session.checkpoint(through(second)).await.unwrap();
     drop(session);
     let mut session = trial.session("a").await;
     let (rows, batch) = read_rows(&mut session, 3).await;
     assert_eq!(payloads(&rows), numbers(6..9));
-    session.claim(through(batch)).await.unwrap();
+    session.checkpoint(through(batch)).await.unwrap();
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
@@ -86,12 +86,12 @@ pub async fn holes_of_rolled_back_transactions_never_stall<F: Fixture>(trial: &T
         trial.enqueue(messages(round..round + 1)).await;
         let (rows, batch) = read_rows(&mut session, 1).await;
         assert_eq!(payloads(&rows), numbers(round..round + 1));
-        session.claim(through(batch)).await.unwrap();
+        session.checkpoint(through(batch)).await.unwrap();
     }
     drop(session);
     let mut session = trial.session("a").await;
     let batch = read_nothing(&mut session).await;
-    session.claim(through(batch)).await.unwrap();
+    session.checkpoint(through(batch)).await.unwrap();
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
@@ -108,7 +108,7 @@ pub async fn a_lower_position_that_commits_late_is_not_lost<F: Fixture>(trial: &
         let mut session = trial.session("a").await;
         let (rows, batch) = read_rows(&mut session, 1).await;
         assert_eq!(payloads(&rows), ["early"], "an open transaction holds nobody up");
-        session.claim(through(batch)).await.unwrap();
+        session.checkpoint(through(batch)).await.unwrap();
         read_nothing(&mut session).await;
         if reopen {
             drop(session);
@@ -118,11 +118,11 @@ pub async fn a_lower_position_that_commits_late_is_not_lost<F: Fixture>(trial: &
         oncebox::store::commit(late).await.unwrap();
         let (rows, batch) = read_rows(&mut session, 1).await;
         assert_eq!(payloads(&rows), ["late"]);
-        session.claim(through(batch)).await.unwrap();
+        session.checkpoint(through(batch)).await.unwrap();
         drop(session);
         let mut session = trial.session("a").await;
         let batch = read_nothing(&mut session).await;
-        session.claim(through(batch)).await.unwrap();
+        session.checkpoint(through(batch)).await.unwrap();
         assert_eq!(trial.store.status().await.unwrap().pending, 0);
     }
 }
@@ -162,7 +162,7 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
         let mut session = trial.take_over(&format!("owner {sessions}")).await;
         for round in 0..20 {
             let read = session.read(10).await.unwrap();
-            session.claim(Mark::default()).await.unwrap();
+            session.checkpoint(Mark::default()).await.unwrap();
             for payload in payloads(&read.rows) {
                 if !firsts.contains(&payload) {
                     firsts.push(payload);
@@ -171,7 +171,7 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
             // The last batches of a session are not marked, so that the next session reads them
             // again.
             if round < 17 {
-                session.claim(through(read.batch)).await.unwrap();
+                session.checkpoint(through(read.batch)).await.unwrap();
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -185,7 +185,7 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
     let mut session = trial.take_over("last").await;
     loop {
         let read = session.read(100).await.unwrap();
-        session.claim(through(read.batch)).await.unwrap();
+        session.checkpoint(through(read.batch)).await.unwrap();
         if trial.store.status().await.unwrap().pending == 0 {
             break;
         }
@@ -214,7 +214,7 @@ pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixtu
         trial.enqueue(messages(0..9)).await;
         let mut session = trial.take_over("before").await;
         let (_, batch) = read_rows(&mut session, 9).await;
-        session.claim(through(batch)).await.unwrap();
+        session.checkpoint(through(batch)).await.unwrap();
         set_back(trial).await;
 
         let mut tx = trial.begin().await;
@@ -244,7 +244,7 @@ pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixtu
         let mut session = trial.take_over("after").await;
         let (rows, batch) = read_rows(&mut session, usize::try_from(count).unwrap()).await;
         assert_eq!(payloads(&rows), numbers(0..count));
-        session.claim(through(batch)).await.unwrap();
+        session.checkpoint(through(batch)).await.unwrap();
         assert_eq!(trial.store.status().await.unwrap().pending, 0);
     }
 }
@@ -256,7 +256,7 @@ pub async fn a_read_is_bounded_and_says_whether_there_is_more<F: Fixture>(trial:
     let read = session.read(9).await.unwrap();
     assert_eq!(read.rows.len(), 9);
     assert!(read.more);
-    session.claim(Mark::default()).await.unwrap();
+    session.checkpoint(Mark::default()).await.unwrap();
     let read = session.read(9).await.unwrap();
     assert_eq!(read.rows.len(), 1);
     assert!(!read.more);
@@ -302,7 +302,7 @@ pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(tria
     let (mut rows, mut reads, mut last) = (Vec::new(), 0, 0);
     while rows.len() < messages.len() {
         let read = session.read(100).await.unwrap();
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         within_bytes(&read.rows);
         assert!(!read.rows.is_empty(), "one is always given");
         reads += 1;
@@ -315,7 +315,7 @@ pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(tria
         assert!(row.message.payload == message.payload && row.message.headers == message.headers);
     }
     assert!(rows.iter().all(|row| row.message.weight() < LARGEST));
-    session.claim(through(last)).await.unwrap();
+    session.checkpoint(through(last)).await.unwrap();
     read_nothing(&mut session).await;
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
@@ -325,8 +325,8 @@ pub async fn tidying_never_takes_what_is_not_proven<F: Fixture>(trial: &Trial<F>
     trial.enqueue(messages(0..20)).await;
     let mut session = trial.session("a").await;
     let read = session.read(5).await.unwrap();
-    session.claim(Mark::default()).await.unwrap();
-    session.claim(through(read.batch)).await.unwrap();
+    session.checkpoint(Mark::default()).await.unwrap();
+    session.checkpoint(through(read.batch)).await.unwrap();
     for _ in 0..3 {
         session.tidy().await.unwrap();
     }

@@ -260,15 +260,15 @@ pub(super) fn due() -> ParkAs {
     ParkAs::Due(Duration::ZERO)
 }
 
-/// Reads, with a claim after each read as the relay does, until this many rows came. Returns the
-/// rows and the last batch.
+/// Reads, with a checkpoint after each read as the relay does, until this many rows came. Returns
+/// the rows and the last batch.
 pub(super) async fn read_rows(session: &mut Session, wanted: usize) -> (Vec<OutboxRow>, u64) {
     let began = std::time::Instant::now();
     let mut rows = Vec::new();
     loop {
         let read = session.read(100).await.unwrap();
         rows.extend(read.rows);
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         if rows.len() >= wanted {
             return (rows, read.batch);
         }
@@ -284,7 +284,7 @@ pub(super) async fn read_nothing(session: &mut Session) -> u64 {
         let read = session.read(100).await.unwrap();
         let positions: Vec<i64> = read.rows.iter().map(|row| row.position).collect();
         assert!(positions.is_empty(), "unexpected rows at {positions:?}");
-        session.claim(Mark::default()).await.unwrap();
+        session.checkpoint(Mark::default()).await.unwrap();
         batch = read.batch;
     }
     batch

@@ -4,8 +4,8 @@
 //!
 //! Guarantees:
 //!
-//! * The API does not allow two wrong steps: a claim fences only gaps that were found before the
-//!   claim began ([`ClaimTicket`]), and the end of the lock holders closes a gap only at a read
+//! * The API does not allow two wrong steps: a checkpoint fences only gaps that were found before
+//!   it began ([`CheckpointTicket`]), and the end of the lock holders closes a gap only at a read
 //!   that begins after that end ([`GapCursor::begin_read`]).
 //! * A call that returns an error changes nothing that a later mark would persist.
 //!
@@ -14,7 +14,7 @@
 
 use super::open::{OpenGaps, Seen};
 use super::window::UnmarkedReads;
-use super::{ClaimTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
+use super::{CheckpointTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
 
 /// The maximum number of ranges of open gaps (R9). A range adds about 20 us to a read, so a read
 /// over this many ranges takes less than a tenth of a second.
@@ -33,9 +33,9 @@ pub(crate) struct GapCursor {
     window: UnmarkedReads,
     plan: Option<ReadPlan>,
     reads: u64,
-    /// The number of the last read that needs a claim, and of the last read that a claim followed.
-    claim_due: u64,
-    claimed: u64,
+    /// The number of the last read that needs a checkpoint, and of the last read that one followed.
+    checkpoint_due: u64,
+    checkpointed: u64,
     xmin: u64,
     fence: u64,
     watch: Watch,
@@ -67,8 +67,8 @@ impl GapCursor {
             window: UnmarkedReads::default(),
             plan: None,
             reads: 0,
-            claim_due: 0,
-            claimed: 0,
+            checkpoint_due: 0,
+            checkpointed: 0,
             xmin: 0,
             fence,
             watch: Watch::Idle,
@@ -175,7 +175,7 @@ impl GapCursor {
         let below = limit_reached.then(|| positions.last().copied().unwrap_or(i64::MIN));
         let closed = self.open.close(Seen { xmin, below });
         let batch = (!positions.is_empty()).then(|| {
-            self.claim_due = self.reads;
+            self.checkpoint_due = self.reads;
             if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows) }
         });
         debug_assert_eq!(self.check(), Ok(()));
@@ -199,31 +199,31 @@ impl GapCursor {
         }
     }
 
-    /// Whether a claim is due: rows were read since the last claim began. Send no batch before that
-    /// claim returned (R5). Claim within a second even when no row was of this shard.
+    /// Whether a checkpoint is due: rows were read since the last one began. Send no batch before
+    /// it returned (R5). Make one within a second even when no row was of this shard.
     #[must_use]
-    pub(crate) fn needs_claim(&self) -> bool {
-        self.claim_due > self.claimed
+    pub(crate) fn needs_checkpoint(&self) -> bool {
+        self.checkpoint_due > self.checkpointed
     }
 
-    /// Begins a claim. Call this before the claim's transaction begins.
+    /// Begins a checkpoint. Call this before its transaction begins.
     #[must_use]
-    pub(crate) fn begin_claim(&self) -> ClaimTicket {
-        ClaimTicket { reads: self.reads }
+    pub(crate) fn begin_checkpoint(&self) -> CheckpointTicket {
+        CheckpointTicket { reads: self.reads }
     }
 
-    /// The synchronous commit of the claim returned. Its transaction id becomes the fence of the
-    /// gaps that were found before the claim began and have no fence yet.
+    /// The synchronous commit of the checkpoint returned. Its transaction id becomes the fence of
+    /// the gaps that were found before the checkpoint began and have no fence yet.
     ///
     /// # Errors
     ///
     /// The id is not above the last fence. The session ends.
-    pub(crate) fn on_claim(&mut self, ticket: ClaimTicket, xid: u64, now: u64) -> Result<(), CursorError> {
+    pub(crate) fn on_checkpoint(&mut self, ticket: CheckpointTicket, xid: u64, now: u64) -> Result<(), CursorError> {
         if xid <= self.fence {
             return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
         }
         self.fence = xid;
-        self.claimed = self.claimed.max(ticket.reads);
+        self.checkpointed = self.checkpointed.max(ticket.reads);
         self.open.fence(ticket.reads, xid, now);
         Ok(())
     }
@@ -330,6 +330,6 @@ impl GapCursor {
             (number, read_to) = (batch.number, batch.read_to);
         }
         ensure(read_to == self.read_to, "the last batch does not end at read_to")?;
-        ensure(self.needs_claim() || !self.open.unfenced(), "a gap has no fence and no claim is due")
+        ensure(self.needs_checkpoint() || !self.open.unfenced(), "a gap has no fence and no checkpoint is due")
     }
 }

@@ -35,11 +35,11 @@ pub(crate) enum CursorError {
         /// What this one says.
         now: u64,
     },
-    /// The transaction id of a claim is not above the earlier ones: another server answers.
+    /// The transaction id of a checkpoint is not above the earlier ones: another server answers.
     FenceWentBack {
-        /// The fence before this claim, as the id of a transaction.
+        /// The fence before this checkpoint, as the id of a transaction.
         last: u64,
-        /// The id of the claim's transaction, which is not above `last`.
+        /// The id of the checkpoint's transaction, which is not above `last`.
         now: u64,
     },
 }
@@ -58,7 +58,7 @@ impl fmt::Display for CursorError {
                 write!(f, "the oldest running transaction went back from {seen} to {now}")
             }
             Self::FenceWentBack { last, now } => {
-                write!(f, "the transaction id of a claim went back from {last} to {now}")
+                write!(f, "the transaction id of a checkpoint went back from {last} to {now}")
             }
         }
     }

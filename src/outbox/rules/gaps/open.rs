@@ -95,8 +95,8 @@ impl OpenGaps {
         }
     }
 
-    /// Sets the transaction of a claim, which began after read number `reads`, as the fence of all
-    /// gaps that were found up to that read and have none.
+    /// Sets the transaction of a checkpoint, which began after read number `reads`, as the fence of
+    /// all gaps that were found up to that read and have none.
     pub(super) fn fence(&mut self, reads: u64, xid: u64, now: u64) {
         for gap in self.gaps.values_mut().filter(|gap| gap.fence.is_none() && gap.found <= reads) {
             gap.fence = Some(Fence { xid, taken_at: now });

@@ -1,7 +1,7 @@
 //! Pure: no I/O, no clock.
 //! The values that the cursor and the adapter that runs its statements exchange.
 //!
-//! Guarantee: these are plain values. Only the cursor can make a [`ClaimTicket`], because the
+//! Guarantee: these are plain values. Only the cursor can make a [`CheckpointTicket`], because the
 //! ticket records the moment at which it was made.
 //!
 //! Not here: rows and payloads, which the cursor never sees.
@@ -33,9 +33,9 @@ pub(crate) struct ReadOutcome {
     pub closed: Vec<Range>,
 }
 
-/// Proof that a claim began after the reads that it covers. Take it before `BEGIN`.
+/// Proof that a checkpoint began after the reads that it covers. Take it before `BEGIN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ClaimTicket {
+pub(crate) struct CheckpointTicket {
     pub(super) reads: u64,
 }
 

@@ -19,9 +19,9 @@ fn read(cursor: &mut GapCursor, xmin: u64, positions: &[i64]) -> ReadOutcome {
     cursor.on_read(xmin, positions, false, false).expect("a clean read")
 }
 
-fn claim(cursor: &mut GapCursor, xid: u64, now: u64) {
-    let ticket = cursor.begin_claim();
-    cursor.on_claim(ticket, xid, now).expect("a clean claim");
+fn checkpoint(cursor: &mut GapCursor, xid: u64, now: u64) {
+    let ticket = cursor.begin_checkpoint();
+    cursor.on_checkpoint(ticket, xid, now).expect("a clean checkpoint");
 }
 
 fn mark(cursor: &mut GapCursor, batch: u64) -> Mark {
@@ -57,7 +57,7 @@ fn r2_a_row_at_a_gap_belongs_to_the_batch_and_read_to_never_goes_back() {
 fn r2_a_gap_closes_when_every_transaction_older_than_its_fence_has_ended() {
     let mut cursor = started();
     read(&mut cursor, 10, &[2]);
-    claim(&mut cursor, 15, 0);
+    checkpoint(&mut cursor, 15, 0);
     assert_eq!(read(&mut cursor, 14, &[]).closed, []);
     assert_eq!(read(&mut cursor, 15, &[]).closed, [Range { from: 1, to: 2 }]);
     assert_eq!(ranges(&mut cursor), []);
@@ -67,20 +67,20 @@ fn r2_a_gap_closes_when_every_transaction_older_than_its_fence_has_ended() {
 fn r2_a_gap_without_a_fence_never_closes() {
     let mut cursor = started();
     read(&mut cursor, 10, &[2]);
-    assert!(cursor.needs_claim());
+    assert!(cursor.needs_checkpoint());
     assert_eq!(read(&mut cursor, u64::MAX, &[]).closed, []);
 }
 
 #[test]
-fn r2_a_claim_that_began_before_the_read_is_no_fence_for_its_gaps() {
+fn r2_a_checkpoint_that_began_before_the_read_is_no_fence_for_its_gaps() {
     let mut cursor = started();
-    let early = cursor.begin_claim();
+    let early = cursor.begin_checkpoint();
     read(&mut cursor, 10, &[2]);
-    cursor.on_claim(early, 15, 0).expect("an ascending id");
-    assert!(cursor.needs_claim());
+    cursor.on_checkpoint(early, 15, 0).expect("an ascending id");
+    assert!(cursor.needs_checkpoint());
     assert_eq!(read(&mut cursor, 99, &[]).closed, []);
-    claim(&mut cursor, 100, 0);
-    assert!(!cursor.needs_claim());
+    checkpoint(&mut cursor, 100, 0);
+    assert!(!cursor.needs_checkpoint());
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn r2_with_the_limit_reached_a_gap_closes_only_below_the_last_row() {
 #[test]
 fn r2_a_session_starts_with_every_gap_fenced_by_the_transaction_that_took_the_lease() {
     let mut cursor = GapCursor::start(9, &set(&[(3, 5)]), 10, RANGES_MAX);
-    assert!(!cursor.needs_claim());
+    assert!(!cursor.needs_checkpoint());
     assert_eq!(read(&mut cursor, 9, &[]).closed, []);
     assert_eq!(read(&mut cursor, 10, &[]).closed, [Range { from: 3, to: 5 }]);
 }
@@ -141,7 +141,7 @@ fn r2_a_mark_made_before_a_later_read_is_still_right_after_it() {
 fn gaps_that_close_while_nothing_is_in_the_window_can_be_persisted() {
     let mut cursor = started();
     read(&mut cursor, 10, &[3]);
-    claim(&mut cursor, 11, 0);
+    checkpoint(&mut cursor, 11, 0);
     mark(&mut cursor, 1);
     assert_eq!(cursor.mark_idle(), None, "nothing has changed");
     read(&mut cursor, 11, &[]);
@@ -157,7 +157,7 @@ fn gaps_that_close_while_nothing_is_in_the_window_can_be_persisted() {
 fn r6_a_gap_closes_at_the_read_that_begins_after_its_lock_holders_have_ended() {
     let mut cursor = started();
     read(&mut cursor, 10, &[2]);
-    claim(&mut cursor, 15, 100);
+    checkpoint(&mut cursor, 15, 100);
     assert_eq!(cursor.begin_lock_watch(104, 5), 0);
     assert_eq!(cursor.begin_lock_watch(105, 5), 1);
     cursor.on_lock_holders(vec![12, 14]);
@@ -174,7 +174,7 @@ fn r6_a_gap_closes_at_the_read_that_begins_after_its_lock_holders_have_ended() {
 fn r6_without_any_holder_the_next_read_closes_and_a_row_that_came_is_taken() {
     let mut cursor = started();
     read(&mut cursor, 10, &[3]);
-    claim(&mut cursor, 15, 0);
+    checkpoint(&mut cursor, 15, 0);
     cursor.begin_lock_watch(9, 9);
     cursor.on_lock_holders(vec![]);
     let outcome = read(&mut cursor, 11, &[2]);
@@ -186,10 +186,10 @@ fn r6_a_gap_found_after_the_holders_were_listed_is_not_covered_by_them() {
     let mut cursor = started();
     read(&mut cursor, 10, &[2]);
     assert_eq!(cursor.begin_lock_watch(u64::MAX, 0), 0, "without a fence it is never stale");
-    claim(&mut cursor, 15, 0);
+    checkpoint(&mut cursor, 15, 0);
     cursor.begin_lock_watch(0, 0);
     read(&mut cursor, 10, &[4]);
-    claim(&mut cursor, 16, 0);
+    checkpoint(&mut cursor, 16, 0);
     cursor.on_lock_holders(vec![12]);
     assert_eq!(cursor.begin_lock_watch(9, 0), 0, "one watch at a time");
     cursor.on_still_holding(&[]);
@@ -226,8 +226,8 @@ fn a_read_that_cannot_be_true_ends_the_session_and_changes_nothing() {
         cursor.begin_read();
         assert_eq!(cursor.on_read(xmin, &positions, false, false), Err(error));
     }
-    let ticket = cursor.begin_claim();
-    assert_eq!(cursor.on_claim(ticket, 10, 0), Err(CursorError::FenceWentBack { last: 10, now: 10 }));
+    let ticket = cursor.begin_checkpoint();
+    assert_eq!(cursor.on_checkpoint(ticket, 10, 0), Err(CursorError::FenceWentBack { last: 10, now: 10 }));
     assert_eq!((ranges(&mut cursor), cursor.check()), (vec![(1, 2), (3, 4)], Ok(())));
     assert!(cursor.mark_through(1).is_some() && cursor.mark_through(2).is_none());
 }
@@ -273,11 +273,11 @@ fn a_set_is_written_as_its_ranges_and_read_back_equal() {
 fn g11_reads_of_other_shards_rows_are_one_batch() {
     let mut cursor = started();
     assert_eq!(read(&mut cursor, 10, &[1]).batch, Some(1));
-    claim(&mut cursor, 11, 0);
+    checkpoint(&mut cursor, 11, 0);
     let pass = |cursor: &mut GapCursor, positions: &[i64]| {
         cursor.begin_read();
         let outcome = cursor.on_read(11, positions, false, true).expect("a clean read");
-        assert!(cursor.needs_claim(), "a gap that was found is fenced");
+        assert!(cursor.needs_checkpoint(), "a gap that was found is fenced");
         outcome.batch
     };
     for position in 2..1_000 {
@@ -285,7 +285,7 @@ fn g11_reads_of_other_shards_rows_are_one_batch() {
         // This row commits late, and this shard does not have to prove it.
         assert_eq!(pass(&mut cursor, &[position * 2 - 1]), Some(2));
     }
-    claim(&mut cursor, 12, 0);
+    checkpoint(&mut cursor, 12, 0);
     assert_eq!(read(&mut cursor, 11, &[2_000]).batch, Some(3), "what is ours stands for itself");
     assert_eq!(pass(&mut cursor, &[2_001]), Some(4));
     let marked = mark(&mut cursor, 2);

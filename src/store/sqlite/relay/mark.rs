@@ -1,4 +1,4 @@
-//! What a claim and a mark write, in one fenced transaction.
+//! What a checkpoint and a mark write, in one fenced transaction.
 
 use serde_json::json;
 use sqlx::query;
@@ -19,15 +19,15 @@ impl SqliteSession {
     pub(super) async fn write_mark(&mut self, mark: &Mark) -> Result<(), StoreError> {
         let marked = self.marked(mark)?;
         let mut write = self.store.write().await?;
-        let claim = concat!(
+        let checkpoint = concat!(
             "update oncebox_shard set revision = revision + 1, lease_until = ",
             now_ms!(),
             " + ? where shard_id = ? and epoch = ? and revision = ?"
         );
-        let claim = query(claim).bind(millis(self.length)).bind(self.shard).bind(self.epoch).bind(self.revision);
-        if claim.execute(write.connection()).await?.rows_affected() != 1 {
+        let made = query(checkpoint).bind(millis(self.length)).bind(self.shard).bind(self.epoch).bind(self.revision);
+        if made.execute(write.connection()).await?.rows_affected() != 1 {
             write.rollback().await?;
-            return Err(self.fenced("claim"));
+            return Err(self.fenced("checkpoint"));
         }
         self.apply(&mut write, mark, marked).await?;
         write.commit().await?;
