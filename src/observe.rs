@@ -123,7 +123,7 @@ impl FailureClass {
 
 /// How a delivery ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Outcome {
+pub enum DeliveryOutcome {
     /// The handler's effects are committed.
     Processed,
     /// The inbox knew the message: a duplicate.
@@ -138,7 +138,7 @@ pub enum Outcome {
     Unhandled,
 }
 
-impl Outcome {
+impl DeliveryOutcome {
     /// The value of the label `outcome`.
     #[must_use]
     pub fn label(self) -> &'static str {
@@ -268,7 +268,7 @@ pub fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
 
 /// Sets the counters of a consumer to 0 before the first delivery.
 pub fn consumer_starts(consumer: &str) {
-    use Outcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
+    use DeliveryOutcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
     for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {
         delivered(consumer, outcome, 0);
     }
@@ -281,7 +281,7 @@ pub fn purged(consumer: &str, rows: u64) {
 }
 
 /// Counts deliveries under their outcome.
-pub fn delivered(consumer: &str, outcome: Outcome, count: u64) {
+pub fn delivered(consumer: &str, outcome: DeliveryOutcome, count: u64) {
     counter!(DELIVERIES, "consumer" => consumer.to_owned(), "outcome" => outcome.label()).increment(count);
 }
 

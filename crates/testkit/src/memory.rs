@@ -34,7 +34,7 @@ use async_trait::async_trait;
 
 pub use self::faults::{Fault, Faults};
 use self::publisher::MemoryPublisher;
-use self::state::{Record, Shared};
+use self::state::{BrokerState, Record};
 use self::subscriber::MemorySubscriber;
 use oncebox::TopicRetention;
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
@@ -44,7 +44,7 @@ use oncebox::message::Arrived;
 /// A broker in memory. A clone is a handle to the same broker.
 #[derive(Debug, Clone)]
 pub struct MemoryBroker {
-    shared: Arc<Shared>,
+    shared: Arc<BrokerState>,
 }
 
 impl Default for MemoryBroker {
@@ -63,7 +63,7 @@ impl MemoryBroker {
     /// A broker whose topics have this number of partitions.
     #[must_use]
     pub fn with_partitions(partitions: usize) -> Self {
-        Self { shared: Arc::new(Shared::new(partitions.max(1))) }
+        Self { shared: Arc::new(BrokerState::new(partitions.max(1))) }
     }
 
     /// The fault switches of this broker; all clones of the broker share them.

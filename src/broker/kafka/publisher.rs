@@ -27,7 +27,7 @@ use super::context::Reports;
 use super::opening::Place;
 use super::properties;
 use super::topology::{self, ASKED_ONE_BY_ONE, Sizes, TopicLimits};
-use super::window::{PublishContext, Window};
+use super::window::{PublishContext, PublishWindow};
 use super::{errors, wire};
 use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
@@ -67,7 +67,7 @@ pub(super) struct KafkaPublisher {
 /// A producer and the thread that polls it.
 struct Session {
     producer: Arc<BaseProducer<PublishContext>>,
-    window: Arc<Window>,
+    window: Arc<PublishWindow>,
     reports: Arc<Reports>,
     sizes: Sizes,
     /// Cancelled when the thread has ended, also by a panic: nothing is sent or reported then.
@@ -266,12 +266,13 @@ impl KafkaPublisher {
             if let Some(slot) = self.session.window.reserve(tag, weight) {
                 return Ok(slot);
             }
+            // Asked before the wait: a producer that has ended settles no row and makes no room.
+            if let Some(doubt) = self.doubt() {
+                return Err(doubt);
+            }
             self.changed().await;
             if !self.go_on() {
                 tokio::time::sleep(FULL_LOOK).await;
-            }
-            if let Some(doubt) = self.doubt() {
-                return Err(doubt);
             }
         }
     }
@@ -396,7 +397,7 @@ impl Publisher for KafkaPublisher {
 
 impl Session {
     async fn open(config: &Arc<KafkaConfig>, sizes: Sizes) -> Result<Self, BrokerError> {
-        let window = Arc::new(Window::new(config.publish_rows_max, config.publish_bytes_max, sizes.batch_max));
+        let window = Arc::new(PublishWindow::new(config.publish_rows_max, config.publish_bytes_max, sizes.batch_max));
         let reports = Arc::new(Reports::default());
         let context = PublishContext { window: Arc::clone(&window), reports: Arc::clone(&reports) };
         let producer = BaseProducer::from_config_and_context(&client::producer(config, sizes), context)

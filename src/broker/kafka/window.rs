@@ -25,7 +25,7 @@ use crate::broker::{Receipt, Refusal, Settled};
 
 /// Rows between `send` and `settle`.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct PublishWindow {
     rows_max: usize,
     bytes_max: usize,
     /// A row of at most so many bytes may share a batch with others.
@@ -78,7 +78,7 @@ enum Wait {
     Outcome,
 }
 
-impl Window {
+impl PublishWindow {
     pub(super) fn new(rows_max: usize, bytes_max: usize, batch_max: usize) -> Self {
         Self { rows_max, bytes_max, batch_max, state: Mutex::default(), changed: Notify::new() }
     }
@@ -354,7 +354,7 @@ impl State {
 #[derive(Debug)]
 pub(super) struct PublishContext {
     /// Receives the delivery reports.
-    pub(super) window: Arc<Window>,
+    pub(super) window: Arc<PublishWindow>,
     /// Receives all other reports.
     pub(super) reports: Arc<Reports>,
 }
@@ -409,7 +409,7 @@ mod tests {
 
     #[test]
     fn rows_and_bytes_are_bounded_but_one_row_always_fits() {
-        let window = Window::new(2, 100, 10);
+        let window = PublishWindow::new(2, 100, 10);
         let large = window.reserve(1, 1_000).unwrap();
         assert_eq!(window.reserve(2, 1), None);
         window.settle(large, "t", None, OK);
@@ -428,7 +428,7 @@ mod tests {
 
     #[test]
     fn r15_nothing_is_sent_behind_a_refusal_until_its_outcome_was_seen() {
-        let window = Window::new(10, 1_000, 10);
+        let window = PublishWindow::new(10, 1_000, 10);
         let slots = [window.reserve(1, 1).unwrap(), window.reserve(2, 1).unwrap()];
         window.settle(slots[0], "t", Some(b"a"), refused());
         assert!(window.stands_behind("t", Some(b"a")).is_some());
@@ -448,7 +448,7 @@ mod tests {
 
     #[test]
     fn a_refused_topic_holds_all_its_keys() {
-        let window = Window::new(10, 1_000, 10);
+        let window = PublishWindow::new(10, 1_000, 10);
         let slot = window.reserve(1, 1).unwrap();
         window.settle(slot, "t", Some(b"a"), Err(Refusal::Destination("gone".into())));
         for key in [None, Some(b"z".as_slice())] {
@@ -462,7 +462,7 @@ mod tests {
     /// again was then refused for as long as other topics had rows in flight.
     #[test]
     fn a_refused_topic_is_forgiven_when_it_is_asked_for_after_its_refusal_was_taken() {
-        let window = Window::new(10, 1_000, 10);
+        let window = PublishWindow::new(10, 1_000, 10);
         let [slot, _other] = [1, 2].map(|tag| window.reserve(tag, 1).unwrap());
         window.settle(slot, "t", Some(b"a"), Err(Refusal::Destination("gone".into())));
         window.forgive_topics(&["t".to_owned()]);
@@ -475,7 +475,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_outcome_is_not_lost_when_the_one_who_waits_is_dropped() {
-        let window = Arc::new(Window::new(10, 1_000, 10));
+        let window = Arc::new(PublishWindow::new(10, 1_000, 10));
         let slot = window.reserve(1, 1).unwrap();
         let mut settled = Vec::new();
         assert!(!window.take(&mut settled));

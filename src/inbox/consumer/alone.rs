@@ -20,7 +20,7 @@ use super::lane::{Lane, TAKE_BACK};
 use super::settle;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::ParkAs;
-use crate::observe::{self, Outcome};
+use crate::observe::{self, DeliveryOutcome};
 use crate::time::pace::sleep_unless;
 use crate::time::retry::{Death, Decision};
 
@@ -77,7 +77,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
             match settle::decide(&lane.shared.options.retry, &error, counted) {
                 Decision::InPlace(pause) => {
-                    observe::delivered(&lane.shared.options.name, Outcome::Retried, 1);
+                    observe::delivered(&lane.shared.options.name, DeliveryOutcome::Retried, 1);
                     if !sleep_unless(&lane.stop, pause).await {
                         return lane.report(&item, false);
                     }

@@ -19,14 +19,14 @@ use super::settle::{self, dead};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Undone};
 use crate::message::{Message, MessageId};
-use crate::observe::{Outcome, Trouble};
+use crate::observe::{DeliveryOutcome, Trouble};
 use crate::time::pace::Pace;
 
 /// How a batch ended. Except for `Done`, nothing of it was committed by the consumer.
 #[derive(Debug)]
 pub(super) enum BatchEnd {
     /// Committed; one outcome per item.
-    Done(Vec<Outcome>),
+    Done(Vec<DeliveryOutcome>),
     /// A handler, or the transaction, failed.
     Failed(Failure),
     /// A handler ended the transaction and so committed inbox rows: these items are dead as
@@ -37,11 +37,11 @@ pub(super) enum BatchEnd {
 /// The result of the work inside the transaction.
 enum Body {
     Commit {
-        outcomes: Vec<Outcome>,
+        outcomes: Vec<DeliveryOutcome>,
         handled: Vec<usize>,
     },
     /// Every item was known, and nothing was written.
-    Known(Vec<Outcome>),
+    Known(Vec<DeliveryOutcome>),
     Rollback(BatchEnd),
 }
 
@@ -111,44 +111,44 @@ async fn body(
 ) -> Result<Body, StoreError> {
     let fates = admit(tx, items).await?;
     if attempt.is_none() && fates.iter().all(|fate| *fate == Fate::Duplicate) {
-        return Ok(Body::Known(vec![Outcome::Duplicate; items.len()]));
+        return Ok(Body::Known(vec![DeliveryOutcome::Duplicate; items.len()]));
     }
     let mut outcomes = Vec::with_capacity(items.len());
     let mut parked = Vec::new();
     let mut wanted = Vec::new();
     for (index, (item, fate)) in items.iter().zip(&fates).enumerate() {
         let outcome = match fate {
-            Fate::Duplicate => Outcome::Duplicate,
+            Fate::Duplicate => DeliveryOutcome::Duplicate,
             Fate::Mismatch => {
                 parked.push(settle::id_reused(&shared.options.name, item));
-                Outcome::Mismatch
+                DeliveryOutcome::Mismatch
             }
             Fate::OutOfTime(reason) => {
                 parked.push(settle::out_of_time(&shared.options.name, item, reason));
-                Outcome::Dead
+                DeliveryOutcome::Dead
             }
             Fate::New | Fate::Behind if item.unusable.is_some() => {
                 parked.push(dead(item, "no-usable-id", item.unusable.as_deref().unwrap_or_default(), false));
-                Outcome::Dead
+                DeliveryOutcome::Dead
             }
             // A message without a handler has no effect that could come too early, so it does not
             // wait behind its key.
             Fate::Behind if shared.handlers.find(&item.message.kind).is_some() => {
                 let message = item.message.clone();
                 parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
-                Outcome::Retried
+                DeliveryOutcome::Retried
             }
             Fate::New | Fate::Behind => match shared.handlers.find(&item.message.kind) {
-                None if shared.options.unhandled == Unhandled::Acknowledge => Outcome::Unhandled,
+                None if shared.options.unhandled == Unhandled::Acknowledge => DeliveryOutcome::Unhandled,
                 None => {
                     let error = format!("no handler takes the kind `{}`", item.message.kind);
                     parked.push(dead(item, "unhandled", &error, false));
-                    Outcome::Unhandled
+                    DeliveryOutcome::Unhandled
                 }
                 Some((number, handler)) => {
                     let (in_sets, lane) = (handler.takes_sets(), item.lane_id);
                     wanted.push(Wanted { item: index, handler: number, in_sets, lane });
-                    Outcome::Processed
+                    DeliveryOutcome::Processed
                 }
             },
         };

@@ -24,7 +24,7 @@ use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::split::{self, Part, TransientFault};
 use crate::inbox::rules::suspicion::Run;
 use crate::message::MessageId;
-use crate::observe::{self, Outcome, Trouble};
+use crate::observe::{self, DeliveryOutcome, Trouble};
 use crate::time::pace::sleep_unless;
 
 /// The name of the trouble of a lane that waits for the database.
@@ -192,7 +192,7 @@ impl Lane {
                 self.went_well();
                 self.wake_parked(&items, &outcomes).await;
                 items.iter().for_each(|item| self.report(item, true));
-                let mut counts: HashMap<Outcome, u64> = HashMap::new();
+                let mut counts: HashMap<DeliveryOutcome, u64> = HashMap::new();
                 outcomes.into_iter().for_each(|outcome| *counts.entry(outcome).or_default() += 1);
                 for (outcome, count) in counts {
                     observe::delivered(&self.shared.options.name, outcome, count);
@@ -230,8 +230,8 @@ impl Lane {
 
     /// Wakes keys of messages that were stored behind their head: a retrier may have removed the
     /// head meanwhile.
-    async fn wake_parked(&self, items: &[Item], outcomes: &[Outcome]) {
-        let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == Outcome::Retried);
+    async fn wake_parked(&self, items: &[Item], outcomes: &[DeliveryOutcome]) {
+        let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == DeliveryOutcome::Retried);
         let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.lane_id).collect();
         if lanes.is_empty() {
             return;

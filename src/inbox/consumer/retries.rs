@@ -29,7 +29,7 @@ use crate::inbox::port::waiting::{Claim, ClaimedMessage};
 use crate::inbox::port::{ConsumerId, InboxTx, Proof, Undone};
 use crate::inbox::rules::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::message::{Message, MessageId};
-use crate::observe::{self, Outcome, Trouble};
+use crate::observe::{self, DeliveryOutcome, Trouble};
 use crate::time::pace::{Pace, sleep_unless};
 use crate::time::retry::{Death, Decision};
 
@@ -129,7 +129,7 @@ enum RunEnd {
 }
 
 /// The result of a search for due messages.
-enum Found {
+enum Due {
     Run(Vec<ClaimedMessage>, Busy),
     NothingFor(Duration),
 }
@@ -224,8 +224,8 @@ impl Retrier {
         };
         let (run, _busy) = loop {
             match self.look(&mut swept).await? {
-                Found::Run(run, busy) => break (run, busy),
-                Found::NothingFor(time) => {
+                Due::Run(run, busy) => break (run, busy),
+                Due::NothingFor(time) => {
                     self.is_well();
                     tokio::select! {
                         biased;
@@ -245,7 +245,7 @@ impl Retrier {
     }
 
     /// Claims the messages that are due first.
-    async fn look(&mut self, swept: &mut Instant) -> Result<Found, StoreError> {
+    async fn look(&mut self, swept: &mut Instant) -> Result<Due, StoreError> {
         let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
         if swept.elapsed() >= SWEEP {
             shared.store.sweep(consumer).await?;
@@ -254,8 +254,8 @@ impl Retrier {
         // A cheap read first: a claim is a write, and most of the time nothing is due.
         match shared.store.next_due(consumer, &shared.scope).await? {
             Some(due) if due.is_zero() => {}
-            Some(due) => return Ok(Found::NothingFor(due.clamp(Duration::from_millis(1), POLL))),
-            None => return Ok(Found::NothingFor(POLL)),
+            Some(due) => return Ok(Due::NothingFor(due.clamp(Duration::from_millis(1), POLL))),
+            None => return Ok(Due::NothingFor(POLL)),
         }
         let busy = Busy::of(&shared);
         let claim = Claim::new(shared.options.handler_timeout + CLAIM_SPARE);
@@ -263,7 +263,7 @@ impl Retrier {
         let Some(head) = shared.store.claim_due(consumer, &shared.scope, &claim).await? else {
             self.in_doubt = None;
             // Another process has claimed what is due.
-            return Ok(Found::NothingFor(Duration::from_millis(50)));
+            return Ok(Due::NothingFor(Duration::from_millis(50)));
         };
         let mut run = vec![head];
         if let Some(head) = run.first().filter(|head| !head.suspect && head.tries == 0) {
@@ -272,7 +272,7 @@ impl Retrier {
             run.extend(behind);
         }
         self.in_doubt = None;
-        Ok(Found::Run(run, busy))
+        Ok(Due::Run(run, busy))
     }
 
     /// Runs claimed messages of one key, and keeps what must be written for those that are not
@@ -287,7 +287,7 @@ impl Retrier {
             let (at, error, may_be_its_own) = match end {
                 Ok(RunEnd::Done) => {
                     self.desk.is_over(&run);
-                    observe::delivered(&self.shared.options.name, Outcome::Processed, run.len() as u64);
+                    observe::delivered(&self.shared.options.name, DeliveryOutcome::Processed, run.len() as u64);
                     return self.wake_next(&run).await;
                 }
                 Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
@@ -387,7 +387,7 @@ impl Retrier {
         let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
             Decision::Dead(death) => Owed::Bury(Box::new(head), death.reason(), error),
             Decision::InPlace(after) | Decision::Wait(after) => {
-                observe::delivered(&options.name, Outcome::Retried, 1);
+                observe::delivered(&options.name, DeliveryOutcome::Retried, 1);
                 Owed::Postpone(Box::new(head), after, error)
             }
         };
@@ -409,7 +409,7 @@ impl Retrier {
         let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
         let error = HandlerError::transient(blame::lasting(&said));
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, ?after, %error, "a message waits on");
-        observe::delivered(&options.name, Outcome::Retried, 1);
+        observe::delivered(&options.name, DeliveryOutcome::Retried, 1);
         head.message.attempt = head.tries;
         self.owes(Owed::Postpone(Box::new(head), after, error))
     }
@@ -434,7 +434,7 @@ impl Retrier {
                 let holds = shared.options.holds();
                 if shared.store.bury(head, reason, error.message(), holds).await? {
                     tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
-                    observe::delivered(&shared.options.name, Outcome::Dead, 1);
+                    observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
                 }
             }
             Some(Owed::StoreAsEnded(run)) => {

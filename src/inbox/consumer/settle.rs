@@ -12,7 +12,7 @@ use super::lane::Lane;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::{ConsumerId, ParkAs, Parked};
 use crate::message::Message;
-use crate::observe::{self, Outcome};
+use crate::observe::{self, DeliveryOutcome};
 use crate::time::retry::{Asked, Decision, RetryPolicy};
 
 /// How many bytes of id, kind and source are kept of a message that cannot be stored whole.
@@ -85,19 +85,19 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
 
 /// Logs how the message was stored, and returns its outcome. `None` is a message whose inbox row
 /// was there already: another process finished it meanwhile.
-fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
+fn say(lane: &Lane, stored: Option<&Parked>) -> DeliveryOutcome {
     let consumer = &lane.shared.options.name;
-    let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
+    let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return DeliveryOutcome::Duplicate };
     let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
     let error = error.as_deref().unwrap_or_default();
     match park_as {
         ParkAs::Dead { reason, holds } => {
             tracing::error!(%consumer, %id, %sent_id, topic, tries, reason, holds, error, "a message is dead");
-            Outcome::Dead
+            DeliveryOutcome::Dead
         }
         ParkAs::Due(_) | ParkAs::Behind => {
             tracing::warn!(%consumer, %id, %sent_id, topic, tries, error, "a message waits for a retry");
-            Outcome::Retried
+            DeliveryOutcome::Retried
         }
     }
 }
@@ -203,7 +203,7 @@ pub(super) async fn store_ended(
     }
     tx.commit().await?;
     tracing::error!(consumer = %shared.options.name, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY}");
-    observe::delivered(&shared.options.name, Outcome::Dead, 1);
+    observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
     Ok(())
 }
 

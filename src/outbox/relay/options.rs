@@ -19,7 +19,7 @@ pub struct RelayOptions {
     /// batches of Kafka's client, and with 1,000 Kafka took a third more of its CPU for a row.
     pub batch_rows: usize,
     /// Most bytes of one read, unless a single message is larger. Default 4 MiB: half a window, and
-    /// a thousand messages of 4 KiB.
+    /// four thousand messages of 1 KiB.
     pub read_bytes: usize,
     /// Most rows from the oldest unproven one to the last one that was read. It bounds what a crash
     /// repeats.

@@ -329,7 +329,11 @@ impl<'a> Pump<'a> {
     }
 
     async fn read(&mut self) -> Result<bool, Doubt> {
-        let read = self.session.read(self.rows_max.min(self.room())).await?;
+        // A power of two where the window is nearly full, because PostgreSQL plans a read of each
+        // other number of rows anew.
+        let room = self.room();
+        let rows_max = if room < self.rows_max { 1 << room.max(1).ilog2() } else { self.rows_max };
+        let read = self.session.read(rows_max).await?;
         self.release.was_read();
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
         if read.rows.is_empty() && !read.more && self.window.is_proven() {

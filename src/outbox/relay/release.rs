@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::ending::Doubt;
 use super::pump::Pump;
 use super::sending::Unsent;
-use super::trial::Found;
+use super::trial::TrialResult;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
 use crate::outbox::port::{Diversion, OutboxRow, RequestedAct};
@@ -193,27 +193,27 @@ impl Pump<'_> {
         while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses, every) {
             moved = true;
             match found {
-                Found::There(topics) => {
+                TrialResult::There(topics) => {
                     let rows = self.first_rows(&topics).await?;
                     self.trials.give(lane, rows);
                 }
-                Found::Taken { topic, position } => {
+                TrialResult::Taken { topic, position } => {
                     tracing::info!(%topic, "the destination takes messages again; those that are held go there now");
                     self.window.proven_beside(position);
                     self.diverted.goes(position);
                     self.opened(topic);
                 }
-                Found::Message { topic, position } => {
+                TrialResult::Message { topic, position } => {
                     self.memory.alone.insert(position);
                     self.opened(topic);
                 }
-                Found::Blocked { position: Some(position), reason, is_new: true, .. } => {
+                TrialResult::Blocked { position: Some(position), reason, is_new: true, .. } => {
                     self.window.changed_beside(position, Diversion::HeldDestination { reason });
                 }
-                Found::Blocked { topic, reason, is_new: true, .. } => {
+                TrialResult::Blocked { topic, reason, is_new: true, .. } => {
                     tracing::info!(%topic, reason, "the destination is blocked still");
                 }
-                Found::Blocked { .. } => {}
+                TrialResult::Blocked { .. } => {}
             }
         }
         let blocked: HashSet<&str> = self.diverted.blocked_topics().collect();

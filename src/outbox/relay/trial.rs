@@ -111,7 +111,7 @@ impl Pauses {
 
 /// The result of a trial.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum TrialResult {
     /// These topics exist. [`Trials::give`] must be called with their first rows.
     There(Vec<String>),
     /// The row was taken, so the topic is open.
@@ -269,10 +269,10 @@ impl Trials {
     }
 
     /// Takes the next result without waiting, with the number of its lane.
-    pub(super) fn found(&mut self, pauses: &mut Pauses, every: Duration) -> Option<(usize, Found)> {
+    pub(super) fn found(&mut self, pauses: &mut Pauses, every: Duration) -> Option<(usize, TrialResult)> {
         while let Some((lane, answer)) = self.heard.pop_front().or_else(|| self.found.try_recv().ok()) {
             let (topic, position, said) = match answer {
-                Answer::There(topics) => return Some((lane, Found::There(topics))),
+                Answer::There(topics) => return Some((lane, TrialResult::There(topics))),
                 Answer::Over => {
                     let round = &mut self.lanes[lane];
                     let topics = round.under_way.len();
@@ -289,24 +289,24 @@ impl Trials {
                 Answer::Said { topic, position, said } => (topic, position, said),
             };
             let found = match (said, position) {
-                (Said::Taken, Some(position)) => Found::Taken { topic, position },
-                (Said::Message, Some(position)) => Found::Message { topic, position },
+                (Said::Taken, Some(position)) => TrialResult::Taken { topic, position },
+                (Said::Message, Some(position)) => TrialResult::Message { topic, position },
                 (Said::Taken | Said::Message, None) => continue,
                 (Said::Lost { alone }, position) => {
                     self.lanes[lane].was_lost = true;
                     let by_the_row = pauses.lost(&topic, alone, every);
                     match position.filter(|_| by_the_row) {
-                        Some(position) => Found::Message { topic, position },
+                        Some(position) => TrialResult::Message { topic, position },
                         None => continue,
                     }
                 }
                 (Said::Blocked(reason), position) => {
                     let is_new = pauses.failed(&topic, &reason, false, every);
-                    Found::Blocked { topic, position, reason, is_new }
+                    TrialResult::Blocked { topic, position, reason, is_new }
                 }
                 (Said::Silent(reason), position) => {
                     let is_new = pauses.failed(&topic, &reason, true, every);
-                    Found::Blocked { topic, position, reason, is_new }
+                    TrialResult::Blocked { topic, position, reason, is_new }
                 }
             };
             return Some((lane, found));

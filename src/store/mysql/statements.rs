@@ -9,7 +9,8 @@
 //! one round trip with the parameters of all of them. The text of the block is a parameter too, of
 //! a statement that stays prepared: so the server reads the block anew each time, and sees a view
 //! or a table as it is now. A block that is prepared and closed each time would wait 40 ms for an
-//! acknowledgement, because sqlx leaves Nagle's algorithm on. MySQL has no such block.
+//! acknowledgement, because sqlx leaves Nagle's algorithm on. It runs under the `sql_mode` that the
+//! connection had when the first set of this size came. MySQL has no such block.
 //!
 //! A table without transactions is refused: its row would stay when the inbox row is rolled back,
 //! and be written again at the redelivery.
@@ -44,6 +45,8 @@ const BLOCKS: [usize; 4] = [64, 16, 4, 1];
 /// A block of several messages is at most so long, with its values. With TLS, what is longer than
 /// 16 KiB goes out in two pieces, and the second one waits for the first to be acknowledged.
 const BLOCK_BYTES: usize = 15 << 10;
+/// What a spare parameter takes: its place in the text, its type, and its bit among the nulls.
+const SPARE_BYTES: usize = 5;
 
 /// Errors that end a statement for its time, which is that of all messages in a block.
 const OUT_OF_TIME: [u16; 3] = [1317, 1969, 3024];
@@ -52,8 +55,9 @@ const OUT_OF_TIME: [u16; 3] = [1317, 1969, 3024];
 #[derive(Debug)]
 pub struct MySqlSet {
     statements: Vec<Vec<Piece>>,
-    /// The parameters of one message, and the length of its statements.
+    /// The parameters of one message.
     parameters: usize,
+    /// The bytes of one message in a block, without its values.
     bytes: usize,
     /// The statement that runs a block of each size.
     runners: Vec<Arc<str>>,
@@ -63,7 +67,8 @@ impl MySqlSet {
     fn new(statements: Vec<Vec<Piece>>) -> Self {
         let pieces = || statements.iter().flatten();
         let parameters = pieces().filter(|piece| matches!(piece, Piece::Param(_))).count();
-        let bytes = pieces().map(|piece| if let Piece::Text(text) = piece { text.len() } else { 0 }).sum();
+        let texts: usize = pieces().map(|piece| if let Piece::Text(text) = piece { text.len() } else { 0 }).sum();
+        let bytes = texts + statements.len() * "\n;\n".len() + "set @oncebox_at = 63;\n".len();
         let runner = |size: &usize| {
             let places = vec!["?"; size * parameters + 1].join(",");
             format!("begin not atomic execute immediate ? using {places}; end").into()
@@ -73,13 +78,20 @@ impl MySqlSet {
 
     /// The end of the messages, at least one, that go into one block.
     fn end_of_block(&self, values: &[BTreeMap<String, SqlValue>], from: usize) -> usize {
-        let mut bytes = 0;
-        let fits = |message: &&BTreeMap<String, SqlValue>| {
-            bytes += self.bytes + message.values().map(bytes_of).sum::<usize>();
-            bytes <= BLOCK_BYTES
-        };
-        let fit = values[from..].iter().take(BLOCKS[0]).take_while(fits).count();
-        from + fit.max(1)
+        let (mut bytes, mut messages) = (0, 0);
+        for values in values[from..].iter().take(BLOCKS[0]) {
+            bytes += self.bytes;
+            for piece in self.statements.iter().flatten() {
+                let Piece::Param(name) = piece else { continue };
+                bytes += place_in_block(values.get(name)).len() + bytes_of(values.get(name));
+            }
+            let spare = self.runner(messages + 1).1 - (messages + 1) * self.parameters;
+            if messages > 0 && bytes + spare * SPARE_BYTES > BLOCK_BYTES {
+                break;
+            }
+            messages += 1;
+        }
+        from + messages
     }
 
     /// The statement that runs a block of so many messages, and how many parameters the block has.
@@ -193,7 +205,7 @@ fn block(statements: &[Vec<Piece>], messages: &[BTreeMap<String, SqlValue>], spa
         let _ = writeln!(block, "set @oncebox_at = {message};");
         for pieces in statements {
             // The line break ends a comment at the end of the statement.
-            let _ = writeln!(block, "{}\n;", text(pieces, |name| place(values.get(name))));
+            let _ = writeln!(block, "{}\n;", text(pieces, |name| place_in_block(values.get(name))));
         }
     }
     let _ = write!(block, "set @oncebox_at = null;\ndo {};\nend", vec!["?"; spare].join(","));
@@ -216,6 +228,16 @@ fn place(value: Option<&SqlValue>) -> String {
             Exact::Signed(_) | Exact::Unsigned(_) | Exact::Beyond => "?".to_owned(),
         },
         _ => "?".to_owned(),
+    }
+}
+
+/// The same in a block. A null that comes through `using` has no type, and alone it has that of a
+/// text.
+fn place_in_block(value: Option<&SqlValue>) -> String {
+    match value {
+        // Not a cast, which would make a mix of collations illegal that is legal alone.
+        None | Some(SqlValue::Null) => "ifnull(nullif('', ''), ?)".to_owned(),
+        value => place(value),
     }
 }
 
@@ -245,12 +267,14 @@ fn bind(
     Ok(())
 }
 
-/// How many bytes a value takes in a packet, about.
-fn bytes_of(value: &SqlValue) -> usize {
+/// How many bytes a value takes in a packet at most: its type, its length and itself.
+fn bytes_of(value: Option<&SqlValue>) -> usize {
     match value {
-        SqlValue::Number(text) | SqlValue::Text(text) | SqlValue::Json(text) => text.len(),
-        SqlValue::Bytes(bytes) => bytes.len(),
-        SqlValue::Null | SqlValue::Bool(_) | SqlValue::Time(_) => 12,
+        Some(SqlValue::Number(text)) => 4 + text.len().max(8),
+        Some(SqlValue::Text(text) | SqlValue::Json(text)) => 6 + text.len(),
+        Some(SqlValue::Bytes(bytes)) => 6 + bytes.len(),
+        None | Some(SqlValue::Null) => 3,
+        Some(SqlValue::Bool(_) | SqlValue::Time(_)) => 14,
     }
 }
 

@@ -77,7 +77,7 @@ impl Bounds {
 
 /// The result of one read.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct NewRows {
     pub(super) xmin: u64,
     pub(super) epoch: i64,
     pub(super) revision: i64,
@@ -140,12 +140,12 @@ pub(super) async fn read(
     buckets: Buckets,
     plan: &ReadPlan,
     bounds: Bounds,
-) -> Result<Option<Found>, StoreError> {
+) -> Result<Option<NewRows>, StoreError> {
     let gaps: GapSet = plan.ranges.iter().copied().collect();
     let query =
         sqlx::query(AssertSqlSafe(statement(buckets, bounds))).bind(shard).bind(gaps.to_string()).bind(plan.tail_from);
     let mut outcome = Ok(());
-    let mut found: Option<Found> = None;
+    let mut found: Option<NewRows> = None;
     let take = |part: Either<_, PgRow>| {
         if let (Either::Right(row), Ok(())) = (part, &outcome) {
             outcome = add(&mut found, &row, buckets, bounds);
@@ -162,10 +162,10 @@ pub(super) async fn read(
 
 /// Adds a row, unless earlier rows have reached the limit of bytes. A row that is not added counts
 /// as not read: which positions are missing is known only below the last position that was added.
-fn add(found: &mut Option<Found>, row: &PgRow, buckets: Buckets, bounds: Bounds) -> Result<(), StoreError> {
+fn add(found: &mut Option<NewRows>, row: &PgRow, buckets: Buckets, bounds: Bounds) -> Result<(), StoreError> {
     let found = match found {
         Some(found) => found,
-        None => found.insert(Found {
+        None => found.insert(NewRows {
             xmin: row.try_get_unchecked::<i64, _>(0)?.unsigned_abs(),
             epoch: row.try_get_unchecked(1)?,
             revision: row.try_get_unchecked(2)?,
@@ -197,7 +197,7 @@ fn add(found: &mut Option<Found>, row: &PgRow, buckets: Buckets, bounds: Bounds)
 }
 
 /// Fetches headers and payloads of the messages that came without them.
-async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Result<(), StoreError> {
+async fn complete(connection: &mut Bounded<Postgres>, found: &mut NewRows) -> Result<(), StoreError> {
     if found.large.is_empty() {
         return Ok(());
     }

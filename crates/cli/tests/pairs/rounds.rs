@@ -21,7 +21,8 @@ const IN_FLIGHT_MIN: i64 = 100;
 /// successor runs one by one: each beyond what it takes to have so many in flight makes the round
 /// longer, and finds nothing.
 const BURST: usize = 240;
-/// Payments of one transaction: many, so that commits outrun the relay and something is in flight.
+/// Payments of one transaction of a burst of [`BURST`]; a larger burst has larger ones. Otherwise,
+/// where commits are slow, relay and consumer keep up with them however large a burst is.
 const PAYMENTS_TOGETHER: usize = 25;
 /// How long a round may take to settle: a takeover costs up to the session timeout, a loaded
 /// machine is slow.
@@ -141,8 +142,9 @@ impl Writer {
                 amount: fastrand::i64(1..100_000),
             });
         }
+        let most = (PAYMENTS_TOGETHER * count / BURST).max(PAYMENTS_TOGETHER);
         let writers = work.iter().map(|entries| async move {
-            for together in entries.chunks(PAYMENTS_TOGETHER) {
+            for together in entries.chunks(most) {
                 loop {
                     match store.pay(together, topic).await {
                         Ok(()) => break,

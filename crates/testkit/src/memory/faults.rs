@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-use super::state::Shared;
+use super::state::BrokerState;
 use oncebox::TopicRetention;
 use oncebox::error::BrokerError;
 use oncebox::message::OutgoingMessage;
@@ -92,11 +92,11 @@ impl Switches {
 /// A handle to the fault switches of one broker.
 #[derive(Debug, Clone)]
 pub struct Faults {
-    shared: Arc<Shared>,
+    shared: Arc<BrokerState>,
 }
 
 impl Faults {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+    pub(super) fn new(shared: Arc<BrokerState>) -> Self {
         Self { shared }
     }
 

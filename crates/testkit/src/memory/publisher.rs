@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use tokio::sync::watch;
 
 use super::faults::Fault;
-use super::state::{Record, Shared, State};
+use super::state::{BrokerState, Record, State};
 use oncebox::adapter::envelope;
 use oncebox::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use oncebox::error::BrokerError;
@@ -20,7 +20,7 @@ const SOURCE: &str = "oncebox";
 /// One publishing session on the broker in memory.
 #[derive(Debug)]
 pub(super) struct MemoryPublisher {
-    shared: Arc<Shared>,
+    shared: Arc<BrokerState>,
     session: u64,
     changes: watch::Receiver<u64>,
     /// Rows that wait because the broker is blocked or their topic is silent.
@@ -33,7 +33,7 @@ pub(super) struct MemoryPublisher {
 }
 
 impl MemoryPublisher {
-    pub(super) fn open(shared: Arc<Shared>) -> Result<Self, BrokerError> {
+    pub(super) fn open(shared: Arc<BrokerState>) -> Result<Self, BrokerError> {
         let session = shared.change(|state| {
             state.faults.available()?;
             state.sessions += 1;

@@ -17,7 +17,7 @@ use oncebox::broker::Subscription;
 use oncebox::message::{Arrived, Coordinates};
 
 /// The broker, which its sessions share.
-pub(super) struct Shared {
+pub(super) struct BrokerState {
     state: Mutex<State>,
     /// Counts changes, so that a session waits for the next change after its look and misses none.
     changes: watch::Sender<u64>,
@@ -25,13 +25,13 @@ pub(super) struct Shared {
     pub(super) turns: AtomicU64,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for BrokerState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("topics", &self.lock().topics.len()).finish_non_exhaustive()
+        f.debug_struct("BrokerState").field("topics", &self.lock().topics.len()).finish_non_exhaustive()
     }
 }
 
-impl Shared {
+impl BrokerState {
     pub(super) fn new(partitions: usize) -> Self {
         let state = State {
             partitions,

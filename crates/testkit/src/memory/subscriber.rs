@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::groups::Place;
-use super::state::{Shared, State};
+use super::state::{BrokerState, State};
 use oncebox::adapter::position::{BrokerOffsets, Position, start};
 use oncebox::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
 use oncebox::error::BrokerError;
@@ -54,7 +54,7 @@ impl Owned {
 /// One member of a group.
 #[derive(Debug)]
 pub(super) struct MemorySubscriber {
-    shared: Arc<Shared>,
+    shared: Arc<BrokerState>,
     session: u64,
     member: i64,
     group: String,
@@ -70,7 +70,7 @@ pub(super) struct MemorySubscriber {
 }
 
 impl MemorySubscriber {
-    pub(super) fn join(shared: Arc<Shared>, subscription: &Subscription) -> Result<Self, BrokerError> {
+    pub(super) fn join(shared: Arc<BrokerState>, subscription: &Subscription) -> Result<Self, BrokerError> {
         let group = subscription.group().to_owned();
         let (session, member) = shared.change(|state| {
             state.faults.available()?;
