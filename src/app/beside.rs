@@ -57,10 +57,10 @@ impl Beside {
         }
     }
 
-    /// Ends everything.
+    /// Cancels the token of all parts, and waits until the gauges and the first look have ended.
     ///
     /// # Errors
-    /// The broker cannot be trusted.
+    /// The first look found that the broker cannot be trusted.
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();
         let _ = self.gauges.ended().await;

@@ -45,8 +45,8 @@ pub struct KafkaConfig {
     /// After how long without a heartbeat a member's partitions go to other members.
     pub session_timeout: Duration,
     /// How long the client may wait for more messages before it sends a batch, at most 500 ms.
-    /// Default 0: under load batches fill while earlier ones are in flight, and a message alone
-    /// need not wait.
+    /// Default 0: a single message is sent at once, and under load batches fill while earlier ones
+    /// are in flight.
     pub linger: Duration,
     /// Most rows that the client holds before the broker has proven them.
     pub publish_rows_max: usize,

@@ -132,8 +132,8 @@ impl Opening {
     }
 }
 
-/// The partition of a key. The client's partitioner `murmur2_random` and Kafka's own clients choose
-/// the same one.
+/// The partition of a key, as the client's partitioner `murmur2_random` and Kafka's own clients
+/// compute it.
 fn partition_of(key: &[u8], count: usize) -> i32 {
     let positive = murmur2(key) & 0x7fff_ffff;
     i32::try_from(positive as usize % count.max(1)).unwrap_or(0)

@@ -77,8 +77,8 @@ pub(super) struct Pump<'a> {
     pub(super) shown_blocked: bool,
 }
 
-/// A read without rows may need a checkpoint for gaps or for rows of other shards; it may wait this
-/// long.
+/// How long a checkpoint may wait after a read without rows, which needs it for gaps or for rows of
+/// other shards.
 const QUIET_CHECKPOINT: Duration = Duration::from_millis(800);
 const TIDY: Duration = Duration::from_secs(5);
 /// One turn of the loop counts for at most so much time on the clock.

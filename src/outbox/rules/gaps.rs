@@ -20,10 +20,14 @@
 //! |---|---|---|
 //! | take the lease | [`GapCursor::start`] | one synchronous transaction; its id is the first fence |
 //! | read | [`begin_read`](GapCursor::begin_read), then [`on_read`](GapCursor::on_read) | one statement over all ranges and the tail |
-//! | checkpoint | [`begin_checkpoint`](GapCursor::begin_checkpoint), then [`on_checkpoint`](GapCursor::on_checkpoint) | a synchronous transaction begun after the read |
-//! | send | only after [`needs_checkpoint`](GapCursor::needs_checkpoint) returns false | only a batch that a checkpoint has followed, in position order |
+//! | checkpoint | [`begin_checkpoint`], then [`on_checkpoint`] | a synchronous transaction, begun after the read |
+//! | send | only while [`needs_checkpoint`] returns false | the batches, in position order |
 //! | mark | [`mark_through`](GapCursor::mark_through), then [`on_marked`](GapCursor::on_marked) | the oldest batches, wholly proven, dead or held |
 //! | close gaps by locks | [`begin_lock_watch`](GapCursor::begin_lock_watch) and following | transaction ids only |
+//!
+//! [`begin_checkpoint`]: GapCursor::begin_checkpoint
+//! [`on_checkpoint`]: GapCursor::on_checkpoint
+//! [`needs_checkpoint`]: GapCursor::needs_checkpoint
 //!
 //! An error from here, a lost connection, or a fenced write that changed no row ends the session:
 //! drop the cursor and start a new one from what is persisted. Nothing in memory is used again.

@@ -15,10 +15,12 @@
 //! A table without transactions is refused: its row would stay when the inbox row is rolled back,
 //! and be written again at the redelivery.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use sqlx::error::BoxDynError;
 use sqlx::mysql::{MySqlArguments, MySqlDatabaseError};
 use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 
@@ -34,9 +36,8 @@ const SCALE_MAX: usize = 30;
 /// A statement, split at its parameters.
 #[derive(Debug)]
 pub struct MySqlStatement {
-    /// The text with a `?` for each parameter. Interned for the life of the program: a handler has
-    /// few statements, and sqlx caches only `'static` texts as prepared.
-    plain: &'static str,
+    /// The text with a `?` for each parameter.
+    plain: Arc<str>,
     pieces: Vec<Piece>,
 }
 
@@ -60,7 +61,7 @@ pub struct MySqlSet {
     /// The bytes of one message in a block, without its values.
     bytes: usize,
     /// The statement that runs a block of each size.
-    runners: Vec<Arc<str>>,
+    runners: [Arc<str>; BLOCKS.len()],
 }
 
 impl MySqlSet {
@@ -69,11 +70,11 @@ impl MySqlSet {
         let parameters = pieces().filter(|piece| matches!(piece, Piece::Param(_))).count();
         let texts: usize = pieces().map(|piece| if let Piece::Text(text) = piece { text.len() } else { 0 }).sum();
         let bytes = texts + statements.len() * "\n;\n".len() + "set @oncebox_at = 63;\n".len();
-        let runner = |size: &usize| {
+        let runner = |size: usize| {
             let places = vec!["?"; size * parameters + 1].join(",");
             format!("begin not atomic execute immediate ? using {places}; end").into()
         };
-        Self { parameters, bytes, runners: BLOCKS.iter().map(runner).collect(), statements }
+        Self { parameters, bytes, runners: BLOCKS.map(runner), statements }
     }
 
     /// The end of the messages, at least one, that go into one block.
@@ -85,7 +86,7 @@ impl MySqlSet {
                 let Piece::Param(name) = piece else { continue };
                 bytes += place_in_block(values.get(name)).len() + bytes_of(values.get(name));
             }
-            let spare = self.runner(messages + 1).1 - (messages + 1) * self.parameters;
+            let (_, spare) = self.runner(messages + 1);
             if messages > 0 && bytes + spare * SPARE_BYTES > BLOCK_BYTES {
                 break;
             }
@@ -94,10 +95,10 @@ impl MySqlSet {
         from + messages
     }
 
-    /// The statement that runs a block of so many messages, and how many parameters the block has.
+    /// The statement that runs a block of so many messages, and how many parameters are spare then.
     fn runner(&self, messages: usize) -> (&Arc<str>, usize) {
         let fits = BLOCKS.iter().rposition(|size| *size >= messages).unwrap_or(0);
-        (&self.runners[fits], BLOCKS[fits] * self.parameters + 1)
+        (&self.runners[fits], (BLOCKS[fits] - messages) * self.parameters + 1)
     }
 }
 
@@ -110,10 +111,10 @@ impl Statements for MySqlStore {
     }
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<MySqlStatement, StoreError> {
-        let plain: &'static str = String::leak(text(pieces, |_| "?".to_owned()));
+        let plain: Arc<str> = text(pieces, |_| "?".into()).into();
         let mut connection = self.pool.acquire().await?;
-        connection.prepare(plain).await?;
-        refuse_tables_without_transactions(&mut connection, plain).await?;
+        connection.prepare(AssertSqlSafe(Arc::clone(&plain))).await?;
+        refuse_tables_without_transactions(&mut connection, &plain).await?;
         Ok(MySqlStatement { plain, pieces: pieces.to_vec() })
     }
 
@@ -124,13 +125,13 @@ impl Statements for MySqlStore {
     ) -> Result<u64, StoreError> {
         let mut arguments = MySqlArguments::default();
         bind(&mut arguments, &statement.pieces, values)?;
-        let sql = text(&statement.pieces, |name| place(values.get(name)));
-        let done = if sql == statement.plain {
-            sqlx::query_with(statement.plain, arguments).execute(connection).await?
+        let is_cast = |piece: &Piece| matches!(piece, Piece::Param(name) if place(values.get(name)) != "?");
+        let sql = if statement.pieces.iter().any(is_cast) {
+            text(&statement.pieces, |name| place(values.get(name))).into()
         } else {
-            sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?
+            Arc::clone(&statement.plain)
         };
-        Ok(done.rows_affected())
+        Ok(sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?.rows_affected())
     }
 
     async fn prepare_set(&self, statements: &[MySqlStatement]) -> Result<Option<MySqlSet>, StoreError> {
@@ -157,11 +158,10 @@ impl Statements for MySqlStore {
         let mut from = 0;
         while from < values.len() {
             let part = &values[from..set.end_of_block(values, from)];
-            let (runner, parameters) = set.runner(part.len());
-            let spare = parameters - part.len() * set.parameters;
+            let (runner, spare) = set.runner(part.len());
             let mut arguments = MySqlArguments::default();
-            let add = arguments.add(block(&set.statements, part, spare));
-            add.map_err(|error| SetError { at: None, error: StoreError::Corrupt(error.to_string()) })?;
+            let of_none = |error| SetError { at: None, error: corrupt(&error) };
+            arguments.add(block(&set.statements, part, spare)).map_err(of_none)?;
             for (at, values) in part.iter().enumerate() {
                 for pieces in &set.statements {
                     let bound = bind(&mut arguments, pieces, values);
@@ -169,8 +169,7 @@ impl Statements for MySqlStore {
                 }
             }
             for _ in 0..spare {
-                let add = arguments.add(None::<String>);
-                add.map_err(|error| SetError { at: None, error: StoreError::Corrupt(error.to_string()) })?;
+                arguments.add(None::<String>).map_err(of_none)?;
             }
             let sql = AssertSqlSafe(Arc::clone(runner));
             if let Err(error) = sqlx::query_with(sql, arguments).execute(&mut *connection).await {
@@ -221,22 +220,22 @@ fn out_of_time(error: &sqlx::Error) -> bool {
 }
 
 /// What stands in place of a parameter. A number with a point is a DECIMAL of exactly its scale.
-fn place(value: Option<&SqlValue>) -> String {
+fn place(value: Option<&SqlValue>) -> Cow<'static, str> {
     match value {
         Some(SqlValue::Number(digits)) => match Exact::of(digits) {
-            Exact::Decimal { scale, .. } => format!("cast(? as decimal({DIGITS_MAX},{scale}))"),
-            Exact::Signed(_) | Exact::Unsigned(_) | Exact::Beyond => "?".to_owned(),
+            Exact::Decimal { scale, .. } => format!("cast(? as decimal({DIGITS_MAX},{scale}))").into(),
+            Exact::Signed(_) | Exact::Unsigned(_) | Exact::Beyond => "?".into(),
         },
-        _ => "?".to_owned(),
+        _ => "?".into(),
     }
 }
 
-/// The same in a block. A null that comes through `using` has no type, and alone it has that of a
-/// text.
-fn place_in_block(value: Option<&SqlValue>) -> String {
+/// What stands in place of a parameter in a block. A null is a text there, as it is where the
+/// statement runs alone: one that comes through `using` has no type.
+fn place_in_block(value: Option<&SqlValue>) -> Cow<'static, str> {
     match value {
         // Not a cast, which would make a mix of collations illegal that is legal alone.
-        None | Some(SqlValue::Null) => "ifnull(nullif('', ''), ?)".to_owned(),
+        None | Some(SqlValue::Null) => "ifnull(nullif('', ''), ?)".into(),
         value => place(value),
     }
 }
@@ -262,9 +261,14 @@ fn bind(
             Some(SqlValue::Text(text) | SqlValue::Json(text)) => arguments.add(text.clone()),
             Some(SqlValue::Bytes(bytes)) => arguments.add(bytes.clone()),
         };
-        added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
+        added.map_err(|error| corrupt(&error))?;
     }
     Ok(())
+}
+
+/// The error of a value that cannot be written as a parameter.
+fn corrupt(error: &BoxDynError) -> StoreError {
+    StoreError::Corrupt(error.to_string())
 }
 
 /// How many bytes a value takes in a packet at most: its type, its length and itself.
@@ -310,12 +314,11 @@ async fn refuse_tables_without_transactions(
 }
 
 /// The statement with a text in place of each parameter.
-fn text(pieces: &[Piece], parameter: impl Fn(&str) -> String) -> String {
-    let piece = |piece: &Piece| match piece {
-        Piece::Text(text) => text.clone(),
-        Piece::Param(name) => parameter(name),
-    };
-    pieces.iter().map(piece).collect()
+fn text(pieces: &[Piece], parameter: impl Fn(&str) -> Cow<'static, str>) -> String {
+    pieces.iter().fold(String::new(), |sql, piece| match piece {
+        Piece::Text(text) => sql + text,
+        Piece::Param(name) => sql + &parameter(name),
+    })
 }
 
 /// A number in the form that the server holds without loss.
