@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `port` | what the sender needs of a database |
 //! | `carriage` | an e-mail as bytes, and its way to a server or a file |
-//! | `sender` | the work: claims rows, sends, records what became of each |
+//! | `sender` | the work: leases rows, sends, records what became of each |
 
 #[cfg(feature = "email")]
 pub(crate) mod carriage;

@@ -40,7 +40,7 @@ pub use self::statements::{
     Dialect, Piece, SetError, SqlValue, Statements, ends_transaction, first_word, split as split_named,
 };
 pub use crate::email::port::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
-pub use crate::inbox::port::waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
+pub use crate::inbox::port::waiting::{LEASE_MAX, LeasedMessage, RowLease, Scope, Waiting};
 pub use crate::inbox::port::{
     Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
     Purged, Standing, Undone,

@@ -152,7 +152,7 @@ create table if not exists oncebox_waiting (
   state        varchar(16) character set ascii collate ascii_bin not null comment 'waiting or dead',
   lane_id      binary(16)      null     comment 'first 16 bytes of SHA-256 of topic and key while the row orders its key; null: no key, or a dead row that holds nothing',
   due_at       datetime(6)     null     comment 'a head is tried from then on, UTC; null: stands behind another one, or is dead',
-  claim        binary(16)      null     comment 'token of the process that tries it now; until due_at',
+  lease        binary(16)      null     comment 'token of the process that tries it now; until due_at',
   message_id   binary(16)      not null comment 'identity',
   id_text      mediumtext character set utf8mb4 collate utf8mb4_bin not null comment 'the id as it stood in the message',
   content_hash binary(16)      not null comment 'as in the inbox',
@@ -179,7 +179,7 @@ create table if not exists oncebox_waiting (
   dead_at      datetime(6)     null     comment 'when it became dead, UTC',
   primary key (sequence) comment 'serves: finish, postpone, bury by exact row',
   key waiting_lane (consumer_id, lane_id, sequence) comment 'serves: which keys are blocked, heads, the next of a key, the sweep (loose scan)',
-  key waiting_due (consumer_id, due_at) comment 'serves: claiming due heads, and when the next one is due',
+  key waiting_due (consumer_id, due_at) comment 'serves: leasing due heads, and when the next one is due',
   key waiting_state (state, consumer_id, sequence) comment 'serves: dead list, counts',
   key waiting_message_id (message_id) comment 'serves: explain and dead show',
   unique key waiting_dead_once (consumer_id, message_id, dead_hash) comment 'serves: a dead delivery that comes again is the same one',
@@ -187,8 +187,8 @@ create table if not exists oncebox_waiting (
   constraint oncebox_waiting_dead_whole check ((state = 'dead') = (dead_hash is not null)),
   constraint oncebox_waiting_dead_reason check ((state = 'dead') = (reason is not null)),
   constraint oncebox_waiting_dead_since check ((state = 'dead') = (dead_at is not null)),
-  constraint oncebox_waiting_dead_never_due check (state <> 'dead' or (due_at is null and claim is null)),
-  constraint oncebox_waiting_claim_ends check (claim is null or due_at is not null)
+  constraint oncebox_waiting_dead_never_due check (state <> 'dead' or (due_at is null and lease is null)),
+  constraint oncebox_waiting_lease_ends check (lease is null or due_at is not null)
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: messages of consumers that wait for a retry or behind one, and dead ones';
 
@@ -214,14 +214,14 @@ create table if not exists oncebox_email (
   body       longtext character set utf8mb4 collate utf8mb4_bin not null comment 'plain text',
   state      varchar(16) character set ascii collate ascii_bin not null comment 'pending, sent or failed',
   due_at     datetime(6)    null     comment 'a pending row is sent from then on, UTC; null: sent or failed',
-  claim      binary(16)     null     comment 'token of the sender that has it now; until due_at',
+  lease      binary(16)     null     comment 'token of the sender that has it now; until due_at',
   attempts   int unsigned   not null comment 'tries counted',
   error      text character set utf8mb4 collate utf8mb4_bin null comment 'what the last try said',
   created_at datetime(6)    not null comment 'when it was stored, UTC',
   settled_at datetime(6)    null     comment 'when it was sent or refused for good, UTC',
   primary key (email_id) comment 'serves: settling by exact row',
   unique key email_unique_key (unique_key) comment 'serves: one row per effect',
-  key email_due (due_at) comment 'serves: claiming due rows, counting pending ones',
+  key email_due (due_at) comment 'serves: leasing due rows, counting pending ones',
   constraint oncebox_email_state_known check (state in ('pending', 'sent', 'failed')),
   constraint oncebox_email_pending_is_due check ((state = 'pending') = (due_at is not null)),
   constraint oncebox_email_settled_when check ((state = 'pending') = (settled_at is null))

@@ -148,7 +148,7 @@ create table oncebox.waiting (
   lane_id       uuid,
   state         text not null,
   due_at        timestamptz,
-  claim         uuid,
+  lease         uuid,
   holds         boolean not null default false,
   attempts      integer not null default 0,
   reason        text,
@@ -178,7 +178,7 @@ create table oncebox.waiting (
   constraint waiting_dead check ((state = 'dead') = (reason is not null) and (state = 'dead') = (dead_at is not null)
     and (state = 'waiting' or due_at is null)),
   constraint waiting_holds check (not holds or (state = 'dead' and lane_id is not null)),
-  constraint waiting_claim check (claim is null or due_at is not null),
+  constraint waiting_lease check (lease is null or due_at is not null),
   constraint waiting_behind check (state = 'dead' or due_at is not null or lane_id is not null),
   constraint waiting_lane check (lane_id is null or key is not null),
   constraint waiting_headers check (cardinality(header_names) = cardinality(header_values)),
@@ -195,8 +195,8 @@ comment on column oncebox.waiting.sequence is 'order within a key';
 comment on column oncebox.waiting.consumer_id is 'consumer';
 comment on column oncebox.waiting.lane_id is '16 bytes that stand for (topic, key); null: no key, no order';
 comment on column oncebox.waiting.state is 'waiting or dead';
-comment on column oncebox.waiting.due_at is 'a head is tried from then on, and a claim ends then; null: stands behind another one, or is dead (R25)';
-comment on column oncebox.waiting.claim is 'token of the process that tries it now; ends at due_at';
+comment on column oncebox.waiting.due_at is 'a head is tried from then on, and a lease ends then; null: stands behind another one, or is dead (R25)';
+comment on column oncebox.waiting.lease is 'token of the process that tries it now; ends at due_at';
 comment on column oncebox.waiting.holds is 'dead, and later messages of its key wait behind it (policy hold)';
 comment on column oncebox.waiting.attempts is 'tries counted';
 comment on column oncebox.waiting.reason is 'why it is dead';
@@ -223,7 +223,7 @@ comment on column oncebox.waiting.offset_no is 'offset; delivery tag on RabbitMQ
 comment on column oncebox.waiting.stored_at is 'when it was stored';
 comment on column oncebox.waiting.dead_at is 'when it became dead';
 comment on index oncebox.waiting_pkey is 'serves finish, postpone, bury: one row by its number';
-comment on index oncebox.waiting_due is 'serves claiming due heads, and when the next one is due; rows behind have no due time and are not in it';
+comment on index oncebox.waiting_due is 'serves leasing due heads, and when the next one is due; rows behind have no due time and are not in it';
 comment on index oncebox.waiting_lane is 'serves which keys are blocked, whether a row is a head, the next of a key, and the sweep (loose scan)';
 comment on index oncebox.waiting_first is 'serves dead list, the age of the oldest waiting message, and counts';
 comment on index oncebox.waiting_dead_once is 'serves a dead delivery that comes again: it is the same one';
@@ -241,14 +241,14 @@ create table oncebox.email (
   state       text not null default 'pending',
   attempts    integer not null default 0,
   due_at      timestamptz default clock_timestamp(),
-  claim       uuid,
+  lease       uuid,
   error       text,
   created_at  timestamptz not null default clock_timestamp(),
   settled_at  timestamptz,
   constraint email_unique_key unique (unique_key),
   constraint email_state check (state in ('pending', 'sent', 'failed')),
   constraint email_settled check ((state = 'pending') = (settled_at is null) and (state = 'pending') = (due_at is not null)),
-  constraint email_claim check (claim is null or state = 'pending')
+  constraint email_lease check (lease is null or state = 'pending')
 ) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index email_due on oncebox.email (due_at) where state = 'pending';
 comment on table oncebox.email is 'e-mails, one row per effect, sent by a sender process';
@@ -259,14 +259,14 @@ comment on column oncebox.email.subject is 'subject line';
 comment on column oncebox.email.body is 'plain text body';
 comment on column oncebox.email.state is 'pending, sent, or failed: refused for good';
 comment on column oncebox.email.attempts is 'tries counted';
-comment on column oncebox.email.due_at is 'tried from then on, and a claim ends then; null once settled';
-comment on column oncebox.email.claim is 'token of the sender that tries it now';
+comment on column oncebox.email.due_at is 'tried from then on, and a lease ends then; null once settled';
+comment on column oncebox.email.lease is 'token of the sender that tries it now';
 comment on column oncebox.email.error is 'what the server last said';
 comment on column oncebox.email.created_at is 'when it was queued';
 comment on column oncebox.email.settled_at is 'when it was sent or failed';
 comment on index oncebox.email_pkey is 'serves settling: one row by its number';
 comment on index oncebox.email_unique_key is 'serves queueing: one row per effect';
-comment on index oncebox.email_due is 'serves claiming due e-mails, and how many are pending';
+comment on index oncebox.email_due is 'serves leasing due e-mails, and how many are pending';
 
 create table oncebox.audit (
   audit_id    bigint not null generated always as identity primary key,

@@ -61,8 +61,8 @@ create table oncebox_waiting (
     lane_id      blob,                                 -- 16 bytes that stand for (topic, key); null without a key
     state        text not null,                        -- waiting or dead
     blocks       integer not null,                     -- 1: later messages of the lane are stored behind this one
-    due_at       integer,                              -- heads only: when it is tried next, or its claim ends
-    claim        blob,                                 -- who tries it: a random token of 16 bytes
+    due_at       integer,                              -- heads only: when it is tried next, or its lease ends
+    lease        blob,                                 -- who tries it: a random token of 16 bytes
     attempts     integer not null,                     -- tries counted so far
     history      text not null default '[]',           -- JSON array of {at, attempt, error}, the last 50
     reason       text,                                 -- why it is dead, in a word
@@ -85,8 +85,8 @@ create table oncebox_waiting (
     offset_no    integer not null,                     -- where it stood in the broker
     check (state in ('waiting', 'dead')),
     check ((state = 'dead') = (reason is not null) and (state = 'dead') = (dead_at is not null)),
-    check (state = 'waiting' or (due_at is null and claim is null)),
-    check (claim is null or due_at is not null),
+    check (state = 'waiting' or (due_at is null and lease is null)),
+    check (lease is null or due_at is not null),
     check (blocks in (0, 1) and (blocks = 0 or lane_id is not null)),
     check (state = 'dead' or blocks = (lane_id is not null)),
     check (lane_id is not null or state = 'dead' or due_at is not null),
@@ -95,7 +95,7 @@ create table oncebox_waiting (
 
 -- One dead delivery for each (consumer, message id, content).
 create unique index oncebox_waiting_dead on oncebox_waiting (consumer_id, message_id, content_hash) where state = 'dead';
--- Serves the claim of due heads and the question when the next one is due.
+-- Serves the lease of due heads and the question when the next one is due.
 create index oncebox_waiting_due on oncebox_waiting (consumer_id, due_at) where due_at is not null;
 -- Serves "is this lane blocked", "what comes next in it", and the sweep over the lanes.
 create index oncebox_waiting_lane on oncebox_waiting (consumer_id, lane_id, sequence) where blocks = 1;

@@ -29,15 +29,15 @@ create table oncebox_email (
     body       text not null,                          -- plain text
     state      text not null default 'pending',        -- pending, sent, failed
     attempts   integer not null default 0,             -- tries
-    due_at     integer,                                -- pending: when it is tried next, or its claim ends
-    claim      blob,                                   -- who sends it: a random token of 16 bytes
+    due_at     integer,                                -- pending: when it is tried next, or its lease ends
+    lease      blob,                                   -- who sends it: a random token of 16 bytes
     error      text,                                   -- what the server said last
     created_at integer not null,                       -- when it was stored
     settled_at integer,                                -- when it was sent or failed
     check (state in ('pending', 'sent', 'failed')),
     check ((state = 'pending') = (due_at is not null) and (state = 'pending') = (settled_at is null)),
-    check (claim is null or state = 'pending')
+    check (lease is null or state = 'pending')
 );
 
--- Serves the claim of due e-mails.
+-- Serves the lease of due e-mails.
 create index oncebox_email_due on oncebox_email (due_at) where state = 'pending';

@@ -1,7 +1,7 @@
 //! Duty: durable e-mail rows, sent by a sender process.
 //!
 //! The handler commits the e-mail row together with its inbox row; the unique key allows one row
-//! for each effect. The sender claims a row, sends the e-mail under a stable Message-ID, and
+//! for each effect. The sender leases a row, sends the e-mail under a stable Message-ID, and
 //! records the outcome. An e-mail whose sending was interrupted is sent again under the same
 //! Message-ID; SMTP has no stronger guarantee.
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::error::StoreError;
-use crate::inbox::port::waiting::Claim;
+use crate::inbox::port::waiting::RowLease;
 
 /// An e-mail to be sent once.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,13 +26,13 @@ pub struct NewEmail {
     pub body: String,
 }
 
-/// An e-mail row that this sender has claimed.
+/// An e-mail row that this sender has leased.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EmailToSend {
     /// The number of its row in the database.
     pub email_id: i64,
-    /// The token of the claim: the sender can record the outcome only while the row has it.
-    pub claim: uuid::Uuid,
+    /// The token of the lease: the sender can record the outcome only while the row has it.
+    pub lease: uuid::Uuid,
     /// The unique key; the Message-ID is made from it and stays the same.
     pub unique_key: String,
     /// The address that the e-mail goes to.
@@ -67,14 +67,14 @@ pub enum EmailOutcome {
 /// Duty: the e-mail rows.
 #[async_trait]
 pub trait Mailbox: Debug + Send + Sync {
-    /// Claims at most `limit` rows that are due, and counts the try. If the answer was lost, call
+    /// Leases at most `limit` rows that are due, and counts the try. If the answer was lost, call
     /// [`Mailbox::give_back_emails`].
-    async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError>;
+    async fn lease_emails(&self, limit: usize, lease: &RowLease) -> Result<Vec<EmailToSend>, StoreError>;
 
-    /// Ends this claim on all its rows without counting the try, and returns their number (G10).
-    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError>;
+    /// Ends this lease on all its rows without counting the try, and returns their number (G10).
+    async fn give_back_emails(&self, lease: &RowLease) -> Result<u64, StoreError>;
 
-    /// Records how a try ended; false where the claim is not ours any more.
+    /// Records how a try ended; false where the lease is not ours any more.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
     /// How many rows are neither sent nor failed; 10,000 means that or more.

@@ -21,7 +21,7 @@ pub use super::carriage::EmailTransport;
 use super::carriage::{Failure, address, compose, message_id};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
-use crate::inbox::port::waiting::Claim;
+use crate::inbox::port::waiting::RowLease;
 use crate::observe::{self, Health, PartState};
 use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::provider::Settled;
@@ -48,24 +48,24 @@ pub struct Sender {
     health: Health,
 }
 
-/// Rows that are claimed together: two, because the claim must last longer than sending all of
-/// them. Otherwise another sender would claim the last ones and send them a second time.
+/// Rows that are leased together: two, because the lease must last longer than sending all of
+/// them. Otherwise another sender would lease the last ones and send them a second time.
 const BATCH: usize = 2;
 const SENDING: Duration = Duration::from_secs(25);
-/// A claim lasts longer than sending all rows that were claimed together. After it, the rows of a
-/// sender that died can be claimed again.
-const CLAIM: Duration = Duration::from_secs(60);
-/// How long a stop waits to release claimed rows.
+/// A lease lasts longer than sending all rows that were leased together. After it, the rows of a
+/// sender that died can be leased again.
+const LEASE: Duration = Duration::from_secs(60);
+/// How long a stop waits to release leased rows.
 const GIVE_BACK: Duration = Duration::from_secs(5);
 const PART: &str = "e-mail sender";
 
-/// The rows that a sender has claimed and not settled.
+/// The rows that a sender has leased and not settled.
 #[derive(Debug, Default)]
 struct Hand {
-    claimed: VecDeque<EmailToSend>,
-    claimed_at: Option<Instant>,
-    /// A claim of which the answer was lost.
-    in_doubt: Option<Claim>,
+    leased: VecDeque<EmailToSend>,
+    leased_at: Option<Instant>,
+    /// A lease of which the answer was lost.
+    in_doubt: Option<RowLease>,
     /// The result of a sending that is not written to the database yet.
     outcome: Option<(EmailToSend, EmailOutcome)>,
 }
@@ -122,9 +122,9 @@ impl Sender {
                 Err(error) => return Err(error),
             }
         }
-        // Releases the claimed rows. If the database does not answer, the claims expire.
+        // Releases the leased rows. If the database does not answer, the leases expire.
         if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, &stop)).await.is_err() {
-            tracing::debug!("claimed e-mails were not given back");
+            tracing::debug!("leased e-mails were not given back");
         }
         Ok(())
     }
@@ -134,17 +134,17 @@ impl Sender {
         if stop.is_cancelled() {
             return Ok(Step::Worked);
         }
-        if let Some(claim) = &hand.in_doubt {
-            self.store.give_back_emails(claim).await?;
+        if let Some(lease) = &hand.in_doubt {
+            self.store.give_back_emails(lease).await?;
             hand.in_doubt = None;
         }
-        // Taken before the claim begins by the database's clock.
-        hand.claimed_at = Some(Instant::now());
-        let claim = Claim::new(CLAIM);
-        hand.in_doubt = Some(claim);
-        hand.claimed = self.store.claim_emails(BATCH, &claim).await?.into();
+        // Taken before the lease begins by the database's clock.
+        hand.leased_at = Some(Instant::now());
+        let lease = RowLease::new(LEASE);
+        hand.in_doubt = Some(lease);
+        hand.leased = self.store.lease_emails(BATCH, &lease).await?.into();
         hand.in_doubt = None;
-        if !hand.claimed.is_empty() {
+        if !hand.leased.is_empty() {
             self.empty(hand, stop).await?;
             return Ok(Step::Worked);
         }
@@ -152,7 +152,7 @@ impl Sender {
         Ok(if empty { Step::Empty } else { Step::Idle })
     }
 
-    /// Sends the claimed rows one after the other, and settles each before the next. If the
+    /// Sends the leased rows one after the other, and settles each before the next. If the
     /// database goes away meanwhile, the result is kept and written later, so the e-mail is not
     /// sent a second time (G10).
     async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<(), StoreError> {
@@ -166,10 +166,10 @@ impl Sender {
                 }
                 hand.outcome = None;
             }
-            let Some(email) = hand.claimed.pop_front() else { return Ok(()) };
-            // A claim that may expire during the sending is not used, because another sender would
+            let Some(email) = hand.leased.pop_front() else { return Ok(()) };
+            // A lease that may expire during the sending is not used, because another sender would
             // send the e-mail too.
-            let stands = hand.claimed_at.is_some_and(|at| at.elapsed() + SENDING < CLAIM) && !stop.is_cancelled();
+            let stands = hand.leased_at.is_some_and(|at| at.elapsed() + SENDING < LEASE) && !stop.is_cancelled();
             let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
                 tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
@@ -218,9 +218,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
+    fn e_mails_that_were_leased_together_are_sent_before_their_lease_runs_out() {
         // With a larger batch another sender would send the last ones too.
-        assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < CLAIM);
+        assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < LEASE);
     }
 
     // Shown by: calling a refusal of the second attempt refused; counting a refused attempt as one

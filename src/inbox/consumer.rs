@@ -88,7 +88,7 @@ struct Shared {
     solo: Solo,
     /// Signals that a message became due, so that a retrier looks.
     parked: Notify,
-    /// How many retriers have claimed messages; with any, the consumer is not idle.
+    /// How many retriers have leased messages; with any, the consumer is not idle.
     retrying: AtomicUsize,
     /// `dead_rows_max` is reached: no more messages are taken.
     is_full: AtomicBool,

@@ -319,9 +319,9 @@ pub trait InboxTx: Send {
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Removes claimed waiting messages of one key and one claim, and makes the next message of the
-    /// key due. False where the claim is not ours any more: then roll back.
-    async fn finish(&mut self, claimed: &[crate::inbox::port::waiting::ClaimedMessage]) -> Result<bool, StoreError>;
+    /// Removes leased waiting messages of one key and one lease, and makes the next message of the
+    /// key due. False where the lease is not ours any more: then roll back.
+    async fn finish(&mut self, leased: &[crate::inbox::port::waiting::LeasedMessage]) -> Result<bool, StoreError>;
 
     /// Deletes the attempt rows of messages that are handled or stored.
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;

@@ -175,8 +175,8 @@ async fn commands<S: Sql>(behind: Behind<S>) {
     tokio::time::timeout(SOON, through.store.close()).await.expect("closing is bounded");
 }
 
-/// A claim of waiting messages that the database has made and nobody has heard of.
-async fn claim<S: Sql>(behind: Behind<S>) {
+/// A lease of waiting messages that the database has made and nobody has heard of.
+async fn lease<S: Sql>(behind: Behind<S>) {
     let Behind { direct, through, proxy } = behind;
     let tries: Arc<Mutex<BTreeSet<u32>>> = Arc::default();
     let seen = Arc::clone(&tries);
@@ -187,7 +187,7 @@ async fn claim<S: Sql>(behind: Behind<S>) {
     proxy.fail_at("skip locked", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
     let consumer = through.consumer(unhurried(Failure::Cut), Does(handler));
     direct.deliver_all(&["a1"]);
-    // Long before the claim ends.
+    // Long before the lease ends.
     direct.until_effects(&["a1"]).await;
     assert!(proxy.has_failed());
     assert_eq!(*tries.lock().unwrap(), BTreeSet::from([1, 2, 3]), "a try was counted for the database");
@@ -212,5 +212,5 @@ behind_two_proxies! {
 
 behind_a_proxy! {
     r28_what_is_asked_of_a_silent_server_ends: commands, StoreOptions { connections_max: 1, ..patient() };
-    g10_a_claim_whose_answer_was_lost_is_given_back: claim, StoreOptions::new("");
+    g10_a_lease_whose_answer_was_lost_is_given_back: lease, StoreOptions::new("");
 }

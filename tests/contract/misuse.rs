@@ -41,7 +41,7 @@ async fn a_panic_and_a_handler_that_hangs_are_failures_like_any_other() {
     }
 }
 
-/// What ended with the panic begins anew: the lane at once, the retrier when the claim of the
+/// What ended with the panic begins anew: the lane at once, the retrier when the lease of the
 /// message has run out.
 #[tokio::test]
 async fn a_panic_that_ends_a_lane_or_the_retrier_is_noticed_and_the_message_handled() {

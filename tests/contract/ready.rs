@@ -164,7 +164,7 @@ behind_a_proxy! {
 }
 
 /// One message waits; then the table in which it does is not to be read for a while.
-async fn cannot_claim<S: Sql>(world: World<S>) {
+async fn cannot_lease<S: Sql>(world: World<S>) {
     let open = Arc::new(AtomicBool::new(false));
     let gate = Arc::clone(&open);
     let mut options = consumer_options();
@@ -191,11 +191,11 @@ const AWAY: &str = "waiting_away";
 
 /// Shown by: saying it in the log alone; it was ready all the time.
 #[tokio::test]
-async fn a_consumer_whose_waiting_messages_cannot_be_claimed_is_not_ready_until_they_can_on_postgres() {
-    on_postgres("cannot_claim", cannot_claim).await;
+async fn a_consumer_whose_waiting_messages_cannot_be_leased_is_not_ready_until_they_can_on_postgres() {
+    on_postgres("cannot_lease", cannot_lease).await;
 }
 
 #[tokio::test]
-async fn a_consumer_whose_waiting_messages_cannot_be_claimed_is_not_ready_until_they_can_on_mariadb() {
-    on_mariadb("cannot_claim", cannot_claim).await;
+async fn a_consumer_whose_waiting_messages_cannot_be_leased_is_not_ready_until_they_can_on_mariadb() {
+    on_mariadb("cannot_lease", cannot_lease).await;
 }

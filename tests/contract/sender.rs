@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Claim, EmailOutcome, Enqueue, Mailbox, NewEmail};
+use oncebox::store::{Base, EmailOutcome, Enqueue, Mailbox, NewEmail, RowLease};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};
@@ -52,12 +52,12 @@ async fn a_sending_that_was_interrupted_is_sent_again_under_the_same_message_id(
     let world = sqlite().await;
     let (url, taken) = smtp(&[]).await;
     queue(&world, "receipt_1", "Receipt").await;
-    // A sender that died after the server took it: the claim runs out, the row is due again.
-    let claimed = world.store.claim_emails(1, &Claim::new(Duration::from_millis(50))).await.unwrap();
-    assert_eq!(claimed.len(), 1);
+    // A sender that died after the server took it: the lease runs out, the row is due again.
+    let leased = world.store.lease_emails(1, &RowLease::new(Duration::from_millis(50))).await.unwrap();
+    assert_eq!(leased.len(), 1);
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
     // What the dead one says now changes nothing.
-    assert!(!world.store.settle_email(&claimed[0], &EmailOutcome::Failed("late".into())).await.unwrap());
+    assert!(!world.store.settle_email(&leased[0], &EmailOutcome::Failed("late".into())).await.unwrap());
     queue(&world, "receipt_2", "Receipt").await;
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
     let ids = message_ids(&taken.lock().unwrap());

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::store::{
-    ActContext, Base, Claim, ConsumerId, Diversion, LeaseAnswer, Mark, Operator, Outbox, Schema, Scope, Severity,
+    ActContext, Base, ConsumerId, Diversion, LeaseAnswer, Mark, Operator, Outbox, RowLease, Schema, Scope, Severity,
     Waiting, enqueue, enqueue_all,
 };
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection, Row};
@@ -141,7 +141,7 @@ async fn as_it_runs(db: &Db, part: &str, values: &[&str]) -> String {
         let scope = Scope { topics: vec!["t".into()], places: vec!["t".into()], kinds: None };
         loop {
             store.next_due(consumer, &scope).await.unwrap();
-            store.claim_due(consumer, &scope, &Claim::new(Duration::from_secs(1))).await.unwrap();
+            store.lease_due(consumer, &scope, &RowLease::new(Duration::from_secs(1))).await.unwrap();
             store.sweep(consumer).await.unwrap();
         }
     });

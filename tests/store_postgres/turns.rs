@@ -8,9 +8,9 @@ use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId};
 use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope as KeyScope, Stage, Tombstone};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, Claim, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox,
-    InboxEntry, KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, ParkAs,
-    Parked, Phases, Proof, RunOutcome, Scope, Sealed, StoreOptions, Waiting,
+    Answer, AnswerBody, Base, Basis, Begun, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox, InboxEntry,
+    KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, ParkAs, Parked,
+    Phases, Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Waiting,
 };
 use uuid::Uuid;
 
@@ -85,22 +85,22 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     tx.park(&[parked(ParkAs::Due(Duration::ZERO)), parked(ParkAs::Behind), parked(ParkAs::Behind)]).await.unwrap();
     tx.commit().await.unwrap();
     store.next_due(consumer, &scope()).await.unwrap().unwrap();
-    let claim = Claim::new(LEASE);
-    let head = store.claim_due(consumer, &scope(), &claim).await.unwrap().unwrap();
-    let behind = store.claim_behind(consumer, &head, &scope(), 1, &claim).await.unwrap();
+    let lease = RowLease::new(LEASE);
+    let head = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
+    let behind = store.lease_behind(consumer, &head, &scope(), 1, &lease).await.unwrap();
     assert!(store.count_try(&head).await.unwrap());
     assert_eq!(store.give_back(consumer, &behind).await.unwrap(), behind.len() as u64);
     let mut tx = store.begin(consumer).await.unwrap();
     assert!(tx.finish(&[head]).await.unwrap());
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
-    let second = store.claim_due(consumer, &scope(), &claim).await.unwrap().unwrap();
+    let second = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
     assert!(store.postpone(&second, Duration::ZERO, "no").await.unwrap());
-    let second = store.claim_due(consumer, &scope(), &claim).await.unwrap().unwrap();
+    let second = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
     assert!(store.bury(&second, "attempts", "no", false).await.unwrap());
-    let third = store.claim_due(consumer, &scope(), &claim).await.unwrap().unwrap();
-    assert_eq!(store.give_back_all(consumer, &claim).await.unwrap(), 1);
-    let last = store.claim_due(consumer, &scope(), &claim).await.unwrap().unwrap();
+    let third = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
+    assert_eq!(store.give_back_all(consumer, &lease).await.unwrap(), 1);
+    let last = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
     assert_eq!(last.sequence, third.sequence);
     let mut tx = store.begin(consumer).await.unwrap();
     assert!(tx.finish(&[last]).await.unwrap());

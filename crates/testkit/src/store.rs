@@ -285,19 +285,19 @@ macro_rules! store_conformance {
                 g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error,
             ];
             waiting: [
-                r25_only_the_head_of_a_key_is_claimed,
-                r25_a_head_is_claimed_once_by_many_at_once,
+                r25_only_the_head_of_a_key_is_leased,
+                r25_a_head_is_leased_once_by_many_at_once,
                 r25_finishing_makes_the_next_of_the_key_due,
                 a_message_comes_back_from_waiting_as_it_was,
                 a_message_is_not_due_before_its_time,
                 a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,
                 r25_only_a_head_is_due_next,
-                r25_what_was_never_tried_of_a_key_is_claimed_with_its_head,
+                r25_what_was_never_tried_of_a_key_is_leased_with_its_head,
                 r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it,
-                r22_a_claim_that_ends_later_than_any_claim_can_is_over,
-                a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing,
+                r22_a_lease_that_ends_later_than_any_lease_can_is_over,
+                a_lease_that_ended_is_taken_over_and_the_old_one_finishes_nothing,
                 a_postponed_message_keeps_its_tries_and_a_returned_one_does_not,
-                g10_a_claim_whose_answer_was_lost_is_given_back_uncounted,
+                g10_a_lease_whose_answer_was_lost_is_given_back_uncounted,
                 a_buried_message_holds_its_key_or_lets_it_go,
                 r25_a_head_that_a_race_left_behind_is_swept_up,
                 messages_without_a_key_wait_for_nobody,
@@ -410,9 +410,9 @@ macro_rules! store_conformance {
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,
                 an_email_goes_with_its_transaction,
-                emails_are_claimed_once_and_settled,
-                an_interrupted_email_is_claimed_again_under_the_same_key,
-                r22_a_claim_of_an_email_that_ends_later_than_any_claim_can_is_over,
+                emails_are_leased_once_and_settled,
+                an_interrupted_email_is_leased_again_under_the_same_key,
+                r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over,
             ];
         }
     };

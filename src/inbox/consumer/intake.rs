@@ -527,7 +527,7 @@ impl Intake<'_> {
         if let Some(why) = self.refused.values().next() {
             return Err(BrokerError::Refused(why.clone()));
         }
-        // In this order: a message that is claimed now was due before.
+        // In this order: a message that is leased now was due before.
         let due = self.shared.store.next_due(self.consumer, &self.shared.scope).await;
         match due {
             Ok(_) if self.shared.retrying.load(Ordering::Acquire) > 0 => {

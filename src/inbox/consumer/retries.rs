@@ -1,8 +1,8 @@
 //! The retriers: they run the due heads of waiting keys, one key at a time each (R25, R26).
 //!
 //! Promise: only the oldest waiting messages of a key run. They are deleted from the table in the
-//! handler's transaction, and only while the claim holds; the next message of the key becomes due
-//! with that. A head whose last claim expired may have killed its process: it runs with nothing
+//! handler's transaction, and only while the lease holds; the next message of the key becomes due
+//! with that. A head whose last lease expired may have killed its process: it runs with nothing
 //! beside it, and its try is counted before. A message that failed before runs alone in its
 //! transaction, beside other messages, and its try is counted when it fails. Messages that were
 //! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
@@ -25,7 +25,7 @@ use super::blame::{self, Blame, Fault};
 use super::calls::{self, Call, Failure, Wanted, call};
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
-use crate::inbox::port::waiting::{Claim, ClaimedMessage};
+use crate::inbox::port::waiting::{LeasedMessage, RowLease};
 use crate::inbox::port::{ConsumerId, InboxTx, Proof, Undone};
 use crate::inbox::rules::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::message::{Message, MessageId};
@@ -33,8 +33,8 @@ use crate::observe::{self, DeliveryOutcome, Trouble};
 use crate::time::pace::{Pace, sleep_unless};
 use crate::time::retry::{Death, Decision};
 
-/// How much longer a claim lasts than a handler may run.
-const CLAIM_SPARE: Duration = Duration::from_secs(10);
+/// How much longer a lease lasts than a handler may run.
+const LEASE_SPARE: Duration = Duration::from_secs(10);
 /// The longest pause between two searches: messages of other processes become due without a signal.
 const POLL: Duration = Duration::from_millis(500);
 /// After how many transient failures a head is released, so that other keys are tried.
@@ -76,7 +76,7 @@ impl Desk {
         *times
     }
 
-    fn is_over(&self, run: &[ClaimedMessage]) {
+    fn is_over(&self, run: &[LeasedMessage]) {
         let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
         if !lasting.is_empty() {
             run.iter().for_each(|one| {
@@ -87,15 +87,15 @@ impl Desk {
 }
 
 /// One retrier, and what it still has to write. That is kept until it is written, so that an outage
-/// of the database leaves no message claimed without need, and no alarm unreported (G10).
+/// of the database leaves no message leased without need, and no alarm unreported (G10).
 struct Retrier {
     shared: Arc<Shared>,
     consumer: ConsumerId,
     stop: CancellationToken,
     /// The grace of a stop is nearly over: work that still runs is dropped.
     abandon: CancellationToken,
-    /// A claim of which the answer was lost.
-    in_doubt: Option<Claim>,
+    /// A lease of which the answer was lost.
+    in_doubt: Option<RowLease>,
     owed: Option<Owed>,
     desk: Arc<Desk>,
     number: usize,
@@ -106,14 +106,14 @@ struct Retrier {
 /// What must be written after a run that is not done.
 enum Owed {
     /// No try is counted: the messages become due again.
-    GiveBack(Vec<ClaimedMessage>),
+    GiveBack(Vec<LeasedMessage>),
     /// The message is due again after this time, with the number of tries in its `attempt`.
-    Postpone(Box<ClaimedMessage>, Duration, HandlerError),
+    Postpone(Box<LeasedMessage>, Duration, HandlerError),
     /// No further try: the message is stored as dead with this reason and this error.
-    Bury(Box<ClaimedMessage>, &'static str, HandlerError),
+    Bury(Box<LeasedMessage>, &'static str, HandlerError),
     /// A handler committed by itself and so deleted the rows of these messages. It is not known
     /// whether their effects are complete.
-    StoreAsEnded(VecDeque<ClaimedMessage>),
+    StoreAsEnded(VecDeque<LeasedMessage>),
 }
 
 /// How a transaction ended. Except for `Done`, nothing of it was committed by the retrier.
@@ -121,7 +121,7 @@ enum RunEnd {
     Done,
     /// A handler, or the transaction, failed.
     Failed(Failure),
-    ClaimLost,
+    LeaseLost,
     /// All allowed tries were counted, and none came to an end; the handler did not run again.
     Exhausted,
     /// A handler committed the transaction by itself.
@@ -130,11 +130,11 @@ enum RunEnd {
 
 /// The result of a search for due messages.
 enum Due {
-    Run(Vec<ClaimedMessage>, Busy),
+    Run(Vec<LeasedMessage>, Busy),
     NothingFor(Duration),
 }
 
-/// Counts a retrier as busy, from before it claims messages until it is dropped.
+/// Counts a retrier as busy, from before it leases messages until it is dropped.
 struct Busy(Arc<Shared>);
 
 impl Busy {
@@ -178,7 +178,7 @@ pub(super) async fn run(
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     while let Err(error) = retrier.settle_up().await {
         let Some(Owed::StoreAsEnded(run)) = &retrier.owed else {
-            tracing::warn!(consumer = %retrier.shared.options.name, %error, "a claim was not given back; it runs out");
+            tracing::warn!(consumer = %retrier.shared.options.name, %error, "a lease was not given back; it runs out");
             break;
         };
         if !pace.wait(&retrier.abandon).await {
@@ -244,40 +244,40 @@ impl Retrier {
         Ok(())
     }
 
-    /// Claims the messages that are due first.
+    /// Leases the messages that are due first.
     async fn look(&mut self, swept: &mut Instant) -> Result<Due, StoreError> {
         let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
         if swept.elapsed() >= SWEEP {
             shared.store.sweep(consumer).await?;
             *swept = Instant::now();
         }
-        // A cheap read first: a claim is a write, and most of the time nothing is due.
+        // A cheap read first: a lease is a write, and most of the time nothing is due.
         match shared.store.next_due(consumer, &shared.scope).await? {
             Some(due) if due.is_zero() => {}
             Some(due) => return Ok(Due::NothingFor(due.clamp(Duration::from_millis(1), POLL))),
             None => return Ok(Due::NothingFor(POLL)),
         }
         let busy = Busy::of(&shared);
-        let claim = Claim::new(shared.options.handler_timeout + CLAIM_SPARE);
-        self.in_doubt = Some(claim);
-        let Some(head) = shared.store.claim_due(consumer, &shared.scope, &claim).await? else {
+        let lease = RowLease::new(shared.options.handler_timeout + LEASE_SPARE);
+        self.in_doubt = Some(lease);
+        let Some(head) = shared.store.lease_due(consumer, &shared.scope, &lease).await? else {
             self.in_doubt = None;
-            // Another process has claimed what is due.
+            // Another process has leased what is due.
             return Ok(Due::NothingFor(Duration::from_millis(50)));
         };
         let mut run = vec![head];
         if let Some(head) = run.first().filter(|head| !head.suspect && head.tries == 0) {
             let limit = shared.options.batch_max.saturating_sub(1);
-            let behind = shared.store.claim_behind(consumer, head, &shared.scope, limit, &claim).await?;
+            let behind = shared.store.lease_behind(consumer, head, &shared.scope, limit, &lease).await?;
             run.extend(behind);
         }
         self.in_doubt = None;
         Ok(Due::Run(run, busy))
     }
 
-    /// Runs claimed messages of one key, and keeps what must be written for those that are not
+    /// Runs leased messages of one key, and keeps what must be written for those that are not
     /// done.
-    async fn run(&mut self, mut run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+    async fn run(&mut self, mut run: Vec<LeasedMessage>) -> Result<(), StoreError> {
         let (mut fault, mut blame) = (TransientFault::default(), Blame::default());
         let mut suspect = run.first().is_some_and(|head| head.suspect);
         loop {
@@ -290,7 +290,7 @@ impl Retrier {
                     observe::delivered(&self.shared.options.name, DeliveryOutcome::Processed, run.len() as u64);
                     return self.wake_next(&run).await;
                 }
-                Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
+                Ok(RunEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
                 Ok(RunEnd::Exhausted) => return self.exhausted(run),
                 Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
@@ -349,7 +349,7 @@ impl Retrier {
     }
 
     /// Makes one try. `None`: a stop came first, or its grace is over.
-    async fn attempt(&self, run: &[ClaimedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
+    async fn attempt(&self, run: &[LeasedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
         let (shared, consumer) = (&self.shared, self.consumer);
         let beside_others = async {
             let _beside_others = shared.solo.together().await;
@@ -366,7 +366,7 @@ impl Retrier {
             };
             Some(match shared.store.count_try(head).await {
                 Ok(true) => alone.run(in_transaction(shared, consumer, run, &self.abandon)).await,
-                Ok(false) => Ok(RunEnd::ClaimLost),
+                Ok(false) => Ok(RunEnd::LeaseLost),
                 Err(error) => Err(error),
             })
         };
@@ -379,7 +379,7 @@ impl Retrier {
     }
 
     /// The first message failed by itself: the retry policy decides what follows.
-    fn failed(&mut self, run: Vec<ClaimedMessage>, error: HandlerError) -> Result<(), StoreError> {
+    fn failed(&mut self, run: Vec<LeasedMessage>, error: HandlerError) -> Result<(), StoreError> {
         self.desk.is_over(&run);
         let Some(head) = run.into_iter().next() else { return Ok(()) };
         let options = &self.shared.options;
@@ -395,7 +395,7 @@ impl Retrier {
     }
 
     /// Its tries were counted and none came to an end; the handler did not run again.
-    fn exhausted(&mut self, run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+    fn exhausted(&mut self, run: Vec<LeasedMessage>) -> Result<(), StoreError> {
         let Some(mut head) = run.into_iter().next() else { return Ok(()) };
         head.message.attempt = head.tries;
         self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
@@ -403,7 +403,7 @@ impl Retrier {
 
     /// The code of the failure is transient, but it lasts while the database works for others: the
     /// message waits longer each time with its reason visible, and no try is counted.
-    fn lasts(&mut self, run: Vec<ClaimedMessage>, said: &str) -> Result<(), StoreError> {
+    fn lasts(&mut self, run: Vec<LeasedMessage>, said: &str) -> Result<(), StoreError> {
         let Some(mut head) = run.into_iter().next() else { return Ok(()) };
         let options = &self.shared.options;
         let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
@@ -445,8 +445,8 @@ impl Retrier {
             }
         }
         self.owed = None;
-        if let Some(claim) = &self.in_doubt {
-            shared.store.give_back_all(consumer, claim).await?;
+        if let Some(lease) = &self.in_doubt {
+            shared.store.give_back_all(consumer, lease).await?;
             self.in_doubt = None;
         }
         Ok(())
@@ -454,7 +454,7 @@ impl Retrier {
 
     /// Releases the messages that this try leaves out. If that fails, the release of all is kept
     /// for later.
-    async fn give_back(&mut self, run: &mut Vec<ClaimedMessage>, rest: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+    async fn give_back(&mut self, run: &mut Vec<LeasedMessage>, rest: Vec<LeasedMessage>) -> Result<(), StoreError> {
         let given_back = self.shared.store.give_back(self.consumer, &rest).await;
         if given_back.is_err() {
             run.extend(rest);
@@ -464,7 +464,7 @@ impl Retrier {
     }
 
     /// Wakes the key: other messages may have been stored behind these while they ran.
-    async fn wake_next(&self, run: &[ClaimedMessage]) -> Result<(), StoreError> {
+    async fn wake_next(&self, run: &[LeasedMessage]) -> Result<(), StoreError> {
         let lane = run.first().and_then(|head| head.message.lane_id());
         match lane {
             Some(lane) => self.shared.store.wake(self.consumer, &[lane]).await,
@@ -476,7 +476,7 @@ impl Retrier {
 async fn in_transaction(
     shared: &Arc<Shared>,
     consumer: ConsumerId,
-    run: &[ClaimedMessage],
+    run: &[LeasedMessage],
     give_up: &CancellationToken,
 ) -> Result<RunEnd, StoreError> {
     let mut tx = shared.store.begin(consumer).await?;
@@ -493,9 +493,9 @@ async fn in_transaction(
             Err(error @ StoreError::Other(_)) => Ok(whose(run, &format!("the commit was refused: {error}"))),
             Err(error) => Err(error),
         },
-        Ok(RunEnd::ClaimLost) => {
+        Ok(RunEnd::LeaseLost) => {
             roll_back(tx).await;
-            Ok(RunEnd::ClaimLost)
+            Ok(RunEnd::LeaseLost)
         }
         // A handler may have committed by itself, and with it the deletion of the waiting rows.
         end => match (undo(shared, tx.as_mut(), give_up).await?, end) {
@@ -509,19 +509,19 @@ async fn in_transaction(
 async fn body(
     shared: &Arc<Shared>,
     tx: &mut dyn InboxTx,
-    run: &[ClaimedMessage],
+    run: &[LeasedMessage],
     enqueued: &mut bool,
 ) -> Result<RunEnd, StoreError> {
-    // Deleted first: the proof counts on this, and it fences a claim that was lost.
+    // Deleted first: the proof counts on this, and it fences a lease that was lost.
     if !tx.finish(run).await? {
-        return Ok(RunEnd::ClaimLost);
+        return Ok(RunEnd::LeaseLost);
     }
     let mut wanted = Vec::with_capacity(run.len());
-    for (item, ClaimedMessage { message, .. }) in run.iter().enumerate() {
+    for (item, LeasedMessage { message, .. }) in run.iter().enumerate() {
         let Some((handler, takes)) = shared.handlers.find(&message.kind) else {
-            // Messages are claimed by kind. A waiting message was accepted once, so it is never
+            // Messages are leased by kind. A waiting message was accepted once, so it is never
             // acknowledged as unhandled.
-            return Err(StoreError::Corrupt(format!("claimed a message of the kind `{}`", message.kind)));
+            return Err(StoreError::Corrupt(format!("leased a message of the kind `{}`", message.kind)));
         };
         wanted.push(Wanted { item, handler, in_sets: takes.takes_sets(), lane: message.lane_id() });
     }
@@ -543,6 +543,6 @@ async fn body(
 }
 
 /// A failure of the whole transaction.
-fn whose(run: &[ClaimedMessage], why: &str) -> RunEnd {
+fn whose(run: &[LeasedMessage], why: &str) -> RunEnd {
     RunEnd::Failed(Failure::of_all(&(0..run.len()).collect::<Vec<_>>(), why))
 }

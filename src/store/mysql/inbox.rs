@@ -25,7 +25,7 @@ use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
 use super::schema::number;
 use super::{MySqlStore, hex, hex_list, sixteen, token};
 use crate::error::StoreError;
-use crate::inbox::port::waiting::ClaimedMessage;
+use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
     Admission, ConsumerId, InboxEntry, InboxTx, Known, LOOKS, Parked, Proof, ROLLBACK_MAX, Standing, Undone,
 };
@@ -250,8 +250,8 @@ impl InboxTx for MySqlInboxTx {
         Ok(())
     }
 
-    async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
-        let finished = waiting::finish(&mut self.transaction, self.consumer, claimed).await?;
+    async fn finish(&mut self, leased: &[LeasedMessage]) -> Result<bool, StoreError> {
+        let finished = waiting::finish(&mut self.transaction, self.consumer, leased).await?;
         self.set_savepoint(finished.then(MessageId::new)).await?;
         Ok(finished)
     }

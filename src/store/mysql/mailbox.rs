@@ -29,7 +29,7 @@ pub(super) async fn queue(connection: &mut MySqlConnection, email: &NewEmail) ->
         }
     }
     let inserted = sqlx::query(
-        "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, claim, attempts, created_at) \
+        "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, lease, attempts, created_at) \
          values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",
     )
     .bind(email.unique_key.as_bytes())

@@ -19,7 +19,7 @@ use self::fate::Written;
 use super::PostgresStore;
 use super::connect::synchronous;
 use crate::error::StoreError;
-use crate::inbox::port::waiting::ClaimedMessage;
+use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
     Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, ROLLBACK_MAX, Standing, Undone, lock_wait,
 };
@@ -269,12 +269,12 @@ impl InboxTx for PostgresTx {
         Ok(())
     }
 
-    async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
-        if !waiting::finish(&mut self.tx, self.consumer, claimed).await? {
+    async fn finish(&mut self, leased: &[LeasedMessage]) -> Result<bool, StoreError> {
+        if !waiting::finish(&mut self.tx, self.consumer, leased).await? {
             return Ok(false);
         }
         self.witness = sqlx::query_scalar(WITNESS).one(&mut self.tx).await?;
-        self.finished = claimed.first().map(|first| first.sequence);
+        self.finished = leased.first().map(|first| first.sequence);
         Ok(true)
     }
 

@@ -1,47 +1,47 @@
 //! The e-mail rows, on every database.
 //!
-//! Guarantees: a row has one claim at a time; a row whose claim ends later than any claim can was
-//! claimed before the clock went back, and is free (R22).
+//! Guarantees: a row has one lease at a time; a row whose lease ends later than any lease can was
+//! leased before the clock went back, and is free (R22).
 
 use async_trait::async_trait;
 
 use super::{SqlStore, Statement, sql};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
-use crate::inbox::port::waiting::{CLAIM_MAX, Claim};
+use crate::inbox::port::waiting::{LEASE_MAX, RowLease};
 use crate::operator::{COUNTED_MAX, kept_error};
 
-/// E-mails that may be claimed. On SQLite each half is a query of its own, which reads only a part
+/// E-mails that may be leased. On SQLite each half is a query of its own, which reads only a part
 /// of the index; with `or` all pending rows would be read.
 pub(in crate::store) const DUE: &str = "\
     select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
       from oncebox.email e {my: force index (email_due)} where \
-      {pg: e.state = 'pending' and (e.due_at <= {now} or e.claim is not null and e.due_at > {now} + {span :claim_max})}\
-      {my: e.due_at <= {now} or e.claim is not null and e.due_at > {now} + {span :claim_max}}\
+      {pg: e.state = 'pending' and (e.due_at <= {now} or e.lease is not null and e.due_at > {now} + {span :lease_max})}\
+      {my: e.due_at <= {now} or e.lease is not null and e.due_at > {now} + {span :lease_max}}\
       {lite: e.email_id in (select email_id from oncebox.email where state = 'pending' and due_at <= {now} \
          union all select email_id from oncebox.email \
-           where state = 'pending' and claim is not null and due_at > {now} + {span :claim_max})} \
+           where state = 'pending' and lease is not null and due_at > {now} + {span :lease_max})} \
      order by e.due_at, e.email_id limit :limit {lock free}";
 
-const CLAIM: &str = "update oncebox.email set claim = :claim, attempts = attempts + 1, due_at = {now} + {span :length} \
+const LEASE: &str = "update oncebox.email set lease = :lease, attempts = attempts + 1, due_at = {now} + {span :length} \
     where email_id = :email";
 
-const GIVE_BACK: &str = "update oncebox.email {my: force index (email_due)} set claim = null, due_at = {now}, \
+const GIVE_BACK: &str = "update oncebox.email {my: force index (email_due)} set lease = null, due_at = {now}, \
     attempts = case when attempts > 0 then attempts - 1 else 0 end \
-    where state = 'pending' and due_at is not null and claim = :claim";
+    where state = 'pending' and due_at is not null and lease = :lease";
 
-const SETTLE: &str = "update oncebox.email set state = :state, claim = null, due_at = {now} + {span :after}, \
+const SETTLE: &str = "update oncebox.email set state = :state, lease = null, due_at = {now} + {span :after}, \
     error = coalesce(:error, error), attempts = attempts - :untried, settled_at = case when :is_settled then {now} end \
-    where email_id = :email and claim = :claim";
+    where email_id = :email and lease = :lease";
 
 const PENDING: &str = "select count(*) from (select 1 from oncebox.email where state = 'pending' and due_at is not null \
     {pg: order by due_at} limit :max) e";
 
 fn due(limit: usize) -> Statement {
-    sql(DUE).bind("claim_max", CLAIM_MAX).bind("limit", i64::try_from(limit).unwrap_or(i64::MAX))
+    sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", i64::try_from(limit).unwrap_or(i64::MAX))
 }
 
-async fn claim(store: &dyn SqlStore, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
+async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<Vec<EmailToSend>, StoreError> {
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
     let mut emails = Vec::new();
@@ -49,7 +49,7 @@ async fn claim(store: &dyn SqlStore, limit: usize, claim: &Claim) -> Result<Vec<
         let attempt: u32 = row.get(5)?;
         emails.push(EmailToSend {
             email_id: row.get(0)?,
-            claim: claim.token,
+            lease: lease.token,
             unique_key: row.get(1)?,
             recipient: row.get(2)?,
             subject: row.get(3)?,
@@ -58,8 +58,8 @@ async fn claim(store: &dyn SqlStore, limit: usize, claim: &Claim) -> Result<Vec<
         });
     }
     for email in &emails {
-        let claimed = sql(CLAIM).bind("claim", claim.token).bind("length", claim.length).bind("email", email.email_id);
-        session.run(claimed).await?;
+        let leased = sql(LEASE).bind("lease", lease.token).bind("length", lease.length).bind("email", email.email_id);
+        session.run(leased).await?;
     }
     transaction.commit().await?;
     Ok(emails)
@@ -81,21 +81,21 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
         .bind("untried", i64::from(*outcome == EmailOutcome::NotTried))
         .bind("is_settled", after.is_none())
         .bind("email", email.email_id)
-        .bind("claim", email.claim)
+        .bind("lease", email.lease)
 }
 
 #[async_trait]
 impl<S: SqlStore + std::fmt::Debug> Mailbox for S {
-    async fn claim_emails(&self, limit: usize, token: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
+    async fn lease_emails(&self, limit: usize, token: &RowLease) -> Result<Vec<EmailToSend>, StoreError> {
         // Most polls find nothing, and a plain read is enough for them.
         if self.reader().await?.rows(due(1)).await?.is_empty() {
             return Ok(Vec::new());
         }
-        claim(self, limit, token).await
+        lease(self, limit, token).await
     }
 
-    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError> {
-        self.run_alone(sql(GIVE_BACK).bind("claim", claim.token)).await
+    async fn give_back_emails(&self, lease: &RowLease) -> Result<u64, StoreError> {
+        self.run_alone(sql(GIVE_BACK).bind("lease", lease.token)).await
     }
 
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {

@@ -2,7 +2,7 @@
 //!
 //! Guarantees:
 //!
-//! * Of a key only the head is claimed, under the lock of its row, so a head has one claim at a
+//! * Of a key only the head is leased, under the lock of its row, so a head has one lease at a
 //!   time. A head that another transaction has locked is skipped, not waited for.
 //! * Rows behind a head have no due time, so a poll does not read them. The transaction that
 //!   removes a head makes the next row due, and a sweep finds heads that a race left without a due
@@ -24,7 +24,7 @@ use super::message::{error_text, message_columns, message_of};
 use super::{Row, Session, Statement, Value, sql};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
-use crate::inbox::port::waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
+use crate::inbox::port::waiting::{LEASE_MAX, LeasedMessage, RowLease, Scope, Waiting};
 
 /// Rows that one sweep changes at most.
 const SWEEP_MAX: i64 = 1_000;
@@ -91,9 +91,9 @@ macro_rules! update_rows {
 }
 
 /// The head that is due first; with `locks`, of those that no other transaction has locked. Only
-/// heads are locked: when every row could be, two messages of a key were claimed at once.
+/// heads are locked: when every row could be, two messages of a key were leased at once.
 pub(in crate::store) const DUE_HEAD: &str = concat!(
-    "select w.sequence, w.claim, ",
+    "select w.sequence, w.lease, ",
     message_columns!(),
     heads!("w.due_at <= {now}"),
     " {if locks: {lock free}}"
@@ -103,13 +103,13 @@ pub(in crate::store) const DUE_HEAD: &str = concat!(
 pub(in crate::store) const NEXT_DUE: &str =
     concat!("select {micros w.due_at} - {micros {now}}", heads!("w.due_at is not null"));
 
-pub(in crate::store) const CLAIM: &str =
-    update_rows!("claim = :claim, due_at = {now} + {span :length}", "w.state = 'waiting'");
+pub(in crate::store) const LEASE: &str =
+    update_rows!("lease = :lease, due_at = {now} + {span :length}", "w.state = 'waiting'");
 
-/// The rows behind a head, and for each whether it may be claimed with the head: it waits, was
-/// never tried or claimed, and its kind is in the scope.
+/// The rows behind a head, and for each whether it may be leased with the head: it waits, was
+/// never tried or leased, and its kind is in the scope.
 pub(in crate::store) const BEHIND: &str = concat!(
-    "select w.sequence, w.state = 'waiting' and w.attempts = 0 and w.claim is null and w.due_at is null {if of_kinds: and ",
+    "select w.sequence, w.state = 'waiting' and w.attempts = 0 and w.lease is null and w.due_at is null {if of_kinds: and ",
     of_kinds!(),
     "}, ",
     message_columns!(),
@@ -119,33 +119,33 @@ pub(in crate::store) const BEHIND: &str = concat!(
     " order by w.sequence limit :most"
 );
 
-const CLAIM_BEHIND: &str = update_rows!(
-    "claim = :claim, due_at = {now} + {span :length}",
-    "w.state = 'waiting' and w.attempts = 0 and w.claim is null and w.due_at is null"
+const LEASE_BEHIND: &str = update_rows!(
+    "lease = :lease, due_at = {now} + {span :length}",
+    "w.state = 'waiting' and w.attempts = 0 and w.lease is null and w.due_at is null"
 );
 
-const COUNT: &str = "update oncebox.waiting set attempts = :attempts where sequence = :sequence and claim = :claim";
+const COUNT: &str = "update oncebox.waiting set attempts = :attempts where sequence = :sequence and lease = :lease";
 
-const POSTPONE: &str = "update oncebox.waiting set claim = null, due_at = {now} + {span :after}, attempts = :attempts, \
-    {pg my: error = :error,} history = {history history :attempts} where sequence = :sequence and claim = :claim";
+const POSTPONE: &str = "update oncebox.waiting set lease = null, due_at = {now} + {span :after}, attempts = :attempts, \
+    {pg my: error = :error,} history = {history history :attempts} where sequence = :sequence and lease = :lease";
 
-/// Ends a claim. Rows with a key lose their due time here; `wake` then gives it back to the head.
+/// Ends a lease. Rows with a key lose their due time here; `wake` then gives it back to the head.
 const GIVE_BACK: &str = update_rows!(
-    "claim = null, due_at = case when lane_id is null then {now} end {if counts: , attempts = :tries}",
-    "w.claim = :claim"
+    "lease = null, due_at = case when lane_id is null then {now} end {if counts: , attempts = :tries}",
+    "w.lease = :lease"
 );
 
-const CLAIMED: &str = "select w.sequence, w.lane_id from oncebox.waiting w {my: force index (waiting_due)} \
-    where w.consumer_id = :consumer and w.due_at is not null and w.claim = :claim";
+const LEASED: &str = "select w.sequence, w.lane_id from oncebox.waiting w {my: force index (waiting_due)} \
+    where w.consumer_id = :consumer and w.due_at is not null and w.lease = :lease";
 
-/// The consumer of a row that we have claimed, and whether a dead copy with the same id and content
+/// The consumer of a row that we have leased, and whether a dead copy with the same id and content
 /// is there already.
 const OURS: &str = "select w.consumer_id, exists (select 1 from oncebox.waiting d \
         where d.consumer_id = w.consumer_id and d.message_id = w.message_id \
           and {pg lite: d.state = 'dead' and d.content_hash = w.content_hash}{my: d.dead_hash = w.content_hash}) \
-    from oncebox.waiting w where w.sequence = :sequence and w.claim = :claim {lock}";
+    from oncebox.waiting w where w.sequence = :sequence and w.lease = :lease {lock}";
 
-const BURY: &str = "update oncebox.waiting set state = 'dead', claim = null, due_at = null, reason = :reason, dead_at = {clock}, \
+const BURY: &str = "update oncebox.waiting set state = 'dead', lease = null, due_at = null, reason = :reason, dead_at = {clock}, \
       {pg: holds = :holds and lane_id is not null,}{lite: blocks = (:holds and lane_id is not null),}\
       {my: dead_hash = content_hash, lane_id = case when :holds then lane_id end,} {pg my: error = :error,} \
       attempts = :attempts, history = {history history :attempts} \
@@ -153,7 +153,7 @@ const BURY: &str = "update oncebox.waiting set state = 'dead', claim = null, due
 
 const REMOVE: &str = "{pg: /* planned anew */ }delete {my: w} from {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
       straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}{pg lite: oncebox.waiting as w} \
-    where {pg lite: w.sequence {in ints :rows} and }w.claim = :claim and w.consumer_id = :consumer";
+    where {pg lite: w.sequence {in ints :rows} and }w.lease = :lease and w.consumer_id = :consumer";
 
 /// The first row of each of these keys, if it waits without a due time.
 pub(in crate::store) const TO_WAKE: &str = concat!(
@@ -169,11 +169,11 @@ pub(in crate::store) const TO_WAKE: &str = concat!(
 
 pub(in crate::store) const MAKE_DUE: &str = update_rows!("due_at = {now}", "w.state = 'waiting' and w.due_at is null");
 
-/// Claims that end later than any claim can, because the clock went back (R22).
-pub(in crate::store) const CLAIMED_TOO_LONG: &str = "select sequence from oncebox.waiting {my: force index (waiting_due)} \
-    where consumer_id = :consumer and due_at > {now} + {span :claim_max} and claim is not null limit :most";
+/// Leases that end later than any lease can, because the clock went back (R22).
+pub(in crate::store) const LEASED_TOO_LONG: &str = "select sequence from oncebox.waiting {my: force index (waiting_due)} \
+    where consumer_id = :consumer and due_at > {now} + {span :lease_max} and lease is not null limit :most";
 
-const END_CLAIMS: &str = update_rows!("due_at = {now}", "w.claim is not null and w.due_at > {now} + {span :claim_max}");
+const END_LEASES: &str = update_rows!("due_at = {now}", "w.lease is not null and w.due_at > {now} + {span :lease_max}");
 
 /// Heads without a due time, found by a loose scan of the index over the keys: as many steps as
 /// there are keys, not rows.
@@ -199,12 +199,12 @@ pub(in crate::store) const LOST_HEADS: &str = concat!(
 
 #[async_trait]
 impl<S: OwnInbox> Waiting for S {
-    async fn claim_due(
+    async fn lease_due(
         &self,
         consumer: ConsumerId,
         scope: &Scope,
-        claim: &Claim,
-    ) -> Result<Option<ClaimedMessage>, StoreError> {
+        lease: &RowLease,
+    ) -> Result<Option<LeasedMessage>, StoreError> {
         // Most polls find nothing, and a plain read is enough for them.
         if self.reader().await?.rows(in_scope(DUE_HEAD, consumer, scope)).await?.is_empty() {
             return Ok(None);
@@ -216,21 +216,21 @@ impl<S: OwnInbox> Waiting for S {
             transaction.rollback().await?;
             return Ok(None);
         };
-        let head = claimed_of(&**row, claim, row.get_opt::<Uuid>(1)?.is_some())?;
-        let claimed = sql(CLAIM).bind("rows", vec![head.sequence]).bind("claim", claim.token);
-        transaction.session().run(claimed.bind("length", claim.length)).await?;
+        let head = leased_of(&**row, lease, row.get_opt::<Uuid>(1)?.is_some())?;
+        let leased = sql(LEASE).bind("rows", vec![head.sequence]).bind("lease", lease.token);
+        transaction.session().run(leased.bind("length", lease.length)).await?;
         transaction.commit().await?;
         Ok(Some(head))
     }
 
-    async fn claim_behind(
+    async fn lease_behind(
         &self,
         consumer: ConsumerId,
-        head: &ClaimedMessage,
+        head: &LeasedMessage,
         scope: &Scope,
         limit: usize,
-        claim: &Claim,
-    ) -> Result<Vec<ClaimedMessage>, StoreError> {
+        lease: &RowLease,
+    ) -> Result<Vec<LeasedMessage>, StoreError> {
         let Some(lane) = head.message.lane_id().filter(|_| limit > 0) else { return Ok(Vec::new()) };
         let behind = in_scope(BEHIND, consumer, scope)
             .bind("lane", Uuid::from_bytes(lane))
@@ -241,14 +241,14 @@ impl<S: OwnInbox> Waiting for S {
             if row.get_bool(1)? != Some(true) {
                 break;
             }
-            run.push(claimed_of(&*row, claim, false)?);
+            run.push(leased_of(&*row, lease, false)?);
         }
         if run.is_empty() {
             return Ok(run);
         }
-        let claimed = sql(CLAIM_BEHIND).bind("rows", numbers(&run)).bind("claim", claim.token);
-        if self.run_alone(claimed.bind("length", claim.length)).await? != run.len() as u64 {
-            // Another process claimed or changed one of the rows. Without it the others are no
+        let leased = sql(LEASE_BEHIND).bind("rows", numbers(&run)).bind("lease", lease.token);
+        if self.run_alone(leased.bind("length", lease.length)).await? != run.len() as u64 {
+            // Another process leased or changed one of the rows. Without it the others are no
             // longer the next messages in order, so all are given back.
             self.give_back(consumer, &run).await?;
             run.clear();
@@ -256,8 +256,8 @@ impl<S: OwnInbox> Waiting for S {
         Ok(run)
     }
 
-    async fn count_try(&self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
-        Ok(self.run_alone(tried(COUNT, claimed)).await? == 1)
+    async fn count_try(&self, leased: &LeasedMessage) -> Result<bool, StoreError> {
+        Ok(self.run_alone(tried(COUNT, leased)).await? == 1)
     }
 
     async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError> {
@@ -266,20 +266,20 @@ impl<S: OwnInbox> Waiting for S {
         Ok(left.map(|left| Duration::from_micros(u64::try_from(left).unwrap_or(0))))
     }
 
-    async fn postpone(&self, claimed: &ClaimedMessage, after: Duration, error: &str) -> Result<bool, StoreError> {
-        let postponed = tried(POSTPONE, claimed).bind("after", after).bind("error", error_text(error));
+    async fn postpone(&self, leased: &LeasedMessage, after: Duration, error: &str) -> Result<bool, StoreError> {
+        let postponed = tried(POSTPONE, leased).bind("after", after).bind("error", error_text(error));
         Ok(self.run_alone(postponed).await? == 1)
     }
 
-    async fn give_back(&self, consumer: ConsumerId, claimed: &[ClaimedMessage]) -> Result<u64, StoreError> {
-        let Some(first) = claimed.first() else { return Ok(0) };
+    async fn give_back(&self, consumer: ConsumerId, leased: &[LeasedMessage]) -> Result<u64, StoreError> {
+        let Some(first) = leased.first() else { return Ok(0) };
         let mut transaction = self.begin_sql().await?;
         let mut given_back = 0;
-        // Messages of one claim have the same number of tries, except for a head that was tried
+        // Messages of one lease have the same number of tries, except for a head that was tried
         // before.
-        for group in claimed.chunk_by(|one, next| one.tries == next.tries) {
+        for group in leased.chunk_by(|one, next| one.tries == next.tries) {
             let tries = group.first().map_or(0, |one| i64::from(one.tries));
-            let back = sql(GIVE_BACK).bind("rows", numbers(group)).bind("claim", first.claim);
+            let back = sql(GIVE_BACK).bind("rows", numbers(group)).bind("lease", first.lease);
             given_back += transaction.session().run(back.bind("counts", true).bind("tries", tries)).await?;
         }
         wake(transaction.session(), consumer, first.message.lane_id().as_slice()).await?;
@@ -287,10 +287,10 @@ impl<S: OwnInbox> Waiting for S {
         Ok(given_back)
     }
 
-    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
-        let claimed = sql(CLAIMED).bind("consumer", consumer).bind("claim", claim.token);
+    async fn give_back_all(&self, consumer: ConsumerId, lease: &RowLease) -> Result<u64, StoreError> {
+        let leased = sql(LEASED).bind("consumer", consumer).bind("lease", lease.token);
         let (mut rows, mut lanes) = (Vec::new(), Vec::new());
-        for row in self.reader().await?.rows(claimed).await? {
+        for row in self.reader().await?.rows(leased).await? {
             rows.push(row.get::<i64>(0)?);
             lanes.extend(row.get_opt::<Uuid>(1)?.map(Uuid::into_bytes));
         }
@@ -299,27 +299,27 @@ impl<S: OwnInbox> Waiting for S {
         }
         lanes.dedup();
         let mut transaction = self.begin_sql().await?;
-        let back = sql(GIVE_BACK).bind("rows", rows).bind("claim", claim.token).bind("counts", false);
+        let back = sql(GIVE_BACK).bind("rows", rows).bind("lease", lease.token).bind("counts", false);
         let given_back = transaction.session().run(back).await?;
         wake(transaction.session(), consumer, &lanes).await?;
         transaction.commit().await?;
         Ok(given_back)
     }
 
-    async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
+    async fn bury(&self, leased: &LeasedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
-        let ours = session.rows(tried(OURS, claimed)).await?;
+        let ours = session.rows(tried(OURS, leased)).await?;
         let Some(row) = ours.first() else { return Ok(false) };
         let consumer = ConsumerId(row.get(0)?);
         if row.get(1)? {
             // A dead copy is there already: one row is enough.
-            session.run(removal(consumer, std::slice::from_ref(claimed), claimed.claim)).await?;
+            session.run(removal(consumer, std::slice::from_ref(leased), leased.lease)).await?;
         } else {
-            let buried = tried(BURY, claimed).bind("reason", reason).bind("error", error_text(error));
+            let buried = tried(BURY, leased).bind("reason", reason).bind("error", error_text(error));
             session.run(buried.bind("holds", holds)).await?;
         }
-        wake(session, consumer, claimed.message.lane_id().as_slice()).await?;
+        wake(session, consumer, leased.message.lane_id().as_slice()).await?;
         transaction.commit().await?;
         Ok(true)
     }
@@ -334,9 +334,9 @@ impl<S: OwnInbox> Waiting for S {
 
     async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
         self.make_room().await?;
-        let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("claim_max", CLAIM_MAX);
+        let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("lease_max", LEASE_MAX);
         let mut changed = 0;
-        for (found, change) in [(CLAIMED_TOO_LONG, END_CLAIMS), (LOST_HEADS, MAKE_DUE)] {
+        for (found, change) in [(LEASED_TOO_LONG, END_LEASES), (LOST_HEADS, MAKE_DUE)] {
             let rows = first_column(&self.reader().await?.rows(of(found)).await?)?;
             if !rows.is_empty() {
                 changed += self.run_alone(of(change).bind("rows", rows)).await?;
@@ -355,15 +355,15 @@ fn in_scope(text: &'static str, consumer: ConsumerId, scope: &Scope) -> Statemen
         .bind("kinds", Value::Foreigns(scope.kinds.clone().unwrap_or_default()))
 }
 
-/// A statement about one claimed row, with its claim and the number of this try bound.
-fn tried(text: &'static str, claimed: &ClaimedMessage) -> Statement {
-    let attempts = i64::from(claimed.message.attempt);
-    sql(text).bind("sequence", claimed.sequence).bind("claim", claimed.claim).bind("attempts", attempts)
+/// A statement about one leased row, with its lease and the number of this try bound.
+fn tried(text: &'static str, leased: &LeasedMessage) -> Statement {
+    let attempts = i64::from(leased.message.attempt);
+    sql(text).bind("sequence", leased.sequence).bind("lease", leased.lease).bind("attempts", attempts)
 }
 
-/// The statement that deletes claimed rows while their claim stands.
-fn removal(consumer: ConsumerId, claimed: &[ClaimedMessage], claim: Uuid) -> Statement {
-    sql(REMOVE).bind("rows", numbers(claimed)).bind("claim", claim).bind("consumer", consumer)
+/// The statement that deletes leased rows while their lease stands.
+fn removal(consumer: ConsumerId, leased: &[LeasedMessage], lease: Uuid) -> Statement {
+    sql(REMOVE).bind("rows", numbers(leased)).bind("lease", lease).bind("consumer", consumer)
 }
 
 fn to_wake(consumer: ConsumerId, lanes: &[[u8; 16]]) -> Statement {
@@ -388,33 +388,33 @@ pub(in crate::store) async fn wake(
     Ok(())
 }
 
-/// Removes claimed rows of one key in the handler's transaction, and makes the next row of the key
-/// due. False where the claim is not ours any more: then roll back.
+/// Removes leased rows of one key in the handler's transaction, and makes the next row of the key
+/// due. False where the lease is not ours any more: then roll back.
 pub(in crate::store) async fn finish(
     session: &mut dyn Session,
     consumer: ConsumerId,
-    claimed: &[ClaimedMessage],
+    leased: &[LeasedMessage],
 ) -> Result<bool, StoreError> {
-    let Some(first) = claimed.first() else { return Ok(false) };
-    if session.run(removal(consumer, claimed, first.claim)).await? != claimed.len() as u64 {
+    let Some(first) = leased.first() else { return Ok(false) };
+    if session.run(removal(consumer, leased, first.lease)).await? != leased.len() as u64 {
         return Ok(false);
     }
     wake(session, consumer, first.message.lane_id().as_slice()).await?;
     Ok(true)
 }
 
-fn numbers(claimed: &[ClaimedMessage]) -> Vec<i64> {
-    claimed.iter().map(|one| one.sequence).collect()
+fn numbers(leased: &[LeasedMessage]) -> Vec<i64> {
+    leased.iter().map(|one| one.sequence).collect()
 }
 
 fn first_column(rows: &[Box<dyn Row>]) -> Result<Vec<i64>, StoreError> {
     rows.iter().map(|row| row.get(0)).collect()
 }
 
-/// Reads a claimed message: its number in the first column, the message from the third on.
-fn claimed_of(row: &dyn Row, claim: &Claim, suspect: bool) -> Result<ClaimedMessage, StoreError> {
+/// Reads a leased message: its number in the first column, the message from the third on.
+fn leased_of(row: &dyn Row, lease: &RowLease, suspect: bool) -> Result<LeasedMessage, StoreError> {
     let mut message = message_of(row, 2)?;
     let tries = message.attempt;
     message.attempt += 1;
-    Ok(ClaimedMessage { sequence: row.get(0)?, claim: claim.token, tries, suspect, message })
+    Ok(LeasedMessage { sequence: row.get(0)?, lease: lease.token, tries, suspect, message })
 }

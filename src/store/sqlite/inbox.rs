@@ -18,7 +18,7 @@ use super::message::sixteen;
 use super::write::Write;
 use super::{now_ms, parts};
 use crate::error::StoreError;
-use crate::inbox::port::waiting::ClaimedMessage;
+use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone};
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
@@ -186,8 +186,8 @@ impl InboxTx for SqliteInboxTx {
         Ok(())
     }
 
-    async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
-        waiting::finish(self.write.connection(), self.consumer, claimed).await
+    async fn finish(&mut self, leased: &[LeasedMessage]) -> Result<bool, StoreError> {
+        waiting::finish(self.write.connection(), self.consumer, leased).await
     }
 
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {

@@ -9,9 +9,9 @@ use super::{Fixture, Trial};
 use oncebox::error::StoreError;
 use oncebox::message::{Message, MessageId};
 use oncebox::store::{
-    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
-    Enqueue, Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome,
-    OperatorRequest, ParkAs, RequestedAct, Waiting,
+    ActContext, Base, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome, Enqueue,
+    Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest,
+    ParkAs, RequestedAct, RowLease, Waiting,
 };
 
 fn context() -> ActContext {
@@ -34,13 +34,13 @@ async fn audits<F: Fixture>(trial: &Trial<F>) -> i64 {
     trial.number(&format!("select count(*) from {}", trial.table("audit"))).await
 }
 
-async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Message> {
-    let mut claimed = Vec::new();
-    let claim = || Claim::new(Duration::from_secs(600));
-    while let Some(head) = trial.store.claim_due(consumer, &everything(), &claim()).await.unwrap() {
-        claimed.push(head.message);
+async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Message> {
+    let mut leased = Vec::new();
+    let lease = || RowLease::new(Duration::from_secs(600));
+    while let Some(head) = trial.store.lease_due(consumer, &everything(), &lease()).await.unwrap() {
+        leased.push(head.message);
     }
-    claimed
+    leased
 }
 
 /// Makes two dead outbox rows, the first of which holds another row. Returns the session and their
@@ -76,7 +76,7 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
         assert!(tx.queue_email(&email).await.unwrap());
     }
     tx.commit().await.unwrap();
-    let email = trial.store.claim_emails(1, &Claim::new(Duration::from_secs(60))).await.unwrap().remove(0);
+    let email = trial.store.lease_emails(1, &RowLease::new(Duration::from_secs(60))).await.unwrap().remove(0);
     assert!(trial.store.settle_email(&email, &EmailOutcome::Sent).await.unwrap());
 
     let status = trial.store.status().await.unwrap();
@@ -195,15 +195,15 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     let (head, behind) = (&waiting[0], &waiting[1]);
     is_refused(act(behind, OperatorAct::Redrive).await, "stands behind");
     is_refused(act(head, OperatorAct::RedriveAs { id: Uuid::now_v7(), payload: None }).await, "bury it first");
-    assert!(claim(trial, consumer).await.is_empty(), "nothing is due");
+    assert!(lease(trial, consumer).await.is_empty(), "nothing is due");
     // The redrive makes it due at once, and a process takes it.
     assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
-    let claimed = Claim::new(Duration::from_secs(600));
-    let running = store.claim_due(consumer, &everything(), &claimed).await.unwrap().unwrap();
+    let leased = RowLease::new(Duration::from_secs(600));
+    let running = store.lease_due(consumer, &everything(), &leased).await.unwrap().unwrap();
     for wanted in [OperatorAct::Redrive, OperatorAct::Bury, OperatorAct::Discard] {
         is_refused(act(head, wanted).await, "handles it at this moment");
     }
-    assert!(store.postpone(&running, Duration::from_secs(3_600), "no").await.unwrap(), "its claim stands");
+    assert!(store.postpone(&running, Duration::from_secs(3_600), "no").await.unwrap(), "its lease stands");
     // It is buried: it is dead, and the message behind it is held.
     assert_eq!(act(head, OperatorAct::Bury).await.unwrap(), 1);
     let states: Vec<DeadState> = look().await.iter().map(|one| one.state).collect();
@@ -215,7 +215,7 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     assert_eq!(act(head, OperatorAct::Discard).await.unwrap(), 1);
     let left = look().await;
     assert_eq!((left.len(), left[0].state, left[0].next_try.is_some()), (1, DeadState::Waiting, true), "{left:?}");
-    assert_eq!(claim(trial, consumer).await.len(), 1);
+    assert_eq!(lease(trial, consumer).await.len(), 1);
     let acts = store.audit(None, 10).await.unwrap();
     let names: Vec<&str> = acts.iter().map(|one| one.act.as_str()).collect();
     assert_eq!(names, ["discard", "redrive", "bury", "redrive"], "refusals leave none");
@@ -336,10 +336,11 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
     tx.clear_attempts(&[failing.id]).await.unwrap();
     tx.commit().await.unwrap();
     let store = &trial.store;
-    let head = store.claim_due(consumer, &everything(), &Claim::new(Duration::from_secs(600))).await.unwrap().unwrap();
+    let head =
+        store.lease_due(consumer, &everything(), &RowLease::new(Duration::from_secs(600))).await.unwrap().unwrap();
     assert!(store.postpone(&head, Duration::ZERO, "third").await.unwrap());
     let head = super::trial::eventually("it is due", || async {
-        store.claim_due(consumer, &everything(), &Claim::new(Duration::from_secs(600))).await.unwrap()
+        store.lease_due(consumer, &everything(), &RowLease::new(Duration::from_secs(600))).await.unwrap()
     })
     .await;
     assert!(store.bury(&head, "attempts", "fourth", true).await.unwrap());
@@ -401,8 +402,8 @@ pub async fn a_redriven_consumer_message_runs_again_and_is_audited<F: Fixture>(t
     let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
     assert_eq!((outcome.numbers.len(), outcome.dry_run), (1, false));
     assert_eq!(audits(trial).await, 1);
-    let claimed = claim(trial, consumer).await;
-    assert_eq!(claimed, [Message { attempt: 1, ..first.clone() }]);
+    let leased = lease(trial, consumer).await;
+    assert_eq!(leased, [Message { attempt: 1, ..first.clone() }]);
     assert_eq!(list(trial).await.len(), 1);
     assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a second copy is a duplicate");
     let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
@@ -421,8 +422,8 @@ pub async fn a_discarded_consumer_message_lets_its_key_go_on<F: Fixture>(trial: 
     trial.store.act(&filter, &OperatorAct::Discard, &context()).await.unwrap();
     assert!(list(trial).await.is_empty());
     assert_eq!(audits(trial).await, 1);
-    let claimed = claim(trial, consumer).await;
-    assert_eq!(claimed.iter().map(|message| message.payload.as_slice()).collect::<Vec<_>>(), [b"2"]);
+    let leased = lease(trial, consumer).await;
+    assert_eq!(leased.iter().map(|message| message.payload.as_slice()).collect::<Vec<_>>(), [b"2"]);
     assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a redelivery is still a duplicate");
 }
 
@@ -440,9 +441,9 @@ pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Tri
     let act = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
     trial.store.act(&filter, &act, &context()).await.unwrap();
     assert_eq!(audits(trial).await, 1);
-    let claimed = claim(trial, consumer).await.remove(0);
-    assert_eq!((claimed.id.uuid(), claimed.payload.as_slice()), (id, b"edited".as_slice()));
-    assert_eq!((&claimed.topic, &claimed.key, &claimed.kind), (&first.topic, &first.key, &first.kind));
+    let leased = lease(trial, consumer).await.remove(0);
+    assert_eq!((leased.id.uuid(), leased.payload.as_slice()), (id, b"edited".as_slice()));
+    assert_eq!((&leased.topic, &leased.key, &leased.kind), (&first.topic, &first.key, &first.kind));
     let ids = [first.id, MessageId::from_uuid(id)];
     assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), 2, "both are known from now on");
     trial.park(consumer, &message("x", "1"), dead(true)).await;
@@ -465,7 +466,7 @@ pub async fn a_dry_run_writes_nothing<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(list(trial).await, before);
     assert_eq!(audits(trial).await, 0);
     assert!(session.requests().await.unwrap().is_empty());
-    assert!(claim(trial, consumer).await.is_empty());
+    assert!(lease(trial, consumer).await.is_empty());
 }
 
 /// An act on an outbox row only writes a request. Only the owner of the shard publishes or discards
@@ -555,7 +556,7 @@ pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: 
     assert!(trial.store.known(consumer, &[old.id]).await.unwrap().is_empty());
     trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await.unwrap();
     assert_eq!(trial.store.known(consumer, &[old.id]).await.unwrap().len(), 1);
-    assert_eq!(claim(trial, consumer).await.len(), 1);
+    assert_eq!(lease(trial, consumer).await.len(), 1);
 
     // A message that was refused because another message has its id must not run under that id.
     let first = message("k2", "1");
@@ -591,7 +592,7 @@ pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixt
         let before = audits(trial).await;
         let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
         assert_eq!((outcome.numbers.len(), &outcome.already_handled), (1, &outcome.numbers));
-        assert!(claim(trial, consumer).await.is_empty(), "{reason}: it does not run again");
+        assert!(lease(trial, consumer).await.is_empty(), "{reason}: it does not run again");
         assert!(list(trial).await.is_empty(), "{reason}: nothing is left to do");
         assert_eq!(audits(trial).await, before + 1);
     }

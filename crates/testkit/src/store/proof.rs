@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::trial::{LEASE, Tx, due, effect, eventually, everything, message, new_entry};
 use super::{Connection, Fixture, Trial};
-use oncebox::store::{Claim, Inbox, Proof, Undone, Waiting};
+use oncebox::store::{Inbox, Proof, RowLease, Undone, Waiting};
 
 /// Runs SQL as a careless handler does: it ignores an error.
 async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
@@ -229,7 +229,7 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
     let consumer = trial.consumer("c").await;
     for statement in ["select 1", "commit"] {
         trial.park(consumer, &message(statement, ""), due()).await;
-        let head = trial.store.claim_due(consumer, &everything(), &Claim::new(LEASE)).await.unwrap().unwrap();
+        let head = trial.store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
         assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
         careless::<F>(tx.connection().unwrap(), statement).await;
@@ -241,7 +241,7 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
     }
 }
 
-/// The connection was lost for longer than the claim, or the handler rolled back, and another
+/// The connection was lost for longer than the lease, or the handler rolled back, and another
 /// process handled the message meanwhile. `undo` must not answer `Committed`, which would make the
 /// message dead. Shown to fail where a waiting row that is gone counts as committed by the handler.
 pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fixture>(trial: &Trial<F>) {
@@ -252,8 +252,8 @@ pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fi
     let consumer = trial.consumer("c").await;
     for end in ["its connection", "rollback"] {
         trial.park(consumer, &message(end, ""), due()).await;
-        let claim = Claim::new(Duration::from_millis(1));
-        let head = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap().unwrap();
+        let lease = RowLease::new(Duration::from_millis(1));
+        let head = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
         assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
         match end {
@@ -269,7 +269,7 @@ pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fi
         }
         let all = everything();
         let again = eventually("the head is due again", async || {
-            trial.store.claim_due(consumer, &all, &Claim::new(LEASE)).await.unwrap()
+            trial.store.lease_due(consumer, &all, &RowLease::new(LEASE)).await.unwrap()
         })
         .await;
         let mut peer = trial.store.begin(consumer).await.unwrap();

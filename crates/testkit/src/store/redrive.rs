@@ -9,8 +9,8 @@ use super::trial::{due, everything, message};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
 use oncebox::store::{
-    ActContext, Claim, ClaimedMessage, ConsumerId, DeadFilter, DeadMessage, DeadState, Inbox, Operator, OperatorAct,
-    ParkAs, Waiting,
+    ActContext, ConsumerId, DeadFilter, DeadMessage, DeadState, Inbox, LeasedMessage, Operator, OperatorAct, ParkAs,
+    RowLease, Waiting,
 };
 
 fn dead(holds: bool) -> ParkAs {
@@ -30,23 +30,23 @@ async fn act<F: Fixture>(trial: &Trial<F>, found: &DeadMessage, act: OperatorAct
     assert_eq!((outcome.numbers.len(), outcome.already_handled.len()), (1, 0), "{act:?}");
 }
 
-/// Claims every head that is due.
-async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<ClaimedMessage> {
-    let mut claimed = Vec::new();
-    let claim = || Claim::new(Duration::from_secs(600));
-    while let Some(head) = trial.store.claim_due(consumer, &everything(), &claim()).await.unwrap() {
-        claimed.push(head);
+/// Leases every head that is due.
+async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<LeasedMessage> {
+    let mut leased = Vec::new();
+    let lease = || RowLease::new(Duration::from_secs(600));
+    while let Some(head) = trial.store.lease_due(consumer, &everything(), &lease()).await.unwrap() {
+        leased.push(head);
     }
-    claimed
+    leased
 }
 
-fn payloads(claimed: &[ClaimedMessage]) -> Vec<&str> {
-    claimed.iter().map(|one| std::str::from_utf8(&one.message.payload).unwrap()).collect()
+fn payloads(leased: &[LeasedMessage]) -> Vec<&str> {
+    leased.iter().map(|one| std::str::from_utf8(&one.message.payload).unwrap()).collect()
 }
 
-async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &[ClaimedMessage]) {
+async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, leased: &[LeasedMessage]) {
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.finish(claimed).await.unwrap());
+    assert!(tx.finish(leased).await.unwrap());
     tx.commit().await.unwrap();
 }
 
@@ -60,15 +60,15 @@ pub async fn r31_a_message_with_a_new_id_is_redriven_again_under_that_id<F: Fixt
     let renamed = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
     act(trial, &listed(trial, DeadState::Dead, "1").await, renamed).await;
     for _ in 0..2 {
-        let head = claim(trial, consumer).await.remove(0);
+        let head = lease(trial, consumer).await.remove(0);
         assert!(trial.store.bury(&head, "attempts", "no", true).await.unwrap());
         act(trial, &listed(trial, DeadState::Dead, "edited").await, OperatorAct::Redrive).await;
     }
-    let claimed = claim(trial, consumer).await;
-    let [ClaimedMessage { message: Message { id: claimed_id, payload, .. }, .. }] = &claimed[..] else {
-        panic!("{claimed:?}")
+    let leased = lease(trial, consumer).await;
+    let [LeasedMessage { message: Message { id: leased_id, payload, .. }, .. }] = &leased[..] else {
+        panic!("{leased:?}")
     };
-    assert_eq!((claimed_id.uuid(), payload.as_slice()), (id, b"edited".as_slice()));
+    assert_eq!((leased_id.uuid(), payload.as_slice()), (id, b"edited".as_slice()));
 }
 
 /// What stands behind a dead message is what goes on when it is redriven or discarded. Another dead
@@ -99,13 +99,13 @@ pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(tr
     let waiting = trial.table("waiting");
     let due = format!("select count(*) from {waiting} where due_at is not null");
     assert_eq!(trial.number(&due).await, 2, "one for each key");
-    let mut heads = claim(trial, consumer).await;
+    let mut heads = lease(trial, consumer).await;
     heads.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
     assert_eq!(payloads(&heads), ["a1", "b1"]);
     for head in heads {
         finish(trial, consumer, std::slice::from_ref(&head)).await;
     }
-    let mut next = claim(trial, consumer).await;
+    let mut next = lease(trial, consumer).await;
     next.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
     assert_eq!(payloads(&next), ["a2", "b2"]);
     finish(trial, consumer, &next[..1]).await;

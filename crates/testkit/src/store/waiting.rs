@@ -1,34 +1,34 @@
-//! Cases of waiting messages: order per key, claims, retries, death (R25).
+//! Cases of waiting messages: order per key, leases, retries, death (R25).
 
 use std::time::Duration;
 
 use super::trial::{arrived, due, entry, eventually, everything, in_a_day, message, parked};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
-use oncebox::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, Operator, ParkAs, Scope, Waiting};
+use oncebox::store::{ConsumerId, DeadFilter, Inbox, LeasedMessage, Operator, ParkAs, RowLease, Scope, Waiting};
 
-const CLAIM: Duration = Duration::from_secs(600);
+const LEASE: Duration = Duration::from_secs(600);
 
-fn payloads(claimed: &[ClaimedMessage]) -> Vec<String> {
-    claimed.iter().map(|claimed| String::from_utf8_lossy(&claimed.message.payload).into_owned()).collect()
+fn payloads(leased: &[LeasedMessage]) -> Vec<String> {
+    leased.iter().map(|leased| String::from_utf8_lossy(&leased.message.payload).into_owned()).collect()
 }
 
-/// Claims one head after the other, until none is due.
-async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<ClaimedMessage> {
-    let mut claimed = Vec::new();
-    while let Some(head) = claim_one(trial, consumer, CLAIM).await {
-        claimed.push(head);
+/// Leases one head after the other, until none is due.
+async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<LeasedMessage> {
+    let mut leased = Vec::new();
+    while let Some(head) = lease_one(trial, consumer, LEASE).await {
+        leased.push(head);
     }
-    claimed
+    leased
 }
 
-async fn claim_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: Duration) -> Option<ClaimedMessage> {
-    trial.store.claim_due(consumer, &everything(), &Claim::new(length)).await.unwrap()
+async fn lease_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: Duration) -> Option<LeasedMessage> {
+    trial.store.lease_due(consumer, &everything(), &RowLease::new(length)).await.unwrap()
 }
 
-/// Finishes messages that were claimed together, in one transaction. Returns whether that
+/// Finishes messages that were leased together, in one transaction. Returns whether that
 /// succeeded.
-async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[ClaimedMessage]) -> bool {
+async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[LeasedMessage]) -> bool {
     let mut tx = trial.store.begin(consumer).await.unwrap();
     let finished = tx.finish(run).await.unwrap();
     if finished {
@@ -39,9 +39,9 @@ async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[C
     finished
 }
 
-/// Finishes a claimed message as the retrier does.
-async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &ClaimedMessage) -> bool {
-    finish_run(trial, consumer, std::slice::from_ref(claimed)).await
+/// Finishes a leased message as the retrier does.
+async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, leased: &LeasedMessage) -> bool {
+    finish_run(trial, consumer, std::slice::from_ref(leased)).await
 }
 
 /// Parks a head and two messages behind it, for each key.
@@ -54,34 +54,34 @@ async fn three_of_each<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, keys:
     }
 }
 
-/// Two messages of a key are never claimed at once.
-pub async fn r25_only_the_head_of_a_key_is_claimed<F: Fixture>(trial: &Trial<F>) {
+/// Two messages of a key are never leased at once.
+pub async fn r25_only_the_head_of_a_key_is_leased<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let other = trial.consumer("other").await;
     three_of_each(trial, consumer, &["a", "b"]).await;
-    // Also a message behind the head that has a due time is not claimed.
+    // Also a message behind the head that has a due time is not leased.
     trial.park(consumer, &message("a", "a4"), due()).await;
-    assert!(claim(trial, other).await.is_empty(), "another consumer's");
-    assert!(claim_one(trial, consumer, CLAIM).await.is_some());
-    let rest = claim(trial, consumer).await;
+    assert!(lease(trial, other).await.is_empty(), "another consumer's");
+    assert!(lease_one(trial, consumer, LEASE).await.is_some());
+    let rest = lease(trial, consumer).await;
     assert_eq!(rest.len(), 1);
-    assert!(claim(trial, consumer).await.is_empty());
+    assert!(lease(trial, consumer).await.is_empty());
 }
 
-/// Twenty claimers ask at once for the heads of three keys. Each head is claimed once.
-pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Trial<F>) {
+/// Twenty takers ask at once for the heads of three keys. Each head is leased once.
+pub async fn r25_a_head_is_leased_once_by_many_at_once<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a", "b", "c"]).await;
-    let mut claimers = tokio::task::JoinSet::new();
+    let mut takers = tokio::task::JoinSet::new();
     for _ in 0..20 {
         let store = trial.store.clone();
-        claimers.spawn(async move { store.claim_due(consumer, &everything(), &Claim::new(CLAIM)).await.unwrap() });
+        takers.spawn(async move { store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap() });
     }
-    let mut claimed = payloads(&claimers.join_all().await.into_iter().flatten().collect::<Vec<_>>());
-    // A claim skips locked heads, so some claimers may have got none although one was due.
-    claimed.extend(payloads(&claim(trial, consumer).await));
-    claimed.sort_unstable();
-    assert_eq!(claimed, ["a1", "b1", "c1"]);
+    let mut leased = payloads(&takers.join_all().await.into_iter().flatten().collect::<Vec<_>>());
+    // A lease skips locked heads, so some takers may have got none although one was due.
+    leased.extend(payloads(&lease(trial, consumer).await));
+    leased.sort_unstable();
+    assert_eq!(leased, ["a1", "b1", "c1"]);
 }
 
 /// Finishing a head makes the next message of its key due, in the same transaction: only if that
@@ -89,18 +89,18 @@ pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Tria
 pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a"]).await;
-    let head = claim(trial, consumer).await.remove(0);
+    let head = lease(trial, consumer).await.remove(0);
     let mut tx = trial.store.begin(consumer).await.unwrap();
     assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
     tx.rollback().await.unwrap();
-    assert!(claim(trial, consumer).await.is_empty(), "it was not finished");
+    assert!(lease(trial, consumer).await.is_empty(), "it was not finished");
     let mut order = Vec::new();
     let mut head = Some(head);
-    while let Some(claimed) = head {
-        order.extend(payloads(std::slice::from_ref(&claimed)));
-        assert!(finish(trial, consumer, &claimed).await);
-        assert!(!finish(trial, consumer, &claimed).await, "it is gone");
-        head = claim(trial, consumer).await.pop();
+    while let Some(leased) = head {
+        order.extend(payloads(std::slice::from_ref(&leased)));
+        assert!(finish(trial, consumer, &leased).await);
+        assert!(!finish(trial, consumer, &leased).await, "it is gone");
+        head = lease(trial, consumer).await.pop();
     }
     assert_eq!(order, ["a1", "a2", "a3"]);
     assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
@@ -122,10 +122,10 @@ pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Tri
     bare.headers.clear();
     for given in [usual, strange, bare] {
         trial.park(consumer, &given, due()).await;
-        let claimed = claim(trial, consumer).await.remove(0);
-        assert_eq!(claimed.message, Message { attempt: 2, ..given.clone() });
-        assert_eq!(claimed.message.content_hash(), given.content_hash());
-        assert!(finish(trial, consumer, &claimed).await);
+        let leased = lease(trial, consumer).await.remove(0);
+        assert_eq!(leased.message, Message { attempt: 2, ..given.clone() });
+        assert_eq!(leased.message.content_hash(), given.content_hash());
+        assert!(finish(trial, consumer, &leased).await);
     }
 }
 
@@ -134,12 +134,12 @@ pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) 
     let consumer = trial.consumer("c").await;
     assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
     trial.park(consumer, &message("late", "late"), ParkAs::Due(Duration::from_secs(3_600))).await;
-    assert!(claim(trial, consumer).await.is_empty());
+    assert!(lease(trial, consumer).await.is_empty());
     let due_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
     assert!(due_in > Duration::from_secs(3_500) && due_in <= Duration::from_secs(3_600), "{due_in:?}");
     trial.park(consumer, &message("soon", "soon"), ParkAs::Due(Duration::from_millis(50))).await;
-    let claimed = eventually("it is due", || async { claim(trial, consumer).await.pop() }).await;
-    assert_eq!(payloads(&[claimed]), ["soon"]);
+    let leased = eventually("it is due", || async { lease(trial, consumer).await.pop() }).await;
+    assert_eq!(payloads(&[leased]), ["soon"]);
     trial.park(consumer, &message("now", "now"), due()).await;
     let due_in = eventually("its due time has come", || async {
         trial.store.next_due(consumer, &everything()).await.unwrap().filter(Duration::is_zero)
@@ -148,8 +148,8 @@ pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) 
     assert_eq!(due_in, Duration::ZERO);
 }
 
-/// Two versions of a program run at the same time: each claims only the kinds that it has a handler
-/// for. Two processes with different topics each claim only messages of their own.
+/// Two versions of a program run at the same time: each leases only the kinds that it has a handler
+/// for. Two processes with different topics each lease only messages of their own.
 pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic<F: Fixture>(
     trial: &Trial<F>,
 ) {
@@ -167,8 +167,8 @@ pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_read
         Scope::default(),
     ] {
         assert_eq!(trial.store.next_due(consumer, &nothing).await.unwrap(), None, "{nothing:?}");
-        let claimed = trial.store.claim_due(consumer, &nothing, &Claim::new(CLAIM)).await.unwrap();
-        assert!(claimed.is_none(), "{nothing:?}");
+        let leased = trial.store.lease_due(consumer, &nothing, &RowLease::new(LEASE)).await.unwrap();
+        assert!(leased.is_none(), "{nothing:?}");
     }
     for (scope, key) in [
         (Scope { kinds: kinds(&["old", "old, too"]), ..everything() }, "b"),
@@ -176,9 +176,9 @@ pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_read
         (Scope { places: vec!["payments".into()], kinds: kinds(&["new"]), ..other_place }, "a"),
     ] {
         assert_eq!(trial.store.next_due(consumer, &scope).await.unwrap(), Some(Duration::ZERO));
-        let claim = Claim::new(CLAIM);
-        let head = trial.store.claim_due(consumer, &scope, &claim).await.unwrap().unwrap();
-        assert!(trial.store.claim_behind(consumer, &head, &scope, 9, &claim).await.unwrap().is_empty(), "{scope:?}");
+        let lease = RowLease::new(LEASE);
+        let head = trial.store.lease_due(consumer, &scope, &lease).await.unwrap().unwrap();
+        assert!(trial.store.lease_behind(consumer, &head, &scope, 9, &lease).await.unwrap().is_empty(), "{scope:?}");
         assert_eq!(payloads(&[head]), [key], "{scope:?}");
     }
 }
@@ -191,20 +191,20 @@ pub async fn r25_only_a_head_is_due_next<F: Fixture>(trial: &Trial<F>) {
     trial.park(consumer, &message("a", "a2"), due()).await;
     let due_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
     assert!(due_in > Duration::from_secs(3_500), "{due_in:?}");
-    assert!(claim(trial, consumer).await.is_empty());
+    assert!(lease(trial, consumer).await.is_empty());
 }
 
-/// A process froze and its claim ended. Its try stays counted, and its effects cannot commit.
-pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F: Fixture>(trial: &Trial<F>) {
+/// A process froze and its lease ended. Its try stays counted, and its effects cannot commit.
+pub async fn a_lease_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("k", "1"), due()).await;
-    let frozen = claim_one(trial, consumer, Duration::from_millis(50)).await.unwrap();
+    let frozen = lease_one(trial, consumer, Duration::from_millis(50)).await.unwrap();
     assert_eq!((frozen.message.attempt, frozen.suspect), (2, false));
     assert!(trial.store.count_try(&frozen).await.unwrap());
     assert!(trial.store.count_try(&frozen).await.unwrap(), "asked twice, counted once");
-    let second = eventually("the claim has ended", || async { claim(trial, consumer).await.pop() }).await;
+    let second = eventually("the lease has ended", || async { lease(trial, consumer).await.pop() }).await;
     assert_eq!((second.tries, second.message.attempt, second.suspect), (2, 3, true));
-    assert_ne!(second.claim, frozen.claim);
+    assert_ne!(second.lease, frozen.lease);
     assert!(!finish(trial, consumer, &frozen).await);
     assert!(!trial.store.postpone(&frozen, Duration::ZERO, "no").await.unwrap());
     assert!(!trial.store.count_try(&frozen).await.unwrap());
@@ -219,61 +219,61 @@ pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F
 pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("k", "1"), due()).await;
-    let first = claim(trial, consumer).await.remove(0);
+    let first = lease(trial, consumer).await.remove(0);
     assert_eq!(first.message.attempt, 2);
     assert!(trial.store.count_try(&first).await.unwrap());
     assert_eq!(trial.store.give_back(consumer, &[first]).await.unwrap(), 1);
-    let second = claim(trial, consumer).await.remove(0);
+    let second = lease(trial, consumer).await.remove(0);
     assert_eq!((second.message.attempt, second.suspect), (2, false));
     // `postpone` counts the try where `count_try` has not counted it.
     assert!(trial.store.postpone(&second, Duration::ZERO, "no").await.unwrap());
-    let third = eventually("it is due again", || async { claim(trial, consumer).await.pop() }).await;
+    let third = eventually("it is due again", || async { lease(trial, consumer).await.pop() }).await;
     assert_eq!(third.message.attempt, 3);
     assert!(trial.store.postpone(&third, Duration::from_secs(3_600), "no").await.unwrap());
-    assert!(claim(trial, consumer).await.is_empty());
-    assert!(!trial.store.postpone(&third, Duration::ZERO, "again").await.unwrap(), "the claim is gone");
+    assert!(lease(trial, consumer).await.is_empty());
+    assert!(!trial.store.postpone(&third, Duration::ZERO, "again").await.unwrap(), "the lease is gone");
 }
 
-/// Messages that were never tried are claimed together with the head of their key. They are
+/// Messages that were never tried are leased together with the head of their key. They are
 /// finished in one transaction, or given back in order.
-pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixture>(trial: &Trial<F>) {
+pub async fn r25_what_was_never_tried_of_a_key_is_leased_with_its_head<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a", "b"]).await;
     for name in ["a4", "a5"] {
         trial.park(consumer, &message("a", name), ParkAs::Behind).await;
     }
     let run_of = |length: Duration| async move {
-        let claim = Claim::new(length);
-        let head = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap()?;
-        let behind = trial.store.claim_behind(consumer, &head, &everything(), 3, &claim).await.unwrap();
+        let lease = RowLease::new(length);
+        let head = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap()?;
+        let behind = trial.store.lease_behind(consumer, &head, &everything(), 3, &lease).await.unwrap();
         Some([vec![head], behind].concat())
     };
-    let run = run_of(CLAIM).await.unwrap();
+    let run = run_of(LEASE).await.unwrap();
     assert_eq!(payloads(&run), ["a1", "a2", "a3", "a4"], "as many as are asked for");
     assert_eq!(run.iter().map(|one| one.message.attempt).collect::<Vec<_>>(), [2, 1, 1, 1]);
-    let other = run_of(CLAIM).await.unwrap();
+    let other = run_of(LEASE).await.unwrap();
     assert_eq!(payloads(&other), ["b1", "b2", "b3"]);
-    assert!(run_of(CLAIM).await.is_none(), "all heads are claimed");
+    assert!(run_of(LEASE).await.is_none(), "all heads are leased");
     // The first two are finished and the others given back, so the next one of the key is due.
     assert_eq!(trial.store.give_back(consumer, &run[2..]).await.unwrap(), 2);
-    assert!(run_of(CLAIM).await.is_none(), "what stands behind a claimed head is not due");
+    assert!(run_of(LEASE).await.is_none(), "what stands behind a leased head is not due");
     assert!(!finish_run(trial, consumer, &run).await, "all of them or none");
     assert!(finish_run(trial, consumer, &run[..2]).await);
     let run = run_of(Duration::from_millis(30)).await.unwrap();
     assert_eq!(payloads(&run), ["a3", "a4", "a5"]);
-    // The process that claimed them died. Each of them is a suspect, and a suspect is claimed
+    // The process that leased them died. Each of them is a suspect, and a suspect is leased
     // alone.
-    let suspect = eventually("the claim has ended", || run_of(CLAIM)).await;
+    let suspect = eventually("the lease has ended", || run_of(LEASE)).await;
     assert_eq!((payloads(&suspect), suspect[0].suspect, suspect[0].tries), (vec!["a3".to_owned()], true, 0));
     assert!(finish_run(trial, consumer, &suspect).await);
-    let next = eventually("the next is due", || run_of(CLAIM)).await;
+    let next = eventually("the next is due", || run_of(LEASE)).await;
     assert_eq!((payloads(&next), next[0].suspect), (vec!["a4".to_owned()], true));
-    // A head that failed is claimed alone. The messages behind it wait.
+    // A head that failed is leased alone. The messages behind it wait.
     assert!(trial.store.postpone(&next[0], Duration::ZERO, "no").await.unwrap());
-    let again = eventually("it is due again", || run_of(CLAIM)).await;
+    let again = eventually("it is due again", || run_of(LEASE)).await;
     assert_eq!((again[0].message.attempt, again[0].suspect), (2, false));
     assert_eq!(trial.store.give_back(consumer, &other).await.unwrap(), 3);
-    assert_eq!(payloads(&run_of(CLAIM).await.unwrap()), ["b1", "b2", "b3"]);
+    assert_eq!(payloads(&run_of(LEASE).await.unwrap()), ["b1", "b2", "b3"]);
 }
 
 /// One transaction removed a head while another stored a message behind it. Both call `wake` after
@@ -283,44 +283,42 @@ pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behin
     let left = message("a", "a1");
     trial.park(consumer, &left, ParkAs::Behind).await;
     three_of_each(trial, consumer, &["b"]).await;
-    assert_eq!(payloads(&claim(trial, consumer).await), ["b1"]);
+    assert_eq!(payloads(&lease(trial, consumer).await), ["b1"]);
     let lanes = [left.lane_id().unwrap(), message("b", "").lane_id().unwrap(), message("none", "").lane_id().unwrap()];
     trial.store.wake(consumer, &lanes).await.unwrap();
-    assert_eq!(payloads(&claim(trial, consumer).await), ["a1"]);
+    assert_eq!(payloads(&lease(trial, consumer).await), ["a1"]);
 }
 
-/// The clock was a day ahead when the claim was made.
-pub async fn r22_a_claim_that_ends_later_than_any_claim_can_is_over<F: Fixture>(trial: &Trial<F>) {
+/// The clock was a day ahead when the lease was made.
+pub async fn r22_a_lease_that_ends_later_than_any_lease_can_is_over<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("a", "a1"), due()).await;
     trial.park(consumer, &message("b", "b1"), ParkAs::Due(Duration::from_secs(86_400))).await;
-    let claimed = claim_one(trial, consumer, CLAIM).await.unwrap();
-    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "the claim stands");
+    let leased = lease_one(trial, consumer, LEASE).await.unwrap();
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "the lease stands");
     let waiting = trial.table("waiting");
-    trial
-        .run(&format!("update {waiting} set due_at = {} where sequence = {}", in_a_day::<F>(), claimed.sequence))
-        .await;
-    assert!(claim(trial, consumer).await.is_empty());
+    trial.run(&format!("update {waiting} set due_at = {} where sequence = {}", in_a_day::<F>(), leased.sequence)).await;
+    assert!(lease(trial, consumer).await.is_empty());
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 1);
-    assert_eq!(payloads(&claim(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
+    assert_eq!(payloads(&lease(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
 }
 
 /// The connection was lost and the answer with it, so the process does not know which rows it
-/// claimed. The token of the claim gives them back.
-pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixture>(trial: &Trial<F>) {
+/// leased. The token of the lease gives them back.
+pub async fn g10_a_lease_whose_answer_was_lost_is_given_back_uncounted<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a", "b"]).await;
-    let (lost, other) = (Claim::new(CLAIM), Claim::new(CLAIM));
-    assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 0, "nothing was claimed yet");
-    let attempts = |heads: &[ClaimedMessage]| heads.iter().map(|head| head.message.attempt).collect::<Vec<_>>();
-    let first: Vec<_> = trial.store.claim_due(consumer, &everything(), &lost).await.unwrap().into_iter().collect();
-    let second: Vec<_> = trial.store.claim_due(consumer, &everything(), &other).await.unwrap().into_iter().collect();
+    let (lost, other) = (RowLease::new(LEASE), RowLease::new(LEASE));
+    assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 0, "nothing was leased yet");
+    let attempts = |heads: &[LeasedMessage]| heads.iter().map(|head| head.message.attempt).collect::<Vec<_>>();
+    let first: Vec<_> = trial.store.lease_due(consumer, &everything(), &lost).await.unwrap().into_iter().collect();
+    let second: Vec<_> = trial.store.lease_due(consumer, &everything(), &other).await.unwrap().into_iter().collect();
     assert_eq!((attempts(&first), attempts(&second)), (vec![2], vec![2]));
     assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 1);
-    assert!(!finish(trial, consumer, &first[0]).await, "the claim is gone");
-    let again = claim(trial, consumer).await;
+    assert!(!finish(trial, consumer, &first[0]).await, "the lease is gone");
+    let again = lease(trial, consumer).await;
     assert_eq!((attempts(&again), again[0].sequence), (vec![2], first[0].sequence), "due at once, and uncounted");
-    assert!(finish(trial, consumer, &second[0]).await, "another claim is not touched");
+    assert!(finish(trial, consumer, &second[0]).await, "another lease is not touched");
 }
 
 /// A dead message with `holds` keeps later messages of its key waiting. One without it lets the key
@@ -328,13 +326,13 @@ pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixtur
 pub async fn a_buried_message_holds_its_key_or_lets_it_go<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["hold", "skip"]).await;
-    for claimed in claim(trial, consumer).await {
-        let holds = claimed.message.key_text() == Some("hold");
-        assert!(trial.store.bury(&claimed, "attempts", "no", holds).await.unwrap());
-        assert!(!trial.store.bury(&claimed, "attempts", "no", holds).await.unwrap());
-        assert!(!finish(trial, consumer, &claimed).await);
+    for leased in lease(trial, consumer).await {
+        let holds = leased.message.key_text() == Some("hold");
+        assert!(trial.store.bury(&leased, "attempts", "no", holds).await.unwrap());
+        assert!(!trial.store.bury(&leased, "attempts", "no", holds).await.unwrap());
+        assert!(!finish(trial, consumer, &leased).await);
     }
-    assert_eq!(payloads(&claim(trial, consumer).await), ["skip2"]);
+    assert_eq!(payloads(&lease(trial, consumer).await), ["skip2"]);
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "what stands behind a dead one is no head");
     let held = arrived(Some("hold"), "", "x").lane_id().unwrap();
     let mut tx = trial.store.begin(consumer).await.unwrap();
@@ -355,28 +353,28 @@ pub async fn r25_a_head_that_a_race_left_behind_is_swept_up<F: Fixture>(trial: &
         trial.park(consumer, &message(key, &format!("{key}2")), ParkAs::Behind).await;
     }
     three_of_each(trial, consumer, &["healthy"]).await;
-    assert_eq!(payloads(&claim(trial, consumer).await), ["healthy1"]);
+    assert_eq!(payloads(&lease(trial, consumer).await), ["healthy1"]);
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 2);
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0);
-    let mut claimed = payloads(&claim(trial, consumer).await);
-    claimed.sort_unstable();
-    assert_eq!(claimed, ["a1", "b1"]);
+    let mut leased = payloads(&lease(trial, consumer).await);
+    leased.sort_unstable();
+    assert_eq!(leased, ["a1", "b1"]);
 }
 
-/// Messages without a key are claimed independently of each other.
+/// Messages without a key are leased independently of each other.
 pub async fn messages_without_a_key_wait_for_nobody<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for number in 1..=3 {
         let keyless = arrived(None, &number.to_string(), &uuid::Uuid::now_v7().to_string());
         trial.park(consumer, &keyless, due()).await;
     }
-    let claimed = claim(trial, consumer).await;
-    assert_eq!(claimed.len(), 3);
-    assert!(trial.store.bury(&claimed[0], "terminal", "no", true).await.unwrap());
-    assert!(finish(trial, consumer, &claimed[1]).await);
-    assert!(trial.store.postpone(&claimed[2], Duration::ZERO, "no").await.unwrap());
-    let again = eventually("it is due again", || async { claim(trial, consumer).await.pop() }).await;
-    assert_eq!(again.sequence, claimed[2].sequence);
+    let leased = lease(trial, consumer).await;
+    assert_eq!(leased.len(), 3);
+    assert!(trial.store.bury(&leased[0], "terminal", "no", true).await.unwrap());
+    assert!(finish(trial, consumer, &leased[1]).await);
+    assert!(trial.store.postpone(&leased[2], Duration::ZERO, "no").await.unwrap());
+    let again = eventually("it is due again", || async { lease(trial, consumer).await.pop() }).await;
+    assert_eq!(again.sequence, leased[2].sequence);
 }
 
 /// A message that is dead by a verdict has no inbox row, so each redelivery reaches the verdict
