@@ -267,12 +267,15 @@ pub fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
 }
 
 /// Sets the counters of a consumer to 0 before the first delivery.
-pub fn consumer_starts(consumer: &str) {
+pub fn consumer_starts(consumer: &str, topics: &[String]) {
     use DeliveryOutcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
     for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {
         delivered(consumer, outcome, 0);
     }
     purged(consumer, 0);
+    for topic in topics {
+        lost_records(topic, 0);
+    }
 }
 
 /// Counts the inbox rows that a purge deleted.

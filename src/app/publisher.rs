@@ -121,7 +121,7 @@ fn relay_all(
             }
             Ok(())
         };
-        serve(&mut relays, store.shards().await?)?;
+        serve(&mut relays, shards(&*store, settings, &all, &health).await?)?;
         let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
         let mut outcome = Ok(());
         loop {
@@ -197,6 +197,24 @@ pub(super) async fn ready<S: Store>(
         }
     }
     Ok(())
+}
+
+/// The shards to serve; waits for a database that is away.
+async fn shards(
+    store: &dyn Duties,
+    settings: &Settings,
+    stop: &CancellationToken,
+    health: &Health,
+) -> Result<Vec<i32>, AppError> {
+    let name = redact(&settings.database.url.0);
+    let mut wait = Wait::new("database", health, Some(stop));
+    loop {
+        match store.shards().await {
+            Ok(shards) => return Ok(shards),
+            Err(error) if error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
+            Err(error) => return Err(AppError::from(error).on(&name)),
+        }
+    }
 }
 
 /// Declares the exchange of RabbitMQ; waits for a broker that is away.

@@ -144,7 +144,7 @@ impl Consumer {
     async fn work(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
         let shared = &self.0;
         shared.health.set(&shared.part, PartState::Starting);
-        observe::consumer_starts(&shared.options.name);
+        observe::consumer_starts(&shared.options.name, &shared.options.topics);
         let ready = async {
             let Some(consumer) = shared.register(&stop).await? else { return Ok(None) };
             purge::check(shared, consumer, &stop).await.map(|()| Some(consumer))

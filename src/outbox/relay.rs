@@ -160,7 +160,9 @@ impl Relay {
                 End::Doubt(doubt) => doubt,
             };
             self.learn(&mut memory, doubt).await?;
-            if began.elapsed() > Duration::from_secs(10) || std::mem::take(&mut memory.progress) {
+            // Taken each time: the progress of one session must not excuse the end of the next.
+            let progress = std::mem::take(&mut memory.progress);
+            if progress || began.elapsed() > Duration::from_secs(10) {
                 pace.worked();
             }
             if !pace.wait(stop).await {

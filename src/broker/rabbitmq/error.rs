@@ -106,6 +106,16 @@ pub(super) fn classify(error: &lapin::Error) -> BrokerError {
     }
 }
 
+/// Classifies what ended a stream of deliveries. It is never [`BrokerError::Refused`], which ends a
+/// consumer: with the same code as for a wrong declaration the server closes a channel whose
+/// deliveries stay unacknowledged for longer than its `consumer_timeout`, and a new one works.
+pub(super) fn streaming(error: &lapin::Error) -> BrokerError {
+    match classify(error) {
+        BrokerError::Refused(text) => BrokerError::Session(text),
+        other => other,
+    }
+}
+
 /// Classifies an error of opening a connection.
 pub(super) fn connecting(error: &lapin::Error, server: &Server) -> BrokerError {
     match reply(error) {

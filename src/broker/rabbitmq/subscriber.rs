@@ -26,7 +26,7 @@ use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};
 
 use super::config::RabbitConfig;
-use super::error::{classify, within};
+use super::error::{streaming, within};
 use super::socket::Link;
 use super::topology::Topology;
 use super::wire;
@@ -185,7 +185,7 @@ impl RabbitSubscriber {
                         self.waiting.push_back(delivery);
                         self.in_flight.is_bearable(&self.config, &self.consumer, count)?;
                     }
-                    Poll::Ready(Some(Err(error))) => return Err(classify(&error)),
+                    Poll::Ready(Some(Err(error))) => return Err(streaming(&error)),
                     Poll::Ready(None) => {
                         return Err(BrokerError::Destination(format!(
                             "the server cancelled the consumer of queue `{}`; was the queue deleted?",

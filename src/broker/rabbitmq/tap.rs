@@ -15,7 +15,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use tokio::sync::Mutex;
 
 use super::config::RabbitConfig;
-use super::error::{classify, within};
+use super::error::{streaming, within};
 use super::socket::Link;
 use super::wire;
 use crate::error::BrokerError;
@@ -101,7 +101,7 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
         let delivery = tokio::time::timeout(config.connect_deadline, consumer.next()).await;
         let delivery = match delivery {
             Ok(Some(Ok(delivery))) => delivery,
-            Ok(Some(Err(error))) => return Err(classify(&error)),
+            Ok(Some(Err(error))) => return Err(streaming(&error)),
             Ok(None) => return Err(BrokerError::Destination(format!("the tap queue `{}` was deleted", tap.queue))),
             Err(_) => {
                 return Err(BrokerError::Unavailable(format!(

@@ -3,7 +3,8 @@
 //! Promise: a position is written after the commits that it covers, in a transaction of its own, so
 //! no copy of the database has the position without them. It lags by at most a second, or by as
 //! long as the database is away. After a crash, messages since then come again, and the inbox knows
-//! them.
+//! them. Where positions cannot be written for a while, the health says so: the next start would
+//! begin at the last one that was written.
 //!
 //! Not here: where a partition begins (`rules::position`), and the position at a clean end
 //! (`intake`).
@@ -18,6 +19,7 @@ use uuid::Uuid;
 use super::Shared;
 use crate::inbox::port::{ConsumerId, Holding};
 use crate::inbox::rules::position::Position;
+use crate::observe::Trouble;
 
 /// The pause between two writes: a longer one repeats more messages after a crash, a shorter one
 /// writes more.
@@ -25,7 +27,9 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// Writes the last position that it receives of each partition, until the channel closes.
 pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: UnboundedReceiver<(Holding, Position)>) {
+    let show = |trouble| shared.health.trouble(&shared.part, "positions", trouble);
     let mut due: HashMap<Uuid, (Holding, Position)> = HashMap::new();
+    let mut failed = 0_u32;
     while let Some(first) = told.recv().await {
         due.insert(first.0.owner, first);
         tokio::time::sleep(EVERY).await;
@@ -34,10 +38,19 @@ pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: Un
         }
         let positions: Vec<_> = due.values().cloned().collect();
         match shared.store.keep_positions(consumer, &positions).await {
-            Ok(()) => due.clear(),
+            Ok(()) => {
+                failed = 0;
+                due.clear();
+                show(None);
+            }
             Err(error) => {
+                failed += 1;
                 tracing::debug!(consumer = %shared.options.name, %error, "positions could not be written; with the next ones");
+                if failed >= 2 {
+                    show(Some(Trouble::Shown(format!("positions cannot be written: {error}"))));
+                }
             }
         }
     }
+    show(None);
 }
