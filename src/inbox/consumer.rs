@@ -237,7 +237,8 @@ impl Shared {
             if !sleep_unless(stop, AFTER_DISORDER).await {
                 break;
             }
-            self.health.set(&part, PartState::Ready);
+            // It has no loop that beats: while it runs, it is no part of the health.
+            self.health.done(&part);
         }
     }
 
