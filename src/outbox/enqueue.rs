@@ -41,6 +41,10 @@ pub trait Enqueue: Send {
 
 /// Enqueues one message in the caller's transaction and returns its id.
 ///
+/// The message comes after every message of its key whose transaction had committed before. Two
+/// transactions that write to one key at the same time have the order in which they enqueued: where
+/// that matters, lock a common row first, such as the account's.
+///
 /// # Errors
 /// [`StoreError::Limit`] where the message breaks a limit, otherwise the error of the database.
 /// Roll the transaction back.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::message::MessageId;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, Inbox, InboxEntry, Proof, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
 use oncebox::{StoreError, message::ContentHash};
 use sqlx::{AssertSqlSafe, MySqlConnection};
 
@@ -251,7 +251,8 @@ async fn r23_r28_nothing_of_a_handlers_session_reaches_the_next_handler() {
          @@sql_safe_updates, @@character_set_client, @@collation_connection, current_role(), \
          is_used_lock('of a handler'))";
     let read = async |tx: &mut dyn InboxTx| -> String {
-        let state: (Vec<u8>,) = sqlx::query_as(state).fetch_one(tx.connection().unwrap()).await.unwrap();
+        let connection: &mut MySqlConnection = tx.connection().unwrap();
+        let state: (Vec<u8>,) = sqlx::query_as(state).fetch_one(connection).await.unwrap();
         String::from_utf8(state.0).unwrap()
     };
     let mut first = store.begin(consumer).await.unwrap();

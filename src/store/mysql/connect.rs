@@ -36,7 +36,7 @@ impl MySqlStore {
         let timeouts = Timeouts::above(options.handler_timeout);
         let answer_timeout = options.answer_timeout.unwrap_or(timeouts.answer);
         let session = session_settings(&timeouts);
-        let (at_connect, at_release) = (format!("{session} {REMEMBER_ROLE}"), format!("rollback; {session}"));
+        let (at_connect, at_release) = (format!("{session}{REMEMBER_ROLE}"), format!("rollback; {session}"));
         let reset = reset(&connect_options);
         let pool = pool_options(options.connections_max, answer_timeout, &hosts)
             // Below `wait_timeout`, so that the pool closes an idle connection before the server
@@ -151,7 +151,7 @@ fn session_settings(timeouts: &Timeouts) -> String {
 }
 
 /// MariaDB cannot return to the default role of a user, only to a role by its name.
-const REMEMBER_ROLE: &str = "/*M! ; set @oncebox_role = current_role() */";
+const REMEMBER_ROLE: &str = "; set @oncebox_role = current_role()";
 
 /// Undoes what a handler changed of its session besides the settings above. The last statement
 /// fails where something stays that cannot be undone: a temporary table hides the table of its
@@ -166,8 +166,8 @@ fn reset(options: &MySqlConnectOptions) -> String {
          set session foreign_key_checks = default, unique_checks = default, sql_select_limit = default, \
          sql_safe_updates = default, sql_big_selects = default, group_concat_max_len = default, timestamp = default; \
          set session transaction read write; \
-         /*M! execute immediate concat('set role ', ifnull(concat('`', replace(@oncebox_role, '`', '``'), '`'), 'none')); */ \
-         /*!80000 set role default; */ \
+         /*M! execute immediate concat('set role ', ifnull(concat('`', replace(@oncebox_role, '`', '``'), '`'), 'none')) */ \
+         /*!80000 set role default */; \
          do release_all_locks(); unlock tables; \
          select (select 1 union all select 2 from \
          /*M! information_schema.session_status where variable_name = 'Com_create_temporary_table' */ \
