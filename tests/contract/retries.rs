@@ -61,7 +61,7 @@ async fn killed(world: &World<SqliteStore>, killer: &str) -> Vec<Vec<String>> {
         kills.push(world.store.texts(tries).await);
         assert!(kills.len() < 9, "it kills without end: {kills:?}; {}", String::from_utf8_lossy(&output.stderr));
         // The claim of the dead process runs out.
-        world.run("update oncebox_waiting set due_at = 0 where claim is not null").await;
+        world.run("update oncebox_waiting set due_at = 0 where lease is not null").await;
     }
 }
 
@@ -248,6 +248,6 @@ async fn a_stop_ends_within_its_grace_though_a_waiting_message_hangs_in_its_hand
     let began = Instant::now();
     assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
     assert!(began.elapsed() < Duration::from_secs(6), "{:?}", began.elapsed());
-    let row = world.store.texts("select attempts || ' ' || (claim is null) from oncebox_waiting").await;
+    let row = world.store.texts("select attempts || ' ' || (lease is null) from oncebox_waiting").await;
     assert_eq!(row, ["1 1"], "given back, and the try that the stop prevented is not counted");
 }
