@@ -525,9 +525,9 @@ pub(in crate::store) trait SqlStore: Send + Sync {
 mod tests {
     use super::*;
 
-    const TEXT: &str = "select 'it''s :not {one}' from oncebox.email t where t.claim = :claim \
+    const TEXT: &str = "select 'it''s :not {one}' from oncebox.email t where t.lease = :lease \
         and (:only is null or t.email_id = :only) and t.due_at < {now} + {span :after} \
-        {pg: and t.body::text <> :claim }order by 1 limit :limit {lock free}";
+        {pg: and t.body::text <> :lease }order by 1 limit :limit {lock free}";
 
     #[test]
     fn a_text_is_written_in_the_words_of_each_database() {
@@ -535,31 +535,31 @@ mod tests {
             write(&sql(TEXT), Dialect::Postgres),
             (
                 "select 'it''s :not {one}' from oncebox.email t \
-                 where t.claim = $1 and ($2 is null or t.email_id = $2) \
+                 where t.lease = $1 and ($2 is null or t.email_id = $2) \
                  and t.due_at < statement_timestamp() + $3 * interval '1 microsecond' \
                  and t.body::text <> $1 order by 1 limit $4 for update skip locked"
                     .to_owned(),
-                vec!["claim", "only", "after", "limit"]
+                vec!["lease", "only", "after", "limit"]
             )
         );
         assert_eq!(
             write(&sql(TEXT), Dialect::MySql),
             (
                 "select 'it''s :not {one}' \
-                 from oncebox_email t where t.claim = ? and (? is null or t.email_id = ?) \
+                 from oncebox_email t where t.lease = ? and (? is null or t.email_id = ?) \
                  and t.due_at < utc_timestamp(6) + interval ? microsecond order by 1 limit ? for update skip locked"
                     .to_owned(),
-                vec!["claim", "only", "only", "after", "limit"]
+                vec!["lease", "only", "only", "after", "limit"]
             )
         );
         assert_eq!(
             write(&sql(TEXT), Dialect::Sqlite),
             (
-                "select 'it''s :not {one}' from oncebox_email t where t.claim = ?1 \
+                "select 'it''s :not {one}' from oncebox_email t where t.lease = ?1 \
                  and (?2 is null or t.email_id = ?2) and t.due_at < cast(round(unixepoch('subsec') * 1000) as integer) + ?3 \
                  order by 1 limit ?4 "
                     .to_owned(),
-                vec!["claim", "only", "after", "limit"]
+                vec!["lease", "only", "after", "limit"]
             )
         );
     }
