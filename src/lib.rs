@@ -204,6 +204,13 @@ struct ClientGuide;
 #[doc = include_str!("../docs/reference/settings.md")]
 struct Guides;
 
+/// The code of the guides for writers of messages and of handlers. The test of the second one runs in
+/// `tests/contract/guide.rs`.
+#[cfg(all(doctest, feature = "programs", feature = "postgres", feature = "sqlite", feature = "embedded"))]
+#[doc = include_str!("../docs/guides/write-messages.md")]
+#[doc = include_str!("../docs/guides/write-a-consumer.md")]
+struct WritersGuides;
+
 /// The code of the guide to gRPC.
 #[cfg(all(doctest, feature = "postgres", feature = "grpc"))]
 #[doc = include_str!("../docs/guides/grpc.md")]

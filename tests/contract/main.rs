@@ -24,6 +24,7 @@ mod away;
 mod beside;
 mod consumer;
 mod failover;
+mod guide;
 mod horizon;
 mod intake;
 mod kills;
