@@ -186,8 +186,8 @@ pub(super) async fn ready<S: Store>(
             Severity::Warning | Severity::Stuck => tracing::warn!(
                 check = %finding.name,
                 remedy = finding.remedy.as_deref().unwrap_or(""),
-                "{}",
-                finding.detail
+                detail = %finding.detail,
+                "a check of the database"
             ),
             Severity::Refused => {
                 let remedy = finding.remedy.map(|remedy| format!("\nhint: {remedy}")).unwrap_or_default();

@@ -75,6 +75,11 @@ async fn a_panic_that_ends_a_lane_or_the_retrier_is_noticed_and_the_message_hand
             ["a1", "b1", "a2"].iter().all(|name| seen.iter().filter(|one| one == name).count() == 1).then_some(())
         })
         .await;
+        // A part that stays there and never beats is taken for one that hangs: `/livez` says 503.
+        super::support::eventually("what runs again is no part of its own", super::kit::SOON, || async {
+            (world.health.lines().len() == 1).then_some(())
+        })
+        .await;
         consumer.end().await;
     }
 }

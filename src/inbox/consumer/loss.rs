@@ -35,7 +35,7 @@ pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> Stri
             )
         }
     };
-    tracing::error!(consumer, "{said}");
+    tracing::error!(consumer, source = %place, what = %said, "a partition is not what it was");
     said
 }
 
