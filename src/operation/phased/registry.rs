@@ -41,8 +41,12 @@ pub struct DriveSettings {
     pub backoff_max: Duration,
     /// How long to retry storing proof that the database refuses, before the operation is parked
     /// with that proof as the reason. A database that is away does not count: the driver waits for
-    /// it. Default 20 s.
+    /// it until a stop. Default 20 s.
     pub refused_max: Duration,
+    /// How long a driver tries to store what a provider said, from the stop of its worker or
+    /// service on, while the database is away. What is not stored then is lost: the send counts as
+    /// one that may have arrived. Default 10 s.
+    pub shutdown_grace: Duration,
 }
 
 impl Default for DriveSettings {
@@ -54,6 +58,7 @@ impl Default for DriveSettings {
             backoff_first: Duration::from_secs(1),
             backoff_max: Duration::from_secs(60),
             refused_max: Duration::from_secs(20),
+            shutdown_grace: Duration::from_secs(10),
         }
     }
 }
