@@ -1,9 +1,10 @@
 //! Finds out the outcome of an edge run whose end was not recorded, where its route can (O11).
 //!
-//! Promises: however many requests and sweeps start a reconciliation, one of them asks. It takes the
-//! record over with the fenced claim, so a slow answer that arrives after another's changes
-//! nothing. If the outcome cannot be found out, the record is UNKNOWN. Evidence of a run that ended after it
-//! had lost its lease overrides the answer of the route: the key of a run that ended is not freed.
+//! Promises: however many requests and sweeps start a reconciliation, one of them asks. It takes
+//! the record over with the fenced claim, so a slow answer that arrives after another's changes
+//! nothing. If the outcome cannot be found out, the record is UNKNOWN. Evidence of a run that ended
+//! after it had lost its lease overrides the answer of the route: the key of a run that ended is
+//! not freed.
 
 use std::time::Duration;
 

@@ -33,17 +33,32 @@ const AT_ONCE: usize = 8;
 /// answers slowly does not hold a sweep up for long.
 const BEGINS_FOR: Duration = Duration::from_secs(10);
 
-/// Ends at most `limit` such claims of an operation.
+/// Ends at most `limit` such claims of an operation. A record that somebody has locked for long
+/// does not hold the others up.
+///
+/// # Errors
+/// The first error of the store, after all others were ended; at once where the store is away.
 pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Result<(), StoreError> {
-    let mut asked = Vec::new();
+    let (mut asked, mut all) = (Vec::new(), Ok(()));
     for record in engine.store().stale(endpoint.operation(), limit).await? {
-        match record.mode {
-            Mode::Edge if endpoint.route().reconciles => asked.push(record),
-            Mode::Edge | Mode::Transactional => mark_unknown(engine, endpoint, &record).await?,
-            Mode::Bridged => free(engine, endpoint, &record).await?,
+        let ended = match record.mode {
+            Mode::Edge if endpoint.route().reconciles => {
+                asked.push(record);
+                continue;
+            }
+            Mode::Edge | Mode::Transactional => mark_unknown(engine, endpoint, &record).await,
+            Mode::Bridged => free(engine, endpoint, &record).await,
             // The store returns none of these.
-            Mode::Phased => {}
+            Mode::Phased => continue,
+        };
+        if let Err(error) = &ended {
+            let key = record.identity.key().short_hash();
+            tracing::warn!(operation = %endpoint.operation(), key, %error, "a claim that nobody drives any more could not be ended");
         }
+        if let Err(StoreError::Unavailable(_)) = ended {
+            return ended;
+        }
+        all = all.and(ended);
     }
     let until = Instant::now() + BEGINS_FOR;
     let asks = stream::iter(asked).take_while(|_| ready(Instant::now() < until));
@@ -54,7 +69,7 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
         }
     })
     .await;
-    Ok(())
+    all
 }
 
 async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(), StoreError> {

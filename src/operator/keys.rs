@@ -15,14 +15,18 @@
 //!
 //! Not here: printing (`cli`), and dead messages ([`Operator`](super::Operator)).
 
+mod words;
+
 use std::future::Future;
 use std::time::Duration;
 
 use uuid::Uuid;
 
+use self::words::says;
+pub(crate) use self::words::{judged, judgement, nothing_known, overruled};
 use super::ActContext;
 use crate::error::StoreError;
-use crate::operation::port::evidence::{NewEvidence, Sealed};
+use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
 use crate::operation::port::{Fenced, Look, RunOutcome, late_runs};
 use crate::operation::rules::flow::Stage;
@@ -376,10 +380,10 @@ pub trait KeyOperator: Phases {
     /// any more is made unknown, in a transaction of its own; a dry run leaves it as it is.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: the key is in progress, and `resolve` finds a lease that is not over
-    /// or a claim of mode `bridged`; its outcome is unknown (only `resolve` ends that); it has an
-    /// intent; `resolve` on a record that has its outcome, or on an operation in
-    /// phases; a run that lost its lease ended with the opposite, and `against_evidence` is not
+    /// [`StoreError::Refused`]: the key is in progress, and `resolve` finds a lease that is not
+    /// over, or a claim of mode `bridged`; its outcome is unknown (only `resolve` ends that); it
+    /// has an intent; `resolve` on a record that has its outcome, or on an operation in phases; a
+    /// run that lost its lease ended with the opposite, and `against_evidence` is not
     /// given; the record has changed since it was read.
     fn act_on_key(
         &self,
@@ -636,70 +640,7 @@ pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     }
 }
 
-/// The evidence of an operator who has judged a conflict.
-pub(crate) fn judgement(seen: &StoredOperation, context: &ActContext) -> Result<NewEvidence, StoreError> {
-    if seen.outcome_at.is_none() {
-        return refused(format!("it is {}: there is no outcome to judge; resolve it", seen.stage.as_str()));
-    }
-    Ok(says(seen, "", 0, "indefinite", context))
-}
-
-/// The audit row of a judgement.
-pub(crate) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audit<'_> {
-    Audit {
-        act: "judge",
-        place: seen.map_or("", |seen| &seen.flow),
-        digest: seen.and_then(|seen| seen.identity.as_ref()).map(Identity::digest),
-        operation_id,
-        detail: seen.map_or_else(|| "evidence alone".to_owned(), |seen| seen.stage.as_str().to_owned()),
-    }
-}
-
-/// The error for an id with neither an operation nor left-over evidence.
-pub(crate) fn nothing_known(operation_id: Uuid) -> StoreError {
-    StoreError::Refused(format!(
-        "there is nothing to judge of {operation_id}: `oncebox operations list --conflicts` shows what is"
-    ))
-}
-
 /// Why an act is refused: a run that lost its lease ended with this verdict.
 fn ended_late(verdict: &str) -> String {
     format!("a run of it that lost its lease ended with {verdict}; `oncebox keys show` has it")
-}
-
-/// The evidence of an operator who resolves a key against late runs. After it those runs no longer
-/// prevent the key from running again.
-pub(crate) fn overruled(seen: &Record, outcome: &RunOutcome, context: &ActContext) -> NewEvidence {
-    let verdict = match outcome {
-        RunOutcome::Completed(_) => "success",
-        RunOutcome::FailedReplayable { .. } => "failure",
-        RunOutcome::FailedRetryable { .. } => "not-sent",
-        RunOutcome::Unknown => "indefinite",
-    };
-    word_of(seen.operation_id, seen.epoch, ("", 0), verdict, context)
-}
-
-/// Evidence of the operator, with name and reason.
-fn says(seen: &StoredOperation, effect: &str, send: u32, verdict: &str, context: &ActContext) -> NewEvidence {
-    word_of(seen.operation_id, seen.epoch, (effect, send), verdict, context)
-}
-
-fn word_of(
-    operation_id: Uuid,
-    epoch: i64,
-    (effect, send): (&str, u32),
-    verdict: &str,
-    context: &ActContext,
-) -> NewEvidence {
-    let bytes = serde_json::json!({ "actor": context.actor, "reason": context.reason }).to_string().into_bytes();
-    NewEvidence {
-        operation_id,
-        effect: effect.to_owned(),
-        epoch,
-        send,
-        kind: "operator".to_owned(),
-        verdict: verdict.to_owned(),
-        status: None,
-        bytes: Sealed { bytes, kid: None },
-    }
 }

@@ -105,8 +105,8 @@ impl Driver {
     }
 
     /// Unparks the operation if it needs no operator: another driver may have taken it over, found
-    /// no proof and parked it before this driver stored its proof (O8). After a stop it tries as long
-    /// as the grace lasts.
+    /// no proof and parked it before this driver stored its proof (O8). After a stop it tries as
+    /// long as the grace lasts.
     pub(super) async fn speak_up(&self) {
         tokio::select! {
             biased;
