@@ -243,7 +243,7 @@ impl Driver {
         let (operation_id, epoch) = (self.driven.operation_id, self.driven.epoch);
         let seen = Observation { operation_id, effect: effect.name, epoch, send, by, verdict, status, saw };
         let row = evidence::row(&self.phased.vault, &seen)?;
-        let grace_is_over = self.grace_is_over();
+        let grace_is_over = self.phased.grace_is_over(&self.stop);
         let kept = tokio::select! {
             biased;
             kept = self.keep_row(effect, send, (verdict, status), &row) => kept?,
@@ -282,8 +282,9 @@ impl Driver {
         while let Err(error) = self.phased.store.observe(row).await {
             tracing::error!(operation = %self.driven.operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
-            let patient = error.is_transient() || tokio::time::Instant::now() < until;
-            if !proves(verdict) && (!patient || self.stop.is_cancelled()) {
+            let stops = self.stop.is_cancelled();
+            let patient = error.is_transient() || (tokio::time::Instant::now() < until && !stops);
+            if !proves(verdict) && (!patient || stops) {
                 return Err(error);
             }
             // The proof becomes the reason of a parked operation, so an operator sees it. If
@@ -294,15 +295,6 @@ impl Driver {
             tokio::time::sleep(pace.next_wait()).await;
         }
         Ok(true)
-    }
-
-    /// Returns when this process stops and the grace for what must still be stored is over.
-    pub(super) fn grace_is_over(&self) -> impl Future<Output = ()> + use<> {
-        let (stop, grace) = (self.stop.clone(), self.phased.settings.shutdown_grace);
-        async move {
-            stop.cancelled().await;
-            tokio::time::sleep(grace).await;
-        }
     }
 
     /// Logs an error if the evidence of providers contradicts what another driver or an operator

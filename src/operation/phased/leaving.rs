@@ -34,7 +34,7 @@ impl Driver {
         }
         if error.is_transient() {
             // Best effort: if the release fails, the lease expires.
-            let grace_is_over = self.grace_is_over();
+            let grace_is_over = self.phased.grace_is_over(&self.stop);
             tokio::select! {
                 biased;
                 _ = self.release(self.pause(0), false) => {}
@@ -111,7 +111,7 @@ impl Driver {
         tokio::select! {
             biased;
             () = self.unpark_proven() => {}
-            () = self.grace_is_over() => {
+            () = self.phased.grace_is_over(&self.stop) => {
                 tracing::error!(operation = %self.driven.operation_id,
                     "this process stops, and whether an operation with proof is parked could not be seen: `oncebox operations list --parked` shows it");
             }

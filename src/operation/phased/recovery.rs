@@ -154,7 +154,13 @@ impl Recovery {
         let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
         let mut first = 0;
         while !stop.is_cancelled() {
-            match self.round(first, &mut driven, &stop).await {
+            let round = tokio::select! {
+                biased;
+                round = self.round(first, &mut driven, &stop) => round,
+                // What it may have taken is taken up again when its lease is over.
+                () = self.phased.grace_is_over(&stop) => break,
+            };
+            match round {
                 Ok(worked) => {
                     pace.worked();
                     self.health.set(PART, PartState::Ready);

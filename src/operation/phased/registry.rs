@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::flow::{AnyFlow, FlowError};
@@ -151,6 +152,15 @@ impl Phased {
             }
         }
         flows
+    }
+
+    /// Returns when the stop has fired and the grace for what must still be stored is over.
+    pub(super) fn grace_is_over(&self, stop: &CancellationToken) -> impl Future<Output = ()> + use<> {
+        let (stop, grace) = (stop.clone(), self.settings.shutdown_grace);
+        async move {
+            stop.cancelled().await;
+            tokio::time::sleep(grace).await;
+        }
     }
 
     /// Whether the database belongs to the configured deployment. If not, an error is logged, and
