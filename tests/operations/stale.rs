@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use oncebox::operation::{Answered, Code, Endpoint, Engine, Mode, Reconciled, Registered, Reply, Route, State};
-use oncebox::store::{ActContext, Basis, Claimed, KeyChange, KeyOperator, RunOutcome};
+use oncebox::store::{ActContext, Basis, Claimed, KeyChange, RunOutcome};
 
 use super::kit::*;
 use super::layer::edge;
