@@ -62,7 +62,7 @@ async fn a_stop_ends<S: Rows>(direct: S, (through, proxy): (S, Proxy), failure: 
         here.notify_one();
         there.notified().await;
     });
-    let told = Scripted::default().then(Act::After(waits, done())).timeout(3 * SOON);
+    let told = Scripted::default().then(Act::After(waits, done())).timeout(SOON / 2);
     let service = Service::start(&through, &plan, told.clone()).await;
     let worker = service.recover();
     tokio::time::timeout(SOON, arrives.notified()).await.expect("it is sent");
