@@ -136,6 +136,7 @@ pub fn forgotten(what: Forgotten, count: u64) {
 }
 
 /// Sets the gauge with the operation's mode, and sets its counters to 0 before the first request.
+/// The gauges of what is open are not set: a 0 that nobody has counted would hide an alert.
 pub fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
     gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);
@@ -159,8 +160,6 @@ pub fn operation_starts(operation: &str, mode: &'static str) {
     }
     forgotten(Forgotten::Bodies, 0);
     forgotten(Forgotten::Keys, 0);
-    gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).increment(0.0);
-    gauge!(IDEMPOTENCY_UNKNOWN).increment(0.0);
 }
 
 /// Sets the gauges of the engine.
@@ -172,6 +171,20 @@ pub fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
 #[cfg(all(test, feature = "programs"))]
 mod tests {
     use super::*;
+
+    // Shown by: setting the gauges to 0 at the registration of an operation.
+    #[test]
+    fn m103_nothing_is_shown_as_open_or_unknown_before_it_was_counted() {
+        let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
+        let shown = recorder.handle();
+        metrics::with_local_recorder(&recorder, || {
+            operation_starts("charge", "phased");
+            let gauges = [IDEMPOTENCY_IN_PROGRESS_AGE, IDEMPOTENCY_UNKNOWN];
+            assert!(!gauges.iter().any(|gauge| shown.render().contains(gauge)), "{}", shown.render());
+            operations_stand(None, 7);
+            assert!(shown.render().contains(&format!("{IDEMPOTENCY_UNKNOWN} 7")), "{}", shown.render());
+        });
+    }
 
     // Shown by: leaving the counter out of `noted`, or out of the counters that start at 0.
     #[test]

@@ -259,7 +259,8 @@ impl Endpoint {
         if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             return Err(EndpointError::Counted(name.clone()));
         }
-        if self.route.requirement == Requirement::Off && self.route.mode == Mode::Transactional {
+        let is_typed = matches!(self.route.mode, Mode::Transactional | Mode::Phased);
+        if self.route.requirement == Requirement::Off && is_typed {
             return Err(EndpointError::Off);
         }
         if (self.route.replay == Replay::Reconstruct) != self.rebuild.is_some() {

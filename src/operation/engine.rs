@@ -27,6 +27,7 @@ use super::quota::StoredQuota;
 use super::reach::Reach;
 use super::reply::Reply;
 use super::running::Running;
+use super::stale;
 use crate::error::StoreError;
 use crate::observe::{self, Forgotten, Health};
 use crate::operation::port::{Answer, KeptBody, Keys};
@@ -360,8 +361,13 @@ impl Core {
     /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
     /// regularly, in as many processes as you like.
     ///
+    /// It also ends claims that nobody drives any more, so that a process that died leaves no
+    /// operation in progress when its clients do not return: at most `limit` of each operation.
+    /// After the end of its lease a claim of mode `edge` is reconciled where the route can, and is
+    /// unknown otherwise (O11); one of mode `bridged` is deleted (O2). No handler runs.
+    ///
     /// # Errors
-    /// The error of the store; what was deleted before it stays deleted.
+    /// The error of the store; what was deleted or ended before it stays so.
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
         self.announce().await;
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
@@ -373,6 +379,7 @@ impl Core {
             let keys = purged.await?;
             observe::forgotten(Forgotten::Keys, keys);
             forgotten += keys;
+            stale::end(self, endpoint, limit).await?;
         }
         Ok(forgotten)
     }

@@ -1,13 +1,14 @@
 //! Finds out the outcome of an edge run whose end was not recorded, where its route can (O11).
 //!
-//! Promises: however many requests start a reconciliation, one of them asks. It takes the record
-//! over with the fenced claim, so a slow answer that arrives after another's changes nothing. If
-//! the outcome cannot be found out, the record stays UNKNOWN. Evidence of a run that ended after it
-//! had lost its lease overrides the answer of the route: the key of a run that ended is not freed.
+//! Promises: however many requests and sweeps start a reconciliation, one of them asks. It takes
+//! the record over with the fenced claim, so a slow answer that arrives after another's changes
+//! nothing. If the outcome cannot be found out, the record is UNKNOWN. Evidence of a run that ended
+//! after it had lost its lease overrides the answer of the route: the key of a run that ended is
+//! not freed.
 
 use std::time::Duration;
 
-use uuid::Uuid;
+use tokio::task::JoinHandle;
 
 use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
@@ -18,21 +19,13 @@ use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClai
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;
 
-/// Starts a reconciliation in a task of its own.
-pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
-    let Some(ask) = endpoint.endpoint().reconcile.clone() else { return };
+/// Starts a reconciliation in a task of its own. `None`: the route cannot find it out.
+pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Option<JoinHandle<()>> {
+    let ask = endpoint.endpoint().reconcile.clone()?;
     let (engine_of_task, endpoint, record) = (engine.clone(), endpoint.clone(), record.clone());
-    engine.spawn(async move {
+    Some(engine.spawn(async move {
         let engine = engine_of_task;
-        let claim = KeyClaim {
-            identity: record.identity.clone(),
-            principal: record.principal.clone(),
-            fingerprint: record.fingerprint.clone(),
-            mode: record.mode,
-            operation_id: Uuid::now_v7(),
-            owner: KeyClaim::new_owner(),
-            lease: endpoint.route().lease,
-        };
+        let claim = claim_of(&endpoint, &record);
         let owned = match engine.store().claim(&claim, Basis::TakeOver(&record)).await {
             Ok(Claimed::Owned(owned)) => owned,
             // Another task asks, or the outcome is known by now.
@@ -78,7 +71,20 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
         if let Err(error) = engine.store().finish(&owned, &outcome, &endpoint.route().retention).await {
             tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
         }
-    });
+    }))
+}
+
+/// The claim with which this process takes a record over, to end it: it executes nothing.
+pub(super) fn claim_of(endpoint: &Registered, record: &Record) -> KeyClaim {
+    KeyClaim {
+        identity: record.identity.clone(),
+        principal: record.principal.clone(),
+        fingerprint: record.fingerprint.clone(),
+        mode: record.mode,
+        operation_id: record.operation_id,
+        owner: KeyClaim::new_owner(),
+        lease: endpoint.route().lease,
+    }
 }
 
 /// Replaces a failure that may be retried by the outcome that a late run reported as evidence. So
@@ -87,15 +93,7 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
 pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: &Record) -> Result<bool, StoreError> {
     let said = engine.store().runs_of(seen.operation_id).await?;
     let Some(run) = how_it_ended(&said) else { return Ok(false) };
-    let claim = KeyClaim {
-        identity: seen.identity.clone(),
-        principal: seen.principal.clone(),
-        fingerprint: seen.fingerprint.clone(),
-        mode: seen.mode,
-        operation_id: seen.operation_id,
-        owner: KeyClaim::new_owner(),
-        lease: endpoint.route().lease,
-    };
+    let claim = claim_of(endpoint, seen);
     if let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
         engine.store().finish(&owned, &outcome_of(endpoint, run), &endpoint.route().retention).await?;
     }
@@ -103,7 +101,7 @@ pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: 
 }
 
 /// The outcome of a late run, by which the key was not freed.
-async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
+pub(super) async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
     let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
     how_it_ended(&said).map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, run))
 }

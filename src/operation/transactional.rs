@@ -162,6 +162,7 @@ impl<S: Operations + Base> Engine<S> {
         let command = Arc::new(command);
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = self.front(endpoint, asking);
+        let mut has_own_key = false;
         // A request that executes nothing needs no task.
         let begin = loop {
             if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
@@ -169,7 +170,11 @@ impl<S: Operations + Base> Engine<S> {
             }
             match front.turn().await {
                 Turn::Begin(begin) => break Start::Seen(begin),
-                Turn::Unkeyed => front = front.under_own_key(),
+                Turn::Unkeyed if !has_own_key => {
+                    front = front.under_own_key();
+                    has_own_key = true;
+                }
+                Turn::Unkeyed => return front.no_use_of_keys(),
                 Turn::Recover(record) => return front.pending(&record),
                 Turn::Answer(answered) => return answered,
             }
@@ -364,8 +369,10 @@ impl Execution {
             front.note(Noted::Acquired);
         }
         let mut sent = Sent::default();
-        let call = self.handler.handle(tx.as_mut(), &mut sent);
-        let called = tokio::time::timeout(route.timeout, AssertUnwindSafe(call).catch_unwind()).await;
+        // The closure itself may panic, not only its future.
+        let (handler, connection, messages) = (&self.handler, tx.as_mut(), &mut sent);
+        let call = AssertUnwindSafe(async move { handler.handle(connection, messages).await });
+        let called = tokio::time::timeout(route.timeout, call.catch_unwind()).await;
         let failed = match called {
             Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, sent).await,
             Ok(Ok(Err(error))) => error,

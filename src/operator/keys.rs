@@ -15,14 +15,18 @@
 //!
 //! Not here: printing (`cli`), and dead messages ([`Operator`](super::Operator)).
 
+mod words;
+
 use std::future::Future;
 use std::time::Duration;
 
 use uuid::Uuid;
 
+use self::words::says;
+pub(crate) use self::words::{judged, judgement, nothing_known, overruled};
 use super::ActContext;
 use crate::error::StoreError;
-use crate::operation::port::evidence::{NewEvidence, Sealed};
+use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
 use crate::operation::port::{Fenced, Look, RunOutcome, late_runs};
 use crate::operation::rules::flow::Stage;
@@ -318,11 +322,14 @@ fn refused<T>(why: impl Into<String>) -> Result<T, StoreError> {
     Err(StoreError::Refused(why.into()))
 }
 
+/// Why an act is refused on what is not as the operator saw it.
+const CHANGED: &str = "it has changed meanwhile: look again";
+
 /// Refuses the act where the record or operation has changed since the operator saw it.
 fn changed(fenced: Fenced) -> Result<(), StoreError> {
     match fenced {
         Fenced::Done => Ok(()),
-        Fenced::LostOwnership => refused("it has changed meanwhile: look again"),
+        Fenced::LostOwnership => refused(CHANGED),
     }
 }
 
@@ -369,12 +376,14 @@ pub trait KeyOperator: Phases {
         context: &ActContext,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Releases, purges or resolves a key.
+    /// Releases, purges or resolves a key. Before `resolve`, a claim in progress that nobody drives
+    /// any more is made unknown, in a transaction of its own; a dry run leaves it as it is.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: the key is in progress; its outcome is unknown (only `resolve` ends
-    /// that); it has an intent; `resolve` on a record that has its outcome, or on an operation in
-    /// phases; a run that lost its lease ended with the opposite, and `against_evidence` is not
+    /// [`StoreError::Refused`]: the key is in progress, and `resolve` finds a lease that is not
+    /// over, or a claim of mode `bridged`; its outcome is unknown (only `resolve` ends that); it
+    /// has an intent; `resolve` on a record that has its outcome, or on an operation in phases; a
+    /// run that lost its lease ended with the opposite, and `against_evidence` is not
     /// given; the record has changed since it was read.
     fn act_on_key(
         &self,
@@ -383,6 +392,17 @@ pub trait KeyOperator: Phases {
         context: &ActContext,
     ) -> impl Future<Output = Result<(), StoreError>> + Send {
         async move {
+            let is_open = seen.state == State::InProgress;
+            let unknown;
+            let seen = match change {
+                KeyChange::Resolve { outcome, .. }
+                    if is_open && seen.mode != Mode::Phased && *outcome != RunOutcome::Unknown =>
+                {
+                    unknown = given_up(self, seen, context.dry_run).await?;
+                    &unknown
+                }
+                _ => seen,
+            };
             match (change, seen.state) {
                 (KeyChange::Resolve { .. }, _) if seen.mode == Mode::Phased => {
                     return refused(format!(
@@ -403,7 +423,13 @@ pub trait KeyOperator: Phases {
                 (KeyChange::Resolve { .. }, state) => {
                     return refused(format!("it is {state}: only an unknown outcome is resolved"));
                 }
-                (_, State::InProgress) => return refused("it is IN_PROGRESS: what it does may happen yet (O11)"),
+                (_, State::InProgress) if seen.mode == Mode::Bridged => return refused(BRIDGED),
+                (_, State::InProgress) => {
+                    return refused(
+                        "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, it is resolved \
+                         after the end of its lease, not forgotten",
+                    );
+                }
                 (_, State::UnknownRequiresRecovery) => {
                     return refused(
                         "its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)",
@@ -420,6 +446,10 @@ pub trait KeyOperator: Phases {
                         return refused(ended_late("success"));
                     }
                 }
+            }
+            // There is nothing to try: the claim was not made unknown.
+            if is_open && context.dry_run {
+                return Ok(());
             }
             changed(self.change_key(seen, change, context).await?)
         }
@@ -532,6 +562,35 @@ pub trait KeyOperator: Phases {
     }
 }
 
+/// Why an act on a claim of mode `bridged` is refused.
+const BRIDGED: &str = "it is IN_PROGRESS in mode bridged: without an outcome nothing of it happened (O2). After the end of its lease \
+     `Engine::sweep` frees the key, and the next request under it executes";
+
+/// Makes a claim UNKNOWN that nobody drives any more, and returns its record. In a dry run it only
+/// checks, and returns the record as it would be.
+async fn given_up<K: KeyOperator + ?Sized>(keys: &K, seen: &Record, dry_run: bool) -> Result<Record, StoreError> {
+    let look = keys.find(&seen.identity).await?;
+    let Some(record) = look.record.filter(|record| record.epoch == seen.epoch && record.state == seen.state) else {
+        return refused(CHANGED);
+    };
+    if record.mode == Mode::Bridged {
+        return refused(BRIDGED);
+    }
+    if record.is_owned(look.now) {
+        let left = record.lease_left(look.now).as_secs() + 1;
+        return refused(format!(
+            "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, its lease is over in {left} s: \
+             resolve it then"
+        ));
+    }
+    if dry_run {
+        return Ok(Record { state: State::UnknownRequiresRecovery, ..record });
+    }
+    changed(keys.mark_unknown(&record).await?)?;
+    let marked = keys.find(&seen.identity).await?.record;
+    marked.filter(|marked| marked.operation_id == record.operation_id).map_or_else(|| refused(CHANGED), Ok)
+}
+
 fn may_change(seen: &StoredOperation, take_over: bool) -> Result<(), StoreError> {
     if seen.outcome_at.is_some() {
         return refused(format!("it has its outcome: {}; no outcome is rewritten", seen.stage.as_str()));
@@ -581,70 +640,7 @@ pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     }
 }
 
-/// The evidence of an operator who has judged a conflict.
-pub(crate) fn judgement(seen: &StoredOperation, context: &ActContext) -> Result<NewEvidence, StoreError> {
-    if seen.outcome_at.is_none() {
-        return refused(format!("it is {}: there is no outcome to judge; resolve it", seen.stage.as_str()));
-    }
-    Ok(says(seen, "", 0, "indefinite", context))
-}
-
-/// The audit row of a judgement.
-pub(crate) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audit<'_> {
-    Audit {
-        act: "judge",
-        place: seen.map_or("", |seen| &seen.flow),
-        digest: seen.and_then(|seen| seen.identity.as_ref()).map(Identity::digest),
-        operation_id,
-        detail: seen.map_or_else(|| "evidence alone".to_owned(), |seen| seen.stage.as_str().to_owned()),
-    }
-}
-
-/// The error for an id with neither an operation nor left-over evidence.
-pub(crate) fn nothing_known(operation_id: Uuid) -> StoreError {
-    StoreError::Refused(format!(
-        "there is nothing to judge of {operation_id}: `oncebox operations list --conflicts` shows what is"
-    ))
-}
-
 /// Why an act is refused: a run that lost its lease ended with this verdict.
 fn ended_late(verdict: &str) -> String {
     format!("a run of it that lost its lease ended with {verdict}; `oncebox keys show` has it")
-}
-
-/// The evidence of an operator who resolves a key against late runs. After it those runs no longer
-/// prevent the key from running again.
-pub(crate) fn overruled(seen: &Record, outcome: &RunOutcome, context: &ActContext) -> NewEvidence {
-    let verdict = match outcome {
-        RunOutcome::Completed(_) => "success",
-        RunOutcome::FailedReplayable { .. } => "failure",
-        RunOutcome::FailedRetryable { .. } => "not-sent",
-        RunOutcome::Unknown => "indefinite",
-    };
-    word_of(seen.operation_id, seen.epoch, ("", 0), verdict, context)
-}
-
-/// Evidence of the operator, with name and reason.
-fn says(seen: &StoredOperation, effect: &str, send: u32, verdict: &str, context: &ActContext) -> NewEvidence {
-    word_of(seen.operation_id, seen.epoch, (effect, send), verdict, context)
-}
-
-fn word_of(
-    operation_id: Uuid,
-    epoch: i64,
-    (effect, send): (&str, u32),
-    verdict: &str,
-    context: &ActContext,
-) -> NewEvidence {
-    let bytes = serde_json::json!({ "actor": context.actor, "reason": context.reason }).to_string().into_bytes();
-    NewEvidence {
-        operation_id,
-        effect: effect.to_owned(),
-        epoch,
-        send,
-        kind: "operator".to_owned(),
-        verdict: verdict.to_owned(),
-        status: None,
-        bytes: Sealed { bytes, kid: None },
-    }
 }

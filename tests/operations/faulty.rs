@@ -144,6 +144,10 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         self.inner.mark_unknown(seen).await
     }
 
+    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
+        self.inner.stale(operation, limit).await
+    }
+
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         self.inner.expire_bodies(limit).await
     }

@@ -56,4 +56,5 @@ mod relayed;
 mod sealed;
 mod service;
 mod services;
+mod stale;
 mod transactional;

@@ -318,8 +318,10 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     assert!(matches!(protect(typed(same_tx()).redacts("id")), Err(EndpointError::Pointer(_))));
     assert!(matches!(protect(typed(same_tx()).counts_header("Cookie")), Err(EndpointError::Counted(_))));
     assert!(matches!(protect(Endpoint::raw("a b", same_tx())), Err(EndpointError::Name(_))));
-    let off = Route { requirement: Requirement::Off, ..same_tx() };
-    assert!(matches!(protect(typed(off)), Err(EndpointError::Off)));
+    for mode in [Mode::Transactional, Mode::Phased] {
+        let off = Route { requirement: Requirement::Off, ..Route::new(mode) };
+        assert!(matches!(protect(typed(off)), Err(EndpointError::Off)), "{mode}");
+    }
     let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
     assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
     assert!(protect(typed(same_tx())).is_ok());

@@ -467,13 +467,15 @@ async fn o20_another_principal_gets_the_answer_of_a_mismatch<S: Sql>(world: Worl
     assert_eq!(gate.calls(), 1);
 }
 
-// Shown by: storing a failure; dropping the transaction without rolling back.
+// Shown by: storing a failure; dropping the transaction without rolling back; guarding the future
+// of the handler alone (503 COMMIT_UNKNOWN).
 async fn o29_an_error_a_panic_and_a_timeout_leave_no_row<S: Sql>(world: World<S>) {
     // Long enough for those that do not hang, and short enough to be waited for.
     let route = Route { timeout: Duration::from_secs(3), ..same_tx() };
     let endpoint = world.protect(route);
-    for how in ["error", "panic", "timeout"] {
+    for how in ["error", "panic", "panic before the future", "timeout"] {
         let handler = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            assert_ne!(how, "panic before the future", "on purpose");
             Box::pin(async move {
                 S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
                 match how {

@@ -33,6 +33,7 @@ mod scripted;
 #[path = "../support/standstill.rs"]
 mod standstill;
 mod steps;
+mod stopping;
 #[path = "../support/mod.rs"]
 mod support;
 mod swallowed;

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use oncebox::operation::provider::Answer;
+use oncebox::operation::provider::{Answer, Strategy};
 use oncebox::operation::{Answered, Code, Key, KeyFormat, Stage};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
@@ -23,6 +23,7 @@ const BUDGET: Duration = Duration::from_secs(20);
 const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const TAKEN: &str = "oncebox_idempotency_takeover_count";
 const ENDED: &str = "oncebox_idempotency_transaction_ended_count";
+const UNKNOWN: &str = "oncebox_idempotency_unknown_state_count";
 const LOST: &str = "oncebox_idempotency_commit_unknown_count";
 
 fn counted(heard: &Heard, name: &str) -> f64 {
@@ -68,6 +69,22 @@ async fn m103_m105_door_b_counts_its_claims_and_a_worker_what_it_takes_up() {
     let again = service.ask(ONE, 700, BUDGET).await;
     assert!(matches!(again, Answered::Reply { replayed: true, .. }), "{again:?}");
     assert_eq!((counted(&heard, CLAIMS), counted(&heard, ENDED), counted(&heard, LOST)), (1.0, 0.0, 0.0));
+}
+
+// Shown by: a worker that counts nothing (its process showed 0 while operations waited for a
+// person).
+#[tokio::test]
+async fn m103_a_worker_shows_what_is_unknown() {
+    let (heard, _hearing) = hear();
+    let directory = tempfile::tempdir().unwrap();
+    let store = crate::world::sqlite(directory.path()).await;
+    let told = Scripted::default().answers(Answer::NoAnswer);
+    let service = Service::start(&store, &Plan::new(Strategy::None), told).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    assert_eq!(heard.metric(UNKNOWN, &[]), 0.0, "nobody has counted yet");
+    let worker = service.recover();
+    eventually("it is shown", SOON, || async { (heard.metric(UNKNOWN, &[]) == 1.0).then_some(()) }).await;
+    worker.stop().await;
 }
 
 // Shown by: a request that notes no take-up.

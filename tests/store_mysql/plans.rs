@@ -65,6 +65,25 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
     store.close().await;
 }
 
+// Shown by: the page without its index (all records of the operation are read).
+#[tokio::test]
+async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
+    let test = "o11_claims_that_nobody_drives_are_found_among_the_open_records";
+    let Some(db) = Db::new(test).await else { return };
+    fill(&db).await;
+    let left = "update oncebox_idempotency_request set state = 'IN_PROGRESS', owner = operation_id, lease_seconds = 30, \
+           lease_until = utc_timestamp(6) - interval 1 day where outcome_at is null limit 3; \
+         analyze table oncebox_idempotency_request";
+    execute(&mut db.app().await, left).await;
+    let store =
+        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let before = read_so_far(&store).await;
+    assert_eq!(store.stale(&"put".parse().unwrap(), 100).await.unwrap().len(), 3);
+    let read = read_so_far(&store).await - before;
+    assert!(read < 500, "{read} rows were read");
+    store.close().await;
+}
+
 // Shown by: an index that ends with the tenant (the entries of all its records are read, also of
 // those without a body).
 #[tokio::test]

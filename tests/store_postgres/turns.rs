@@ -136,6 +136,13 @@ async fn operations(store: &PostgresStore, number: usize) {
     assert!(store.find(&edge.identity).await.unwrap().record.is_some());
     assert_eq!(store.heartbeat(&owned, LEASE).await.unwrap(), Fenced::Done);
     assert_eq!(store.finish(&owned, &outcome, &kept).await.unwrap(), Fenced::Done);
+    let lost = KeyClaim { lease: Duration::from_millis(1), ..key_claim(Mode::Bridged, number) };
+    let Claimed::Owned(owned) = store.claim(&lost, Basis::New).await.unwrap() else { panic!("it is free") };
+    let found = eventually("its lease is over", Duration::from_secs(60), || async {
+        store.stale(lost.identity.operation(), 10).await.unwrap().pop()
+    });
+    assert_eq!(found.await.identity, lost.identity);
+    assert_eq!(store.release(&owned).await.unwrap(), Fenced::Done);
 
     let whole = key_claim(Mode::Transactional, number);
     let Begun::Claimed(mut tx) = store.begin_operation(&whole, Basis::New, LEASE).await.unwrap() else {

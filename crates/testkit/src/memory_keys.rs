@@ -208,6 +208,15 @@ impl Keys for MemoryKeys {
         Ok(Fenced::Done)
     }
 
+    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
+        let (book, now) = (self.book(), now());
+        let records = book.rows.values().map(|row| &row.record);
+        let is_stale = |record: &&Record| {
+            record.identity.operation() == operation && record.state == State::InProgress && !record.is_owned(now)
+        };
+        Ok(records.filter(is_stale).take(usize::try_from(limit).unwrap_or(usize::MAX)).cloned().collect())
+    }
+
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         let (mut book, now) = (self.book(), now());
         let mut gone = 0;

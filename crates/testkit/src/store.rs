@@ -401,6 +401,7 @@ macro_rules! store_conformance {
                 o21_what_live_processes_say_of_their_fingerprints_is_shown,
             ];
             records: [
+                o11_what_nobody_drives_any_more_is_found_by_operation_and_in_pages,
                 m31_every_statement_changes_a_record_as_the_machine_is_drawn,
                 o3_every_lifetime_counts_from_the_outcome,
                 m98_a_time_that_was_promised_holds_when_the_settings_are_shortened,

@@ -65,6 +65,15 @@ impl Front {
         Answered::Problem(Problem { detail: Some(detail.to_owned()), ..Problem::new(Code::StoreUnavailable) })
     }
 
+    /// The answer where the route has keys off, although the operation claims every request.
+    /// Registration refuses such a route; this is for an endpoint of another mode.
+    #[must_use]
+    pub(in crate::operation) fn no_use_of_keys(&self) -> Answered {
+        tracing::error!(operation = %self.endpoint.operation(), mode = %self.endpoint.route().mode,
+            "the operation claims every request, and its route has `requirement = off`: register it with `optional`");
+        self.problem(Code::StoreUnavailable)
+    }
+
     pub(super) fn answer_running(&self, decision: Decision, run: &Run) -> Answered {
         match decision {
             Decision::InProgress(_) => self.still_running(run.since.elapsed()),

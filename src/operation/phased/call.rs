@@ -1,6 +1,6 @@
 //! One call of a provider. Its beginning is committed before it starts. It starts only if it fits
 //! into the lease and into the provider's window at that moment. Its answer is stored even if the
-//! lease is lost (O5, O6, O8).
+//! lease is lost (O5, O6, O8), and after a stop as long as the grace lasts.
 //!
 //! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
 //! ([`provider`](crate::operation::rules::provider)).
@@ -15,6 +15,7 @@ use super::provider::{Asked, Call, Sent};
 use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::port::Fenced;
+use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict, may_start};
@@ -40,6 +41,12 @@ fn proves(verdict: Verdict) -> bool {
 fn unstored(effect: &Declared, send: u32, verdict: Verdict, status: Option<u16>) -> String {
     let status = status.map(|status| format!(" {status}")).unwrap_or_default();
     format!("evidence-not-stored: {} send {send}: {}{status}", effect.name, verdict.name())
+}
+
+/// The error of a drive that a stop ended before the database took what it had to say.
+fn stopped() -> StoreError {
+    let why = "this process stops, and the database is away";
+    StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
 }
 
 impl Driver {
@@ -236,22 +243,20 @@ impl Driver {
         let (operation_id, epoch) = (self.driven.operation_id, self.driven.epoch);
         let seen = Observation { operation_id, effect: effect.name, epoch, send, by, verdict, status, saw };
         let row = evidence::row(&self.phased.vault, &seen)?;
-        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
-        let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
-        // The observation exists only here. A row that is written twice counts once.
-        while let Err(error) = self.phased.store.observe(&row).await {
-            tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
-                "what a provider said waits to be stored");
-            let patient = error.is_transient() || tokio::time::Instant::now() < until;
-            if !patient && !proves(verdict) {
-                return Err(error);
+        let grace_is_over = self.phased.grace_is_over(&self.stop);
+        let kept = tokio::select! {
+            biased;
+            kept = self.keep_row(effect, send, (verdict, status), &row) => kept?,
+            () = grace_is_over => {
+                // The send stands as begun, so the next driver takes it for one that may have
+                // arrived.
+                tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status,
+                    "this process stops, and the database does not take what a provider said: it is lost");
+                return Err(stopped());
             }
-            // The proof becomes the reason of a parked operation, so an operator sees it. If
-            // parking fails too, storing is retried as long as this process lives.
-            if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
-                return Ok(());
-            }
-            tokio::time::sleep(pace.next_wait()).await;
+        };
+        if !kept {
+            return Ok(());
         }
         self.proof |= proves(verdict);
         if self.hold.is_lost()
@@ -260,6 +265,36 @@ impl Driver {
             self.look_for_conflict(&stored)?;
         }
         Ok(())
+    }
+
+    /// Stores an observation, and tries again as long as it can matter. Returns false where it
+    /// became the reason of a parked operation.
+    async fn keep_row(
+        &mut self,
+        effect: &Declared,
+        send: u32,
+        (verdict, status): (Verdict, Option<u16>),
+        row: &NewEvidence,
+    ) -> Result<bool, StoreError> {
+        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
+        let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
+        // The observation exists only here. A row that is written twice counts once.
+        while let Err(error) = self.phased.store.observe(row).await {
+            tracing::error!(operation = %self.driven.operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                "what a provider said waits to be stored");
+            let stops = self.stop.is_cancelled();
+            let patient = error.is_transient() || (tokio::time::Instant::now() < until && !stops);
+            if !proves(verdict) && (!patient || stops) {
+                return Err(error);
+            }
+            // The proof becomes the reason of a parked operation, so an operator sees it. If
+            // parking fails too, storing is retried until this process stops.
+            if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
+                return Ok(false);
+            }
+            tokio::time::sleep(pace.next_wait()).await;
+        }
+        Ok(true)
     }
 
     /// Logs an error if the evidence of providers contradicts what another driver or an operator

@@ -34,7 +34,12 @@ impl Driver {
         }
         if error.is_transient() {
             // Best effort: if the release fails, the lease expires.
-            let _ = self.release(self.pause(0), false).await;
+            let grace_is_over = self.phased.grace_is_over(&self.stop);
+            tokio::select! {
+                biased;
+                _ = self.release(self.pause(0), false) => {}
+                () = grace_is_over => {}
+            }
             return Err(error);
         }
         tracing::error!(operation = %self.driven.operation_id, %error, "an operation was broken off");
@@ -100,8 +105,20 @@ impl Driver {
     }
 
     /// Unparks the operation if it needs no operator: another driver may have taken it over, found
-    /// no proof and parked it before this driver stored its proof (O8).
+    /// no proof and parked it before this driver stored its proof (O8). After a stop it tries as
+    /// long as the grace lasts.
     pub(super) async fn speak_up(&self) {
+        tokio::select! {
+            biased;
+            () = self.unpark_proven() => {}
+            () = self.phased.grace_is_over(&self.stop) => {
+                tracing::error!(operation = %self.driven.operation_id,
+                    "this process stops, and whether an operation with proof is parked could not be seen: `oncebox operations list --parked` shows it");
+            }
+        }
+    }
+
+    async fn unpark_proven(&self) {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         let operation = self.driven.operation_id;
         loop {

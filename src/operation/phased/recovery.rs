@@ -5,7 +5,12 @@
 //! drives at most `concurrency` operations at once, and at most `per_tenant` of one tenant, so that
 //! a slow tenant does not delay the others for long. It takes only the flows and versions of this
 //! process, and nothing if the database belongs to another deployment. At a stop it takes nothing
-//! more, lets calls in flight end, releases what it holds, and returns.
+//! more, lets calls in flight end, stores what they proved, releases what it holds, and returns.
+//! While the database is away, it tries to store that for
+//! [`DriveSettings::shutdown_grace`](super::DriveSettings::shutdown_grace) at most.
+//!
+//! It also sets the gauges of what is open and unknown (M103), with the pauses of a program's other
+//! gauges.
 //!
 //! It runs in the service's process, or in one that is built with the same flows; the stock
 //! `publisher` has none.
@@ -13,8 +18,9 @@
 //! Not here: how an operation is driven ([`driver`](super::driver)).
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use tokio::task::JoinSet;
@@ -31,6 +37,12 @@ use crate::time::pace::{Pace, Since, sleep_unless};
 const PART: &str = "recovery";
 /// The pause after the worker has seen that the database belongs to another deployment.
 const FOREIGN: Duration = Duration::from_secs(30);
+
+/// The shortest pause between two counts of what is open and unknown.
+const MEASURED_EVERY: Duration = Duration::from_secs(2);
+/// After a slow count the pause is this many times as long as the count, as with the gauges of a
+/// program: counts take at most a fiftieth of the time.
+const PAUSE: u32 = 50;
 
 /// Settings of a recovery worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,11 +131,36 @@ impl Recovery {
     }
 
     async fn work(self, stop: CancellationToken) -> Result<(), StoreError> {
+        tokio::select! {
+            worked = self.recover(stop) => worked,
+            never = self.measure() => match never {},
+        }
+    }
+
+    /// Sets the gauges of M103 from time to time: the process of a worker may have nothing else
+    /// that does. They keep their values while the store is away.
+    async fn measure(&self) -> Infallible {
+        loop {
+            let began = Instant::now();
+            if let Err(error) = self.phased.engine.measure().await {
+                tracing::debug!(%error, "what is open and unknown could not be counted");
+            }
+            tokio::time::sleep(MEASURED_EVERY.max(PAUSE * began.elapsed())).await;
+        }
+    }
+
+    async fn recover(&self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
         let mut first = 0;
         while !stop.is_cancelled() {
-            match self.round(first, &mut driven, &stop).await {
+            let round = tokio::select! {
+                biased;
+                round = self.round(first, &mut driven, &stop) => round,
+                // What it may have taken is taken up again when its lease is over.
+                () = self.phased.grace_is_over(&stop) => break,
+            };
+            match round {
                 Ok(worked) => {
                     pace.worked();
                     self.health.set(PART, PartState::Ready);

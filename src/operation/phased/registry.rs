@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::flow::{AnyFlow, FlowError};
@@ -41,8 +42,12 @@ pub struct DriveSettings {
     pub backoff_max: Duration,
     /// How long to retry storing proof that the database refuses, before the operation is parked
     /// with that proof as the reason. A database that is away does not count: the driver waits for
-    /// it. Default 20 s.
+    /// it until a stop. Default 20 s.
     pub refused_max: Duration,
+    /// How long a driver tries to store what a provider said, from the stop of its worker or
+    /// service on, while the database is away. What is not stored then is lost: the send counts as
+    /// one that may have arrived. Default 10 s.
+    pub shutdown_grace: Duration,
 }
 
 impl Default for DriveSettings {
@@ -54,6 +59,7 @@ impl Default for DriveSettings {
             backoff_first: Duration::from_secs(1),
             backoff_max: Duration::from_secs(60),
             refused_max: Duration::from_secs(20),
+            shutdown_grace: Duration::from_secs(10),
         }
     }
 }
@@ -146,6 +152,15 @@ impl Phased {
             }
         }
         flows
+    }
+
+    /// Returns when the stop has fired and the grace for what must still be stored is over.
+    pub(super) fn grace_is_over(&self, stop: &CancellationToken) -> impl Future<Output = ()> + use<> {
+        let (stop, grace) = (stop.clone(), self.settings.shutdown_grace);
+        async move {
+            stop.cancelled().await;
+            tokio::time::sleep(grace).await;
+        }
     }
 
     /// Whether the database belongs to the configured deployment. If not, an error is logged, and

@@ -40,9 +40,16 @@ pub(super) async fn taken(
         }
         Ok(Prepared::Gone(reason)) => reason,
         Err(error) => {
-            // Another process may have the encryption key or the flow version.
-            tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
-            let after = (came != Came::Early).then_some(phased.settings.backoff_max);
+            let settings = &phased.settings;
+            let after = if error.is_transient() {
+                tracing::warn!(operation = %stored.operation_id, %error, "an operation could not be read now");
+                settings.backoff_first
+            } else {
+                // Another process may have the encryption key or the flow version.
+                tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
+                settings.backoff_max
+            };
+            let after = (came != Came::Early).then_some(after);
             store.hand_back(&driven, Due { after, attempt: false }).await?;
             return Ok(Ended { end: End::Later, reply: None });
         }

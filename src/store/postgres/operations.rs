@@ -155,6 +155,10 @@ impl Keys for PostgresStore {
         records::mark_unknown(self, seen).await
     }
 
+    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
+        records::stale(self, operation, limit).await
+    }
+
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         expiry::expire_bodies(self, limit).await
     }

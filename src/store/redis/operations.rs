@@ -272,6 +272,12 @@ impl Keys for RedisKeys {
         self.fenced(&scripts::MARK_UNKNOWN, &[record, running, unknown, epochs], &args).await
     }
 
+    /// None: every route of a guard is declared repeatable, and nobody could resolve a claim that
+    /// became unknown here. The next request under its key runs.
+    async fn stale(&self, _: &OperationName, _: u32) -> Result<Vec<Record>, StoreError> {
+        Ok(Vec::new())
+    }
+
     /// Does nothing: Redis removes bodies when their time is over.
     async fn expire_bodies(&self, _limit: u32) -> Result<u64, StoreError> {
         Ok(0)

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::{Row, Session, SqlStore, sql, words};
+use super::{Row, Session, SqlStore, Statement, sql, words};
 use crate::error::StoreError;
 use crate::operation::port::stored::{corrupt, unpack};
 use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owned};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-use crate::operation::rules::{Identity, Record};
+use crate::operation::rules::{Identity, OperationName, Record};
 use crate::store::statements::Dialect;
 use crate::time::db_time::DbTime;
 use crate::time::lease::Lease;
@@ -49,6 +49,17 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
       {lease} = null, updated_at = {clock} \
     where key_digest = :digest and epoch = :epoch and state = 'IN_PROGRESS' \
       and (mode = 'same_tx' or (mode = 'edge' and {piece lease is over}))";
+
+/// The page is found first, among the records of the operation without an outcome. Each of its
+/// records is then read by its key.
+const STALE: &str = "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
+    (select key_digest from oncebox.idempotency_request \
+      {my: force index (idempotency_request_purge)}{lite: indexed by oncebox_idempotency_request_open} \
+      where operation = :operation and outcome_at is null and state = 'IN_PROGRESS' \
+        and (mode = 'same_tx' or (mode in ('bridged', 'edge') and {piece lease is over})) limit :limit) as s \
+    {my: straight_join}{pg: join}{lite: cross join} oncebox.idempotency_request as r on r.key_digest = s.key_digest \
+    left join oncebox.idempotency_purge as p on p.operation = r.operation \
+    left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id";
 
 const OPEN_OF_TENANT: &str =
     "{pg: /* planned anew */ }select count(*) from {piece requests} where {piece open} and r.tenant = :tenant";
@@ -177,6 +188,28 @@ pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) 
     let changed = transaction.session().run(mark).await?;
     transaction.commit().await?;
     Ok(Fenced::rows(changed))
+}
+
+/// The statement for the claims of an operation that nobody drives any more.
+pub(in crate::store) fn stale_of(operation: &OperationName, limit: u32) -> Statement {
+    sql(STALE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit))
+}
+
+/// The claims of an operation that nobody drives any more. One that cannot be read does not hide
+/// the others.
+pub(in crate::store) async fn stale(
+    store: &dyn SqlStore,
+    operation: &OperationName,
+    limit: u32,
+) -> Result<Vec<Record>, StoreError> {
+    let mut stale = Vec::new();
+    for row in store.reader().await?.rows(stale_of(operation, limit)).await? {
+        match look_of(&*row) {
+            Ok(look) => stale.extend(look.record),
+            Err(error) => tracing::error!(%operation, %error, "a claim that nobody drives any more cannot be read"),
+        }
+    }
+    Ok(stale)
 }
 
 /// How many records of a tenant have no outcome.

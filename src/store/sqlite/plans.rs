@@ -93,6 +93,23 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     assert!(walks.is_empty(), "{walks:#?}");
 }
 
+/// Shown to fail: by a page without the name of the index, and by a join whose order is free (all
+/// records are read).
+#[tokio::test]
+async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("stale.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+    store.migrate().await.unwrap();
+    let text = records::stale_of(&"put".parse().unwrap(), 100).in_words_of(Dialect::Sqlite).unwrap().0;
+    let plan = query(AssertSqlSafe(format!("explain query plan {text}"))).fetch_all(store.pool()).await.unwrap();
+    let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
+    let walks = |step: &&String| step.starts_with("SCAN oncebox_") || step.starts_with("SCAN r");
+    let walks: Vec<&String> = steps.iter().filter(walks).collect();
+    assert_eq!(walks, ["SCAN oncebox_idempotency_request USING INDEX oncebox_idempotency_request_open"], "{steps:#?}");
+    assert!(steps.iter().any(|step| step.starts_with("SEARCH r USING PRIMARY KEY")), "{steps:#?}");
+}
+
 /// Shown to fail: without the index, or with an index whose condition is written in other words,
 /// the page scans the ids of a consumer by the key.
 #[tokio::test]

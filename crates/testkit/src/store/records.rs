@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use uuid::Uuid;
 
 use super::keys::{answer, claim, completed, record};
+use super::phases::{local, new_operation};
 use super::{Fixture, Trial};
 use oncebox::adapter::horizon::Bounds;
 use oncebox::adapter::operation::{Event, allowed};
@@ -166,6 +167,53 @@ pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(t
     assert_eq!(purged(trial, &other, &Retention { metadata: seconds(80_000), ..RETENTION }).await, 1);
     let (later, raised) = age().await;
     assert!(later == KeyAge::TooOld && raised >= bound, "{later:?} {raised:?}");
+}
+
+/// Of all claims without an outcome, those are found whose lease is over, each once, by operation
+/// and in pages: what a sweep ends. A claim of mode `same_tx` has no lease, and is never committed
+/// without an outcome unless its handler ended the transaction.
+///
+/// Shown by: a page without the operation, the state, the lease or the limit; one that asks for
+/// leases alone.
+pub async fn o11_what_nobody_drives_any_more_is_found_by_operation_and_in_pages<F: Fixture>(trial: &Trial<F>) {
+    let (edge, bridged, ended_tx) =
+        (claim(Mode::Edge, "edge", 1), claim(Mode::Bridged, "bridged", 1), claim(Mode::Bridged, "same_tx", 1));
+    let others = claim(Mode::Edge, "others", 1);
+    let scope = Scope::new("t1", "user-7").unwrap();
+    let other = "another_operation".parse().unwrap();
+    let others = KeyClaim { identity: Identity::new(&scope, other, others.identity.key().clone()), ..others };
+    for one in [&edge, &bridged, &ended_tx, &others] {
+        owned(trial, one, Basis::New).await;
+    }
+    let phased = new_operation("phased", seconds(600));
+    local(trial, &phased).await;
+    set_back(trial, &["lease_until"], 3_600).await;
+    let (hour, length, of_tx) = match <F::Store as Base>::NAME {
+        "postgres" => ("interval '1 hour'", "lease_seconds", format!("operation_id = '{}'", ended_tx.operation_id)),
+        name => {
+            let of_tx = format!("hex(operation_id) = upper('{}')", ended_tx.operation_id.simple());
+            if name == "mysql" { ("interval 1 hour", "lease_seconds", of_tx) } else { ("3600000", "lease_ms", of_tx) }
+        }
+    };
+    trial.run(&format!("update {} set lease_until = lease_until - {hour}", trial.table("operation"))).await;
+    let set = format!("mode = 'same_tx', owner = null, lease_until = null, {length} = null");
+    trial.run(&format!("update {} set {set} where {of_tx}", trial.table("idempotency_request"))).await;
+    owned(trial, &claim(Mode::Edge, "lives", 1), Basis::New).await;
+    ended(trial, "done", &completed(), &RETENTION).await;
+    ended(trial, "unknown", &RunOutcome::Unknown, &RETENTION).await;
+    let stale = async |limit| trial.store.stale(edge.identity.operation(), limit).await.unwrap();
+    let mut expected = Vec::new();
+    for one in [&edge, &bridged, &ended_tx] {
+        expected.push(record(trial, one).await);
+    }
+    let mut found = stale(100).await;
+    for records in [&mut expected, &mut found] {
+        records.sort_by_key(|record| record.identity.digest());
+    }
+    assert_eq!(found, expected, "whole");
+    assert_eq!((stale(2).await.len(), trial.store.stale(others.identity.operation(), 9).await.unwrap().len()), (2, 1));
+    assert_eq!(trial.store.mark_unknown(&record(trial, &edge).await).await.unwrap(), Fenced::Done);
+    assert_eq!(stale(100).await.len(), 2);
 }
 
 /// The state of a record before an act.

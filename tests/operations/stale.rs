@@ -1,0 +1,147 @@
+//! Claims whose process died and whose client never returns: a sweep ends them, by their mode (O1,
+//! O2, O11). Nothing but the sweep asks for their keys.
+
+use std::time::Duration;
+
+use oncebox::operation::{Answered, Code, Endpoint, Engine, Mode, Reconciled, Registered, Reply, Route, State};
+use oncebox::store::{ActContext, Basis, Claimed, KeyChange, RunOutcome};
+
+use super::kit::*;
+use super::layer::edge;
+
+on_all! {
+    o11_a_client_that_never_returns_leaves_no_open_record,
+    o11_a_claim_that_nobody_drives_is_reconciled_without_its_client,
+    o1_a_committed_claim_without_its_client_becomes_unknown,
+    o11_an_operator_resolves_a_claim_that_nobody_drives,
+}
+
+/// Leaves a claim behind whose lease is over, as a process does that dies.
+async fn left<S: Sql>(world: &World<S>, endpoint: &Registered, key: &str, mode: Mode) {
+    let lost = claim(endpoint, key, mode, Duration::from_millis(1));
+    assert!(matches!(world.store.claim(&lost, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    until("its lease is over", || async {
+        let look = world.store.find(&lost.identity).await.unwrap();
+        look.record.is_some_and(|record| !record.is_owned(look.now))
+    })
+    .await;
+}
+
+async fn state<S: Sql>(world: &World<S>, key: &str) -> Option<State> {
+    world.record("t1", key).await.map(|record| record.state)
+}
+
+// Shown by: a sweep that does not look at open records (both stay IN_PROGRESS, and the tenant gets
+// 429 for ever); one that does not look at their leases.
+async fn o11_a_client_that_never_returns_leaves_no_open_record<S: Sql>(world: World<S>) {
+    let engine = Engine::builder(world.store.clone()).open_per_tenant_max(3).build();
+    let world = World { engine, ..world };
+    let endpoint = world.protect(edge());
+    let lives = claim(&endpoint, "key-that-lives-0001", Mode::Edge, SOON);
+    assert!(matches!(world.store.claim(&lives, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    left(&world, &endpoint, K2, Mode::Bridged).await;
+    let stands = world.store.operation_stats().await.unwrap();
+    assert_eq!((stands.in_progress, stands.unknown), (3, 0));
+    assert_eq!(world.store.open_of_tenant("t1").await.unwrap(), 3, "the tenant may begin nothing");
+    assert_eq!(world.engine.sweep(100).await.unwrap(), 0, "nothing was forgotten");
+    let stands = world.store.operation_stats().await.unwrap();
+    assert_eq!((stands.in_progress, stands.unknown), (1, 1));
+    assert_eq!(state(&world, K1).await, Some(State::UnknownRequiresRecovery));
+    assert_eq!(state(&world, K2).await, None, "nothing of it happened");
+    assert_eq!(state(&world, "key-that-lives-0001").await, Some(State::InProgress));
+    assert_eq!(world.store.open_of_tenant("t1").await.unwrap(), 2, "it may go on");
+    let epoch = world.record("t1", K1).await.map(|record| record.epoch);
+    world.engine.sweep(100).await.unwrap();
+    assert_eq!(world.record("t1", K1).await.map(|record| record.epoch), epoch, "it is marked once");
+}
+
+// Shown by: marking every edge claim unknown; a page without its limit.
+async fn o11_a_claim_that_nobody_drives_is_reconciled_without_its_client<S: Sql>(world: World<S>) {
+    let asked = Gate::open();
+    let asks = asked.clone();
+    let endpoint = Endpoint::typed::<Put>(Route { reconciles: true, ..edge() }).reconciled_by(move |run| {
+        let asks = asks.clone();
+        Box::pin(async move {
+            asks.pass().await;
+            assert_eq!(run.tenant, "t1");
+            Ok(if asks.calls() == 1 { Reconciled::Completed(Reply::json(201, &"found")?) } else { Reconciled::Unknown })
+        })
+    });
+    let endpoint = world.engine.protect(endpoint).unwrap();
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    left(&world, &endpoint, K2, Mode::Edge).await;
+    for calls in [1, 2, 2] {
+        world.engine.sweep(1).await.unwrap();
+        assert_eq!(asked.calls(), calls);
+    }
+    let mut ends = [state(&world, K1).await, state(&world, K2).await];
+    ends.sort_by_key(|state| state.map(State::as_str));
+    assert_eq!(ends, [Some(State::Completed), Some(State::UnknownRequiresRecovery)]);
+}
+
+// Shown by: a sweep that looks at leases alone, which such a claim has not.
+async fn o1_a_committed_claim_without_its_client_becomes_unknown<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    let table = format!("{}idempotency_request", S::PREFIX);
+    let length = if S::NAME == "sqlite" { "lease_ms" } else { "lease_seconds" };
+    let set = format!("mode = 'same_tx', owner = null, lease_until = null, {length} = null");
+    world.store.exec(&format!("update {table} set {set}")).await;
+    world.engine.sweep(100).await.unwrap();
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch), (State::UnknownRequiresRecovery, 2));
+    problem(run(&world, &endpoint, K1, "a", effect(&Gate::open())).await, Code::OutcomeUnknown);
+}
+
+// Shown by: refusing what is IN_PROGRESS; marking it in a dry run; not asking for the lease.
+async fn o11_an_operator_resolves_a_claim_that_nobody_drives<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(edge());
+    let act = |dry_run| ActContext {
+        actor: "on-call".to_owned(),
+        reason: "the service is gone".to_owned(),
+        dry_run,
+        redrive_age_max: None,
+    };
+    let resolve = KeyChange::Resolve {
+        outcome: RunOutcome::FailedRetryable { error_code: None },
+        retention: endpoint.route().retention,
+        against_evidence: false,
+    };
+    let lives = claim(&endpoint, "key-that-lives-0001", Mode::Edge, SOON);
+    assert!(matches!(world.store.claim(&lives, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    left(&world, &endpoint, K2, Mode::Bridged).await;
+    for (key, why) in [("key-that-lives-0001", "its lease is over in"), (K2, "`Engine::sweep` frees the key")] {
+        let seen = world.record("t1", key).await.unwrap();
+        let refused = world.store.act_on_key(&seen, &resolve, &act(false)).await.unwrap_err().to_string();
+        assert!(refused.contains(why), "{refused}");
+        assert_eq!(state(&world, key).await, Some(State::InProgress));
+    }
+    let seen = world.record("t1", K1).await.unwrap();
+    let release = KeyChange::Release { against_evidence: false };
+    let refused = world.store.act_on_key(&seen, &release, &act(false)).await.unwrap_err().to_string();
+    assert!(refused.contains("it is resolved"), "{refused}");
+    world.store.act_on_key(&seen, &resolve, &act(true)).await.unwrap();
+    assert_eq!(world.record("t1", K1).await.as_ref(), Some(&seen), "a dry run");
+    world.store.act_on_key(&seen, &resolve, &act(false)).await.unwrap();
+    assert_eq!(state(&world, K1).await, Some(State::FailedRetryable));
+}
+
+/// Shown by: loops without a bound (the request never ends, and its thread is never free again).
+#[test]
+fn m4_a_door_that_claims_every_request_refuses_a_route_with_keys_off() {
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let answered = runtime.block_on(async {
+            let world = sqlite().await;
+            let off = Route { requirement: oncebox::operation::Requirement::Off, ..edge() };
+            let endpoint = world.protect(off);
+            run(&world, &endpoint, K1, "a", effect(&Gate::open())).await
+        });
+        tell.send(answered).unwrap();
+    });
+    let answered: Answered = told.recv_timeout(SOON).expect("an answer comes");
+    problem(answered, Code::StoreUnavailable);
+}

@@ -1,0 +1,96 @@
+//! A worker whose database fails it for a moment, or while the worker is stopped (O8, O9, G10).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncebox::operation::{Code, Stage};
+use oncebox::store::StoreOptions;
+use tokio::sync::Notify;
+
+use crate::cut::behind_a_network;
+use crate::flow::{KEY, Plan, Service, code};
+use crate::proxy::{Failure, Proxy, When};
+use crate::scripted::{Act, Scripted, done};
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+const ONE: &str = "key-0000000000000001";
+const BUDGET: Duration = Duration::from_secs(20);
+
+async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
+    let proxy = Proxy::before(url, clear);
+    (S::connect(&StoreOptions::new(proxy.url.clone())).await.unwrap(), proxy)
+}
+
+/// An operation whose process ended in its first call, and which is due.
+async fn left<S: Rows>(direct: &S, plan: &Plan) {
+    let dying = Service::start(direct, plan, Scripted::default().then(Act::Dies)).await;
+    assert_eq!(code(&dying.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    direct.write(&format!("update {} set lease_until = {}", S::table("operation"), S::year(2020))).await;
+}
+
+async fn settles<S: Rows>(service: &Service<S>) {
+    eventually("recovered", SOON, || async { (service.operation().await.stage == Stage::Succeeded).then_some(()) })
+        .await;
+    service.ended_once("settled").await;
+}
+
+/// The record of the operation cannot be read once.
+async fn is_due_soon<S: Rows>(direct: S, (through, proxy): (S, Proxy), reads: &'static str) {
+    let mut plan = Plan::new(KEY).long_lease();
+    left(&direct, &plan).await;
+    plan.settings.backoff_max = 10 * SOON;
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    proxy.fail_at("", reads, 0, When::BeforeRequest, Failure::Cut);
+    let worker = service.recover();
+    settles(&service).await;
+    assert!(proxy.has_failed(), "it was cut");
+    worker.stop().await;
+    assert_eq!(told.arrived().len(), 1);
+}
+
+/// The provider did it, and the database is away when that is to be stored; then the worker is
+/// stopped. The next worker sends the same again.
+async fn a_stop_ends<S: Rows>(direct: S, (through, proxy): (S, Proxy), failure: Failure) {
+    let mut plan = Plan::new(KEY).long_lease();
+    left(&direct, &plan).await;
+    plan.settings.shutdown_grace = Duration::from_millis(300);
+    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
+    let waits = Box::pin(async move {
+        here.notify_one();
+        there.notified().await;
+    });
+    let told = Scripted::default().then(Act::After(waits, done())).timeout(SOON / 2);
+    let service = Service::start(&through, &plan, told.clone()).await;
+    let worker = service.recover();
+    tokio::time::timeout(SOON, arrives.notified()).await.expect("it is sent");
+    proxy.fails(failure);
+    goes.notify_one();
+    tokio::time::timeout(SOON, worker.stop()).await.expect("the worker ends");
+    let operation = direct.operation(direct.operation_ids().await[0]).await.unwrap().unwrap();
+    assert_eq!((operation.stage, operation.evidence.len()), (Stage::Outstanding, 0));
+    direct.write(&format!("update {} set lease_until = {}", S::table("operation"), S::year(2020))).await;
+    let again = Scripted::default().answers(done());
+    let next = Service::start(&direct, &plan, again.clone()).await;
+    let worker = next.recover();
+    settles(&next).await;
+    worker.stop().await;
+    assert_eq!(again.arrived()[0].key, told.arrived()[0].key);
+}
+
+// Shown by: `backoff_max` for every error (it was due ten minutes later).
+behind_a_network! { on_postgres:
+    o9_an_operation_that_could_not_be_read_for_a_moment_is_due_soon:
+        |direct, behind| is_due_soon(direct, behind, "oncebox.idempotency_purge");
+    // Shown by: storing as long as the error is transient (the worker did not end).
+    g10_a_stop_while_the_database_is_away_ends_the_worker: |direct, behind| a_stop_ends(direct, behind, Failure::Cut);
+    g10_a_stop_while_the_database_is_silent_ends_the_worker:
+        |direct, behind| a_stop_ends(direct, behind, Failure::Silence);
+}
+behind_a_network! { on_mariadb:
+    o9_an_operation_that_could_not_be_read_for_a_moment_is_due_soon:
+        |direct, behind| is_due_soon(direct, behind, "oncebox_idempotency_purge");
+    g10_a_stop_while_the_database_is_away_ends_the_worker: |direct, behind| a_stop_ends(direct, behind, Failure::Cut);
+}
