@@ -142,7 +142,7 @@ async fn m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone<S: S
     let plain = world.protect(same_tx());
     first(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await);
     let gone = problem(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await, Code::ResultNotRetained);
-    assert_eq!(gone.resource, None);
+    assert_eq!(gone.resource, None, "the status only");
     let (next, refers) = world.deployed(Endpoint::typed::<Put>(Route { replay: Replay::Reference, ..same_tx() }));
     first(run(&next, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
     let again = replayed(run(&next, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);

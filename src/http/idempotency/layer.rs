@@ -190,7 +190,8 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
 /// completion budget: it keeps its claim, and the connections of a guard, until it ends.
 async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<Response> {
     let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
-    let status = response.status().as_u16();
+    let head = head(&response);
+    let status = head.status;
     match response.body().size_hint().upper() {
         None => {
             if cfg!(debug_assertions) {
@@ -199,41 +200,42 @@ async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<R
                     "a protected route answers with a stream: it is sent, and never replayed; leave the route unprotected"
                 );
             }
-            Ended { tag, kept: Kept::Stream(status), answer: response }
+            Ended { tag, kept: Kept::Stream(head), answer: response }
         }
-        Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(status), answer: response },
+        Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(head), answer: response },
         Some(_) => {
             let (parts, body) = response.into_parts();
             match read_whole(body, kept_max, within).await {
                 Ok(bytes) => {
-                    let reply = reply(&parts, bytes.clone());
-                    Ended { tag, kept: Kept::Whole(reply), answer: Response::from_parts(parts, Body::from(bytes)) }
+                    let kept = Kept::Whole(Reply { body: bytes.clone(), ..head });
+                    Ended { tag, kept, answer: Response::from_parts(parts, Body::from(bytes)) }
                 }
                 // The handler has ended, its body has not. The effects of the handler stay, and the
                 // client gets what comes, up to the error.
                 Err(unended) => {
                     tracing::warn!(status, "an answer is not kept: its body {}", unended.why);
-                    Ended { tag, kept: Kept::Stream(status), answer: Response::from_parts(parts, unended.body) }
+                    Ended { tag, kept: Kept::Stream(head), answer: Response::from_parts(parts, unended.body) }
                 }
             }
         }
     }
 }
 
-fn reply(parts: &axum::http::response::Parts, body: Vec<u8>) -> Reply {
-    let headers = parts.headers.iter().map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
-    Reply { headers: headers.collect(), body, ..Reply::new(parts.status.as_u16()) }
+/// A response without its body.
+fn head(response: &Response) -> Reply {
+    let headers = response.headers().iter();
+    let headers = headers.map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
+    Reply { headers: headers.collect(), ..Reply::new(response.status().as_u16()) }
 }
 
 /// Reads a response completely within this time; else an error that says why it cannot be read.
 pub(super) async fn reply_of(response: Response, within: Duration) -> Result<Reply, String> {
-    let (parts, body) = response.into_parts();
+    let (head, body) = (head(&response), response.into_body());
     let Some(upper) = body.size_hint().upper() else {
         return Err("the answer is a stream, and a guard commits a whole answer".to_owned());
     };
-    let max = usize::try_from(upper).unwrap_or(usize::MAX);
-    let bytes = read_whole(body, max, within).await;
-    Ok(reply(&parts, bytes.map_err(|unended| format!("the body of the answer {}", unended.why))?))
+    let body = read_whole(body, usize::try_from(upper).unwrap_or(usize::MAX), within).await;
+    Ok(Reply { body: body.map_err(|unended| format!("the body of the answer {}", unended.why))?, ..head })
 }
 
 /// A body that could not be read to its end.
