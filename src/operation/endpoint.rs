@@ -253,6 +253,18 @@ impl Endpoint {
             && self.operation_path == other.operation_path
     }
 
+    /// Refuses an operation of a mode that this door cannot serve: all its requests would get 503
+    /// (M4).
+    #[cfg(any(feature = "http", feature = "grpc"))]
+    pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, EndpointError> {
+        let mode = self.route.mode;
+        if modes.contains(&mode) {
+            return Ok(self);
+        }
+        let takes = modes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
+        Err(EndpointError::Door { operation: self.operation?, mode, door, takes })
+    }
+
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
         self.route.validate(durability)?;
         self.keeping.validate()?;

@@ -29,7 +29,7 @@ use super::respond::{problem_response, respond};
 use crate::operation::port::Keys;
 use crate::operation::rules::json::JsonError;
 use crate::operation::rules::raw::RawCommand;
-use crate::operation::rules::{Canonical, Code, FingerprintWriter};
+use crate::operation::rules::{Canonical, Code, FingerprintWriter, Mode};
 use crate::operation::{
     Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
 };
@@ -51,8 +51,10 @@ impl<S: Keys> IdempotencyLayer<S> {
     /// Protects an operation of mode `edge` or `bridged`.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect).
+    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
+    /// other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+        let endpoint = endpoint.served_by("the layer", &[Mode::Edge, Mode::Bridged])?;
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
     }
 }
