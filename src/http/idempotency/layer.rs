@@ -24,7 +24,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::extract::OutcomeTag;
-use super::intake::{Intake, invalid, key_in, read_body, refused, scope_in};
+use super::intake::{Intake, invalid, key_in, multipart_refused, read_body, refused, scope_in};
 use super::respond::{problem_response, respond};
 use crate::operation::port::Keys;
 use crate::operation::rules::json::JsonError;
@@ -118,6 +118,9 @@ where
         return call(&mut inner, Request::from_parts(parts, body)).await;
     }
     let Some(tenant) = &scope else { return refused(&endpoint, &Problem::new(Code::ScopeRequired)) };
+    if let Some(problem) = multipart_refused(&endpoint, &parts.headers) {
+        return refused(&endpoint, &problem);
+    }
     let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, tenant, body).await {
         Ok(intake) => intake,
         Err(problem) => return refused(&endpoint, &problem),
