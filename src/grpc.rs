@@ -96,7 +96,8 @@ where
     let mode = endpoint.route().mode;
     if mode != Mode::Transactional {
         // A problem of the engine would ask the client to come again for ever.
-        let wrong = format!("the operation `{}` is of mode {mode}: register it with `grpc::protect`", endpoint.operation());
+        let wrong =
+            format!("the operation `{}` is of mode {mode}: register it with `grpc::protect`", endpoint.operation());
         tracing::error!("{wrong}");
         return Err(Status::internal(wrong));
     }

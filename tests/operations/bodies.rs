@@ -47,7 +47,11 @@ fn impatient(mode: Mode) -> Route {
 struct App<S>(S, Gate);
 
 /// Commits with its guard an answer whose body does what the header says.
-async fn guarded<S: Sql>(State(App(store, gate)): State<App<S>>, guard: IdempotencyGuard<S>, told: HeaderMap) -> Response {
+async fn guarded<S: Sql>(
+    State(App(store, gate)): State<App<S>>,
+    guard: IdempotencyGuard<S>,
+    told: HeaderMap,
+) -> Response {
     let mut tx = store.tx("insert into effect (text) values ('guarded')").await;
     if told.contains_key("test-commits") {
         S::run(&mut tx, "commit").await.unwrap();
@@ -74,7 +78,8 @@ async fn in_time(request: reqwest::RequestBuilder) -> Http {
 async fn o2_a_guard_takes_back_what_it_cannot_answer_with_and_its_key_runs_again<S: Sql>(world: World<S>) {
     let gate = Gate::closed();
     let url = with_guard(&world, &gate).await;
-    for (number, told, why) in [(0, "stream", "a stream"), (1, "stalls", "did not end within 300ms"), (2, "fails", "failed")]
+    for (number, told, why) in
+        [(0, "stream", "a stream"), (1, "stalls", "did not end within 300ms"), (2, "fails", "failed")]
     {
         let key = format!("key-000000000000000{number}");
         let refused = in_time(post(&url, &key, "{}").header("test-body", told)).await;

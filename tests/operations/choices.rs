@@ -274,7 +274,7 @@ async fn m24_a_header_that_a_route_counts_from_today_on_refuses_no_retry_of_yest
 
 // Shown by: taking any content type (a retry gets 422, for its boundary alone).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn m19_a_multipart_body_is_refused_by_the_layer_unless_the_route_takes_it() {
+async fn m18_a_multipart_body_is_refused_by_the_layer_unless_the_route_takes_it() {
     let (world, gate) = (sqlite().await, Gate::open());
     let answers = Answers::new("text/plain", "done");
     let upload = |url: &str, content_type: &str| {

@@ -332,7 +332,9 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
 async fn m4_a_mode_that_the_door_does_not_serve_is_refused_with_both_names() {
     let world = sqlite().await;
     let doors: [(&str, &[Mode], fn(&Engine<SqliteStore>, Endpoint) -> Result<(), EndpointError>); 3] = [
-        ("the layer", &[Mode::Edge, Mode::Bridged], |engine, endpoint| IdempotencyLayer::new(engine, endpoint).map(drop)),
+        ("the layer", &[Mode::Edge, Mode::Bridged], |engine, endpoint| {
+            IdempotencyLayer::new(engine, endpoint).map(drop)
+        }),
         ("a typed operation", &[Mode::Transactional], |engine, endpoint| {
             TypedOperation::<_, Put>::new(engine, endpoint).map(drop)
         }),

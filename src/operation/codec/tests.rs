@@ -147,11 +147,17 @@ fn m34_m63_m99_the_resource_is_kept_beside_the_body_or_without_it() {
     let payment = Reply::new(201).made("payment", "7", "/payments/7");
     let made = payment.resource.clone();
     let long = Reply { body: vec![b'a'; 11], ..payment.clone() };
-    for kept in [Kept::Whole(payment.clone()), Kept::Whole(long), Kept::Oversize(payment.clone()), Kept::Stream(payment.clone())] {
+    for kept in [
+        Kept::Whole(payment.clone()),
+        Kept::Whole(long),
+        Kept::Oversize(payment.clone()),
+        Kept::Stream(payment.clone()),
+    ] {
         assert_eq!(encoded(&kept).resource, made, "{kept:?}");
     }
     assert_eq!(encoded(&Kept::Whole(payment.keep(Keep::Nothing))).resource, None, "the status only");
-    let located = |status, location: &[u8]| encoded(&Kept::Oversize(Reply::new(status).header("Location", location))).resource;
+    let located =
+        |status, location: &[u8]| encoded(&Kept::Oversize(Reply::new(status).header("Location", location))).resource;
     let note = Resource { kind: "location".into(), id: "/notes/7".into(), location: Some("/notes/7".into()) };
     assert_eq!(located(201, b"/notes/7"), Some(note));
     for (status, location) in [(303, &b"/notes/7"[..]), (409, b"/notes/7"), (201, b"/\xff"), (201, &[b'a'; 2_049])] {

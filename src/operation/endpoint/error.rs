@@ -1,9 +1,9 @@
 //! Why an operation cannot be registered: each reason with the setting that causes it.
 
-use crate::operation::rules::{Mode, OperationName};
 use crate::operation::rules::fingerprint::FingerprinterError;
 use crate::operation::rules::identity::IdentityError;
 use crate::operation::rules::route::RouteError;
+use crate::operation::rules::{Mode, OperationName};
 
 /// Why an operation cannot be registered.
 #[derive(Debug, thiserror::Error)]
