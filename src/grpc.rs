@@ -69,8 +69,8 @@ pub fn protect<S: Keys>(engine: &Engine<S>, endpoint: Endpoint) -> Result<Regist
 }
 
 /// Runs a unary call once for its key, as a transactional operation, and answers repeated calls.
-/// `endpoint` comes from [`protect`]. `handler` is that of [`Engine::execute_transactional`]; it makes its answers with [`reply`] and
-/// [`refusal`].
+/// `endpoint` comes from [`protect`]. `handler` is that of [`Engine::execute_transactional`]; it
+/// makes its answers with [`reply`] and [`refusal`].
 ///
 /// # Errors
 /// The status to answer: the operation's own refusal, first or replayed, or a problem.

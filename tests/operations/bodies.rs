@@ -123,9 +123,9 @@ async fn unguarded<S: Sql>(world: &World<S>, told: &'static str, gate: &Gate) ->
 async fn m68_an_answer_whose_body_fails_is_cut_off_and_leaves_a_tombstone() {
     let world = sqlite().await;
     let url = unguarded(&world, "fails", &Gate::open()).await;
-    let answer = post(&url, K1, "{}").send().await.unwrap();
-    assert_eq!(answer.status(), 201);
-    answer.bytes().await.unwrap_err();
+    // The server may break off before or after the head of its answer.
+    let cut_off = async { post(&url, K1, "{}").send().await?.bytes().await };
+    cut_off.await.unwrap_err();
     send(post(&url, K1, "{}")).await.is(Code::ResultNotRetained);
     assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::Completed);
 }
