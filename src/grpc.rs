@@ -54,14 +54,23 @@ pub use key::{KEY_METADATA, KeyField};
 pub use status::{REPLAYED_METADATA, refusal, reply, seen};
 
 use crate::error::HandlerError;
-use crate::operation::port::Operations;
-use crate::operation::rules::{Code, IdempotentCommand, Outcome, Scope};
-use crate::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
+use crate::operation::port::{Keys, Operations};
+use crate::operation::rules::{Code, IdempotentCommand, Mode, Outcome, Scope};
+use crate::operation::{Answered, EffectTx, Endpoint, EndpointError, Engine, Problem, Registered, Reply};
 use crate::store::base::Base;
 
+/// Registers the operation of a unary call with the engine.
+///
+/// # Errors
+/// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for a mode
+/// other than transactional.
+pub fn protect<S: Keys>(engine: &Engine<S>, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+    engine.protect(endpoint.served_by("a unary call", &[Mode::Transactional])?)
+}
+
 /// Runs a unary call once for its key, as a transactional operation, and answers repeated calls.
-/// `handler` is that of [`Engine::execute_transactional`]; it makes its answers with [`reply`] and
-/// [`refusal`].
+/// `endpoint` comes from [`protect`]. `handler` is that of [`Engine::execute_transactional`]; it
+/// makes its answers with [`reply`] and [`refusal`].
 ///
 /// # Errors
 /// The status to answer: the operation's own refusal, first or replayed, or a problem.
@@ -84,6 +93,14 @@ where
         + Sync
         + 'static,
 {
+    let mode = endpoint.route().mode;
+    if mode != Mode::Transactional {
+        // A problem of the engine would ask the client to come again for ever.
+        let wrong =
+            format!("the operation `{}` is of mode {mode}: register it with `grpc::protect`", endpoint.operation());
+        tracing::error!("{wrong}");
+        return Err(Status::internal(wrong));
+    }
     let given = key::given(request.metadata(), request.get_ref().key_field(), endpoint.route().key_format);
     // A refusal here is counted like a refusal of the engine.
     let refused = |problem: &Problem| {

@@ -147,7 +147,6 @@ pub mod adapter {
     /// The rules of operations that an adapter needs.
     pub mod operation {
         pub use crate::operation::rules::machine::{Event, allowed};
-        pub use crate::operation::rules::resend::{Next, after_attempt};
         pub use crate::operation::rules::versions::{Announced, Versions, unreadable};
 
         /// What a look on a new connection finds after a commit whose answer was lost.
@@ -191,7 +190,7 @@ pub use time::retry::RetryPolicy;
 struct Readme;
 
 /// The code of the client's guide.
-#[cfg(all(doctest, feature = "client"))]
+#[cfg(all(doctest, feature = "client", feature = "grpc"))]
 #[doc = include_str!("../docs/reference/client.md")]
 struct ClientGuide;
 

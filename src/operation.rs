@@ -58,6 +58,7 @@ pub use self::reply::{Answered, Keep, Problem, Reply};
 pub use self::rules::delivery::Delivery;
 pub use self::rules::flow::Stage;
 pub use self::rules::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
+pub use self::rules::problem::KeyState;
 pub use self::rules::raw::RawCommand;
 pub use self::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
 pub use self::rules::retention::{KeyAge, Retention, RetentionError};
@@ -67,6 +68,6 @@ pub use self::rules::route::{
 pub use self::rules::{
     Canonical, Code, Comparison, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter,
     IdempotentCommand, Identity, Key, KeyError, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark,
-    Record, Route, Scope, State, ValueWriter, provider,
+    Record, Route, Scope, State, ValueWriter, provider, resend,
 };
 pub use self::transactional::EffectTx;

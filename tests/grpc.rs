@@ -15,8 +15,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use oncebox::adapter::operation::{Next, after_attempt};
-use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, refusal, reply, seen};
+use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, protect, refusal, reply, seen};
+use oncebox::operation::resend::{Next, after_attempt};
 use oncebox::operation::{
     Endpoint, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Registered, Route, Scope,
 };
@@ -193,7 +193,7 @@ impl World {
         store.migrate().await.unwrap();
         sqlx::query("create table payment (id text primary key, amount integer)").execute(store.pool()).await.unwrap();
         let engine = Engine::builder(store.clone()).build();
-        let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
+        let endpoint = protect(&engine, Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
         let service = Payments { engine, endpoint, started: Arc::default(), go_on: Arc::default() };
         Self { service, store, _directory: directory }
     }
@@ -324,6 +324,29 @@ async fn m120_m109_a_tenant_over_its_quota_gets_resource_exhausted_with_its_paus
     let again = call(full, Some("t1"), KEY, payment(100)).await.unwrap();
     assert_eq!(again.metadata().get(REPLAYED_METADATA).unwrap(), "true");
     assert_eq!(world.payments().await, 1);
+}
+
+// Shown by: taking any mode: each call gets UNAVAILABLE, and its client comes again for ever.
+#[tokio::test]
+async fn m4_a_unary_call_takes_no_operation_of_another_mode() {
+    let world = World::new().await;
+    for mode in [Mode::Edge, Mode::Bridged, Mode::Phased] {
+        let engine = Engine::builder(world.store.clone()).build();
+        let endpoint = || Endpoint::typed::<CreatePayment>(Route::new(mode));
+        let refused = protect(&engine, endpoint()).unwrap_err().to_string();
+        assert_eq!(
+            refused,
+            format!("the operation `create_payment` is of mode {mode}, and a unary call takes mode same_tx")
+        );
+        assert!(engine.protected().is_empty());
+        // Registered past the door of unary calls.
+        let endpoint = engine.protect(endpoint()).unwrap();
+        let wrong = Payments { engine, endpoint, ..world.service.clone() };
+        let status = call(wrong, Some("t1"), KEY, payment(100)).await.unwrap_err();
+        assert_eq!(status.code(), Code::Internal);
+        assert!(status.message().contains("`create_payment`") && status.message().contains(mode.as_str()), "{status}");
+    }
+    assert_eq!(world.payments().await, 0);
 }
 
 // Shown by: storing the code without the details.

@@ -75,8 +75,8 @@ language plpgsql as $$
 begin
   if new.state = 'COMPLETED' and new.mode = 'same_tx' and octet_length(new.key_digest) = 32
     and least(new.epoch, new.generation, new.attempts) > 0
-    and num_nonnulls(new.owner, new.lease_until, new.lease_seconds, new.error_code, new.resource_kind, new.resource_id,
-      new.resource_location) = 0
+    and num_nonnulls(new.owner, new.lease_until, new.lease_seconds, new.error_code) = 0
+    and num_nonnulls(new.resource_kind, new.resource_id) in (0, 2) and (new.resource_kind is not null or new.resource_location is null)
     and num_nulls(new.outcome_at, new.expires_at, new.answer_status, new.schema_version, new.body_expires_at, new.body_headers,
       new.body_bytes, new.body_format) = 0
     and new.body = 'kept' and new.expires_at >= new.outcome_at and new.kept_bytes >= 0 then

@@ -98,8 +98,8 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
 }
 
 /// The result of a unary call, for
-/// [`after_attempt`](crate::operation::rules::resend::after_attempt). A deadline and a
-/// cancellation say nothing about the server (O27).
+/// [`after_attempt`](crate::operation::resend::after_attempt). A deadline and a cancellation say
+/// nothing about the server (O27).
 pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let Err(status) = result else { return Seen::Success };
     let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN);

@@ -6,18 +6,19 @@
 //! * Values that a redaction pointer names, bodies that are secret, and bodies that are too long
 //!   never reach the store. A secret or too long body leaves a tombstone; the operation is never
 //!   run again to get the answer.
+//! * The resource that an answer names is kept beside the body, and outlives it.
 //! * A body in a content coding (such as gzip) that one client asked for is never replayed to
 //!   another client: it leaves a tombstone too (pitfall 22).
 //! * Sealed bytes can be opened only for the same tenant, operation, key, command, status, schema
 //!   version and format. With an encryption key, headers are sealed together with the body, because
 //!   a `Location` may be a signed URL.
 //!
-//! Not here: the bodies of streams ([`Kept::Stream`] has only a status), and the lifetimes
-//! (`store`).
+//! Not here: the bodies of streams, and the lifetimes (`store`).
 
 mod headers;
 pub(super) mod keeping;
 mod redact;
+mod resource;
 mod seal;
 
 use super::endpoint::Endpoint;
@@ -35,10 +36,10 @@ pub use seal::{SealError, Sealer};
 pub enum Kept {
     /// The answer with headers and body.
     Whole(Reply),
-    /// The status only: the body was longer than the limit.
-    Oversize(u16),
-    /// The status only: the body is a stream.
-    Stream(u16),
+    /// The answer without its body, which was longer than the limit.
+    Oversize(Reply),
+    /// The answer without its body, which is a stream.
+    Stream(Reply),
 }
 
 impl Kept {
@@ -46,8 +47,7 @@ impl Kept {
     #[must_use]
     pub fn status(&self) -> u16 {
         match self {
-            Self::Whole(reply) => reply.status,
-            Self::Oversize(status) | Self::Stream(status) => *status,
+            Self::Whole(reply) | Self::Oversize(reply) | Self::Stream(reply) => reply.status,
         }
     }
 }
@@ -75,16 +75,18 @@ pub(super) fn encode(
     fingerprint: &Fingerprint,
     kept: &Kept,
 ) -> Result<Answer, SealError> {
-    let schema_version = endpoint.schema_version;
-    let tombstone = |status, reason| Answer { status, schema_version, body: AnswerBody::Tombstone(reason) };
-    let reply = match kept {
-        Kept::Oversize(status) => return Ok(tombstone(*status, Tombstone::Oversize)),
-        Kept::Stream(status) => return Ok(tombstone(*status, Tombstone::Stream)),
-        Kept::Whole(reply) => reply,
+    let (reply, missing) = match kept {
+        Kept::Whole(reply) => (reply, None),
+        Kept::Oversize(reply) => (reply, Some(Tombstone::Oversize)),
+        Kept::Stream(reply) => (reply, Some(Tombstone::Stream)),
     };
-    let schema_version = if reply.schema_version == 0 { schema_version } else { reply.schema_version };
-    let body = match (reply.keep, &reply.resource) {
-        (Keep::Reference, Some(resource)) => AnswerBody::Reference(resource.clone()),
+    let schema_version = if reply.schema_version == 0 { endpoint.schema_version } else { reply.schema_version };
+    let resource = resource::kept(reply, sealer);
+    if let Some(reason) = missing {
+        return Ok(Answer { status: reply.status, schema_version, body: AnswerBody::Tombstone(reason), resource });
+    }
+    let body = match (reply.keep, &resource) {
+        (Keep::Reference, Some(_)) => AnswerBody::Reference,
         (Keep::Reference, None) | (Keep::Nothing, _) => AnswerBody::Tombstone(Tombstone::Withheld),
         (Keep::Exact, _) if headers::is_coded(&reply.headers) => {
             tracing::warn!(
@@ -109,7 +111,7 @@ pub(super) fn encode(
             }
         },
     };
-    Ok(Answer { status: reply.status, schema_version, body })
+    Ok(Answer { status: reply.status, schema_version, body, resource })
 }
 
 /// Decodes a stored answer.

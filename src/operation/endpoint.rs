@@ -79,6 +79,7 @@ pub struct Endpoint {
     counted_headers: Vec<(String, u32)>,
     request_body_max: usize,
     request_body_within: Duration,
+    multipart: bool,
     operation_path: Option<String>,
     place: Option<(String, String)>,
 }
@@ -112,6 +113,7 @@ impl Endpoint {
             counted_headers: vec![("prefer".to_owned(), 1), ("if-match".to_owned(), 1)],
             request_body_max: 1 << 20,
             request_body_within: Duration::from_secs(10),
+            multipart: false,
             operation_path: None,
             place: None,
         }
@@ -158,6 +160,15 @@ impl Endpoint {
     #[must_use]
     pub fn request_body_within(mut self, time: Duration) -> Self {
         self.request_body_within = time;
+        self
+    }
+
+    /// Takes multipart bodies, in the generic layer, which refuses them otherwise (415). They are
+    /// compared byte for byte, so a client that draws a new boundary for a retry gets 422: set this
+    /// only where clients send the same bytes again.
+    #[must_use]
+    pub fn takes_multipart(mut self) -> Self {
+        self.multipart = true;
         self
     }
 
@@ -250,7 +261,20 @@ impl Endpoint {
             && self.counted_headers == other.counted_headers
             && self.request_body_max == other.request_body_max
             && self.request_body_within == other.request_body_within
+            && self.multipart == other.multipart
             && self.operation_path == other.operation_path
+    }
+
+    /// Refuses an operation of a mode that this door cannot serve: all its requests would get 503
+    /// (M4).
+    #[cfg(any(feature = "http", feature = "grpc"))]
+    pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, EndpointError> {
+        let mode = self.route.mode;
+        if modes.contains(&mode) {
+            return Ok(self);
+        }
+        let takes = modes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
+        Err(EndpointError::Door { operation: self.operation?, mode, door, takes })
     }
 
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
@@ -318,6 +342,12 @@ impl Registered {
     #[must_use]
     pub fn request_body_within(&self) -> Duration {
         self.0.endpoint.request_body_within
+    }
+
+    /// Whether the layer takes multipart bodies.
+    #[must_use]
+    pub fn is_multipart_taken(&self) -> bool {
+        self.0.endpoint.multipart
     }
 
     /// The request headers that belong to the command, in lower case, each with the version of the

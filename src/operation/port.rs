@@ -216,6 +216,8 @@ pub struct Answer {
     pub schema_version: u32,
     /// What there is to replay.
     pub body: AnswerBody,
+    /// The resource that holds the result, where one is named. It outlives the body.
+    pub resource: Option<Resource>,
 }
 
 /// What is kept of an answer's body.
@@ -225,8 +227,8 @@ pub enum AnswerBody {
     Kept(KeptBody),
     /// Nothing, for this reason.
     Tombstone(Tombstone),
-    /// A reference to the resource that holds the result.
-    Reference(Resource),
+    /// Only the resource that holds the result.
+    Reference,
 }
 
 /// Headers and bytes of an answer, as they are stored: sanitised, perhaps compressed and encrypted.

@@ -116,7 +116,8 @@ fn how_it_ended(said: &[StoredEvidence]) -> Option<&NewEvidence> {
 fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
     let body = AnswerBody::Tombstone(Tombstone::Withheld);
-    let answer = Answer { status: run.status.unwrap_or(200), schema_version: endpoint.endpoint().schema_version, body };
+    let (status, schema_version) = (run.status.unwrap_or(200), endpoint.endpoint().schema_version);
+    let answer = Answer { status, schema_version, body, resource: None };
     match run.verdict.as_str() {
         "success" => RunOutcome::Completed(answer),
         _ => RunOutcome::FailedReplayable { answer, error_code: None },

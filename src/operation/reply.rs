@@ -17,7 +17,8 @@ pub struct Reply {
     pub body: Vec<u8>,
     /// The version of the schema of the body (M66); 0 means the current version of the endpoint.
     pub schema_version: u32,
-    /// The resource that the operation made (M34).
+    /// The resource that the operation made (M34). It is kept in plain beside the body, and
+    /// outlives it.
     pub resource: Option<Resource>,
     /// Which parts of the answer are kept.
     pub keep: Keep,
@@ -26,7 +27,7 @@ pub struct Reply {
 /// What is kept of an answer (M67, M68).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Keep {
-    /// Status, allow-listed headers and body.
+    /// Status, allow-listed headers, body and resource.
     #[default]
     Exact,
     /// The reference to the resource.

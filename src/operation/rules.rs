@@ -54,7 +54,7 @@ pub(crate) mod problem;
 pub mod provider;
 pub(crate) mod raw;
 pub(crate) mod record;
-pub(crate) mod resend;
+pub mod resend;
 pub(crate) mod retention;
 pub(crate) mod route;
 pub(crate) mod versions;

@@ -11,6 +11,7 @@ use oncebox::operation::{Code, Endpoint, MismatchStatus, Mode, Reconciled, Reply
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;
+use super::kept::Answers;
 use super::kit::*;
 use super::layer::{edge, layered, left_behind};
 
@@ -269,4 +270,27 @@ async fn m24_a_header_that_a_route_counts_from_today_on_refuses_no_retry_of_yest
     ask(&deployed, K2, "3").await.is(Code::KeyReused);
     ask(&before, K2, "2").await.is(Code::FingerprintVersionUnknown);
     assert_eq!(gate.calls(), 2);
+}
+
+// Shown by: taking any content type (a retry gets 422, for its boundary alone).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m18_a_multipart_body_is_refused_by_the_layer_unless_the_route_takes_it() {
+    let (world, gate) = (sqlite().await, Gate::open());
+    let answers = Answers::new("text/plain", "done");
+    let upload = |url: &str, content_type: &str| {
+        let request = client().post(url).header("idempotency-key", K1).header("content-type", content_type);
+        request.body("--b\r\ncontent-disposition: form-data; name=a\r\n\r\n1\r\n--b--\r\n")
+    };
+    let refuses = answers.raw(&world, |endpoint| endpoint, &gate).await;
+    for content_type in ["multipart/form-data; boundary=b", "Multipart/Mixed;boundary=b", "multipart/form-data"] {
+        let refused = send(upload(&refuses, content_type)).await;
+        assert!(refused.is(Code::UnsupportedMediaType).json()["detail"].as_str().unwrap().contains("boundary"));
+    }
+    assert_eq!((gate.calls(), world.record("t1", K1).await), (0, None), "the key is free");
+    let takes = answers.raw(&world.another_process(), Endpoint::takes_multipart, &gate).await;
+    for is_replayed in [false, true] {
+        let taken = send(upload(&takes, "multipart/form-data; boundary=b")).await;
+        assert_eq!((taken.status, taken.is_replayed()), (201, is_replayed), "{taken:?}");
+    }
+    assert_eq!(gate.calls(), 1);
 }

@@ -1,14 +1,15 @@
 //! What is kept of an answer, from the handler to the database and back: without what is redacted,
-//! and smaller (M62, M67).
+//! smaller, and in the end only what was made (M34, M62, M67, M99).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
-use oncebox::operation::{Code, Endpoint, Outcome, Record, Reply, StoredBody};
+use oncebox::operation::{Code, Endpoint, Mode, Outcome, Record, Replay, Reply, Retention, Route, StoredBody};
 use oncebox::store::KeptBody;
 
 use super::kit::*;
@@ -17,6 +18,7 @@ use super::layer::edge;
 on_all! {
     m67_what_a_route_redacts_reaches_neither_the_store_nor_a_second_client,
     m67_a_long_answer_is_stored_smaller_and_comes_back_as_it_was,
+    m34_m63_m99_where_the_body_is_gone_the_answer_names_what_was_made,
 }
 
 const JSON: &str = "application/json";
@@ -151,4 +153,70 @@ async fn m67_a_long_answer_is_stored_smaller_and_comes_back_as_it_was<S: Sql>(wo
         assert_eq!(two.header("content-length"), Some(body.len().to_string().as_str()));
     }
     assert_eq!(gate.calls(), 2);
+}
+
+const MADE: &str = "/notes/7";
+
+/// Both doors with this route, each as a process of its own: 201 with the `Location` of what was
+/// made. Behind the typed one the handler names it too.
+async fn making<S: Sql>(world: &World<S>, route: &Route, body_max: usize, gate: &Gate) -> [(&'static str, String); 2] {
+    let of = |endpoint: Endpoint| endpoint.kept_body_max(body_max);
+    let typed = Endpoint::typed::<Put>(Route { mode: Mode::Transactional, ..route.clone() });
+    let door = TypedOperation::<S, Put>::new(&world.another_process().engine, of(typed)).unwrap();
+    let passes = gate.clone();
+    let handler = move |request: Request| {
+        let (door, gate) = (door.clone(), passes.clone());
+        async move {
+            door.serve(request, move |_, _| {
+                let gate = gate.clone();
+                Box::pin(async move {
+                    gate.pass().await;
+                    Ok(Outcome::Completed(Reply::json(201, &"a note")?.made("note", "7", MADE)))
+                })
+            })
+            .await
+        }
+    };
+    let typed = serve(Router::new().route("/put", route_post(handler))).await + "/put";
+    let raw = Endpoint::raw("put", Route { mode: Mode::Edge, ..route.clone() });
+    let layer = IdempotencyLayer::new(&world.another_process().engine, of(raw)).unwrap();
+    let passes = gate.clone();
+    let handler = move || {
+        let gate = passes.clone();
+        async move {
+            gate.pass().await;
+            (StatusCode::CREATED, [(header::LOCATION, MADE)], "a note")
+        }
+    };
+    let raw = serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put";
+    [(K1, typed), (K2, raw)]
+}
+
+// Shown by: writing the resource only of a reference; a bare tombstone where the body's time is
+// over; leaving the `Location` of the layer's answers out.
+async fn m34_m63_m99_where_the_body_is_gone_the_answer_names_what_was_made<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let short = Retention { body: Duration::from_millis(1), ..edge().retention };
+    for (number, (body_max, retention)) in [(1_000, short), (3, edge().retention)].into_iter().enumerate() {
+        let exact = Route { retention, ..edge() };
+        for (door, (key, url)) in making(&world, &exact, body_max, &gate).await.into_iter().enumerate() {
+            let key = format!("{key}-{number}");
+            assert_eq!(ask(&url, &key).await.status, 201);
+            until("the body is gone", || async {
+                let body = world.record("t1", &key).await.unwrap().answer.unwrap().body;
+                matches!(body, StoredBody::Tombstone(_))
+            })
+            .await;
+            let gone = ask(&url, &key).await;
+            assert_eq!(gone.is(Code::ResultNotRetained).header("location"), Some(MADE));
+            let (kind, id) = [("note", "7"), ("location", MADE)][door];
+            assert_eq!(gone.json()["resource"], serde_json::json!({"kind": kind, "id": id, "location": MADE}));
+        }
+        let refers = Route { replay: Replay::Reference, ..exact };
+        for (key, url) in making(&world, &refers, body_max, &gate).await {
+            let found = ask(&url, &format!("{key}-{number}")).await;
+            assert_eq!((found.status, found.header("location"), found.is_replayed()), (303, Some(MADE), true));
+        }
+    }
+    assert_eq!(gate.calls(), 4);
 }

@@ -26,6 +26,7 @@ mod support;
 
 mod away;
 mod between;
+mod bodies;
 mod choices;
 #[cfg(feature = "compress")]
 mod coding;

@@ -6,10 +6,12 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::adapter::operation::unreadable;
+use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
 use oncebox::operation::{
     AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
     Replay, Reply, Requirement, Retention, Route, Scope, State,
 };
+use oncebox::store::sqlite::SqliteStore;
 
 use super::kit::*;
 
@@ -142,7 +144,7 @@ async fn m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone<S: S
     let plain = world.protect(same_tx());
     first(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await);
     let gone = problem(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await, Code::ResultNotRetained);
-    assert_eq!(gone.resource, None);
+    assert_eq!(gone.resource, None, "the status only");
     let (next, refers) = world.deployed(Endpoint::typed::<Put>(Route { replay: Replay::Reference, ..same_tx() }));
     first(run(&next, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
     let again = replayed(run(&next, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
@@ -325,6 +327,37 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
     assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
     assert!(protect(typed(same_tx())).is_ok());
+}
+
+// Shown by: registering whatever mode comes: each request gets 503 for ever.
+#[tokio::test]
+async fn m4_a_mode_that_the_door_does_not_serve_is_refused_with_both_names() {
+    let world = sqlite().await;
+    let doors: [(&str, &[Mode], fn(&Engine<SqliteStore>, Endpoint) -> Result<(), EndpointError>); 3] = [
+        ("the layer", &[Mode::Edge, Mode::Bridged], |engine, endpoint| {
+            IdempotencyLayer::new(engine, endpoint).map(drop)
+        }),
+        ("a typed operation", &[Mode::Transactional], |engine, endpoint| {
+            TypedOperation::<_, Put>::new(engine, endpoint).map(drop)
+        }),
+        ("a typed operation in phases", &[Mode::Phased], |engine, endpoint| {
+            TypedOperation::<_, Put>::phased(engine, endpoint).map(drop)
+        }),
+    ];
+    for (door, takes, register) in doors {
+        for mode in Mode::ALL {
+            let engine = Engine::builder(world.store.clone()).build();
+            let registered = register(&engine, Endpoint::typed::<Put>(Route::new(mode)));
+            if takes.contains(&mode) {
+                registered.unwrap();
+                continue;
+            }
+            let takes = takes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
+            let refused = registered.unwrap_err().to_string();
+            assert_eq!(refused, format!("the operation `put` is of mode {mode}, and {door} takes mode {takes}"));
+            assert!(engine.protected().is_empty());
+        }
+    }
 }
 
 // Shown by: pushing whatever comes: two definitions of one name, which share keys and the shorter

@@ -335,7 +335,8 @@ async fn a_charge_whose_operation_an_operator_ended_blocks_its_reference_no_long
         let pending = service.post("/charges", &key(2), &payment(5, reference)).await;
         assert_eq!((pending.status, pending.json()["status"].as_str()), (202, Some("pending")));
         let id = pending.json()["operation"].as_str().unwrap().parse().unwrap();
-        let answer = Answer { status: 201, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) };
+        let body = AnswerBody::Tombstone(Tombstone::Withheld);
+        let answer = Answer { status: 201, schema_version: 1, body, resource: None };
         let outcome = match succeeds {
             true => RunOutcome::Completed(answer),
             false => RunOutcome::FailedReplayable { answer, error_code: None },

@@ -113,7 +113,12 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
         tx.commit().await.unwrap();
         let mut tx = store.begin_phase(&driven).await.unwrap();
         let done = RunOutcome::FailedReplayable {
-            answer: Answer { status: 402, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) },
+            answer: Answer {
+                status: 402,
+                schema_version: 1,
+                body: AnswerBody::Tombstone(Tombstone::Withheld),
+                resource: None,
+            },
             error_code: None,
         };
         tx.finish("BACK", &done, &Retention::default()).await.unwrap();

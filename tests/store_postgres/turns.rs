@@ -126,7 +126,12 @@ fn key_claim(mode: Mode, number: usize) -> KeyClaim {
 /// Operations of three modes, each from its claim to its outcome.
 async fn operations(store: &PostgresStore, number: usize) {
     let outcome = RunOutcome::FailedReplayable {
-        answer: Answer { status: 402, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) },
+        answer: Answer {
+            status: 402,
+            schema_version: 1,
+            body: AnswerBody::Tombstone(Tombstone::Withheld),
+            resource: None,
+        },
         error_code: None,
     };
     let kept = Retention::default();

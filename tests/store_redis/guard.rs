@@ -252,7 +252,7 @@ async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_
     }
     let done = take(&fixture.store, &claim("done")).await;
     let body = AnswerBody::Kept(KeptBody { bytes: b"{}".to_vec(), ..KeptBody::default() });
-    let outcome = RunOutcome::Completed(Answer { status: 201, schema_version: 1, body });
+    let outcome = RunOutcome::Completed(Answer { status: 201, schema_version: 1, body, resource: None });
     let retention = Retention { ttl: LONG, body: LONG / 2, metadata: LONG * 2 };
     fixture.store.finish(&done, &outcome, &retention).await.unwrap();
     let mut lives = Vec::new();

@@ -34,7 +34,7 @@ impl AnswerArgs {
         let status = self.status.or(status).ok_or_else(|| AppError::usage("a failure needs its --status"))?;
         let headers = vec![("content-type".to_owned(), self.content_type.clone().into_bytes())];
         let body = AnswerBody::Kept(KeptBody { headers, bytes, format: 0, kid: None });
-        Ok(Answer { status, schema_version: self.schema_version, body })
+        Ok(Answer { status, schema_version: self.schema_version, body, resource: None })
     }
 
     /// How long the answer, its body and the metadata are kept, each counted from now.

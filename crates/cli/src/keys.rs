@@ -261,11 +261,17 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
         "body": record.answer.as_ref().map(|answer| match &answer.body {
             StoredBody::Kept => "kept",
             StoredBody::Tombstone(reason) => reason.as_str(),
-            StoredBody::Reference(_) => "reference",
+            StoredBody::Reference => "reference",
         }),
     });
     if let (true, Some(fields)) = (whole, fields.as_object_mut()) {
+        let answer = record.answer.as_ref();
+        let resource = answer.and_then(|answer| answer.resource.as_ref());
+        let resource = resource.map(|made| json!({ "kind": made.kind, "id": made.id, "location": made.location }));
         fields.insert("epoch".to_owned(), record.epoch.into());
+        fields.insert("body_expires_at".to_owned(), answer.and_then(|answer| answer.body_until).map(moment).into());
+        fields.insert("resource".to_owned(), resource.into());
+        fields.insert("error_code".to_owned(), record.error_code.clone().into());
     }
     fields
 }

@@ -104,13 +104,14 @@ impl MemoryKeys {
 }
 
 /// The part of an answer that a record keeps.
-fn stored(answer: &Answer) -> StoredAnswer {
+fn stored(answer: &Answer, body_until: Option<DbTime>) -> StoredAnswer {
     let body = match &answer.body {
         AnswerBody::Kept(_) => StoredBody::Kept,
         AnswerBody::Tombstone(reason) => StoredBody::Tombstone(*reason),
-        AnswerBody::Reference(resource) => StoredBody::Reference(resource.clone()),
+        AnswerBody::Reference => StoredBody::Reference,
     };
-    StoredAnswer { status: answer.status, schema_version: answer.schema_version, body }
+    let (status, schema_version, resource) = (answer.status, answer.schema_version, answer.resource.clone());
+    StoredAnswer { status, schema_version, body, body_until, resource }
 }
 
 #[async_trait]
@@ -157,6 +158,7 @@ impl Keys for MemoryKeys {
             outcome_at: None,
             expires_at: None,
             answer: None,
+            error_code: None,
         };
         book.rows.insert(digest, Row { record, owner: owned.owner, body: None });
         Ok(Claimed::Owned(owned))
@@ -172,9 +174,11 @@ impl Keys for MemoryKeys {
 
     async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let columns = Columns::of(outcome, retention);
-        let answer = match outcome {
-            RunOutcome::Completed(answer) | RunOutcome::FailedReplayable { answer, .. } => Some(stored(answer)),
-            RunOutcome::FailedRetryable { .. } | RunOutcome::Unknown => None,
+        let (answer, error_code) = match outcome {
+            RunOutcome::Completed(answer) => (Some(answer), None),
+            RunOutcome::FailedReplayable { answer, error_code } => (Some(answer), error_code.clone()),
+            RunOutcome::FailedRetryable { error_code } => (None, error_code.clone()),
+            RunOutcome::Unknown => (None, None),
         };
         Ok(self.fenced(owned, |book, digest, now| {
             let Some(row) = book.rows.get_mut(&digest) else { return };
@@ -182,9 +186,11 @@ impl Keys for MemoryKeys {
             row.record.lease = None;
             row.record.outcome_at = columns.ttl.map(|_| now);
             row.record.expires_at = columns.ttl.map(|ttl| now.after(ttl));
-            row.record.answer = answer;
+            let body_until = columns.body_ttl.map(|ttl| now.after(ttl));
+            row.record.answer = answer.map(|answer| stored(answer, body_until));
+            row.record.error_code = error_code;
             row.owner = None;
-            row.body = columns.kept.cloned().zip(columns.body_ttl.map(|ttl| now.after(ttl)));
+            row.body = columns.kept.cloned().zip(body_until);
         }))
     }
 

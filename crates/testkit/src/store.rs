@@ -153,6 +153,7 @@ macro_rules! keys_conformance {
                 o29_what_failed_with_nothing_outstanding_runs_again,
                 o4_a_key_is_used_anew_only_after_its_time,
                 m99_bodies_go_and_their_records_stay,
+                m34_m99_a_resource_outlives_the_body_and_not_its_run,
                 o4_a_body_of_any_size_is_that_of_the_last_run,
                 m100_a_purge_takes_only_what_has_its_outcome,
                 m103_what_is_open_is_counted,

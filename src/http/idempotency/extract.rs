@@ -52,13 +52,15 @@ pub struct IdempotencyGuard<S: Operations + Base>(pub Guard<S>);
 
 impl<S: Operations + Base> IdempotencyGuard<S> {
     /// Commits the handler's transaction together with this response as its outcome, and returns
-    /// the response. Its body must be complete, not a stream.
+    /// the response. Its body must be complete: a stream is refused, and so is a body that fails or
+    /// does not end within the route's completion budget, because the transaction is open
+    /// meanwhile.
     ///
     /// # Errors
-    /// As [`Guard::commit`].
+    /// As [`Guard::commit`]; [`GuardError::Unread`] for a body that cannot be read.
     pub async fn commit(&self, tx: Transaction<'_, S::Db>, response: Response) -> Result<Response, GuardError> {
-        let reply = reply_of(response, usize::MAX).await;
-        Ok(reply_response(self.0.commit(tx, reply).await?, false))
+        let reply = self.0.commit_read(tx, |within| reply_of(response, within)).await?;
+        Ok(reply_response(reply, false))
     }
 }
 

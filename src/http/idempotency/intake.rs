@@ -101,11 +101,26 @@ pub(super) fn invalid(detail: impl Into<String>) -> Box<Problem> {
     Box::new(Problem { detail: Some(detail.into()), ..Problem::new(Code::RequestInvalid) })
 }
 
+/// The content type of a request without its parameters, in lower case; empty where there is none.
+fn essence(headers: &HeaderMap) -> String {
+    let value = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    String::from_utf8_lossy(value).split(';').next().unwrap_or("").trim().to_ascii_lowercase()
+}
+
 /// Whether the content type of a request is JSON.
 pub(super) fn is_json(headers: &HeaderMap) -> bool {
-    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
-    let essence = value.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
+    let essence = essence(headers);
     essence == "application/json" || essence.ends_with("+json")
+}
+
+/// The problem for a multipart body, which the layer would compare byte for byte: a client that
+/// draws a new boundary for its retry would get 422.
+pub(super) fn multipart_refused(endpoint: &Registered, headers: &HeaderMap) -> Option<Problem> {
+    if endpoint.is_multipart_taken() || !essence(headers).starts_with("multipart/") {
+        return None;
+    }
+    let detail = "this operation takes no multipart body: its boundary changes from one try to the next".to_owned();
+    Some(Problem { detail: Some(detail), ..Problem::new(Code::UnsupportedMediaType) })
 }
 
 /// The problem for a content type that a typed operation does not accept.

@@ -10,23 +10,26 @@ use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
 use axum::extract::{FromRequestParts, OriginalUri, RawPathParams, Request};
 use axum::http::request::Parts;
 use axum::http::{Method, header};
 use axum::response::Response;
+use futures::StreamExt;
 use futures::future::BoxFuture;
+use futures::stream;
 use tower_layer::Layer;
 use tower_service::Service;
 
 use super::extract::OutcomeTag;
-use super::intake::{Intake, invalid, key_in, read_body, refused, scope_in};
+use super::intake::{Intake, invalid, key_in, multipart_refused, read_body, refused, scope_in};
 use super::respond::{problem_response, respond};
 use crate::operation::port::Keys;
 use crate::operation::rules::json::JsonError;
 use crate::operation::rules::raw::RawCommand;
-use crate::operation::rules::{Canonical, Code, FingerprintWriter};
+use crate::operation::rules::{Canonical, Code, FingerprintWriter, Mode};
 use crate::operation::{
     Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
 };
@@ -48,8 +51,10 @@ impl<S: Keys> IdempotencyLayer<S> {
     /// Protects an operation of mode `edge` or `bridged`.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect).
+    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
+    /// other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+        let endpoint = endpoint.served_by("the layer", &[Mode::Edge, Mode::Bridged])?;
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
     }
 }
@@ -113,6 +118,9 @@ where
         return call(&mut inner, Request::from_parts(parts, body)).await;
     }
     let Some(tenant) = &scope else { return refused(&endpoint, &Problem::new(Code::ScopeRequired)) };
+    if let Some(problem) = multipart_refused(&endpoint, &parts.headers) {
+        return refused(&endpoint, &problem);
+    }
     let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, tenant, body).await {
         Ok(intake) => intake,
         Err(problem) => return refused(&endpoint, &problem),
@@ -122,7 +130,7 @@ where
         Err(error) => return refused(&endpoint, &invalid(error.to_string())),
     };
     let asking = Asking { scope, key, command: Arc::new(command) };
-    let kept_max = endpoint.kept_body_max();
+    let (kept_max, budget) = (endpoint.kept_body_max(), endpoint.route().completion_budget);
     let run = move |guard: Option<Guard<S>>| async move {
         // Holds the memory permit until the handler is done.
         let _permit = permit;
@@ -131,7 +139,7 @@ where
             request.extensions_mut().insert(guard.progress().clone());
             request.extensions_mut().insert(guard);
         }
-        ended(call(&mut inner, request).await, kept_max).await
+        ended(call(&mut inner, request).await, kept_max, budget).await
     };
     match engine.execute_edge(&endpoint, asking, run).await {
         EdgeAnswer::Answered(Answered::Problem(problem)) => problem_response(&problem),
@@ -183,10 +191,12 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
 }
 
 /// The part of a response that can be stored. A stream is never collected, because that would delay
-/// the client (pitfall 19).
-async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
+/// the client (pitfall 19). Nor is a body for whose end the run would have to wait longer than the
+/// completion budget: it keeps its claim, and the connections of a guard, until it ends.
+async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<Response> {
     let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
-    let status = response.status().as_u16();
+    let head = head(&response);
+    let status = head.status;
     match response.body().size_hint().upper() {
         None => {
             if cfg!(debug_assertions) {
@@ -195,39 +205,73 @@ async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
                     "a protected route answers with a stream: it is sent, and never replayed; leave the route unprotected"
                 );
             }
-            Ended { tag, kept: Kept::Stream(status), answer: response }
+            Ended { tag, kept: Kept::Stream(head), answer: response }
         }
-        Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(status), answer: response },
+        Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(head), answer: response },
         Some(_) => {
             let (parts, body) = response.into_parts();
-            match axum::body::to_bytes(body, kept_max).await {
+            match read_whole(body, kept_max, within).await {
                 Ok(bytes) => {
-                    let reply = reply(&parts, bytes.to_vec());
-                    Ended { tag, kept: Kept::Whole(reply), answer: Response::from_parts(parts, Body::from(bytes)) }
+                    let kept = Kept::Whole(Reply { body: bytes.clone(), ..head });
+                    Ended { tag, kept, answer: Response::from_parts(parts, Body::from(bytes)) }
                 }
-                // The handler has ended, its body has not. The effects of the handler stay.
-                Err(error) => {
-                    tracing::warn!(%error, "the body of an answer could not be read");
-                    Ended { tag, kept: Kept::Stream(status), answer: Response::from_parts(parts, Body::empty()) }
+                // The handler has ended, its body has not. The effects of the handler stay, and the
+                // client gets what comes, up to the error.
+                Err(unended) => {
+                    tracing::warn!(status, "an answer is not kept: its body {}", unended.why);
+                    Ended { tag, kept: Kept::Stream(head), answer: Response::from_parts(parts, unended.body) }
                 }
             }
         }
     }
 }
 
-fn reply(parts: &axum::http::response::Parts, body: Vec<u8>) -> Reply {
-    let headers = parts.headers.iter().map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
-    Reply { headers: headers.collect(), body, ..Reply::new(parts.status.as_u16()) }
+/// A response without its body.
+fn head(response: &Response) -> Reply {
+    let headers = response.headers().iter();
+    let headers = headers.map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
+    Reply { headers: headers.collect(), ..Reply::new(response.status().as_u16()) }
 }
 
-/// Reads a response completely. A body that cannot be read counts as empty.
-pub(super) async fn reply_of(response: Response, max: usize) -> Reply {
-    let (parts, body) = response.into_parts();
-    let bytes = axum::body::to_bytes(body, max).await.unwrap_or_else(|error| {
-        tracing::warn!(%error, "the body of an answer could not be read");
-        axum::body::Bytes::new()
-    });
-    reply(&parts, bytes.to_vec())
+/// Reads a response completely within this time; else an error that says why it cannot be read.
+pub(super) async fn reply_of(response: Response, within: Duration) -> Result<Reply, String> {
+    let (head, body) = (head(&response), response.into_body());
+    let Some(upper) = body.size_hint().upper() else {
+        return Err("the answer is a stream, and a guard commits a whole answer".to_owned());
+    };
+    let body = read_whole(body, usize::try_from(upper).unwrap_or(usize::MAX), within).await;
+    Ok(Reply { body: body.map_err(|unended| format!("the body of the answer {}", unended.why))?, ..head })
+}
+
+/// A body that could not be read to its end.
+struct Unended {
+    /// What it did, as the rest of a sentence.
+    why: String,
+    /// All of it, with what was read already.
+    body: Body,
+}
+
+/// Reads a body of at most so many bytes, within this time.
+async fn read_whole(body: Body, max: usize, within: Duration) -> Result<Vec<u8>, Unended> {
+    let until = tokio::time::Instant::now() + within;
+    let (mut read, mut length, mut rest) = (Vec::new(), 0, body.into_data_stream());
+    loop {
+        let (why, failed) = match tokio::time::timeout_at(until, rest.next()).await {
+            Ok(None) => return Ok(read.concat()),
+            Ok(Some(Ok(data))) => {
+                length += data.len();
+                read.push(data);
+                if length <= max {
+                    continue;
+                }
+                ("is longer than it said".to_owned(), None)
+            }
+            Ok(Some(Err(error))) => (format!("failed: {error}"), Some(Err(error))),
+            Err(_) => (format!("did not end within {}", humantime::format_duration(within)), None),
+        };
+        let read = stream::iter(read.into_iter().map(Ok).chain(failed));
+        return Err(Unended { why, body: Body::from_stream(read.chain(rest)) });
+    }
 }
 
 impl<S: Keys> Clone for IdempotencyLayer<S> {

@@ -50,7 +50,7 @@ use super::objects::read_json;
 use super::respond::respond;
 use crate::error::HandlerError;
 use crate::operation::port::{Keys, Operations};
-use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
+use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Mode, Outcome, Scope};
 use crate::operation::{
     Asking, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
 };
@@ -108,7 +108,7 @@ impl<C: Canonical> Canonical for Held<C> {
     }
 }
 
-/// One typed transactional operation. Cheap to clone.
+/// One typed operation, transactional or phased. Cheap to clone.
 pub struct TypedOperation<S: Keys, C> {
     engine: Engine<S>,
     endpoint: Registered,
@@ -123,11 +123,26 @@ impl Canonical for Unread {
 }
 
 impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
-    /// Registers an operation with the engine.
+    /// Registers a transactional operation with the engine.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect).
+    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
+    /// other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+        Self::registered(engine, endpoint.served_by("a typed operation", &[Mode::Transactional])?)
+    }
+
+    /// Registers a phased operation, whose requests [`Self::read`] reads and a
+    /// [`PhasedEngine`](crate::operation::phased::PhasedEngine) runs. It is not for
+    /// [`Self::serve`].
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn phased(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+        Self::registered(engine, endpoint.served_by("a typed operation in phases", &[Mode::Phased])?)
+    }
+
+    fn registered(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }
 
@@ -170,7 +185,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
 }
 
 impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
-    /// Serves a request; see [`Engine::execute_transactional`].
+    /// Serves a request of a transactional operation; see [`Engine::execute_transactional`].
     pub async fn serve<F>(&self, request: Request, handler: F) -> Response
     where
         F: for<'t> Fn(&'t Scoped<C>, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>

@@ -113,6 +113,10 @@ fn m67_an_encrypted_body_is_unreadable_and_opens_only_for_its_own_request() {
     assert_eq!(open(&without, &of("t1", K1, 1), body), Err(SealError::UnknownKid("k1".to_owned())));
     let again = encode(&endpoint(), &sealer, &identity, &fingerprint, &Kept::Whole(reply(secret_body))).unwrap();
     assert_ne!(kept(&again).bytes, body.bytes);
+    assert_eq!(answer.resource, None, "it would tell the URL in plain");
+    let named = Reply { resource: Some(Resource { kind: "file".into(), id: "7".into(), location: None }), ..signed() };
+    let named = encode(&endpoint(), &sealer, &identity, &fingerprint, &Kept::Whole(named)).unwrap();
+    assert_eq!(named.resource.unwrap().id, "7", "the handler's own words");
     let stripped = KeptBody { format: 0, ..body.clone() };
     assert_eq!(open(&sealer, &of("t1", K1, 1), &stripped), Err(SealError::Broken));
     assert!(Sealer::encrypting(&k2, [(k1, &secret[..])]).is_err());
@@ -125,13 +129,45 @@ fn m68_what_is_not_kept_leaves_a_tombstone_or_a_reference() {
     let endpoint = endpoint().kept_body_max(10);
     let encoded = |kept: Kept| encode(&endpoint, &Sealer::plain(), &identity, &fingerprint, &kept).unwrap().body;
     assert_eq!(encoded(Kept::Whole(reply(b"12345678901"))), AnswerBody::Tombstone(Tombstone::Oversize));
-    assert_eq!(encoded(Kept::Oversize(201)), AnswerBody::Tombstone(Tombstone::Oversize));
-    assert_eq!(encoded(Kept::Stream(200)), AnswerBody::Tombstone(Tombstone::Stream));
+    assert_eq!(encoded(Kept::Oversize(Reply::new(201))), AnswerBody::Tombstone(Tombstone::Oversize));
+    assert_eq!(encoded(Kept::Stream(Reply::new(200))), AnswerBody::Tombstone(Tombstone::Stream));
     let resource = Resource { kind: "payment".into(), id: "7".into(), location: Some("/payments/7".into()) };
     let with = |keep, resource| Kept::Whole(Reply { keep, resource, ..reply(b"secret") });
     assert_eq!(encoded(with(Keep::Nothing, Some(resource.clone()))), AnswerBody::Tombstone(Tombstone::Withheld));
-    assert_eq!(encoded(with(Keep::Reference, Some(resource.clone()))), AnswerBody::Reference(resource));
+    assert_eq!(encoded(with(Keep::Reference, Some(resource))), AnswerBody::Reference);
     assert_eq!(encoded(with(Keep::Reference, None)), AnswerBody::Tombstone(Tombstone::Withheld));
+}
+
+// Shown by: keeping it of a reference only; of a failure too; guessing a kind from the URL.
+#[test]
+fn m34_m63_m99_the_resource_is_kept_beside_the_body_or_without_it() {
+    let (identity, fingerprint) = of("t1", K1, 1);
+    let endpoint = endpoint().kept_body_max(10);
+    let encoded = |kept: &Kept| encode(&endpoint, &Sealer::plain(), &identity, &fingerprint, kept).unwrap();
+    let payment = Reply::new(201).made("payment", "7", "/payments/7");
+    let made = payment.resource.clone();
+    let long = Reply { body: vec![b'a'; 11], ..payment.clone() };
+    for kept in [
+        Kept::Whole(payment.clone()),
+        Kept::Whole(long),
+        Kept::Oversize(payment.clone()),
+        Kept::Stream(payment.clone()),
+    ] {
+        assert_eq!(encoded(&kept).resource, made, "{kept:?}");
+    }
+    assert_eq!(encoded(&Kept::Whole(payment.keep(Keep::Nothing))).resource, None, "the status only");
+    let located =
+        |status, location: &[u8]| encoded(&Kept::Oversize(Reply::new(status).header("Location", location))).resource;
+    let note = Resource { kind: "location".into(), id: "/notes/7".into(), location: Some("/notes/7".into()) };
+    assert_eq!(located(201, b"/notes/7"), Some(note));
+    for (status, location) in [(303, &b"/notes/7"[..]), (409, b"/notes/7"), (201, b"/\xff"), (201, &[b'a'; 2_049])] {
+        assert_eq!(located(status, location), None, "{status}");
+    }
+    for (kind, id) in [("payment", "7\0"), ("payment", "7".repeat(2_049).as_str())] {
+        let odd = Reply::new(201).made(kind, id, "/payments/7").keep(Keep::Reference);
+        let answer = encoded(&Kept::Whole(odd));
+        assert_eq!((answer.resource, answer.body), (None, AnswerBody::Tombstone(Tombstone::Withheld)));
+    }
 }
 
 // Shown by: applying the first step only; a step beyond today's version.

@@ -2,6 +2,7 @@
 //! together with the handler's effects (O2).
 
 use std::fmt;
+use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -107,6 +108,10 @@ pub enum GuardError {
     /// The answer could not be sealed. Everything was rolled back.
     #[error(transparent)]
     Seal(#[from] SealError),
+    /// The answer is a stream, or its body failed or did not end within the route's completion
+    /// budget. Everything was rolled back.
+    #[error("{0}: everything was rolled back")]
+    Unread(String),
     /// An error of the database. After [`StoreError::CommitUnknown`] the request gets 503, and the
     /// retry finds the outcome.
     #[error(transparent)]
@@ -211,6 +216,34 @@ impl<S: Operations + Base> Guard<S> {
         }
         *self.progress.committed() = Committed::Yes(reply.clone());
         Ok(reply)
+    }
+
+    /// Reads the handler's answer within the completion budget, which `read` is given, and commits
+    /// it as [`Self::commit`] does. If the answer cannot be read, rolls everything back, because a
+    /// replay could not give that answer. The error of `read` says why.
+    pub(crate) async fn commit_read<R>(
+        &self,
+        mut tx: Transaction<'_, S::Db>,
+        read: impl FnOnce(Duration) -> R,
+    ) -> Result<Reply, GuardError>
+    where
+        R: Future<Output = Result<Reply, String>>,
+    {
+        let budget = self.endpoint.route().completion_budget;
+        let why = match read(budget).await {
+            Ok(reply) => return self.commit(tx, reply).await,
+            Err(why) => why,
+        };
+        // A handler that has ended the transaction by itself may have committed its effects.
+        let stands = timeout(budget, tx.stands()).await;
+        drop(tx);
+        if !matches!(stands, Ok(Err(StoreError::Fenced(_)))) {
+            let mut committed = self.progress.committed();
+            if matches!(*committed, Committed::No) {
+                *committed = Committed::Undone;
+            }
+        }
+        Err(GuardError::Unread(why))
     }
 
     /// Looks on a new connection for the outcome of a commit whose answer was lost.

@@ -1,9 +1,9 @@
 //! Why an operation cannot be registered: each reason with the setting that causes it.
 
-use crate::operation::rules::OperationName;
 use crate::operation::rules::fingerprint::FingerprinterError;
 use crate::operation::rules::identity::IdentityError;
 use crate::operation::rules::route::RouteError;
+use crate::operation::rules::{Mode, OperationName};
 
 /// Why an operation cannot be registered.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +30,18 @@ pub enum EndpointError {
     /// A typed operation claims every request; for a request without a key it makes one.
     #[error("`requirement = off` is for the layer: a typed operation takes `optional`")]
     Off,
+    /// The mode of the operation is for another way of serving it.
+    #[error("the operation `{operation}` is of mode {mode}, and {door} takes mode {takes}")]
+    Door {
+        /// The name of the operation.
+        operation: OperationName,
+        /// The mode of its route.
+        mode: Mode,
+        /// What was to serve it.
+        door: &'static str,
+        /// The modes that it can serve.
+        takes: String,
+    },
     /// The route builds answers again, and no function for it was given; or the other way round.
     #[error("`replay = reconstruct` needs `rebuilt_by`, and only it")]
     Rebuild,

@@ -8,7 +8,7 @@ use crate::operation::codec::SealError;
 use crate::operation::reply::{Answered, Problem, Reply};
 use crate::operation::rules::decide::InProgress;
 use crate::operation::rules::pace::{retry_after, while_running};
-use crate::operation::rules::record::{Resource, StoredBody};
+use crate::operation::rules::record::Resource;
 use crate::operation::rules::route::WhileRunning;
 use crate::operation::rules::{Code, Decision, Record, State};
 use crate::operation::running::Run;
@@ -234,8 +234,5 @@ impl Front {
 }
 
 fn resource_of(record: &Record) -> Option<&Resource> {
-    match record.answer.as_ref().map(|answer| &answer.body) {
-        Some(StoredBody::Reference(resource)) => Some(resource),
-        _ => None,
-    }
+    record.answer.as_ref()?.resource.as_ref()
 }

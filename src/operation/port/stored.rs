@@ -63,11 +63,11 @@ impl<'a> Columns<'a> {
             RunOutcome::FailedRetryable { error_code } => (State::FailedRetryable, None, error_code.as_deref()),
             RunOutcome::Unknown => (State::UnknownRequiresRecovery, None, None),
         };
-        let (body, resource, kept) = match answer.map(|answer| &answer.body) {
-            None => (None, None, None),
-            Some(AnswerBody::Kept(kept)) => (Some("kept"), None, Some(kept)),
-            Some(AnswerBody::Tombstone(reason)) => (Some(reason.as_str()), None, None),
-            Some(AnswerBody::Reference(resource)) => (Some("reference"), Some(resource), None),
+        let (body, kept) = match answer.map(|answer| &answer.body) {
+            None => (None, None),
+            Some(AnswerBody::Kept(kept)) => (Some("kept"), Some(kept)),
+            Some(AnswerBody::Tombstone(reason)) => (Some(reason.as_str()), None),
+            Some(AnswerBody::Reference) => (Some("reference"), None),
         };
         Self {
             state,
@@ -76,7 +76,7 @@ impl<'a> Columns<'a> {
             schema_version: answer.map(|answer| answer.schema_version.into()),
             body,
             body_ttl: kept.map(|_| retention.body),
-            resource,
+            resource: answer.and_then(|answer| answer.resource.as_ref()),
             error_code,
             kept,
         }
@@ -157,7 +157,7 @@ mod tests {
     fn what_is_counted_of_an_answer_is_what_stands() {
         let headers = vec![("link".to_owned(), b"<a>".to_vec()), ("location".to_owned(), Vec::new())];
         let kept = KeptBody { headers: headers.clone(), bytes: vec![7; 100], ..KeptBody::default() };
-        let answer = |body| RunOutcome::Completed(Answer { status: 201, schema_version: 1, body });
+        let answer = |body| RunOutcome::Completed(Answer { status: 201, schema_version: 1, body, resource: None });
         let of = |outcome: &RunOutcome| Columns::of(outcome, &Retention::default()).kept_bytes();
         let stand = pack(&headers).len() + 100;
         assert_eq!(of(&answer(AnswerBody::Kept(kept))), Some(i64::try_from(stand).unwrap()));

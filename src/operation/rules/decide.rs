@@ -29,7 +29,7 @@ mod table;
 
 use super::fingerprint::{Canonical, Fingerprint, Fingerprinter};
 use super::identity::{Identity, PrincipalMark, Scope};
-use super::record::{Record, StoredBody};
+use super::record::{Record, StoredAnswer, StoredBody};
 use super::retention::KeyAge;
 use super::route::Route;
 use crate::inbox::rules::horizon::Bounds;
@@ -144,10 +144,10 @@ fn facts(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Facts {
             facts.mode = record.mode;
             facts.owned = record.is_owned(now);
             facts.parked = record.parked;
-            facts.body = match record.answer.as_ref().map(|answer| &answer.body) {
-                Some(StoredBody::Kept) => Body::Kept,
-                Some(StoredBody::Reference(_)) => Body::Reference,
-                Some(StoredBody::Tombstone(_)) | None => Body::Gone,
+            facts.body = match &record.answer {
+                Some(StoredAnswer { body: StoredBody::Kept, .. }) => Body::Kept,
+                Some(StoredAnswer { resource: Some(_), .. }) => Body::Reference,
+                Some(StoredAnswer { resource: None, .. }) | None => Body::Gone,
             };
         }
     }

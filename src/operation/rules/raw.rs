@@ -4,8 +4,8 @@
 //!
 //! Guarantees:
 //!
-//! * Path parameters, the query and the body count, each with a length prefix. The path itself does
-//!   not count, because the operation has a name.
+//! * The path, the query and the body count, each with a length prefix. What the path is, the
+//!   caller says: the layer gives the method, the whole path and its parameters.
 //! * Of the headers, only those that the route lists count. The list must not have `Authorization`,
 //!   cookies or the key, because a retry may carry a new token.
 //! * A JSON body counts by its canonical text, another by its bytes. The two are never equal.
@@ -44,8 +44,8 @@ impl Default for RawBody {
 }
 
 impl RawCommand {
-    /// A command of the request's path parameters and its query, both decoded. The order of query
-    /// names does not matter; the order of the values of one name does.
+    /// A command of what the path says, in parts with names, and of the decoded query. The order of
+    /// query names does not matter; the order of the values of one name does.
     #[must_use]
     pub fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
         query.sort_by(|a, b| a.0.cmp(&b.0));

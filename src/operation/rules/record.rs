@@ -92,6 +92,8 @@ pub struct Record {
     pub expires_at: Option<DbTime>,
     /// What is kept of the answer.
     pub answer: Option<StoredAnswer>,
+    /// The code of a failure, if it has one.
+    pub error_code: Option<String>,
 }
 
 /// What is kept of an answer, without the body's bytes.
@@ -103,6 +105,10 @@ pub struct StoredAnswer {
     pub schema_version: u32,
     /// What is kept of the body.
     pub body: StoredBody,
+    /// Until when the body is or was kept; `None` if it never was.
+    pub body_until: Option<DbTime>,
+    /// The resource that holds the result, where one is known (M34). It outlives the body.
+    pub resource: Option<Resource>,
 }
 
 /// What is kept of an answer's body.
@@ -112,8 +118,8 @@ pub enum StoredBody {
     Kept,
     /// Nothing is kept, for this reason. The operation is never run again to get a body.
     Tombstone(Tombstone),
-    /// Where the result is (M63).
-    Reference(Resource),
+    /// Only the resource that holds the result (M63).
+    Reference,
 }
 
 /// Why a body was not kept.
@@ -287,8 +293,13 @@ pub(super) mod tests {
             created_at: DbTime::from_millis(0),
             outcome_at,
             expires_at: outcome_at.map(|at| at.after(Duration::from_secs(100))),
-            answer: outcome_at.map(|_| StoredAnswer { status: 201, schema_version: 1, body: StoredBody::Kept }),
+            answer: outcome_at.map(|_| answer(StoredBody::Kept, None)),
+            error_code: None,
         }
+    }
+
+    pub(in crate::operation::rules) fn answer(body: StoredBody, resource: Option<Resource>) -> StoredAnswer {
+        StoredAnswer { status: 201, schema_version: 1, body, body_until: None, resource }
     }
 
     pub(in crate::operation::rules) fn any_record(state: State) -> Record {

@@ -12,6 +12,8 @@
 //! * An attempt that never reached the server leaves no outcome unknown.
 //! * Nothing here makes a key: an operation keeps its one key for ever.
 //!
+//! For clients of one's own: [`after_attempt`] is the rule of `client`, also for gRPC.
+//!
 //! Chance and time are arguments. Not here: sockets, headers and clocks (`client`), the server's
 //! decisions (`decide`), and providers that oncebox calls itself
 //! ([`provider`](super::provider)).

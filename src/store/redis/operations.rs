@@ -72,14 +72,19 @@ impl Fields {
             Some(status) => Some(StoredAnswer {
                 status,
                 schema_version: self.read("schema_version")?,
-                body: match (self.text("body")?, self.time("body_until")?) {
-                    ("kept", Some(until)) if until > now => StoredBody::Kept,
-                    ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
-                    ("reference", _) => StoredBody::Reference(Resource {
-                        kind: self.read("resource_kind")?,
+                body_until: self.time("body_until")?,
+                resource: match self.maybe("resource_kind")? {
+                    Some(kind) => Some(Resource {
+                        kind,
                         id: self.read("resource_id")?,
                         location: self.maybe("resource_location")?,
                     }),
+                    None => None,
+                },
+                body: match (self.text("body")?, self.time("body_until")?) {
+                    ("kept", Some(until)) if until > now => StoredBody::Kept,
+                    ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
+                    ("reference", _) => StoredBody::Reference,
                     (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
                 },
             }),
@@ -100,6 +105,7 @@ impl Fields {
             outcome_at: self.time("outcome")?,
             expires_at: self.time("expires")?,
             answer,
+            error_code: self.maybe("error_code")?,
         })
     }
 }

@@ -43,7 +43,7 @@ const LOOK: &str = "{micros n.at}, {micros p.purged_below}, r.tenant, r.operatio
     {lite: coalesce(r.lease_ms, o.lease_ms) * 1000}, \
     r.generation, r.operation_id, r.attempts, o.parked is not null, {micros r.created_at}, {micros r.outcome_at}, \
     {micros r.expires_at}, r.answer_status, r.schema_version, r.body, {micros r.body_expires_at}, r.resource_kind, \
-    r.resource_id, r.resource_location";
+    r.resource_id, r.resource_location, r.error_code";
 
 /// The records `r` without an outcome; a text that uses this piece also needs [`OPEN`]. PostgreSQL
 /// reads them from the index by operation and time of the outcome, where they follow the records

@@ -119,26 +119,30 @@ pub(in crate::store) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
         outcome_at: row.get_opt(17)?,
         expires_at: row.get_opt(18)?,
         answer: row.get_opt(19)?.map(|status| answer_of(row, status, now)).transpose()?,
+        error_code: row.get_opt(26)?,
     };
     Ok(Look { now, purged_below, record: Some(record), body: None })
 }
 
 fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, StoreError> {
-    let body = match (row.get::<String>(21)?.as_str(), row.get_opt::<DbTime>(22)?) {
+    let body_until = row.get_opt::<DbTime>(22)?;
+    let body = match (row.get::<String>(21)?.as_str(), body_until) {
         ("kept", Some(until)) if until > now => StoredBody::Kept,
         ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
-        ("reference", _) => {
-            StoredBody::Reference(Resource { kind: row.get(23)?, id: row.get(24)?, location: row.get_opt(25)? })
-        }
+        ("reference", _) => StoredBody::Reference,
         (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
     };
-    Ok(StoredAnswer { status, schema_version: row.get(20)?, body })
+    let resource = match row.get_opt(23)? {
+        Some(kind) => Some(Resource { kind, id: row.get(24)?, location: row.get_opt(25)? }),
+        None => None,
+    };
+    Ok(StoredAnswer { status, schema_version: row.get(20)?, body, body_until, resource })
 }
 
 /// As `look_of`, for a row that ends with the columns of a small body.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreError> {
-    const BODY: usize = 26;
+    const BODY: usize = 27;
     let mut look = look_of(row)?;
     let answer = look.record.as_ref().and_then(|record| record.answer.as_ref());
     if answer.is_some_and(|answer| answer.body == StoredBody::Kept) && row.get_int(BODY + 2)?.is_some() {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage};
+use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Resource, Retention, Scope, Stage};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claimed, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence,
@@ -41,7 +41,8 @@ fn claim(mode: Mode, key: &str) -> KeyClaim {
 
 fn completed() -> RunOutcome {
     let kept = KeptBody { headers: Vec::new(), bytes: b"{}".to_vec(), format: 0, kid: None };
-    RunOutcome::Completed(Answer { status: 201, schema_version: 1, body: AnswerBody::Kept(kept) })
+    let resource = Some(Resource { kind: "note".into(), id: "7".into(), location: Some("/notes/7".into()) });
+    RunOutcome::Completed(Answer { status: 201, schema_version: 1, body: AnswerBody::Kept(kept), resource })
 }
 
 /// A key of the tower layer, with this outcome or still claimed; gives its hash.
@@ -148,7 +149,10 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     let named = ["keys", "show", key, "--tenant", "t1", "--operation", "create_note"];
     let mut by_key = json(&place, &named);
     assert_eq!((&by_key["key"], &by_key["state"], &by_key["status"]), (&json!(key), &json!("COMPLETED"), &json!(201)));
-    assert!(place.oncebox(&named).run().ok().contains(key));
+    assert_eq!(by_key["resource"], json!({ "kind": "note", "id": "7", "location": "/notes/7" }));
+    assert!(by_key["body_expires_at"].is_string() && by_key["error_code"].is_null(), "{by_key}");
+    let people = place.oncebox(&named).run().ok();
+    assert!(people.contains(key) && people.contains("/notes/7"), "{people}");
     // Who has only seen the list has the hash, and learns no key from it: neither for people nor
     // for machines.
     let by_hash = json(&place, &["keys", "show", &done]);

@@ -54,7 +54,11 @@ pub(super) fn answer() -> Answer {
         ("location".to_owned(), b"/payments/7".to_vec()),
     ];
     let body = KeptBody { headers, bytes: vec![0, 1, 0xfe, 0xff], format: 1, kid: Some("k1".to_owned()) };
-    Answer { status: 201, schema_version: 3, body: AnswerBody::Kept(body) }
+    Answer { status: 201, schema_version: 3, body: AnswerBody::Kept(body), resource: None }
+}
+
+fn payment() -> Resource {
+    Resource { kind: "payment".into(), id: "pay_7".into(), location: Some("/payments/7".into()) }
 }
 
 /// The outcome of an operation that succeeded with [`answer`].
@@ -149,15 +153,17 @@ pub async fn o16_keys_and_tenants_that_differ_in_one_byte_are_different<F: KeysF
 
 /// Every part of an answer comes back, and lifetimes count from the outcome (O3).
 pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
-    let resource = Resource { kind: "payment".into(), id: "pay_7".into(), location: Some("/payments/7".into()) };
     let tombstone = AnswerBody::Tombstone(Tombstone::Stream);
-    let bodies = [(answer().body, StoredBody::Kept), (tombstone, StoredBody::Tombstone(Tombstone::Stream))];
-    let reference = (AnswerBody::Reference(resource.clone()), StoredBody::Reference(resource));
-    for (number, (body, stored)) in bodies.into_iter().chain([reference]).enumerate() {
+    let reference = (AnswerBody::Reference, StoredBody::Reference, Some(payment()));
+    let bodies = [None, Some(payment())].into_iter().flat_map(|resource| {
+        let tombstone = (tombstone.clone(), StoredBody::Tombstone(Tombstone::Stream), resource.clone());
+        [(answer().body, StoredBody::Kept, resource), tombstone]
+    });
+    for (number, (body, stored, resource)) in bodies.chain([reference]).enumerate() {
         let claim = claim(Mode::Edge, &format!("k{number}"), 1);
         let owner = take(trial, &claim).await;
         let outcome = RunOutcome::FailedReplayable {
-            answer: Answer { body: body.clone(), ..answer() },
+            answer: Answer { body: body.clone(), resource: resource.clone(), ..answer() },
             error_code: Some("INSUFFICIENT_FUNDS".to_owned()),
         };
         assert_eq!(trial.store().finish(&owner, &outcome, &KEPT).await.unwrap(), Fenced::Done);
@@ -166,13 +172,43 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
         assert_eq!(found.expires_at, found.outcome_at.map(|at| at.after(KEPT.ttl)));
         assert!(found.outcome_at >= Some(found.created_at));
         let kept = found.answer.clone().unwrap();
-        assert_eq!((kept.status, kept.schema_version, kept.body), (201, 3, stored));
+        assert_eq!((kept.status, kept.schema_version, kept.body, kept.resource), (201, 3, stored, resource));
+        assert_eq!(found.error_code.as_deref(), Some("INSUFFICIENT_FUNDS"));
         let body = match body {
             AnswerBody::Kept(body) => Some(body),
             _ => None,
         };
+        let until = found.outcome_at.filter(|_| body.is_some()).map(|at| at.after(KEPT.body));
+        assert_eq!(kept.body_until, until);
         assert_eq!(trial.store().body(&found).await.unwrap(), body);
     }
+}
+
+/// The resource outlives the body, on a key that is used anew it is that of the last run, and a run
+/// without one has none (M34).
+///
+/// Shown by: writing the resource only where nothing else is kept; a claim that leaves it.
+pub async fn m34_m99_a_resource_outlives_the_body_and_not_its_run<F: KeysFixture>(trial: &F) {
+    let claim = claim(Mode::Edge, "k", 1);
+    let owner = take(trial, &claim).await;
+    let made = RunOutcome::Completed(Answer { resource: Some(payment()), ..answer() });
+    trial.store().finish(&owner, &made, &ENDED).await.unwrap();
+    let purged = eventually("the body's time is over", || async {
+        let found = record(trial, &claim).await;
+        (found.answer.as_ref()?.body == StoredBody::Tombstone(Tombstone::Purged)).then_some(found)
+    })
+    .await;
+    assert_eq!(purged.answer.as_ref().unwrap().resource, Some(payment()), "also before it is taken away");
+    trial.store().expire_bodies(100).await.unwrap();
+    assert_eq!(record(trial, &claim).await.answer.unwrap().resource, Some(payment()));
+    if trial.forgets_by_itself() {
+        return;
+    }
+    let expired = over(trial, &claim).await;
+    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
+    let owner = owned(trial.store().claim(&anew, Basis::Anew(&expired)).await.unwrap());
+    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    assert_eq!(record(trial, &claim).await.answer.unwrap().resource, None);
 }
 
 /// The database decides whether a lease is over. Until then nobody takes the claim over, and a

@@ -10,7 +10,7 @@ use super::super::canonical::FingerprintWriter;
 use super::super::key::{Key, KeyFormat};
 use super::super::keyring::Keyring;
 use super::super::problem::{Code, KeyState};
-use super::super::record::{Mode, Resource, State, StoredAnswer, Tombstone, tests::record};
+use super::super::record::{Mode, Resource, State, Tombstone, tests::answer, tests::record};
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::*;
 
@@ -252,20 +252,25 @@ fn m12_m60_what_is_answered_before_and_without_the_store() {
 
 #[test]
 fn m62_m63_m68_what_is_replayed_follows_from_what_was_kept() {
-    let kept = |body: StoredBody| {
-        let answer = Some(StoredAnswer { status: 201, schema_version: 1, body });
+    let kept = |body: StoredBody, resource: Option<&Resource>| {
+        let answer = Some(answer(body, resource.cloned()));
         Record { answer, ..first(Mode::Edge, State::Completed) }
     };
     let resource = Resource { kind: "payment".into(), id: "pay_789".into(), location: None };
-    let reference = kept(StoredBody::Reference(resource));
-    let tombstone = kept(StoredBody::Tombstone(Tombstone::Oversize));
+    let reference = kept(StoredBody::Reference, Some(&resource));
+    let [purged, oversize] = [Tombstone::Purged, Tombstone::Oversize].map(StoredBody::Tombstone);
+    let located = [kept(purged, Some(&resource)), kept(oversize.clone(), Some(&resource))];
+    let tombstone = kept(oversize, None);
     let nothing = Record { answer: None, ..first(Mode::Edge, State::Completed) };
     let replay = |replay: Replay, record: &Record| again(&Route { replay, ..edge() }, record, 20_000);
     for record in [&reference, &tombstone, &nothing] {
         assert_eq!(replay(Replay::Exact, record), Decision::NotRetained);
         assert_eq!(replay(Replay::Reconstruct, record), Decision::Reconstruct);
     }
-    assert_eq!(replay(Replay::Reference, &reference), Decision::ReplayReference);
+    for record in [&reference, &located[0], &located[1]] {
+        assert_eq!(replay(Replay::Reference, record), Decision::ReplayReference);
+    }
+    assert_eq!(replay(Replay::Reference, &kept(StoredBody::Kept, Some(&resource))), Decision::Replay);
     assert_eq!(replay(Replay::Reference, &tombstone), Decision::NotRetained);
     let failure = Record { answer: nothing.answer, ..first(Mode::Edge, State::FailedReplayable) };
     assert_eq!(replay(Replay::Reconstruct, &failure), Decision::NotRetained, "a failure made no resource");
