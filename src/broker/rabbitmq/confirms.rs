@@ -28,7 +28,8 @@ use lapin::{Channel, Confirmation, Event};
 use tokio::sync::mpsc;
 
 use super::config::RabbitConfig;
-use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, reply, within};
+use super::cuts::Cuts;
+use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, is_cut, reply, within};
 use super::lanes::{LaneId, Lanes, Row};
 use super::publisher::Unsettled;
 use super::socket::Link;
@@ -100,6 +101,9 @@ pub(super) struct Confirms {
     /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight
     /// may still be proven until then.
     ending: Option<(BrokerError, Instant)>,
+    /// True where the connection was cut without a word of the server.
+    is_cut: bool,
+    cuts: Arc<Cuts>,
 }
 
 type Done = (u64, lapin::Result<Confirmation>);
@@ -109,6 +113,7 @@ impl Confirms {
         config: &RabbitConfig,
         link: Arc<Link>,
         shared: Arc<Unsettled>,
+        cuts: Arc<Cuts>,
     ) -> Result<Self, BrokerError> {
         let mut channels = Vec::with_capacity(config.channels);
         for _ in 0..config.channels {
@@ -132,6 +137,8 @@ impl Confirms {
             refused: HashMap::new(),
             refused_keys: HashMap::new(),
             ending: None,
+            is_cut: false,
+            cuts,
         })
     }
 
@@ -165,7 +172,7 @@ impl Confirms {
             }
         }
         if let Some((error, _)) = self.ending.take() {
-            self.shared.end(error);
+            self.shared.end(self.cause(error));
         }
         drop(ended);
     }
@@ -178,6 +185,24 @@ impl Confirms {
     fn end(&mut self, error: BrokerError) {
         let until = Instant::now() + self.close_deadline;
         self.ending.get_or_insert((error, until));
+    }
+
+    /// Why the session ended. A connection that is cut again and again at the same message, and works
+    /// in between, is not that of a server that is away: the runtime is to look for the message.
+    fn cause(&self, error: BrokerError) -> BrokerError {
+        let BrokerError::Unavailable(why) = error else { return error };
+        if !self.is_cut {
+            self.cuts.forget();
+            return BrokerError::Unavailable(why);
+        }
+        let failed = self.channels.iter().flat_map(|lane| lane.failed.iter().map(|(_, flight)| flight));
+        let unconfirmed = self.in_flight.values().chain(failed).map(|flight| flight.id.clone()).collect();
+        match self.cuts.count(unconfirmed) {
+            None => BrokerError::Unavailable(why),
+            Some(times) => BrokerError::Session(format!(
+                "{times} connections in a row worked until a message was sent that had no confirm yet: {why}"
+            )),
+        }
     }
 
     fn take(&mut self, Rows { rows, known }: Rows) {
@@ -336,12 +361,13 @@ impl Confirms {
     fn fail(&mut self, at: usize) {
         let Some(error) = &self.channels[at].error else { return };
         let (cause, reply) = (classify(error), reply(error));
+        self.is_cut |= is_cut(error);
         self.end(cause);
         if self.channels[at].in_flight > 0 {
             return;
         }
-        let failed = std::mem::take(&mut self.channels[at].failed);
         let Some((code, text)) = reply else { return };
+        let failed = std::mem::take(&mut self.channels[at].failed);
         // The server may close the whole connection because of one message on any channel.
         let others = self.channels.iter().any(|lane| !lane.failed.is_empty() || !lane.confirmed.is_empty());
         let alone = failed.len() == 1 && self.in_flight.is_empty() && !others;
@@ -390,7 +416,10 @@ impl Confirms {
             }
             // An error of a channel is handled with its confirms, which tell the affected rows, or
             // it belongs to a probe.
-            Event::Error(error) if !error.is_amqp_soft_error() => self.end(classify(&error)),
+            Event::Error(error) if !error.is_amqp_soft_error() => {
+                self.is_cut |= is_cut(&error);
+                self.end(classify(&error));
+            }
             _ => {}
         }
         self.shared.notify();
