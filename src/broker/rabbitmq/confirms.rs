@@ -41,6 +41,10 @@ use crate::message::{OutgoingMessage, lane_id};
 /// Reply codes about the message itself if it was alone: too large, precondition, frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
+/// How many rows a careful session publishes one after the other. Enough to come to the message at
+/// which the connections before it were cut: what was proven before it is not sent again.
+const CAREFUL_ROWS: usize = 256;
+
 /// How often the task checks the connection.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
@@ -104,6 +108,8 @@ pub(super) struct Confirms {
     /// True where the connection was cut without a word of the server.
     is_cut: bool,
     cuts: Arc<Cuts>,
+    /// How many rows are still published with nothing else in flight.
+    careful: usize,
 }
 
 type Done = (u64, lapin::Result<Confirmation>);
@@ -138,6 +144,7 @@ impl Confirms {
             refused_keys: HashMap::new(),
             ending: None,
             is_cut: false,
+            careful: if cuts.ask_for_care() { CAREFUL_ROWS } else { 0 },
             cuts,
         })
     }
@@ -187,8 +194,9 @@ impl Confirms {
         self.ending.get_or_insert((error, until));
     }
 
-    /// Why the session ended. A connection that is cut again and again at the same message, and works
-    /// in between, is not that of a server that is away: the runtime is to look for the message.
+    /// Why the session ended. A connection that is cut again and again at the same message, and
+    /// works in between, is not that of a server that is away: the runtime is to look for the
+    /// message.
     fn cause(&self, error: BrokerError) -> BrokerError {
         let BrokerError::Unavailable(why) = error else { return error };
         if !self.is_cut {
@@ -229,6 +237,16 @@ impl Confirms {
 
     fn publish(&mut self) {
         if self.ending.is_some() || self.shared.lock().blocked.is_some() {
+            return;
+        }
+        // What came before the row in flight is then proven, so that the runtime knows the message if
+        // the connection is cut.
+        while self.careful > 0 && self.in_flight.is_empty() {
+            let Some(row) = self.lanes.next_in_order() else { return };
+            self.careful -= 1;
+            self.publish_row(row);
+        }
+        if self.careful > 0 {
             return;
         }
         let mut idle = 0;

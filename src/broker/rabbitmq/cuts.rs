@@ -15,6 +15,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// nodes of a cluster that are restarted in turn.
 const CUTS_BEFORE_SUSPECT: u32 = 3;
 
+/// After so many, and while nobody knows at which message, a session begins carefully.
+const CUTS_BEFORE_CARE: u32 = CUTS_BEFORE_SUSPECT - 1;
+
 /// The cuts in a row; all publishing sessions of a broker share them.
 #[derive(Debug, Default)]
 pub(super) struct Cuts(Mutex<Row>);
@@ -43,6 +46,12 @@ impl Cuts {
         (again && row.times >= CUTS_BEFORE_SUSPECT).then_some(row.times)
     }
 
+    /// Whether a new session is to publish one row after the other at first, so that a cut shows the
+    /// message.
+    pub(super) fn ask_for_care(&self) -> bool {
+        self.row().times >= CUTS_BEFORE_CARE
+    }
+
     /// Begins anew: the server is away, or ended the connection for a reason of its own.
     pub(super) fn forget(&self) {
         *self.row() = Row::default();
@@ -61,10 +70,13 @@ mod tests {
     fn r16_only_cuts_in_a_row_with_the_same_message_on_its_way_suspect_what_was_sent() {
         let cuts = Cuts::default();
         assert_eq!(cuts.count(ids(&["a", "b", "bad"])), None);
+        assert!(!cuts.ask_for_care());
         assert_eq!(cuts.count(ids(&["b", "bad", "c"])), None);
+        assert!(cuts.ask_for_care());
         assert_eq!(cuts.count(ids(&["bad", "d"])), Some(3));
         assert_eq!(cuts.count(ids(&["bad"])), Some(4));
         assert_eq!(cuts.count(ids(&["d"])), None, "d was not there each time");
+        assert!(!cuts.ask_for_care());
     }
 
     #[test]
