@@ -239,8 +239,8 @@ impl Confirms {
         if self.ending.is_some() || self.shared.lock().blocked.is_some() {
             return;
         }
-        // What came before the row in flight is then proven, so that the runtime knows the message if
-        // the connection is cut.
+        // What came before the row in flight is then proven, so that the runtime knows the message
+        // if the connection is cut.
         while self.careful > 0 && self.in_flight.is_empty() {
             let Some(row) = self.lanes.next_in_order() else { return };
             self.careful -= 1;

@@ -46,8 +46,8 @@ impl Cuts {
         (again && row.times >= CUTS_BEFORE_SUSPECT).then_some(row.times)
     }
 
-    /// Whether a new session is to publish one row after the other at first, so that a cut shows the
-    /// message.
+    /// Whether a new session is to publish one row after the other at first, so that a cut shows
+    /// the message.
     pub(super) fn ask_for_care(&self) -> bool {
         self.row().times >= CUTS_BEFORE_CARE
     }
