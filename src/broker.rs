@@ -366,6 +366,12 @@ pub trait Subscriber: Send {
     /// against `in_flight_max`; its bytes still count.
     fn set_aside(&mut self, _source: &PartitionId, _sequence: i64) {}
 
+    /// Says that the runtime handles nothing of this source, which has just begun and stays
+    /// assigned: from now on it is not read, nothing of it takes room, and it counts as caught up.
+    /// Deliveries that are on their way may still come. An adapter of a log must do this, or the
+    /// source stops all others once the bounds are reached; of a queue nothing is refused.
+    fn refuse(&mut self, _source: &PartitionId) {}
+
     /// True where the group has assigned nothing to this member, for want of partitions.
     fn has_no_share(&self) -> bool {
         false

@@ -68,7 +68,7 @@ metrics_table! {
     CURSOR_AGE "oncebox_relay_cursor_age_seconds" Gauge Seconds "shard" "time since the relay last wrote its cursor";
     GAPS "oncebox_relay_gaps" Gauge Count "shard" "open gaps: positions that may still appear";
     LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases lost to somebody else: a frozen process, or two with one name";
-    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "refusals that came after later messages of the key were taken";
+    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "refusals that came after later messages of the key were taken, and topics that got more partitions";
     DELIVERIES "oncebox_deliveries_total" Counter Count "consumer,outcome" "deliveries by outcome: processed, duplicate, retried, dead, mismatch, unhandled";
     HANDLER_SECONDS "oncebox_handler_duration_seconds" Histogram Seconds "consumer" "time in handlers, one message or one set";
     INBOX_ROWS "oncebox_inbox_rows" Gauge Count "consumer" "inbox rows: what retention must keep bounded";
@@ -199,7 +199,8 @@ pub fn lease_lost() {
     counter!(LEASES_LOST).increment(1);
 }
 
-/// Counts a refusal that came after the broker took later messages of the key.
+/// Counts a refusal that came after the broker took later messages of the key, or a topic that got
+/// more partitions.
 pub fn order_incident(broker: &'static str) {
     counter!(ORDER_INCIDENTS, "broker" => broker).increment(1);
 }

@@ -9,7 +9,9 @@ use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
 use oncebox::broker::{Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
 use rdkafka::ClientConfig;
-use rdkafka::admin::{AdminClient, AdminOptions, AlterConfig, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::admin::{
+    AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier, TopicReplication,
+};
 use rdkafka::client::DefaultClientContext;
 use tokio::time::timeout;
 
@@ -68,7 +70,11 @@ impl Kafka {
             });
         let results = self.admin().create_topics([&new], &AdminOptions::new()).await.unwrap();
         assert!(results.iter().all(Result::is_ok), "{results:?}");
-        // The controller knows it; the broker hears of it a moment later.
+        self.has_leaders(topic, partitions).await;
+    }
+
+    /// The controller knows a change; the broker hears of it a moment later.
+    async fn has_leaders(&self, topic: &str, partitions: i32) {
         let admin = self.admin();
         eventually("the topic is there", SOON, || async {
             let metadata = admin.inner().fetch_metadata(Some(topic), Duration::from_secs(5)).ok()?;
@@ -84,6 +90,14 @@ impl Kafka {
         let change = AlterConfig::new(ResourceSpecifier::Topic(topic)).set(name, value);
         let results = self.admin().alter_configs([&change], &AdminOptions::new()).await.unwrap();
         assert!(results.iter().all(Result::is_ok), "{results:?}");
+    }
+
+    /// Gives a topic more partitions.
+    pub(crate) async fn grow(&self, topic: &str, partitions: i32) {
+        let more = NewPartitions::new(topic, usize::try_from(partitions).unwrap());
+        let results = self.admin().create_partitions([&more], &AdminOptions::new()).await.unwrap();
+        assert!(results.iter().all(Result::is_ok), "{results:?}");
+        self.has_leaders(topic, partitions).await;
     }
 
     pub(crate) fn admin(&self) -> AdminClient<DefaultClientContext> {

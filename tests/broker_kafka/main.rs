@@ -3,6 +3,10 @@
 #![cfg(feature = "kafka")]
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "programs")]
+#[path = "../support/observed.rs"]
+#[allow(dead_code)]
+mod observed;
 #[cfg(feature = "sqlite")]
 #[path = "../support/outbox.rs"]
 mod outbox;
@@ -13,6 +17,8 @@ mod conformance;
 mod consume;
 mod doctor;
 mod errors;
+#[cfg(feature = "programs")]
+mod growth;
 mod kit;
 mod positions;
 mod publish;

@@ -6,10 +6,15 @@
 #[cfg(feature = "sqlite")]
 #[path = "../support/outbox.rs"]
 mod outbox;
+#[cfg(feature = "sqlite")]
+#[path = "../support/proxy.rs"]
+mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
 mod conformance;
+#[cfg(feature = "sqlite")]
+mod consumer;
 mod faults;
 mod fixture;
 mod handover;

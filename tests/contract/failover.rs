@@ -138,6 +138,44 @@ async fn a_topic_made_anew_whose_offsets_are_the_ids_is_not_consumed_until_its_e
     assert_eq!(world.effects().await.len(), 7, "the second time it goes on where it stood");
 }
 
+/// Deliveries of the refused partition were dropped, and counted as in flight for ever: at
+/// `in_flight_max` the other topic stopped too.
+#[tokio::test]
+async fn a_refused_partition_holds_only_itself_and_is_named() {
+    let world = sqlite().await;
+    let options = || ConsumerOptions {
+        id_rule: IdRule::Coordinates,
+        topics: vec!["t".into(), "u".into()],
+        in_flight_max: 4,
+        ..consumer_options()
+    };
+    let done = |_: &str, _: &oncebox::Message| Act::Done;
+    let beside = |names: &[&str]| {
+        for name in names {
+            world.broker.append("u", Some(b"k"), &[("ce_type", b"made".as_slice())], Some(name.as_bytes()));
+        }
+    };
+    world.deliver_all(&["a1"]);
+    beside(&["u1"]);
+    let consumer = world.consumer(options(), Does(done));
+    eventually("both are handled", SOON, || async { (world.effects().await.len() == 2).then_some(()) }).await;
+    consumer.end().await;
+    world.run("delete from effect").await;
+    world.broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
+    world.deliver_all(&["a2"; 20]);
+    let names: Vec<String> = (2..12).map(|number| format!("u{number}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    beside(&names[..5]);
+    let consumer = world.consumer(options(), Does(done));
+    world.until_effects(&names[..5]).await;
+    beside(&names[5..]);
+    world.until_effects(&names).await;
+    let lines = world.health.lines();
+    assert!(lines.iter().any(|line| line.contains("t/0 is not consumed")), "{lines:?}");
+    assert!(!world.health.is_ready(), "{lines:?}");
+    consumer.end().await;
+}
+
 #[tokio::test]
 async fn of_a_topic_made_anew_what_the_broker_deleted_before_it_was_consumed_is_counted() {
     let (heard, _hearing) = super::observed::hear();

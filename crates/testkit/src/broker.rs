@@ -136,6 +136,7 @@ macro_rules! broker_conformance {
             next_may_be_dropped_at_any_point_and_no_event_is_lost
             a_log_begins_at_the_lower_of_what_the_database_and_the_group_know
             a_topic_made_anew_is_consumed_from_its_beginning
+            a_refused_source_holds_only_itself
             two_subscribers_share_without_loss_and_keep_the_order_of_every_key
             a_subscriber_that_is_dropped_without_close_is_taken_over_in_order
             a_subscriber_that_is_closed_hands_over_in_order_without_repeating

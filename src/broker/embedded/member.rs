@@ -56,7 +56,7 @@ pub(super) enum Told {
 struct Owned {
     id: PartitionId,
     epoch: i64,
-    /// True once `begin` has set where it begins.
+    /// True once `begin` has set where it begins; false again for one that is refused.
     begun: bool,
     /// The next offset to be read.
     position: i64,
@@ -286,7 +286,9 @@ impl Member {
     fn note_begun(&mut self) {
         for (id, at) in self.shared.take_begun() {
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
-                (owned.begun, owned.position, owned.acknowledged) = (true, at, at);
+                owned.begun = at.is_some();
+                owned.position = at.unwrap_or(owned.position);
+                owned.acknowledged = at.unwrap_or(owned.acknowledged);
                 owned.in_flight.clear();
             }
         }

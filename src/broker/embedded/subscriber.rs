@@ -28,8 +28,9 @@ pub(super) struct MemberState {
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
     /// Deliveries that are not acknowledged but finished (false) or set aside (true).
     spared: Mutex<Vec<(PartitionId, i64, bool)>>,
-    /// The first offset to deliver, by source. The task removes the entries.
-    begun: Mutex<HashMap<PartitionId, i64>>,
+    /// The first offset to deliver, by source; `None` for a source that is not to be read. The task
+    /// removes the entries.
+    begun: Mutex<HashMap<PartitionId, Option<i64>>>,
     /// Wakes the task of the membership.
     pub(super) wake: Notify,
     pub(super) paused: AtomicBool,
@@ -40,12 +41,17 @@ pub(super) struct MemberState {
 }
 
 impl MemberState {
-    pub(super) fn take_begun(&self) -> HashMap<PartitionId, i64> {
+    pub(super) fn take_begun(&self) -> HashMap<PartitionId, Option<i64>> {
         std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn take_spared(&self) -> Vec<(PartitionId, i64, bool)> {
         std::mem::take(&mut *self.spared.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn begin(&self, source: &PartitionId, at: Option<i64>) {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(source.clone(), at);
+        self.wake.notify_one();
     }
 
     fn spare(&self, source: &PartitionId, sequences: &[i64], is_aside: bool) {
@@ -127,11 +133,8 @@ impl Subscriber for EmbeddedSubscriber {
             let Some(found) = self.unbegun.remove(&source) else { continue };
             let start = start(position.as_ref(), &found);
             self.delivered.insert(source.clone(), (start.at, found.end));
-            self.shared.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(source.clone(), start.at);
+            self.shared.begin(&source, Some(start.at));
             begun.push(Begun { source, topic_id: found.topic_id, start });
-        }
-        if !begun.is_empty() {
-            self.shared.wake.notify_one();
         }
         Ok(begun)
     }
@@ -151,6 +154,14 @@ impl Subscriber for EmbeddedSubscriber {
 
     fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
         self.shared.spare(source, &[sequence], true);
+    }
+
+    fn refuse(&mut self, source: &PartitionId) {
+        if let Some((_, end)) = self.delivered.get_mut(source) {
+            // Nothing of it is waited for.
+            *end = 0;
+            self.shared.begin(source, None);
+        }
     }
 
     fn pause(&mut self, paused: bool) {

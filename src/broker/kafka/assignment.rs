@@ -23,7 +23,8 @@ pub(super) struct Assignment {
     rows: usize,
     bytes: usize,
     // How often an end was reported for a partition number at an offset. A report names no topic,
-    // so that several topics share an entry. Kept until all partitions of the number have ended.
+    // so that several topics share an entry. Kept while a partition of the number stands there, and
+    // until all of them have ended.
     ends_seen: HashMap<(i32, i64), usize>,
 }
 
@@ -53,9 +54,16 @@ struct Source {
     /// True once the broker reported that this end was reached.
     ended: bool,
     paused: bool,
+    /// True where the caller handles nothing of it: it is paused, and it is waited for no more.
+    refused: bool,
 }
 
 impl Source {
+    /// Whether everything that was there at its start was delivered.
+    fn has_reached_end(&self) -> bool {
+        self.ended || self.refused || self.end.zip(self.next).is_some_and(|(end, next)| next >= end)
+    }
+
     fn is_handed_out(&self) -> bool {
         self.in_flight.back().is_none_or(|last| self.handed >= Some(last.offset))
     }
@@ -102,6 +110,7 @@ impl Assignment {
                     end: None,
                     ended: false,
                     paused: false,
+                    refused: false,
                 };
                 self.topics.entry(place).or_default().insert(*partition, source);
                 id
@@ -131,9 +140,19 @@ impl Assignment {
         (self.rows, self.bytes) = (0, 0);
     }
 
-    /// Counts a delivery. Returns `None` for a partition that this member does not own.
+    /// Reads no more of this assignment, and counts nothing of it any more.
+    pub(super) fn refuse(&mut self, id: &PartitionId) {
+        let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else { return };
+        source.refused = true;
+        let gone = std::mem::take(&mut source.in_flight);
+        self.rows -= gone.iter().filter(|one| one.counts).count();
+        self.bytes -= gone.iter().map(|one| one.weight).sum::<usize>();
+    }
+
+    /// Counts a delivery. Returns `None` for a partition that this member does not own, or that is
+    /// refused.
     pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
-        let source = self.source_mut(topic, partition)?;
+        let source = self.source_mut(topic, partition).filter(|source| !source.refused)?;
         source.in_flight.push_back(InFlight { offset, weight, counts: true });
         source.next = Some(offset + 1);
         let id = source.id.clone();
@@ -215,16 +234,16 @@ impl Assignment {
         }
     }
 
-    /// The partitions that must be paused or resumed so that all are in the wanted state. From now
-    /// on they count as changed.
-    pub(super) fn take_to_pause(&mut self, paused: bool) -> Vec<(Arc<str>, i32)> {
-        self.sources_mut()
-            .filter(|source| source.paused != paused)
-            .map(|source| {
-                source.paused = paused;
-                (Arc::clone(&source.id.place), source.id.partition)
-            })
-            .collect()
+    /// The partitions that must be paused, and those that must be resumed, so that all of them are
+    /// paused, or only the refused ones. From now on they count as changed.
+    pub(super) fn take_to_pause(&mut self, all: bool) -> (Vec<(Arc<str>, i32)>, Vec<(Arc<str>, i32)>) {
+        let (mut pause, mut resume) = (Vec::new(), Vec::new());
+        for source in self.sources_mut().filter(|source| source.paused != (all || source.refused)) {
+            source.paused = !source.paused;
+            let changed = if source.paused { &mut pause } else { &mut resume };
+            changed.push((Arc::clone(&source.id.place), source.id.partition));
+        }
+        (pause, resume)
     }
 
     /// The ones among these partitions that are paused.
@@ -236,26 +255,30 @@ impl Assignment {
             .collect()
     }
 
-    /// Notes a report that a partition of this number reached its end at this offset.
+    /// Notes a report that a partition of this number reached its end at this offset. Where the
+    /// last offsets of a partition hold no message (aborted, compacted, markers), only such a
+    /// report shows its end: one that no other partition of the number, standing there, explains.
     pub(super) fn end_reached(&mut self, partition: i32, offset: i64) {
         if self.have_ended(partition) {
             return;
         }
-        *self.ends_seen.entry((partition, offset)).or_default() += 1;
-        let reached = self.sources().filter(|source| source.id.partition == partition && self.has_reached_end(source));
-        let reached: Vec<PartitionId> = reached.map(|source| source.id.clone()).collect();
-        for id in reached {
-            if let Some(source) = self.source_mut(&id.place, partition) {
-                source.ended = true;
-            }
+        let of_number = |source: &&Source| source.id.partition == partition;
+        let next: Vec<i64> = self.sources().filter(of_number).filter_map(|source| source.next).collect();
+        let times = self.ends_seen.entry((partition, offset)).or_default();
+        *times += 1;
+        let is_unexplained = *times > next.iter().filter(|next| **next == offset).count();
+        for source in self.sources_mut().filter(|source| source.id.partition == partition) {
+            let shown = is_unexplained && source.end.is_some_and(|end| offset >= end);
+            source.ended |= shown || source.has_reached_end();
         }
-        if self.have_ended(partition) {
-            self.ends_seen.retain(|(number, _), _| *number != partition);
-        }
+        // A report of a partition that went on since says nothing about another one. So there are
+        // no more entries than partitions, however long one of them takes to reach its end.
+        let have_ended = self.have_ended(partition);
+        self.ends_seen.retain(|(number, at), _| *number != partition || (!have_ended && next.contains(at)));
     }
 
     fn have_ended(&self, partition: i32) -> bool {
-        self.sources().all(|source| source.id.partition != partition || source.ended)
+        self.sources().all(|source| source.id.partition != partition || source.ended || source.refused)
     }
 
     /// Sets where a partition begins, and its end as the broker told it.
@@ -281,21 +304,7 @@ impl Assignment {
     /// True where an assignment has come and the caller has received everything that was in each
     /// partition when its end was asked.
     pub(super) fn is_caught_up(&self) -> bool {
-        self.assigned_once && self.sources().all(|source| self.has_reached_end(source) && source.is_handed_out())
-    }
-
-    /// Decides by the offsets. Where the last offsets hold no message (aborted, compacted,
-    /// markers), decides by a reported end that no other partition of the same number explains.
-    fn has_reached_end(&self, source: &Source) -> bool {
-        let Some(end) = source.end else { return false };
-        if source.ended || source.next.is_some_and(|next| next >= end) {
-            return true;
-        }
-        self.ends_seen.iter().any(|((partition, offset), times)| {
-            let explained =
-                || self.sources().filter(|other| other.id.partition == *partition && other.next == Some(*offset));
-            *partition == source.id.partition && *offset >= end && *times > explained().count()
-        })
+        self.assigned_once && self.sources().all(|source| source.has_reached_end() && source.is_handed_out())
     }
 }
 
@@ -449,9 +458,29 @@ mod tests {
             all.end_reached(0, offset + 1);
         }
         assert_eq!(all.ends_seen.len(), 0);
-        assert!(all.has_reached_end(all.source("b", 0).unwrap()));
+        assert!(all.source("b", 0).unwrap().has_reached_end());
         all.assign(&partitions(&[("b", 0)]));
-        assert!(!all.has_reached_end(all.source("b", 0).unwrap()), "a new assignment has its own end");
+        assert!(!all.source("b", 0).unwrap().has_reached_end(), "a new assignment has its own end");
+    }
+
+    // Shown by: keeping every report until all have ended (1,001 entries), and by judging old
+    // reports again (the backlog counted as read once the other topic went on from its end).
+    #[test]
+    fn ends_of_a_topic_that_is_caught_up_neither_pile_up_nor_end_the_backlog_of_another() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("a", 0), ("b", 0)]));
+        all.begin(&ids[0], 0, 500);
+        all.begin(&ids[1], 0, 0);
+        all.end_reached(0, 0);
+        for offset in 0..1_000 {
+            all.deliver("b", 0, offset, 1).unwrap();
+            all.end_reached(0, offset + 1);
+            assert!(all.ends_seen.len() <= 2, "{} entries", all.ends_seen.len());
+            assert!(!all.source("a", 0).unwrap().has_reached_end(), "b is at {offset}");
+        }
+        all.end_reached(0, 700);
+        assert!(all.source("a", 0).unwrap().has_reached_end(), "no other partition stands at 700");
+        assert_eq!(all.ends_seen.len(), 0);
     }
 
     #[test]
@@ -471,11 +500,36 @@ mod tests {
     fn pausing_names_only_what_changes() {
         let mut all = Assignment::default();
         all.assign(&partitions(&[("t", 0)]));
-        assert_eq!(all.take_to_pause(true).len(), 1);
-        assert_eq!(all.take_to_pause(true).len(), 0);
+        assert_eq!(all.take_to_pause(true).0.len(), 1);
+        assert_eq!(all.take_to_pause(true).0.len(), 0);
         all.assign(&partitions(&[("t", 1)]));
-        assert_eq!(all.take_to_pause(true), [("t".into(), 1)]);
+        assert_eq!(all.take_to_pause(true), (vec![("t".into(), 1)], vec![]));
         assert_eq!(all.paused_of(&partitions(&[("t", 0), ("u", 0)])), [("t".into(), 0)]);
-        assert_eq!(all.take_to_pause(false).len(), 2);
+        let (pause, resume) = all.take_to_pause(false);
+        assert_eq!((pause.len(), resume.len()), (0, 2));
+    }
+
+    #[test]
+    fn a_refused_partition_is_paused_takes_no_room_and_is_waited_for_no_more() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("t", 0), ("t", 1)]));
+        ids.iter().for_each(|id| all.begin(id, 0, 2));
+        all.deliver("t", 0, 0, 10).unwrap();
+        all.deliver("t", 1, 0, 10).unwrap();
+        all.refuse(&ids[0]);
+        assert_eq!(all.deliver("t", 0, 1, 10), None);
+        assert!((all.rows, all.bytes) == (1, 10));
+        assert_eq!(all.take_to_pause(false), (vec![("t".into(), 0)], vec![]));
+        assert_eq!(all.take_to_pause(true), (vec![("t".into(), 1)], vec![]));
+        assert_eq!(all.take_to_pause(false), (vec![], vec![("t".into(), 1)]), "the other one stays paused");
+        all.deliver("t", 1, 1, 10).unwrap();
+        assert!(!all.is_caught_up());
+        all.hand(&ids[1], 1);
+        assert!(all.is_caught_up());
+        all.acknowledge(&ids[1], 1);
+        assert!((all.rows, all.bytes) == (0, 0));
+        assert_eq!(due(&mut all), [("t".to_owned(), 1, 2)]);
+        let again = all.assign(&partitions(&[("t", 0)]));
+        assert_eq!(all.deliver("t", 0, 0, 10), Some(again[0].clone()), "refused once, not for ever");
     }
 }

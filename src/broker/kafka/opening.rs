@@ -28,6 +28,10 @@ pub(super) struct Opening {
     /// Partitions whose first row was settled: rows that wait for it may go on.
     opened: Vec<Place>,
     proofs_since: Option<Instant>,
+    /// The lowest number of partitions that a topic has; below it no row shows that one has grown.
+    least: Option<usize>,
+    /// Topics with a row on a partition beyond their number: the client learned of new ones.
+    outgrown: HashSet<String>,
 }
 
 #[derive(Debug, Default)]
@@ -64,6 +68,12 @@ impl Opening {
         partitions.count = count;
         partitions.proven.clear();
         self.incomplete += usize::from(!partitions.is_complete());
+        self.least = self.topics.values().map(|partitions| partitions.count).min();
+    }
+
+    /// Takes the topics that have more partitions than was learned.
+    pub(super) fn take_outgrown(&mut self) -> Vec<String> {
+        self.outgrown.drain().collect()
     }
 
     /// Whether a row of this key may be sent now.
@@ -87,10 +97,14 @@ impl Opening {
     /// Notes that a row was settled. `first`: the partition that it was the first row of; `taken`:
     /// where Kafka has taken it.
     pub(super) fn settled(&mut self, topic: &str, first: Option<i32>, taken: Option<i32>) {
-        if first.is_none() && self.incomplete == 0 {
+        let is_beyond = |count| taken.is_some_and(|taken| usize::try_from(taken).is_ok_and(|taken| taken >= count));
+        if first.is_none() && self.incomplete == 0 && !self.least.is_some_and(is_beyond) {
             return;
         }
         let Some(partitions) = self.topics.get_mut(topic) else { return };
+        if is_beyond(partitions.count) {
+            self.outgrown.insert(topic.to_owned());
+        }
         self.incomplete -= usize::from(!partitions.is_complete());
         partitions.proven.extend(taken);
         self.incomplete += usize::from(!partitions.is_complete());
@@ -210,6 +224,23 @@ mod tests {
         assert_eq!(opening.may_go("t", b"a"), May::Go);
         opening.learn("t", 1);
         assert_eq!(opening.may_go("t", b"a"), May::GoFirst(0));
+    }
+
+    #[test]
+    fn a_row_beyond_the_last_partition_shows_that_the_topic_has_grown() {
+        let mut opening = opening(2);
+        opening.learn("wide", 9);
+        for (topic, partition) in [("t", 0), ("t", 1), ("wide", 8)] {
+            opening.settled(topic, None, Some(partition));
+        }
+        assert!(opening.take_outgrown().is_empty());
+        opening.settled("t", None, Some(2));
+        opening.settled("t", None, Some(3));
+        assert_eq!(opening.take_outgrown(), ["t"]);
+        assert!(opening.take_outgrown().is_empty());
+        opening.learn("t", 4);
+        opening.settled("t", None, Some(3));
+        assert!(opening.take_outgrown().is_empty());
     }
 
     /// The vectors are those of Apache Kafka's own test of `Utils.murmur2`.

@@ -428,14 +428,11 @@ fn pressure(shared: &PollerState, since: &mut Option<Instant>) -> Pressure {
 }
 
 fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &PollerState, paused: bool) {
-    let change = shared.assignment().take_to_pause(paused);
-    if change.is_empty() {
-        return;
-    }
-    let change = list(&change);
-    let done = if paused { consumer.pause(&change) } else { consumer.resume(&change) };
-    if let Err(error) = done {
-        tracing::warn!(%error, paused, "kafka partitions could not be paused or resumed");
+    let (pause, resume) = shared.assignment().take_to_pause(paused);
+    let paused = if pause.is_empty() { Ok(()) } else { consumer.pause(&list(&pause)) };
+    let resumed = if resume.is_empty() { Ok(()) } else { consumer.resume(&list(&resume)) };
+    if let Err(error) = paused.and(resumed) {
+        tracing::warn!(%error, ?pause, ?resume, "kafka partitions could not be paused or resumed");
     }
 }
 

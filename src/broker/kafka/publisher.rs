@@ -26,12 +26,13 @@ use super::config::KafkaConfig;
 use super::context::Reports;
 use super::opening::Place;
 use super::properties;
-use super::topology::{self, ASKED_ONE_BY_ONE, Sizes, TopicLimits};
+use super::topology::{self, ASKED_ONE_BY_ONE, Grown, Sizes, TopicLimits};
 use super::window::{PublishContext, PublishWindow};
 use super::{errors, wire};
 use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
+use crate::observe;
 
 // How often a session that is opening checks for a fatal error.
 const WARM_LOOK: Duration = Duration::from_millis(50);
@@ -187,6 +188,10 @@ impl KafkaPublisher {
             if self.ready.remove(&refused) {
                 self.limits.forget(&refused);
             }
+        }
+        for outgrown in self.session.window.take_outgrown() {
+            // Its partitions are counted again before its next row.
+            self.ready.remove(&outgrown);
         }
         for too_small in self.session.window.take_too_small() {
             // The topic's limits are read again, so that the next message that is too large is
@@ -447,7 +452,7 @@ impl Session {
     ) -> Result<Vec<TopicState>, BrokerError> {
         let (producer, reports, topics) = (Arc::clone(&self.producer), Arc::clone(&self.reports), topics.to_vec());
         let (limits, config, window) = (Arc::clone(limits), Arc::clone(config), Arc::clone(&self.window));
-        blocking::run(move || {
+        let (states, grown) = blocking::run(move || {
             let ask = |name| blocking::metadata(producer.client(), &reports, name, ASK_DEADLINE, || {});
             let answers = if topics.len() > ASKED_ONE_BY_ONE {
                 vec![ask(None)?]
@@ -461,6 +466,9 @@ impl Session {
             let there = found.iter().zip(&states).filter(|(_, state)| **state == TopicState::Ready);
             let there: Vec<&MetadataTopic> = there.filter_map(|(topic, _)| *topic).collect();
             there.iter().for_each(|topic| window.learn_partitions(topic.name(), topic.partitions().len()));
+            let seen = topics.iter().zip(&found);
+            let seen = seen.filter_map(|(name, topic)| Some((name, topology::partitions(*topic)?)));
+            let grown: Vec<Grown> = seen.filter_map(|(name, count)| limits.saw_partitions(name, count)).collect();
             limits.learn(&config, &there.iter().map(|topic| topic.name()).collect::<Vec<_>>());
             for (topic, state) in found.into_iter().zip(&mut states) {
                 if *state == TopicState::Ready
@@ -469,10 +477,24 @@ impl Session {
                     *state = TopicState::NotReady(short);
                 }
             }
-            Ok(states)
+            Ok((states, grown))
         })
-        .await
+        .await?;
+        grown.iter().for_each(tell_of_growth);
+        Ok(states)
     }
+}
+
+/// Logs and counts a topic that got partitions while messages of its keys may be on their way.
+fn tell_of_growth(Grown { topic, before, now }: &Grown) {
+    observe::order_incident("kafka");
+    tracing::warn!(
+        topic,
+        before,
+        now,
+        "a kafka topic got more partitions: later messages of a key may go to another partition, and be handled before \
+         earlier ones; the next time, stop the publisher and let the consumers finish first"
+    );
 }
 
 impl Drop for KafkaPublisher {

@@ -177,6 +177,11 @@ impl Subscriber for KafkaSubscriber {
         self.shared.wake();
     }
 
+    fn refuse(&mut self, source: &PartitionId) {
+        self.shared.assignment().refuse(source);
+        self.shared.wake();
+    }
+
     fn pause(&mut self, paused: bool) {
         self.shared.pause(paused);
     }

@@ -65,11 +65,42 @@ impl Limits {
 
 /// The limits of the topics that were seen; all sessions of a process share them.
 #[derive(Debug, Default)]
-pub(super) struct TopicLimits(Mutex<BTreeMap<String, Limits>>);
+pub(super) struct TopicLimits {
+    known: Mutex<BTreeMap<String, Limits>>,
+    /// How many partitions each topic had when it was seen last.
+    partitions: Mutex<HashMap<String, usize>>,
+}
+
+/// A topic that got partitions since it was seen last.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Grown {
+    pub(super) topic: String,
+    pub(super) before: usize,
+    pub(super) now: usize,
+}
 
 impl TopicLimits {
     fn known(&self) -> MutexGuard<'_, BTreeMap<String, Limits>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes how many partitions a topic has now; 0 where it does not exist. Tells once that they
+    /// have become more.
+    pub(super) fn saw_partitions(&self, topic: &str, now: usize) -> Option<Grown> {
+        let mut partitions = self.partitions.lock().unwrap_or_else(PoisonError::into_inner);
+        if now == 0 {
+            // One that is made anew later has no messages from before.
+            partitions.remove(topic);
+            return None;
+        }
+        let Some(before) = partitions.get_mut(topic) else {
+            partitions.insert(topic.to_owned(), now);
+            return None;
+        };
+        // Fewer are those of a broker that did not hear of the change yet.
+        let grown = (*before < now).then(|| Grown { topic: topic.to_owned(), before: *before, now });
+        *before = now.max(*before);
+        grown
     }
 
     /// The topics among these that the broker was not asked about.
@@ -159,6 +190,18 @@ pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
         Some(code) => TopicState::NotReady(errors::topic_trouble(code)),
         None if topic.partitions().iter().any(|partition| partition.leader() >= 0) => TopicState::Ready,
         None => TopicState::NotReady("no partition has a leader".to_owned()),
+    }
+}
+
+/// How many partitions a topic has, from its metadata: 0 where it does not exist, `None` where that
+/// is not told.
+pub(super) fn partitions(topic: Option<&MetadataTopic>) -> Option<usize> {
+    use RDKafkaErrorCode::{UnknownTopic, UnknownTopicOrPartition};
+    let Some(topic) = topic else { return Some(0) };
+    match topic_error(topic) {
+        None => Some(topic.partitions().len()),
+        Some(UnknownTopic | UnknownTopicOrPartition) => Some(0),
+        Some(_) => None,
     }
 }
 
@@ -382,6 +425,20 @@ mod tests {
         assert!(short(3, &[(2, 3)]).is_some());
         assert!(short(1, &[(0, 1)]).is_some());
         assert_eq!(short(2, &[]), None);
+    }
+
+    #[test]
+    fn a_topic_that_got_partitions_is_told_once_and_one_made_anew_is_not() {
+        let limits = TopicLimits::default();
+        assert_eq!(limits.saw_partitions("t", 3), None);
+        assert_eq!(limits.saw_partitions("t", 3), None);
+        let grown = Grown { topic: "t".to_owned(), before: 3, now: 6 };
+        assert_eq!(limits.saw_partitions("t", 6), Some(grown));
+        assert_eq!(limits.saw_partitions("t", 3), None);
+        assert_eq!(limits.saw_partitions("t", 6), None);
+        assert_eq!(limits.saw_partitions("u", 9), None);
+        assert_eq!(limits.saw_partitions("t", 0), None);
+        assert_eq!(limits.saw_partitions("t", 12), None);
     }
 
     #[test]

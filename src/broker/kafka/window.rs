@@ -209,6 +209,11 @@ impl PublishWindow {
         }
     }
 
+    /// Takes the topics that were found to have more partitions than was learned.
+    pub(super) fn take_outgrown(&self) -> Vec<String> {
+        self.state().opening.take_outgrown()
+    }
+
     /// Takes the topics that have refused a message as too large since the last call.
     pub(super) fn take_too_small(&self) -> Vec<String> {
         std::mem::take(&mut self.state().too_small)

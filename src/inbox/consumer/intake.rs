@@ -345,6 +345,7 @@ impl Intake<'_> {
             if let Some(why) = loss::takes_records_for_others(&self.shared.options.id_rule, row.has_new_ids, &begun) {
                 tracing::error!(consumer = %name, "{why}");
                 // Its position stays unchanged, so that the next owner detects the problem too.
+                self.subscriber.refuse(&begun.source);
                 self.refused.insert(begun.source, why);
                 continue;
             }

@@ -358,3 +358,51 @@ pub async fn a_topic_made_anew_is_consumed_from_its_beginning(fixture: &dyn Fixt
     assert_exactly(second.arrived(), 0..100);
     second.close().await;
 }
+
+/// A source that the runtime refuses is read no further: its rows do not take the room of the
+/// others, it counts as caught up, and its position stays. Shown by: `refuse` that does nothing;
+/// nothing more comes of the others.
+pub async fn a_refused_source_holds_only_itself(fixture: &dyn Fixture) {
+    let case = Case::new(fixture).await;
+    if !case.can.offsets {
+        return;
+    }
+    let (topic, mut subscription) = case.topic("refused").await;
+    subscription.in_flight_max = 40;
+    case.publish(rows(&topic, 10, 0, 1_000)).await;
+    let mut by_partition: HashMap<i32, BTreeSet<usize>> = HashMap::new();
+    for arrived in case.broker.read_all(&topic).await.expect("what was published") {
+        by_partition.entry(arrived.coordinates.partition).or_default().insert(number(&arrived));
+    }
+    let mut reader = case.reader(&subscription).await;
+    reader.begin(|_| None).await;
+    let size = |source: &&PartitionId| by_partition.get(&source.partition).map_or(0, BTreeSet::len);
+    let refused = reader.sources.iter().max_by_key(size).cloned().expect("sources");
+    let of_refused = by_partition.remove(&refused.partition).unwrap_or_default();
+    let others: BTreeSet<usize> = by_partition.into_values().flatten().collect();
+    assert!(of_refused.len() > 40 && others.len() > 40, "{} and {} rows", of_refused.len(), others.len());
+    reader.subscriber.refuse(&refused);
+    let mut seen = BTreeSet::new();
+    case.within("all the others", async {
+        while seen.len() < others.len() || !reader.subscriber.caught_up().await.expect("an answer") {
+            // An adapter may learn that it has caught up only while its events are taken.
+            let next = tokio::time::timeout(Duration::from_millis(50), reader.subscriber.next()).await;
+            let Ok(event) = next else { continue };
+            if let Event::Deliveries(deliveries) = event.expect("the subscriber stands") {
+                // What was on its way before it was refused may still come.
+                for delivery in deliveries.iter().filter(|delivery| delivery.source != refused) {
+                    seen.insert(number(&delivery.arrived));
+                    let taken = reader.subscriber.acknowledge(&delivery.source, delivery.sequence).await;
+                    taken.expect("an acknowledgement is taken");
+                }
+            }
+        }
+    })
+    .await;
+    assert_eq!(seen, others);
+    reader.close().await;
+    let mut next_owner = case.reader(&subscription).await;
+    next_owner.read(of_refused.len(), true).await;
+    assert_exactly(next_owner.arrived(), of_refused.into_iter());
+    next_owner.close().await;
+}

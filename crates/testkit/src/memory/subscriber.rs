@@ -36,11 +36,15 @@ struct Owned {
     spared: BTreeSet<i64>,
     /// The end of the partition at its assignment.
     end: i64,
+    is_refused: bool,
     leaving: Option<(Receiver<()>, Instant)>,
 }
 
 impl Owned {
     fn in_flight(&self) -> usize {
+        if self.is_refused {
+            return 0;
+        }
         usize::try_from(self.position - self.acknowledged).unwrap_or_default().saturating_sub(self.spared.len())
     }
 
@@ -156,7 +160,9 @@ impl MemorySubscriber {
                 let position = lease.committed;
                 let epoch = lease.epoch;
                 let spared = BTreeSet::new();
-                let owned = Owned { id, epoch, position, acknowledged: position, spared, end, leaving: None };
+                let acknowledged = position;
+                let (is_refused, leaving) = (false, None);
+                let owned = Owned { id, epoch, position, acknowledged, spared, end, is_refused, leaving };
                 self.owned.insert(place, owned);
             }
             return Ok((Some(Event::Assigned(sources)), true));
@@ -186,7 +192,7 @@ impl MemorySubscriber {
         self.turn += 1;
         for index in 0..count {
             let (place, owned) = self.owned.iter_mut().nth((self.turn + index) % count)?;
-            if owned.leaving.is_some() {
+            if owned.leaving.is_some() || owned.is_refused {
                 continue;
             }
             let rows = state.read(&place.0, place.1, owned.position, room);
@@ -276,6 +282,13 @@ impl Subscriber for MemorySubscriber {
         }
     }
 
+    fn refuse(&mut self, source: &PartitionId) {
+        let place = (source.place.to_string(), source.partition);
+        if let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == *source) {
+            owned.is_refused = true;
+        }
+    }
+
     fn pause(&mut self, paused: bool) {
         self.paused = paused;
     }
@@ -288,7 +301,7 @@ impl Subscriber for MemorySubscriber {
         if self.owned.is_empty() {
             return Ok(self.others_hold_all);
         }
-        Ok(self.owned.values().all(|owned| owned.position >= owned.end))
+        Ok(self.owned.values().all(|owned| owned.is_refused || owned.position >= owned.end))
     }
 
     async fn close(self: Box<Self>) {}
