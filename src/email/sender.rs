@@ -170,13 +170,16 @@ impl Sender {
     }
 
     async fn forget_round(&self, stop: &CancellationToken) -> Result<(), StoreError> {
-        let SenderOptions { content_kept, keys_kept, .. } = self.options;
-        while self.store.blank_emails(content_kept, PAGE).await? == PAGE as u64
-            && sleep_unless(stop, BETWEEN_PAGES).await
-        {}
-        let Some(keys_kept) = keys_kept else { return Ok(()) };
-        while self.store.forget_emails(keys_kept, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN_PAGES).await
-        {
+        while self.store.blank_emails(self.options.content_kept, PAGE).await? == PAGE as u64 {
+            if !sleep_unless(stop, BETWEEN_PAGES).await {
+                return Ok(());
+            }
+        }
+        let Some(keys_kept) = self.options.keys_kept else { return Ok(()) };
+        while self.store.forget_emails(keys_kept, PAGE).await? == PAGE as u64 {
+            if !sleep_unless(stop, BETWEEN_PAGES).await {
+                return Ok(());
+            }
         }
         Ok(())
     }
