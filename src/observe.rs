@@ -91,7 +91,7 @@ metrics_table! {
     IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out";
     IDEMPOTENCY_REJECTED "oncebox_idempotency_rejected_count" Counter Count "operation,code" "requests that were refused with this code of the engine";
     IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, by stage";
-    IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were lost sight of: answered 503, or looked for by the driver of a phased operation";
+    IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were not answered, because the connection was lost: the request gets 503, or the driver of a phased operation looks for the outcome";
     IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
     IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself, or what was decided; see `oncebox operations list --conflicts`";
     IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
@@ -328,6 +328,77 @@ mod tests {
         for metric in METRICS {
             let line = format!("| `{}` | {} |", metric.name, format!("{:?}", metric.kind).to_lowercase());
             assert!(text.contains(&line) && text.contains(metric.about), "{line}");
+        }
+    }
+
+    fn is_of_a_name(c: char) -> bool {
+        c.is_ascii_alphanumeric() || c == '_'
+    }
+
+    /// The name at the beginning of a text.
+    fn name_of(text: &str) -> &str {
+        text.split(|c: char| !is_of_a_name(c)).next().unwrap()
+    }
+
+    /// The metric that a name in an expression stands for; a histogram has several.
+    fn metric_of(name: &str) -> Option<&'static Metric> {
+        METRICS.iter().find(|metric| match name.strip_prefix(metric.name) {
+            Some(part) if metric.kind == Kind::Histogram => ["_bucket", "_count", "_sum"].contains(&part),
+            part => part == Some(""),
+        })
+    }
+
+    /// The anchor of a heading, as GitHub makes it.
+    fn anchor(heading: &str) -> String {
+        let words = heading.trim_start_matches('#').trim().to_lowercase();
+        let kept = words.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    }
+
+    /// Shown by: a metric, a label or a section that is not there; no rule for a metric that is
+    /// said to be the alert.
+    #[test]
+    fn each_alert_names_metrics_and_labels_that_are_there_and_a_section_that_says_what_to_do() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let read = |file: &str| std::fs::read_to_string(root.join(file)).unwrap();
+        let (rules, page) = (read("deploy/prometheus.rules.yml"), read("docs/guides/alerts.md"));
+        let lines: Vec<&str> = rules.lines().map(|line| line.trim_start().trim_start_matches("- ")).collect();
+        let values = |key: &str| lines.iter().filter_map(|line| line.strip_prefix(key)).collect::<Vec<_>>();
+        let (alerts, expressions) = (values("alert: "), values("expr: "));
+        let (summaries, runbooks) = (values("summary: "), values("runbook: "));
+        let counts = [expressions.len(), summaries.len(), runbooks.len()];
+        assert!(alerts.len() > 10 && counts == [alerts.len(); 3], "each has one of each: {counts:?}");
+        let headings: Vec<String> = page.lines().filter(|line| line.starts_with("##")).map(anchor).collect();
+        let mut asked_for = Vec::new();
+        for (at, alert) in alerts.iter().enumerate() {
+            let expression = expressions[at];
+            // Prometheus adds the first two; the third one is of buckets.
+            let mut labels = vec!["instance", "job", "le"];
+            for (from, _) in expression.match_indices("oncebox_") {
+                let name = name_of(&expression[from..]);
+                let metric = metric_of(name).unwrap_or_else(|| panic!("{alert}: there is no metric {name}"));
+                let own: Vec<&str> = metric.labels.split(',').collect();
+                let matchers =
+                    expression[from + name.len()..].strip_prefix('{').and_then(|rest| rest.split('}').next());
+                for matcher in matchers.into_iter().flat_map(|all| all.split(',')) {
+                    let label = name_of(matcher.trim_start());
+                    assert!(own.contains(&label), "{alert}: {name} has no label {label}");
+                }
+                labels.extend(own);
+                asked_for.push(metric.name);
+            }
+            for grouping in ["by (", "on (", "without ("] {
+                for list in expression.split(grouping).skip(1) {
+                    for label in list.split(')').next().unwrap().split(',').map(str::trim) {
+                        assert!(labels.contains(&label), "{alert}: no metric in it has the label {label}");
+                    }
+                }
+            }
+            let section = runbooks[at].strip_prefix("docs/guides/alerts.md#").unwrap_or_default();
+            assert!(headings.iter().any(|heading| heading == section), "{alert}: no section `{section}`");
+        }
+        for metric in METRICS.iter().filter(|metric| metric.about.starts_with("the alert")) {
+            assert!(asked_for.contains(&metric.name), "no rule asks for {}", metric.name);
         }
     }
 }

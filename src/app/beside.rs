@@ -51,7 +51,7 @@ impl Beside {
         tokio::select! {
             ended = parts.join_next() => Some(match ended? {
                 Ok(ended) => ended.map(drop).map_err(Into::into),
-                Err(error) => Err(AppError::failed(format!("{what} ended in disorder: {error}"))),
+                Err(error) => Err(AppError::failed(format!("{what} ended unexpectedly: {error}"))),
             }),
             Some(ended) = self.gauges.ended() => Some(ended),
         }

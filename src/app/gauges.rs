@@ -57,7 +57,7 @@ impl Gauges {
     /// Safe: the next call returns the end.
     pub(super) async fn ended(&mut self) -> Option<Result<(), AppError>> {
         let ended = self.0.join_next().await?;
-        Some(ended.map_err(|error| AppError::failed(format!("the gauges of /metrics ended in disorder: {error}"))))
+        Some(ended.map_err(|error| AppError::failed(format!("the gauges of /metrics ended unexpectedly: {error}"))))
     }
 }
 
@@ -152,7 +152,7 @@ mod tests {
     #[tokio::test]
     async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
         let mut gauges = Gauges::of(async { std::panic::panic_any("a fault") });
-        assert!(matches!(gauges.ended().await, Some(Err(error)) if error.message.contains("in disorder")));
+        assert!(matches!(gauges.ended().await, Some(Err(error)) if error.message.contains("unexpectedly")));
         assert!(gauges.ended().await.is_none());
         let mut gauges = Gauges::of(async {});
         assert!(matches!(gauges.ended().await, Some(Ok(()))));

@@ -87,7 +87,7 @@ where
     close(&store).await;
     match recovered {
         Ok(ended) => relayed.and(ended.map_err(AppError::from)),
-        Err(error) => relayed.and(Err(AppError::failed(format!("the recovery ended in disorder: {error}")))),
+        Err(error) => relayed.and(Err(AppError::failed(format!("the recovery ended unexpectedly: {error}")))),
     }
 }
 

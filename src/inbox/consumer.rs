@@ -236,12 +236,13 @@ impl Shared {
         loop {
             tasks.spawn(task(Arc::clone(self), stop.clone()));
             let Some(Err(error)) = tasks.join_next().await else { break };
-            tracing::error!(consumer = %self.options.name, %error, "the {what} ended in disorder; it begins anew");
-            self.health.set(&part, PartState::Waiting(format!("it ended in disorder: {error}")));
+            tracing::error!(consumer = %self.options.name, %error, "the {what} panicked; restarting");
+            self.health.set(&part, PartState::Waiting(format!("it panicked: {error}")));
             if !sleep_unless(stop, AFTER_DISORDER).await {
                 break;
             }
-            self.health.set(&part, PartState::Ready);
+            // It has no loop that beats: while it runs, it is no part of the health.
+            self.health.done(&part);
         }
     }
 

@@ -199,7 +199,7 @@ async fn release_lost(front: &Front, begin: &Begin) {
         match front.engine().store().take_back(&begin.claim, begin.basis()).await {
             Ok(Fenced::Done) => return,
             Ok(Fenced::LostOwnership) => answered = true,
-            Err(error) => tracing::debug!(%error, "a claim that was lost sight of could not be released"),
+            Err(error) => tracing::debug!(%error, "a claim whose answer was lost could not be released"),
         }
         if answered && front.engine().is_draining() {
             return;
@@ -208,7 +208,7 @@ async fn release_lost(front: &Front, begin: &Begin) {
         pause = (pause * 2).min(RELEASE_AGAIN_MAX);
     }
     if !answered {
-        tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim that was lost sight of could not be released: it may become unknown");
+        tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may become unknown");
     }
 }
 

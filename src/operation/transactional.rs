@@ -438,7 +438,7 @@ impl Execution {
                 Tried::Done(reply)
             }
             Err(StoreError::CommitUnknown(error)) => {
-                tracing::warn!(operation = %endpoint.operation(), key = front.short_key(), %error, "a commit was lost sight of");
+                tracing::warn!(operation = %endpoint.operation(), key = front.short_key(), %error, "connection lost during COMMIT; looking for the outcome");
                 self.after(begin, Doubt::CommitLost, Some((state, reply))).await
             }
             Err(error) => self.failed_to_end("commit", error),

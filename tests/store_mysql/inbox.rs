@@ -227,6 +227,51 @@ async fn r23_r28_a_connection_comes_back_as_it_was_whatever_a_handler_did() {
     store.close().await;
 }
 
+// Shown to fail without the reset of what was lent: the second handler wrote into the first one's
+// temporary table, and its effect was gone.
+#[tokio::test(flavor = "multi_thread")]
+async fn r23_r28_nothing_of_a_handlers_session_reaches_the_next_handler() {
+    let Some(db) = Db::new("r23_r28_nothing_of_a_handlers_session_reaches_the_next_handler").await else { return };
+    let consumer = db.consumer("ledger").await;
+    let mut app = db.app().await;
+    execute(&mut app, "create table ledger (n int)").await;
+    let options = StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) };
+    let store = MySqlStore::connect(&options).await.unwrap();
+    let leftovers = [
+        "create temporary table ledger (n int)",
+        "use information_schema",
+        "set session foreign_key_checks = 0, unique_checks = 0, sql_select_limit = 1, sql_safe_updates = 1",
+        "set names latin1",
+        "set role none",
+        "do get_lock('of a handler', 0)",
+        "lock tables ledger write",
+        "set session transaction read only",
+    ];
+    let state = "select concat_ws(' ', database(), @@foreign_key_checks, @@unique_checks, @@sql_select_limit, \
+         @@sql_safe_updates, @@character_set_client, @@collation_connection, current_role(), \
+         is_used_lock('of a handler'))";
+    let read = async |tx: &mut dyn InboxTx| -> String {
+        let state: (Vec<u8>,) = sqlx::query_as(state).fetch_one(tx.connection().unwrap()).await.unwrap();
+        String::from_utf8(state.0).unwrap()
+    };
+    let mut first = store.begin(consumer).await.unwrap();
+    let expected = read(&mut *first).await;
+    first.rollback().await.unwrap();
+    for (n, leftover) in leftovers.into_iter().enumerate() {
+        let mut tx = store.begin(consumer).await.unwrap();
+        run(tx.connection().unwrap(), leftover).await.unwrap();
+        tx.rollback().await.unwrap();
+
+        let mut tx = store.begin(consumer).await.unwrap();
+        assert_eq!(read(&mut *tx).await, expected, "{leftover}");
+        tx.admit(&[entry()]).await.unwrap();
+        run(tx.connection().unwrap(), "insert into ledger values (1)").await.unwrap();
+        tx.commit().await.unwrap();
+        assert_eq!(db.count("ledger").await, i64::try_from(n).unwrap() + 1, "the effect behind `{leftover}`");
+    }
+    store.close().await;
+}
+
 // Shown to fail with neither of the two guards: a connection whose `begin` was dropped is closed,
 // and every connection that comes back is rolled back.
 #[tokio::test(flavor = "multi_thread")]

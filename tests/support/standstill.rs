@@ -1,5 +1,5 @@
-//! A machine that stands still, as busy ones do: how long, for bounds on time that must not fail
-//! because of it.
+//! A machine that stands still or is too busy, as shared ones are: for bounds on time that must not
+//! fail because of it.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -7,9 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long this process was given no time at a stretch, as a thread sees it that wants to run all
-/// the time.
-pub(crate) struct Standstill(Arc<AtomicBool>, JoinHandle<Duration>);
+/// What the machine took from this process: the longest stretch in which a thread that wants to run
+/// got no time, and how long some task of the machine waited for a core or for the disk.
+pub(crate) struct Standstill {
+    ended: Arc<AtomicBool>,
+    watching: JoinHandle<Duration>,
+    pressure: Duration,
+}
 
 impl Standstill {
     /// Watches from now on.
@@ -25,12 +29,25 @@ impl Standstill {
             }
             longest
         });
-        Self(ended, watching)
+        Self { ended, watching, pressure: pressure() }
     }
 
-    /// The longest stretch until now.
-    pub(crate) fn longest(self) -> Duration {
-        self.0.store(true, Ordering::SeqCst);
-        self.1.join().unwrap()
+    /// The bound and what the machine took until now; of the waiting of others at most four times the
+    /// bound, for what the bound is to find takes longer than that.
+    pub(crate) fn allows(self, bound: Duration) -> Duration {
+        self.ended.store(true, Ordering::SeqCst);
+        let pressure = pressure().saturating_sub(self.pressure);
+        bound + self.watching.join().unwrap().max(pressure.min(4 * bound))
     }
+}
+
+/// How long some task has waited for a core or for the disk since the start of the machine. Zero
+/// where the kernel does not count it.
+fn pressure() -> Duration {
+    let of = |resource: &str| {
+        let text = std::fs::read_to_string(format!("/proc/pressure/{resource}")).unwrap_or_default();
+        let total = text.lines().next().and_then(|some| some.rsplit_once("total=")?.1.trim().parse().ok());
+        Duration::from_micros(total.unwrap_or(0))
+    };
+    of("cpu") + of("io")
 }

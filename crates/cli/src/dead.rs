@@ -139,7 +139,7 @@ pub(crate) struct Which {
     /// Those of a filter that are in this state; dead ones by default, for `bury` waiting ones
     #[arg(long, value_enum, conflicts_with = "numbers")]
     state: Option<State>,
-    /// All that match, without naming a number or a filter
+    /// All that match `--state`, up to `--limit`, without naming a number or a filter
     #[arg(long)]
     all: bool,
 }

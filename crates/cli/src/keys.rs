@@ -48,7 +48,7 @@ pub(crate) enum KeysCommand {
         hashes: Vec<String>,
         #[command(flatten)]
         filter: Filter,
-        /// All that can be purged, without naming a hash or a filter
+        /// All that can be purged, up to `--limit`, without naming a hash or a filter
         #[arg(long)]
         all: bool,
         /// Though a run that lost its lease has said that it succeeded

@@ -57,7 +57,8 @@ impl Default for Settings {
 pub struct DatabaseSettings {
     /// `postgres://`, `mysql://` or `sqlite://FILE`.
     pub url: Secret,
-    /// The largest number of connections of one process.
+    /// The largest number of connections of the pool; a consumer process raises it to what its
+    /// lanes and retriers need.
     pub connections_max: u32,
     /// How long the server may be silent in the middle of a statement before the connection is
     /// dropped.

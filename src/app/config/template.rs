@@ -22,7 +22,11 @@ const SECTIONS: &[Section] = &[
                 "url",
                 "postgres://, mysql:// (also MariaDB) or sqlite://FILE; TLS is verified unless the host is loopback",
             ),
-            ("connections_max", "connections of one process at most; a consumer takes at least one for each lane"),
+            (
+                "connections_max",
+                "connections of the pool at most; a consumer process takes at least lanes + retriers + 1 for each of \
+                 its consumers (9 by default); a publisher on PostgreSQL has one more for each shard",
+            ),
             (
                 "answer_timeout",
                 "how long the server may be silent in the middle of a statement, for example \"65s\": its connection is then given \
@@ -34,7 +38,11 @@ const SECTIONS: &[Section] = &[
     (
         "broker",
         &[
-            ("url", "kafka://HOST:PORT,HOST:PORT  kafkas://  amqp://  amqps://  embedded://FILE"),
+            (
+                "url",
+                "kafka://HOST:PORT,HOST:PORT  kafkas://  amqp://  amqps://  embedded://FILE; \
+                 TLS with kafkas:// and amqps:// only",
+            ),
             ("ca_file", "certificate authorities to verify the server with, PEM"),
             (
                 "in_flight_bytes_max",
@@ -47,8 +55,11 @@ const SECTIONS: &[Section] = &[
         &[
             ("create_topics", "create topics that are not there"),
             ("partitions", "partitions of created topics; more later moves keys to other partitions"),
-            ("replication", "replicas of created topics"),
-            ("sasl_mechanism", "PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512 (SCRAM needs the feature kafka-tls)"),
+            ("replication", "replicas of created topics; -1: as many as the broker gives by default"),
+            (
+                "sasl_mechanism",
+                "PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512, which is the default (SCRAM needs the feature kafka-tls)",
+            ),
             ("username", "user, where it does not stand in the URL"),
             ("password", "password, where it does not stand in the URL"),
             ("session_timeout", "how long a consumer may be silent before its partitions go to another"),
@@ -89,7 +100,7 @@ const SECTIONS: &[Section] = &[
                 "lease",
                 "length of the lease of a shard: a standby takes over within it, a short freeze does not lose it",
             ),
-            ("batch_rows", "rows of one read at most"),
+            ("batch_rows", "rows of one read at most; more than 10000 counts as 10000"),
             (
                 "read_bytes",
                 "bytes of one read at most, unless a single message is larger: with window_bytes it bounds memory",
@@ -107,7 +118,11 @@ const SECTIONS: &[Section] = &[
             ("dead_rows_max", "dead messages at most, those under skip too; beyond it reading stops, visibly"),
             ("dead", "what a message that cannot be sent does to its key: hold (order is kept) or skip"),
             ("dead_topics", "the same for single topics, for example { audit = \"skip\" }"),
-            ("publish_stall", "how long messages may go without an answer; where they keep others waiting, a second"),
+            (
+                "publish_stall",
+                "how long the broker may leave messages unanswered before their topic is held; shorter (1 s or 5 s) \
+                 where they hold up messages of other topics",
+            ),
             ("probe", "how often a blocked topic is tried, beside the others; one that says nothing ever more rarely"),
             (
                 "redrive_age_max",
@@ -138,17 +153,18 @@ const SECTIONS: &[Section] = &[
 
 const CONSUMER: &str = r#"
 # Consumers of the `consumer` program. Each reads its topics and commits the effects of its handlers exactly once.
+# name, topics, group, queues and [[consumer.on]] show examples; the other lines show defaults.
 #
 # [[consumer]]
 # name   = "ledger"            # inbox key, Kafka group, part of the queue names
 # topics = ["payments"]
-# group  = "ledger"            # another group than the name
-# queues = { payments = "payments.ledger" }  # other queue names than <topic>.<name>
+# group  = "ledger"            # the group in Kafka; absent: the name
+# queues = { payments = "payments.ledger" }  # names of queues by topic; absent: <topic>.<name>
 # id     = "envelope"          # where the id stands: envelope, header:NAME, payload:/POINTER, coordinates
 # id_epoch = "1"               # part of the identity by coordinates: change it when a topic is made anew
-# lanes  = 4                   # transactions at once; a key keeps its lane; always 1 on SQLite
-# retriers = 4                 # waiting keys that are tried at once; always 1 on SQLite
-# batch_max = 100              # messages of one transaction at most
+# lanes  = 4                   # transactions at once, 1 to 64; a key keeps its lane; always 1 on SQLite
+# retriers = 4                 # waiting keys that are tried at once, 1 to 64; always 1 on SQLite
+# batch_max = 100              # messages of one transaction at most, 1 to 10000
 # in_flight_max = 2000         # deliveries that run or wait for their turn at most
 # aside_max = 20000            # deliveries behind another process's open transaction at most; more count as in flight
 # unacknowledged_max = 200000  # not acknowledged at most, finished ones behind an unfinished one included
@@ -180,7 +196,8 @@ const CONSUMER: &str = r#"
 pub fn template() -> String {
     let defaults = Value::try_from(Settings::default()).unwrap_or(Value::Table(toml::Table::new()));
     let mut text = String::from(
-        "# Settings of oncebox. Flag over environment over this file over default. Each line shows a default.\n\
+        "# Settings of oncebox. Flag over environment over this file over default. Each line shows the default; \
+         ... stands where there is none.\n\
          # In the environment: ONCEBOX_ and __ between levels, for example ONCEBOX_DATABASE__URL.\n\
          # `oncebox config show` prints what is in force and where it came from.\n",
     );

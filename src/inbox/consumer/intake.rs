@@ -144,12 +144,12 @@ pub(super) async fn run(
         // A lane ends only by a panic while the intake runs; the messages that it had come again.
         Some(lane) = tasks.join_next() => {
             let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            in_disorder(shared, &format!("a lane ended in disorder, all of them begin anew: {why}"))
+            in_disorder(shared, &format!("a lane ended unexpectedly; restarting all lanes: {why}"))
         }
         // This task does not end either while positions may be sent to it.
         Some(kept) = keeper.join_next() => {
             let why = kept.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            in_disorder(shared, &format!("the keeper of positions ended in disorder, and begins anew: {why}"))
+            in_disorder(shared, &format!("the keeper of positions ended unexpectedly; restarting: {why}"))
         }
     };
     let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
@@ -510,7 +510,7 @@ impl Intake<'_> {
         };
         let position = assigned.position();
         if let Err(error) = self.shared.store.close_assignment(self.consumer, holding, position.as_ref()).await {
-            tracing::warn!(consumer = %self.shared.options.name, %error, "could not note a clean end; the next start is cautious");
+            tracing::warn!(consumer = %self.shared.options.name, %error, "clean stop not stored; the next start treats its messages as suspect");
         }
     }
 

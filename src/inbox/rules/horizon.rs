@@ -4,9 +4,9 @@
 //!
 //! Guarantees:
 //!
-//! * A duplicate whose inbox row was purged is *too old*, never new (G8): when its time is below
-//!   what this consumer has purged, the row that could tell is gone. A consumer that never purged
-//!   calls no message too old.
+//! * A duplicate whose inbox row was purged is *too old*, never new (G8), unless it carries no time
+//!   at all: when its time is below what this consumer has purged, the row that could tell is gone.
+//!   A consumer that never purged calls no message too old.
 //! * An id whose time lies beyond database time and skew is *from the future*. Its inbox row would
 //!   outlive every purge bound.
 //! * A horizon is refused, with its reason, when a duplicate can still come after it.

@@ -507,7 +507,7 @@ impl Driver {
             }
             // The next read shows whether the commit took effect.
             Err(error @ StoreError::CommitUnknown(_)) => {
-                tracing::warn!(operation = %self.driven.operation_id, %error, "a phase was lost sight of");
+                tracing::warn!(operation = %self.driven.operation_id, %error, "connection lost during the COMMIT of a phase; looking for the outcome");
                 self.note(Noted::CommitUnknown);
             }
             Err(error) => return Err(error),

@@ -188,7 +188,7 @@ impl Opening {
         match tx.commit().await {
             Ok(()) => crate::outbox::enqueue::hint(),
             Err(StoreError::CommitUnknown(error)) => {
-                tracing::warn!(operation = %driven.operation_id, %error, "a first phase was lost sight of");
+                tracing::warn!(operation = %driven.operation_id, %error, "connection lost during the COMMIT of a first phase; looking for the outcome");
                 match Doubt::CommitLost.after(store.find_after_lost_commit(&begin.claim, begin.basis()).await) {
                     // The operation is stored, with an outcome or to be driven further.
                     Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}

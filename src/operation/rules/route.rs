@@ -142,7 +142,7 @@ pub struct Route {
 #[non_exhaustive]
 pub enum RouteError {
     /// `while_running` is `Accepted` in mode `Transactional`, where a run cannot be seen by others.
-    #[error("`while_running = accepted` needs an operation that others can see: not in mode same_tx")]
+    #[error("`while_running = accepted` needs an operation that others can see: not in `Mode::Transactional`")]
     AcceptedInTransactional,
     /// `after_expiry` is `Reject`, and the keys carry no time.
     #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]

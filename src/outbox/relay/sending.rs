@@ -269,7 +269,7 @@ impl Pump<'_> {
                 }
                 Refusal::Message(reason) if alone => self.dead(position, batch, topic, key, is_release, reason),
                 Refusal::Message(reason) => {
-                    tracing::warn!(position, %topic, %reason, "a message was refused in company; it is sent again, alone");
+                    tracing::warn!(position, %topic, %reason, "the broker refused a message that was sent with others; sending it alone");
                     self.memory.isolation.on_settled(position);
                     self.memory.alone.insert(position);
                     self.memory.progress = true;

@@ -210,7 +210,7 @@ impl Trials {
             return;
         }
         let topics = std::mem::take(&mut self.lanes[number].under_way);
-        tracing::error!(topics = topics.len(), "the trials of blocked topics ended in disorder; they begin anew");
+        tracing::error!(topics = topics.len(), "the trials of blocked topics panicked; restarting");
         topics.iter().for_each(|topic| _ = pauses.lost(topic, false, every));
         self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
         self.lanes[number].width = (topics.len() / 2).max(1);

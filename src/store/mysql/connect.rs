@@ -3,7 +3,8 @@
 //! Guarantees: a host that is not loopback is verified unless the URL names another mode (sqlx
 //! alone would continue in plain text); every connection runs READ COMMITTED, strict, in UTC, with
 //! server-side timeouts a little above the handler's (R28); a connection that returns to the pool
-//! is rolled back and set up again, so that nothing of one handler reaches the next (R23).
+//! is rolled back and set up again, so that nothing of one handler reaches the next (R23). User
+//! variables are what stays: neither server can forget them without a new connection.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -35,7 +36,8 @@ impl MySqlStore {
         let timeouts = Timeouts::above(options.handler_timeout);
         let answer_timeout = options.answer_timeout.unwrap_or(timeouts.answer);
         let session = session_settings(&timeouts);
-        let (at_connect, at_release) = (session.clone(), format!("rollback; {session}"));
+        let (at_connect, at_release) = (format!("{session} {REMEMBER_ROLE}"), format!("rollback; {session}"));
+        let reset = reset(&connect_options);
         let pool = pool_options(options.connections_max, answer_timeout, &hosts)
             // Below `wait_timeout`, so that the pool closes an idle connection before the server
             // does.
@@ -54,7 +56,7 @@ impl MySqlStore {
             .connect_lazy_with(connect_options);
         let lock_wait = lock_wait(options.handler_timeout);
         let statement_max = timeouts.statement;
-        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None, hosts), lock_wait, statement_max })
+        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, Some(reset), hosts), lock_wait, statement_max })
     }
 }
 
@@ -145,6 +147,32 @@ fn session_settings(timeouts: &Timeouts) -> String {
          sql_mode = (select concat(@@global.sql_mode, ',STRICT_ALL_TABLES')), \
          wait_timeout = {wait}, innodb_lock_wait_timeout = {lock_wait}, lock_wait_timeout = {lock_wait} \
          /*M! , max_statement_time = default */"
+    )
+}
+
+/// MariaDB cannot return to the default role of a user, only to a role by its name.
+const REMEMBER_ROLE: &str = "/*M! ; set @oncebox_role = current_role() */";
+
+/// Undoes what a handler changed of its session besides the settings above. The last statement
+/// fails where something stays that cannot be undone: a temporary table hides the table of its
+/// name from every handler that comes after, and neither server can list those of a session. Then
+/// the connection is closed.
+fn reset(options: &MySqlConnectOptions) -> String {
+    let database = options.get_database().unwrap_or_default().replace('`', "``");
+    let collation = options.get_collation().map(|name| format!(" collate {name}")).unwrap_or_default();
+    let charset = options.get_charset();
+    format!(
+        "use `{database}`; set names {charset}{collation}; \
+         set session foreign_key_checks = default, unique_checks = default, sql_select_limit = default, \
+         sql_safe_updates = default, sql_big_selects = default, group_concat_max_len = default, timestamp = default; \
+         set session transaction read write; \
+         /*M! execute immediate concat('set role ', ifnull(concat('`', replace(@oncebox_role, '`', '``'), '`'), 'none')); */ \
+         /*!80000 set role default; */ \
+         do release_all_locks(); unlock tables; \
+         select (select 1 union all select 2 from \
+         /*M! information_schema.session_status where variable_name = 'Com_create_temporary_table' */ \
+         /*!80000 performance_schema.session_status where variable_name = 'Com_create_table' */ \
+         and variable_value <> '0')"
     )
 }
 
