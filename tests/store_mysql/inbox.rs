@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::message::MessageId;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, Inbox, InboxEntry, Proof, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
 use oncebox::{StoreError, message::ContentHash};
 use sqlx::{AssertSqlSafe, MySqlConnection};
 
