@@ -219,9 +219,11 @@ create table if not exists oncebox_email (
   error      text character set utf8mb4 collate utf8mb4_bin null comment 'what the last try said',
   created_at datetime(6)    not null comment 'when it was stored, UTC',
   settled_at datetime(6)    null     comment 'when it was sent or refused for good, UTC',
+  has_content boolean       not null default true comment 'false: its time is over, and recipient, subject, body and error are blank',
   primary key (email_id) comment 'serves: settling by exact row',
   unique key email_unique_key (unique_key) comment 'serves: one row per effect',
   key email_due (due_at) comment 'serves: leasing due rows, counting pending ones',
+  key email_settled (has_content, settled_at) comment 'serves: blanking, and then deleting, what was settled first',
   constraint oncebox_email_state_known check (state in ('pending', 'sent', 'failed')),
   constraint oncebox_email_pending_is_due check ((state = 'pending') = (due_at is not null)),
   constraint oncebox_email_settled_when check ((state = 'pending') = (settled_at is null))

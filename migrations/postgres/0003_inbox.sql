@@ -245,12 +245,14 @@ create table oncebox.email (
   error       text,
   created_at  timestamptz not null default clock_timestamp(),
   settled_at  timestamptz,
+  has_content boolean not null default true,
   constraint email_unique_key unique (unique_key),
   constraint email_state check (state in ('pending', 'sent', 'failed')),
   constraint email_settled check ((state = 'pending') = (settled_at is null) and (state = 'pending') = (due_at is not null)),
   constraint email_lease check (lease is null or state = 'pending')
 ) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 create index email_due on oncebox.email (due_at) where state = 'pending';
+create index email_settled on oncebox.email (has_content, settled_at) where state <> 'pending';
 comment on table oncebox.email is 'e-mails, one row per effect, sent by a sender process';
 comment on column oncebox.email.email_id is 'number of the row';
 comment on column oncebox.email.unique_key is 'one row per effect; the Message-ID is made from it';
@@ -264,9 +266,11 @@ comment on column oncebox.email.lease is 'token of the sender that tries it now'
 comment on column oncebox.email.error is 'what the server last said';
 comment on column oncebox.email.created_at is 'when it was queued';
 comment on column oncebox.email.settled_at is 'when it was sent or failed';
+comment on column oncebox.email.has_content is 'false: its time is over, and recipient, subject, body and error are blank';
 comment on index oncebox.email_pkey is 'serves settling: one row by its number';
 comment on index oncebox.email_unique_key is 'serves queueing: one row per effect';
 comment on index oncebox.email_due is 'serves leasing due e-mails, and how many are pending';
+comment on index oncebox.email_settled is 'serves blanking, and then deleting, what was settled first';
 
 create table oncebox.audit (
   audit_id    bigint not null generated always as identity primary key,

@@ -34,6 +34,8 @@ create table oncebox_email (
     error      text,                                   -- what the server said last
     created_at integer not null,                       -- when it was stored
     settled_at integer,                                -- when it was sent or failed
+    has_content integer not null default 1,            -- 0: its time is over; recipient, subject, body and error are blank
+    check (has_content in (0, 1)),
     check (state in ('pending', 'sent', 'failed')),
     check ((state = 'pending') = (due_at is not null) and (state = 'pending') = (settled_at is null)),
     check (lease is null or state = 'pending')
@@ -41,3 +43,5 @@ create table oncebox_email (
 
 -- Serves the lease of due e-mails.
 create index oncebox_email_due on oncebox_email (due_at) where state = 'pending';
+-- Serves blanking, and then deleting, what was settled first.
+create index oncebox_email_settled on oncebox_email (has_content, settled_at) where state <> 'pending';

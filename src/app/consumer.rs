@@ -141,10 +141,9 @@ impl Run<'_> {
                 "no consumer is configured\nhint: add [[consumer]] to the configuration file; `oncebox config template` shows one",
             ));
         }
-        let is_sqlite = S::NAME == "sqlite";
         let mut options = Vec::new();
         for consumer in &consumers {
-            let mut one = consumer.options(is_sqlite, self.settings.shutdown_grace).map_err(AppError::usage)?;
+            let mut one = consumer.options(S::HAS_ONE_WRITER, self.settings.shutdown_grace).map_err(AppError::usage)?;
             one.until_idle = self.start.until_idle;
             one.accept_id_rule = self.start.accept_id_rule;
             one.redrive_age_max = self.settings.publisher.redrive_age_max.0;

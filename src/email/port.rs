@@ -77,6 +77,15 @@ pub trait Mailbox: Debug + Send + Sync {
     /// Records how a try ended; false where the lease is not ours any more.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
+    /// Blanks recipient, subject, body and error of up to `rows_max` e-mails that were sent or
+    /// failed at least this long ago, the oldest first, and returns their number. The rows stay,
+    /// with their unique keys.
+    async fn blank_emails(&self, settled_for: Duration, rows_max: usize) -> Result<u64, StoreError>;
+
+    /// Deletes up to `rows_max` blank rows of e-mails that were sent or failed at least this long
+    /// ago, and returns their number. Their unique keys can be queued again.
+    async fn forget_emails(&self, settled_for: Duration, rows_max: usize) -> Result<u64, StoreError>;
+
     /// How many rows are neither sent nor failed; 10,000 means that or more.
     async fn emails_pending(&self) -> Result<u64, StoreError>;
 }

@@ -36,6 +36,26 @@ pub struct SenderOptions {
     pub attempts_max: u32,
     /// Whether to end when nothing is left to send.
     pub until_empty: bool,
+    /// How long recipient, subject, body and error of an e-mail are kept after it was sent or
+    /// failed; then they are blanked. Default 7 days: time for a person to look at one that failed.
+    pub content_kept: Duration,
+    /// How long the rest of the row is kept after that, counted from the same moment: the unique
+    /// key, which allows one e-mail for an effect. It must exceed the time after which the effect
+    /// can come again. Default: for ever, as an inbox without a horizon remembers its ids.
+    pub keys_kept: Option<Duration>,
+}
+
+impl SenderOptions {
+    /// The default settings for e-mails that come from this address.
+    pub fn new(from: impl Into<String>) -> Self {
+        Self {
+            from: from.into(),
+            attempts_max: 20,
+            until_empty: false,
+            content_kept: Duration::from_secs(7 * 86_400),
+            keys_kept: None,
+        }
+    }
 }
 
 /// Sends the e-mails that are stored as rows in the database.
@@ -57,6 +77,11 @@ const SENDING: Duration = Duration::from_secs(25);
 const LEASE: Duration = Duration::from_secs(60);
 /// How long a stop waits to release leased rows.
 const GIVE_BACK: Duration = Duration::from_secs(5);
+/// Rows that are blanked or deleted at once.
+const PAGE: usize = 1_000;
+const BETWEEN_PAGES: Duration = Duration::from_millis(50);
+/// The pause between two rounds that blank and delete.
+const FORGET_EVERY: Duration = Duration::from_secs(60);
 const PART: &str = "e-mail sender";
 
 /// The rows that a sender has leased and not settled.
@@ -102,28 +127,86 @@ impl Sender {
     /// If the future is dropped, a row that is being sent is sent again later under the same
     /// Message-ID.
     pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
+        let ends = stop.child_token();
+        let sending = async {
+            let end = self.send_all(&stop).await;
+            ends.cancel();
+            end
+        };
+        let overdue = async {
+            ends.cancelled().await;
+            tokio::time::sleep(GIVE_BACK).await;
+        };
+        let forgetting = async {
+            tokio::select! {
+                () = self.forget_old(&ends) => {}
+                () = overdue => tracing::debug!("old e-mails were not forgotten before the end"),
+            }
+        };
+        tokio::join!(sending, forgetting).0
+    }
+
+    /// Blanks and deletes what was settled long enough ago, beside the sending. It keeps nothing
+    /// from being sent.
+    async fn forget_old(&self, stop: &CancellationToken) {
+        let mut pace = Pace::new(Duration::from_millis(200), FORGET_EVERY);
+        while !stop.is_cancelled() {
+            let next = match self.forget_round(stop).await {
+                Ok(()) => {
+                    pace.worked();
+                    FORGET_EVERY
+                }
+                Err(error) if error.is_transient() => {
+                    tracing::debug!(%error, "old e-mails are forgotten later");
+                    pace.next_wait()
+                }
+                Err(error) => {
+                    tracing::error!(%error, "old e-mails are not forgotten");
+                    FORGET_EVERY
+                }
+            };
+            sleep_unless(stop, next).await;
+        }
+    }
+
+    async fn forget_round(&self, stop: &CancellationToken) -> Result<(), StoreError> {
+        while self.store.blank_emails(self.options.content_kept, PAGE).await? == PAGE as u64 {
+            if !sleep_unless(stop, BETWEEN_PAGES).await {
+                return Ok(());
+            }
+        }
+        let Some(keys_kept) = self.options.keys_kept else { return Ok(()) };
+        while self.store.forget_emails(keys_kept, PAGE).await? == PAGE as u64 {
+            if !sleep_unless(stop, BETWEEN_PAGES).await {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    async fn send_all(&self, stop: &CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         let mut hand = Hand::default();
         while !stop.is_cancelled() {
-            let step = self.step(&mut hand, &stop).await;
+            let step = self.step(&mut hand, stop).await;
             if step.is_ok() {
                 self.health.set(PART, PartState::Ready);
             }
             match step {
                 Ok(Step::Worked) => pace.worked(),
                 Ok(Step::Idle) => {
-                    sleep_unless(&stop, Duration::from_millis(100)).await;
+                    sleep_unless(stop, Duration::from_millis(100)).await;
                 }
                 Ok(Step::Empty) => break,
                 Err(error) if error.is_transient() => {
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));
-                    pace.wait(&stop).await;
+                    pace.wait(stop).await;
                 }
                 Err(error) => return Err(error),
             }
         }
         // Releases the leased rows. If the database does not answer, the leases expire.
-        if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, &stop)).await.is_err() {
+        if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, stop)).await.is_err() {
             tracing::debug!("leased e-mails were not given back");
         }
         Ok(())

@@ -22,7 +22,6 @@ mod aside;
 mod batch;
 mod blame;
 mod calls;
-mod dead_rows;
 mod handlers;
 mod intake;
 mod item;
@@ -35,6 +34,7 @@ mod purge;
 mod retries;
 mod settle;
 mod solo;
+mod stored_rows;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -90,7 +90,7 @@ struct Shared {
     parked: Notify,
     /// How many retriers have leased messages; with any, the consumer is not idle.
     retrying: AtomicUsize,
-    /// `dead_rows_max` is reached: no more messages are taken.
+    /// `dead_rows_max` or `waiting_rows_max` is reached: no more messages are taken.
     is_full: AtomicBool,
     /// An operator forgot the consumer while it ran, or accepted another id rule for it.
     is_forgotten: AtomicBool,
@@ -105,6 +105,10 @@ impl Consumer {
         options: ConsumerOptions,
         health: Health,
     ) -> Self {
+        let options = options.of_store(S::HAS_ONE_WRITER);
+        if S::HAS_ONE_WRITER {
+            options.warn_of_one_writer();
+        }
         let part = format!("consumer {}", options.name);
         let (solo, parked) = (Solo::default(), Notify::new());
         let handlers = handlers.by_kind();
@@ -165,8 +169,8 @@ impl Consumer {
         let retriers = (0..shared.options.retriers.max(1)).map(retrier);
         let retriers = futures::future::join_all(retriers);
         let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
-        let dead_rows = shared
-            .keep_up("look at dead messages", &beside, move |shared, stop| dead_rows::run(shared, consumer, stop));
+        let stored_rows = shared
+            .keep_up("look at stored messages", &beside, move |shared, stop| stored_rows::run(shared, consumer, stop));
         let presence = shared.keep_up("presence", &beside, move |shared, stop| presence::run(shared, consumer, stop));
         let mut end = Ok(ConsumerEnd::Stopped);
         let serve = async {
@@ -185,7 +189,7 @@ impl Consumer {
         };
         tokio::select! {
             biased;
-            _ = async { tokio::join!(serve, retriers, purge, dead_rows, presence) } => {}
+            _ = async { tokio::join!(serve, retriers, purge, stored_rows, presence) } => {}
             () = deadline => {
                 tracing::warn!(consumer = %shared.options.name, ?grace, "not all was handed back within the grace of the stop; it comes again");
             }

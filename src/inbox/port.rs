@@ -226,6 +226,9 @@ pub trait Inbox: Debug + Send + Sync {
     /// Whether this consumer has at least `rows` dead messages.
     async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError>;
 
+    /// Whether this consumer has at least `rows` messages that wait or are dead, together.
+    async fn has_stored(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError>;
+
     /// One step of a purge up to `below`, in whole milliseconds. It reads up to `rows_max` inbox
     /// rows of this consumer after the id `after`, and deletes those that `rules::horizon` allows,
     /// unless their message waits or is dead. The bound of the deleted rows is recorded in the same

@@ -205,6 +205,9 @@ pub trait RelaySession: Debug + Send {
     /// nothing, and is neither returned nor counted.
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError>;
 
+    /// Whether at least `rows` messages of the outbox are dead, of any shard and under any policy.
+    async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError>;
+
     /// Requests of operators that are not carried out yet, in position order.
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError>;
 

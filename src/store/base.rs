@@ -17,6 +17,10 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// `postgres`, `mysql` or `sqlite`, as in URLs.
     const NAME: &'static str;
 
+    /// Whether a transaction that writes keeps every other one waiting, as on SQLite. Consumers
+    /// then run one handler at a time, and for a shorter time, unless their options say otherwise.
+    const HAS_ONE_WRITER: bool = false;
+
     /// Connects. Never migrates; a SQLite file that is missing is an error unless `create` is set.
     async fn connect(options: &StoreOptions) -> Result<Self, StoreError>;
 

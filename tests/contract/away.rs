@@ -112,7 +112,7 @@ async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
 async fn sender<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     let Behind { direct, through, proxy } = behind;
     let (url, taken) = smtp(&[]).await;
-    let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: false };
+    let options = SenderOptions { attempts_max: 5, until_empty: false, ..SenderOptions::new("shop@example.com") };
     let transport = EmailTransport::smtp(&url).unwrap();
     let sender = Sender::new(through.store.clone(), transport, options, through.health.clone()).unwrap();
     let stop = CancellationToken::new();

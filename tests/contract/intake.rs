@@ -85,3 +85,36 @@ async fn g11_at_dead_rows_max_nothing_more_is_taken_visibly_and_nothing_is_lost(
     consumer.end().await;
     other.end().await;
 }
+
+/// Handlers that fail for hours do not move the topic into the table. Shown by counting dead
+/// messages only: the ledger met the later message.
+#[tokio::test]
+async fn g11_at_waiting_rows_max_nothing_more_is_taken_visibly_and_what_waits_is_tried_on() {
+    let world = sqlite().await;
+    let (works, met) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (gate, later) = (Arc::clone(&works), Arc::clone(&met));
+    let act = move |name: &str, _: &oncebox::Message| {
+        later.fetch_or(name == "b1", Ordering::Relaxed);
+        if gate.load(Ordering::Relaxed) { Act::Done } else { fails() }
+    };
+    let mut options = ConsumerOptions { waiting_rows_max: 3, ..consumer_options() };
+    options.retry.max_attempts = u32::MAX;
+    world.deliver_all(&["a1", "a2", "a3"]);
+    let consumer = world.consumer(options, Does(act));
+    let says = |wanted: bool| {
+        let lines = world.health.lines();
+        (format!("{lines:?}").contains("waiting_rows_max") == wanted).then_some(())
+    };
+    eventually("it is full and says so", SOON, || async { says(true) }).await;
+    world.deliver_all(&["b1"]);
+    // Another consumer has it: it was there to be taken.
+    let other = ConsumerOptions { name: "other".into(), group: None, ..consumer_options() };
+    let other = world.consumer(other, Does(|_: &str, _: &oncebox::Message| Act::Done));
+    world.until_effects(&["a1", "a2", "a3", "b1"]).await;
+    assert!(!met.load(Ordering::Relaxed), "the ledger takes nothing more");
+    works.store(true, Ordering::Relaxed);
+    world.until_effects(&["a1", "a2", "a3", "b1", "a1", "a2", "a3", "b1"]).await;
+    eventually("it is ready", SOON, || async { says(false) }).await;
+    consumer.end().await;
+    other.end().await;
+}

@@ -41,6 +41,29 @@ async fn a_panic_and_a_handler_that_hangs_are_failures_like_any_other() {
     }
 }
 
+/// With the defaults of a consumer, a handler that hangs gives back the write lock of the file
+/// before others give up waiting for it. Shown by: the timeout of a server on every store.
+#[tokio::test]
+async fn r14_on_sqlite_a_handler_that_hangs_holds_the_write_lock_for_seconds_only() {
+    let world = sqlite().await;
+    let tries = AtomicU32::new(0);
+    let began = Arc::new(OnceLock::new());
+    let hung = Arc::clone(&began);
+    world.deliver_all(&["a1"]);
+    let act = move |_: &str, _: &oncebox::Message| {
+        if tries.fetch_add(1, Ordering::Relaxed) > 0 {
+            return Act::Done;
+        }
+        hung.get_or_init(Instant::now);
+        Act::Hang
+    };
+    let consumer = world.consumer(ConsumerOptions::new("ledger", vec!["t".into()]), Does(act));
+    world.until_effects(&["a1"]).await;
+    let took = began.get().unwrap().elapsed();
+    assert!(took < Duration::from_secs(20), "{took:?}");
+    consumer.end().await;
+}
+
 /// What ended with the panic begins anew: the lane at once, the retrier when the lease of the
 /// message has run out.
 #[tokio::test]

@@ -268,7 +268,7 @@ async fn g3_many_messages_of_one_batch_that_cannot_be_sent_are_all_found_out_and
 /// Shown to fail on the code before: after the restart the dead messages counted as held, and
 /// nothing was read.
 #[tokio::test]
-async fn messages_that_are_dead_under_policy_skip_never_stop_the_shard_however_many_they_are() {
+async fn messages_that_are_dead_under_policy_skip_are_not_counted_as_held_after_a_restart() {
     let world = sqlite().await;
     let ids = world.enqueue("t", &["a1", "b1", "c1", "d1"]).await;
     for id in ids {
@@ -285,4 +285,30 @@ async fn messages_that_are_dead_under_policy_skip_never_stop_the_shard_however_m
     let mut published = world.published("t").await;
     published.dedup();
     assert_eq!(published, ["a2", "b2"]);
+}
+
+/// A stream of messages that the broker refuses does not fill the database, although nothing is
+/// held. Shown by: counting held rows only (the later message was sent).
+#[tokio::test]
+async fn g11_at_dead_rows_max_a_shard_under_policy_skip_stops_reading_visibly_until_an_operator_makes_room() {
+    let world = sqlite().await;
+    for id in world.enqueue("t", &["a1", "b1"]).await {
+        refuse(&world, id);
+    }
+    let options = || RelayOptions { dead: DeadPolicy::Skip, dead_rows_max: 2, ..relay_options() };
+    let relay = world.relay(options());
+    world.until_status("two dead", |status| (status.dead, status.pending) == (2, 0)).await;
+    relay.end().await.unwrap();
+    let relay = world.relay(options());
+    world.enqueue("t", &["a2"]).await;
+    eventually("it says so", SOON, || async {
+        world.health.lines().iter().any(|line| line.contains("dead_rows_max")).then_some(())
+    })
+    .await;
+    assert_eq!(world.published("t").await, Vec::<String>::new());
+    world.act(OperatorAct::Discard).await;
+    world.until_published("t", &["a2"]).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    world.until_status("none is dead", |status| (status.dead, status.pending) == (0, 0)).await;
+    relay.end().await.unwrap();
 }

@@ -83,6 +83,10 @@ impl RelaySession for CountedSession {
         self.session.diverted(limit).await
     }
 
+    async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
+        self.session.has_dead(rows).await
+    }
+
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
         self.session.requests().await
     }

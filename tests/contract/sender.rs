@@ -24,7 +24,7 @@ async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
 }
 
 async fn send_all(world: &World<SqliteStore>, transport: EmailTransport) {
-    let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: true };
+    let options = SenderOptions { attempts_max: 5, until_empty: true, ..SenderOptions::new("shop@example.com") };
     let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
     tokio::time::timeout(SOON, sender.run(CancellationToken::new())).await.unwrap().unwrap();
 }
@@ -81,4 +81,34 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     // O28: of the only try, so it is known that nothing arrived.
     let errors = world.store.texts("select error from oncebox_email where state = 'failed'").await;
     assert!(errors[0].starts_with("refused: "), "{errors:?}");
+}
+
+/// An e-mail is personal data, and its table would grow for ever. Shown by: a sender that forgets
+/// nothing.
+#[tokio::test]
+async fn g11_what_was_sent_or_failed_is_blanked_after_its_time_and_a_repeat_is_known_until_its_key_is_forgotten() {
+    let world = sqlite().await;
+    let (url, _) = smtp(&[550]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    queue(&world, "receipt_2", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    let texts = "select state || ':' || recipient || subject || body || coalesce(error, '') from oncebox_email order by email_id";
+    assert!(world.store.texts(texts).await.iter().all(|text| text.len() > 30), "their time is not over");
+    let forgets = |content_kept, keys_kept| {
+        let options =
+            SenderOptions { until_empty: true, content_kept, keys_kept, ..SenderOptions::new("shop@example.com") };
+        let sender =
+            Sender::new(world.store.clone(), EmailTransport::smtp(&url).unwrap(), options, world.health.clone());
+        async move {
+            tokio::time::timeout(SOON, sender.unwrap().run(CancellationToken::new())).await.unwrap().unwrap();
+        }
+    };
+    forgets(Duration::ZERO, None).await;
+    assert_eq!(world.store.texts(texts).await, ["failed:", "sent:"]);
+    assert!(!queue(&world, "receipt_1", "Receipt").await, "a repeat is known");
+    forgets(Duration::ZERO, Some(Duration::from_secs(3_600))).await;
+    assert!(!queue(&world, "receipt_1", "Receipt").await, "a repeat is known");
+    forgets(Duration::ZERO, Some(Duration::ZERO)).await;
+    assert!(world.store.texts(texts).await.is_empty());
 }

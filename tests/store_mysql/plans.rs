@@ -152,6 +152,39 @@ async fn a_purge_reads_what_may_go_and_not_the_table() {
     store.close().await;
 }
 
+// Shown by: a union of both states in a derived table (all rows of the consumer are read).
+#[tokio::test]
+async fn g11_stored_messages_are_counted_by_as_many_entries_of_an_index() {
+    let Some(db) = Db::new("g11_stored_messages_are_counted_by_as_many_entries_of_an_index").await else { return };
+    let (consumer, other) = (db.consumer("ledger").await, db.consumer("other").await);
+    let rows = |consumer: i32, state: &str, dead: &str| {
+        format!(
+            "insert into oncebox_waiting (consumer_id, state, lane_id, message_id, id_text, content_hash, topic, `key`, kind, headers, payload, \
+               tombstone, source, place, partition_no, offset_no, attempts, history, stored_at, reason, dead_at, dead_hash) \
+             with recursive n (i) as (select 1 union all select i + 1 from n where i < 1000) \
+             select {consumer}, '{state}', unhex(md5('k')), unhex(md5(concat('{state}', a.i, '/', b.i))), '', unhex(md5('')), \
+               't', 'k', '', '[]', '', 0, '', '', 0, 0, 0, '[]', utc_timestamp(6), {dead} from n a join n b on a.i <= 10;"
+        )
+    };
+    let dead = "'terminal', utc_timestamp(6), unhex(md5(''))";
+    let fill = [
+        rows(consumer.0, "waiting", "null, null, null"),
+        rows(consumer.0, "dead", dead),
+        rows(other.0, "waiting", "null, null, null"),
+        "analyze table oncebox_waiting".to_owned(),
+    ];
+    execute(&mut db.app().await, &fill.concat()).await;
+    let store =
+        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    for (rows, has) in [(20_000, true), (20_001, false), (15_000, true), (10, true)] {
+        let before = read_so_far(&store).await;
+        assert_eq!(store.has_stored(consumer, rows).await.unwrap(), has, "{rows}");
+        let read = read_so_far(&store).await - before;
+        assert!(read < rows as u64 + 100, "{rows}: {read} rows were read");
+    }
+    store.close().await;
+}
+
 // Shown by: asking each row that waits whether a dead one is before it, and counting all that
 // stands behind (all rows are read, for each row that is listed).
 #[tokio::test]

@@ -9,8 +9,8 @@ use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Sco
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox, InboxEntry,
-    KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mark, NewOperation, Operations, Operator, Outbox, ParkAs, Parked,
-    Phases, Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Waiting,
+    KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mailbox, Mark, NewOperation, Operations, Operator, Outbox, ParkAs,
+    Parked, Phases, Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Waiting,
 };
 use uuid::Uuid;
 
@@ -106,6 +106,7 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     assert!(tx.finish(&[last]).await.unwrap());
     tx.commit().await.unwrap();
     store.has_dead(consumer, 1).await.unwrap();
+    store.has_stored(consumer, usize::try_from(ROWS).unwrap()).await.unwrap();
     store.sweep(consumer).await.unwrap();
 }
 
@@ -181,6 +182,8 @@ async fn once(store: &PostgresStore, consumer: ConsumerId, run: usize) {
     batch(store, consumer).await;
     retries(store, consumer, &format!("key {run}")).await;
     operations(store, run).await;
+    store.blank_emails(LEASE, 100).await.unwrap();
+    store.forget_emails(LEASE, 100).await.unwrap();
     let status = store.status().await.unwrap();
     store.status_since(&status).await.unwrap();
 }

@@ -48,7 +48,13 @@ async fn send<S: Store>(
         Some(url) => EmailTransport::smtp(&url.0).map_err(AppError::usage)?,
         None => EmailTransport::Files(email.directory.clone()),
     };
-    let options = SenderOptions { from: email.from.clone(), attempts_max: email.attempts_max, until_empty };
+    let options = SenderOptions {
+        attempts_max: email.attempts_max,
+        until_empty,
+        content_kept: email.content_kept.0,
+        keys_kept: email.keys_kept.duration(),
+        ..SenderOptions::new(email.from.clone())
+    };
     let sender = Sender::new(store.clone(), transport, options, health).map_err(AppError::usage)?;
     sender.run(stop.clone()).await?;
     store.close().await;

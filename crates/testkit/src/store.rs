@@ -231,6 +231,7 @@ macro_rules! store_conformance {
                 dead_and_held_rows_come_back_in_position_order,
                 a_released_row_leaves_and_a_changed_one_stays,
                 a_discarded_row_is_gone_for_good,
+                g11_dead_rows_of_every_policy_are_counted_up_to_a_bound,
                 a_mark_that_cannot_be_whole_changes_nothing,
                 g11_rows_on_their_way_back_come_within_the_bytes_of_a_read,
             ];
@@ -303,7 +304,7 @@ macro_rules! store_conformance {
                 r25_a_head_that_a_race_left_behind_is_swept_up,
                 messages_without_a_key_wait_for_nobody,
                 dead_deliveries_are_stored_once,
-                g11_dead_messages_are_counted_up_to_a_bound,
+                g11_dead_and_waiting_messages_are_counted_up_to_a_bound,
             ];
             operator: [
                 the_status_counts_what_is_there,
@@ -415,6 +416,7 @@ macro_rules! store_conformance {
                 emails_are_leased_once_and_settled,
                 an_interrupted_email_is_leased_again_under_the_same_key,
                 r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over,
+                g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten,
             ];
         }
     };

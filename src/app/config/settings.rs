@@ -241,6 +241,9 @@ pub struct PublisherSettings {
     /// The largest number of dead and held rows; at the limit reading stops, and the health says
     /// so.
     pub held_rows_max: usize,
+    /// The largest number of dead messages in the outbox, under any policy; at the limit reading
+    /// stops, and the health says so.
+    pub dead_rows_max: usize,
     /// What a message that cannot be sent does to its key.
     pub dead: DeadChoice,
     /// The same choice for single topics.
@@ -265,6 +268,7 @@ impl Default for PublisherSettings {
             window_bytes: ByteSize(options.window_bytes),
             poll_max: Span(options.poll_max),
             held_rows_max: options.held_rows_max,
+            dead_rows_max: options.dead_rows_max,
             dead: DeadChoice::Hold,
             dead_topics: BTreeMap::new(),
             publish_stall: Span(options.publish_stall),
@@ -357,6 +361,10 @@ pub struct ConsumerSettings {
     /// The largest number of dead messages; at the limit no more messages are taken.
     #[serde(default)]
     pub dead_rows_max: Option<usize>,
+    /// The largest number of messages that wait or are dead; at the limit no more messages are
+    /// taken. Default 1,000,000, or `dead_rows_max` where that is more.
+    #[serde(default)]
+    pub waiting_rows_max: Option<usize>,
     /// The longest time for one handler. Default 30s, on SQLite 2s.
     #[serde(default)]
     pub handler_timeout: Option<Span>,
@@ -435,6 +443,7 @@ impl ConsumerSettings {
             aside_max: None,
             unacknowledged_max: None,
             dead_rows_max: None,
+            waiting_rows_max: None,
             handler_timeout: None,
             dead: DeadChoice::default(),
             unhandled: UnhandledChoice::default(),
@@ -455,11 +464,11 @@ impl ConsumerSettings {
         }
     }
 
-    /// The options of the consumer for the runtime.
+    /// The options of the consumer for the runtime, on a store with one writer or with many.
     ///
     /// # Errors
     /// The setting that cannot be used, and why.
-    pub fn options(&self, is_sqlite: bool, shutdown_grace: Span) -> Result<ConsumerOptions, String> {
+    pub fn options(&self, has_one_writer: bool, shutdown_grace: Span) -> Result<ConsumerOptions, String> {
         let mut options = ConsumerOptions::new(self.name.clone(), self.topics.clone());
         let bad = |what: &str, why: &str| format!("consumer `{}`: {what}: {why}", self.name);
         if self.name.is_empty() || self.name.len() > 128 {
@@ -493,11 +502,20 @@ impl ConsumerSettings {
         if let Some(dead_rows_max) = self.dead_rows_max {
             options.dead_rows_max = dead_rows_max.max(1);
         }
-        if is_sqlite {
-            // SQLite has one writer: more lanes would only wait for each other, and a handler runs
-            // inside the write lock (R14).
+        options.waiting_rows_max = match self.waiting_rows_max {
+            Some(waiting_rows_max) if waiting_rows_max < options.dead_rows_max => {
+                let least = options.dead_rows_max;
+                return Err(bad(
+                    "waiting_rows_max",
+                    &format!("at least dead_rows_max ({least}): it counts dead messages too"),
+                ));
+            }
+            Some(waiting_rows_max) => waiting_rows_max,
+            None => options.waiting_rows_max.max(options.dead_rows_max),
+        };
+        if has_one_writer {
+            // More would only wait for each other (R14).
             (options.lanes, options.retriers) = (1, 1);
-            options.handler_timeout = Span::seconds(2).0;
         }
         if let Some(handler_timeout) = self.handler_timeout {
             options.handler_timeout = handler_timeout.0;
@@ -518,7 +536,7 @@ impl ConsumerSettings {
         options.retry.base = self.retry.base.0;
         options.retry.cap = self.retry.cap.0;
         options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;
-        Ok(options)
+        Ok(options.of_store(has_one_writer))
     }
 }
 
@@ -534,6 +552,10 @@ pub struct EmailSettings {
     pub smtp_url: Option<Secret>,
     /// How many attempts one e-mail gets before it is failed.
     pub attempts_max: u32,
+    /// How long recipient, subject and body of an e-mail are kept after it was sent or failed.
+    pub content_kept: Span,
+    /// How long its row with the unique key is kept, from the same moment.
+    pub keys_kept: SpanOrNever,
 }
 
 impl Default for EmailSettings {
@@ -543,6 +565,8 @@ impl Default for EmailSettings {
             directory: PathBuf::from("emails"),
             smtp_url: None,
             attempts_max: 20,
+            content_kept: Span::seconds(7 * 24 * 3600),
+            keys_kept: SpanOrNever::Never,
         }
     }
 }
@@ -594,6 +618,7 @@ impl PublisherSettings {
             window_bytes: self.window_bytes.0,
             poll_max: self.poll_max.0,
             held_rows_max: self.held_rows_max,
+            dead_rows_max: self.dead_rows_max.max(1),
             dead: self.dead.into(),
             dead_topics: self.dead_topics.iter().map(|(topic, dead)| (topic.clone(), (*dead).into())).collect(),
             publish_stall: self.publish_stall.0,

@@ -111,7 +111,11 @@ const SECTIONS: &[Section] = &[
             ),
             ("window_bytes", "bytes sent and not proven at most: bounds memory"),
             ("poll_max", "the longest pause between reads that found nothing: the delay after a quiet time"),
-            ("held_rows_max", "dead and held messages at most; beyond it reading stops, visibly"),
+            (
+                "held_rows_max",
+                "held messages of a shard at most, with the dead ones that hold them; beyond it reading stops, visibly",
+            ),
+            ("dead_rows_max", "dead messages at most, those under skip too; beyond it reading stops, visibly"),
             ("dead", "what a message that cannot be sent does to its key: hold (order is kept) or skip"),
             ("dead_topics", "the same for single topics, for example { audit = \"skip\" }"),
             (
@@ -133,6 +137,14 @@ const SECTIONS: &[Section] = &[
             ("directory", "where .eml files go while no SMTP server is set"),
             ("smtp_url", "smtp://USER:PASSWORD@HOST:PORT?tls=required or smtps://; absent: files"),
             ("attempts_max", "tries of one e-mail; then it is failed"),
+            (
+                "content_kept",
+                "how long recipient, subject, body and error are kept of what was sent or failed; then they are blank",
+            ),
+            (
+                "keys_kept",
+                "how long its row and unique key are kept, for example \"90d\"; longer than its effect can come again; or never: for ever",
+            ),
         ],
     ),
     ("http", &[("listen", "address of /livez, /readyz, /metrics, for example \"127.0.0.1:9090\"; absent: not served")]),
@@ -157,6 +169,7 @@ const CONSUMER: &str = r#"
 # aside_max = 20000            # deliveries behind another process's open transaction at most; more count as in flight
 # unacknowledged_max = 200000  # not acknowledged at most, finished ones behind an unfinished one included
 # dead_rows_max = 100000       # dead messages at most; nothing more is taken beyond, until some are redriven or discarded
+# waiting_rows_max = 1000000   # waiting and dead messages at most; nothing more is taken beyond, until a tenth of them is gone
 # handler_timeout = "30s"      # 2s on SQLite, where a handler runs inside the write lock
 # dead   = "hold"              # later messages of a key behind a dead one: hold or skip
 # unhandled = "acknowledge"    # a kind that no handler takes: acknowledge (counted) or dead

@@ -35,11 +35,12 @@ pub struct ConsumerOptions {
     pub id_epoch: String,
     /// Accept an id rule that is not the one stored at the first start.
     pub accept_id_rule: bool,
-    /// The number of lanes; each has its own transaction. Default 4, about what one connection pool
-    /// serves well; 1 on SQLite.
+    /// The number of lanes; each has its own transaction. Default 0: what the store takes, which is
+    /// 4, about what one connection pool serves well, and 1 on SQLite, where more would only wait
+    /// for each other.
     pub lanes: usize,
     /// How many waiting keys are tried at once, each in its own transaction, so that a handler that
-    /// hangs does not delay other keys. Default 4; 1 on SQLite.
+    /// hangs does not delay other keys. Default 0: what the store takes, 4, and 1 on SQLite.
     pub retriers: usize,
     /// The largest number of messages in one transaction. Default 100: a larger one gains little,
     /// and a failure repeats more.
@@ -60,8 +61,17 @@ pub struct ConsumerOptions {
     /// taken until an operator has made room, so that a stream of messages that can never be
     /// handled does not fill the database. Default 100,000, more than a person can look through.
     pub dead_rows_max: usize,
-    /// The longest time for one handler. Default 30 s; 2 s on SQLite, where it holds the write
-    /// lock.
+    /// The largest number of messages of this consumer that wait or are dead; each is stored whole.
+    /// At the limit no more messages are taken until a tenth of them is gone, while what waits is
+    /// tried on. So neither a dead message that holds a busy key nor a dependency that is away for
+    /// hours moves the topic into the table while the broker shows no lag. Default 1,000,000: room
+    /// for an outage of some hours, and 1 GB with messages of 1 KB. Dead messages count here too,
+    /// so keep it above `dead_rows_max`.
+    pub waiting_rows_max: usize,
+    /// The longest time for one handler. Default zero: what the store takes, which is 30 s, and 2 s
+    /// on SQLite, where a handler holds the write lock of the whole file: a longer one is allowed
+    /// there, and the log warns of it. On a server set the timeout of the store's options to the
+    /// same.
     pub handler_timeout: Duration,
     /// When a failed message is tried again, and when it is dead.
     pub retry: RetryPolicy,
@@ -98,14 +108,15 @@ impl ConsumerOptions {
             id_rule: IdRule::Envelope,
             id_epoch: "1".to_owned(),
             accept_id_rule: false,
-            lanes: 4,
-            retriers: 4,
+            lanes: 0,
+            retriers: 0,
             batch_max: 100,
             in_flight_max: 2_000,
             aside_max: 20_000,
             unacknowledged_max: 200_000,
             dead_rows_max: 100_000,
-            handler_timeout: Duration::from_secs(30),
+            waiting_rows_max: 1_000_000,
+            handler_timeout: Duration::ZERO,
             retry: RetryPolicy::default(),
             dead: DeadPolicy::Hold,
             unhandled: Unhandled::Acknowledge,
@@ -128,7 +139,53 @@ impl ConsumerOptions {
         }
     }
 
+    /// Fills in what is left to the store. A store with one writer runs one handler at a time,
+    /// which keeps all others waiting (R14).
+    pub(crate) fn of_store(mut self, has_one_writer: bool) -> Self {
+        let (at_once, timeout) = if has_one_writer { (1, 2) } else { (4, 30) };
+        for number in [&mut self.lanes, &mut self.retriers] {
+            if *number == 0 {
+                *number = at_once;
+            }
+        }
+        if self.handler_timeout.is_zero() {
+            self.handler_timeout = Duration::from_secs(timeout);
+        }
+        self
+    }
+
+    /// Warns of what was set on purpose and keeps others waiting in a store with one writer.
+    pub(super) fn warn_of_one_writer(&self) {
+        let Self { name, lanes, retriers, handler_timeout, .. } = self;
+        if *lanes > 1 || *retriers > 1 {
+            tracing::warn!(consumer = %name, lanes, retriers, "this database has one writer: more than one lane or retrier only wait for each other");
+        }
+        if *handler_timeout > Duration::from_secs(2) {
+            tracing::warn!(consumer = %name, ?handler_timeout, "this database has one writer: while a handler runs, nobody else writes");
+        }
+    }
+
     pub(super) fn holds(&self) -> bool {
         self.dead == DeadPolicy::Hold
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by: the defaults of a server on every store.
+    #[test]
+    fn r14_a_store_with_one_writer_gets_one_lane_and_short_handlers_unless_the_options_say_otherwise() {
+        let of = |options: ConsumerOptions, has_one_writer| {
+            let options = options.of_store(has_one_writer);
+            (options.lanes, options.retriers, options.handler_timeout.as_secs())
+        };
+        let unset = ConsumerOptions::new("ledger", Vec::new());
+        assert_eq!(of(unset.clone(), true), (1, 1, 2));
+        assert_eq!(of(unset.clone(), false), (4, 4, 30));
+        let set = ConsumerOptions { lanes: 2, retriers: 3, handler_timeout: Duration::from_secs(20), ..unset };
+        assert_eq!(of(set.clone(), true), (2, 3, 20));
+        assert_eq!(of(set, false), (2, 3, 20));
     }
 }

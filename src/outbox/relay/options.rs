@@ -35,6 +35,11 @@ pub struct RelayOptions {
     pub mark_after: Duration,
     /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
     pub held_rows_max: usize,
+    /// Most dead messages in the outbox, of all shards. At this number no shard reads, and each
+    /// shows it, until an operator has made room. So a stream of messages that the broker refuses
+    /// does not fill the database under policy `skip`, which holds none of them. Default 100,000,
+    /// more than a person can look through.
+    pub dead_rows_max: usize,
     /// What a dead message does to later messages of its key.
     pub dead: DeadPolicy,
     /// Exceptions to `dead`, by topic.
@@ -70,6 +75,7 @@ impl RelayOptions {
             poll_max: Duration::from_millis(50),
             mark_after: Duration::from_millis(20),
             held_rows_max: 100_000,
+            dead_rows_max: 100_000,
             dead: DeadPolicy::Hold,
             dead_topics: BTreeMap::new(),
             publish_stall: Duration::from_secs(30),

@@ -65,6 +65,8 @@ pub(super) struct Pump<'a> {
     /// True where there are more dead and held rows than `held_rows_max`. A row that is not loaded
     /// could be overtaken, so nothing is read until all are loaded.
     not_loaded: bool,
+    /// True where `dead_rows_max` is reached; looked at from time to time.
+    too_many_dead: bool,
     /// True where rows have left the dead and held table since it was loaded.
     some_left: bool,
     /// True while the health shows that this part waits.
@@ -133,6 +135,7 @@ impl<'a> Pump<'a> {
             tidied_at: now,
             empty: false,
             not_loaded: false,
+            too_many_dead: false,
             some_left: false,
             shown_waiting: false,
             shown_gaps: false,
@@ -228,7 +231,7 @@ impl<'a> Pump<'a> {
             let why = super::release::why(&row.diversion)?;
             Some(Row { position: row.position, topic: row.topic, key: row.key, why })
         }));
-        Ok(())
+        self.look_at_dead().await
     }
 
     /// One round of work. Returns false where there was nothing to do.
@@ -260,6 +263,7 @@ impl<'a> Pump<'a> {
             self.tidied_at = Instant::now();
             self.session.tidy().await?;
             self.show_gaps().await?;
+            self.look_at_dead().await?;
         }
         moved |= self.send_unsent().await?;
         Ok(moved)
@@ -285,9 +289,7 @@ impl<'a> Pump<'a> {
         if !self.has_room() || self.release.pauses_reading() || Instant::now() < self.read_at {
             return false;
         }
-        if self.holds_all_it_may() {
-            let held = self.diverted.len();
-            let why = format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read");
+        if let Some(why) = self.full() {
             self.relay.health.set(&self.relay.part, PartState::Waiting(why));
             self.shown_waiting = true;
             return false;
@@ -299,9 +301,31 @@ impl<'a> Pump<'a> {
         true
     }
 
-    /// Whether no more rows may be held, so that nothing new is read.
-    fn holds_all_it_may(&self) -> bool {
-        self.not_loaded || self.diverted.len() >= self.relay.options.held_rows_max
+    /// Why no more rows may be dead or held, so that nothing new is read.
+    fn full(&self) -> Option<String> {
+        let held = self.diverted.len();
+        if self.not_loaded || held >= self.relay.options.held_rows_max {
+            return Some(format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read"));
+        }
+        self.too_many_dead.then(|| {
+            let dead = self.relay.options.dead_rows_max;
+            format!("{dead} dead messages, `dead_rows_max` reached: nothing more is read; see `oncebox dead list`")
+        })
+    }
+
+    /// Counts dead messages up to their bound. Those under policy `skip` are not in memory, because
+    /// they hold nothing.
+    async fn look_at_dead(&mut self) -> Result<(), Doubt> {
+        let dead_rows_max = self.relay.options.dead_rows_max;
+        let too_many = self.session.has_dead(dead_rows_max).await?;
+        if too_many && !self.too_many_dead {
+            tracing::error!(
+                shard = self.relay.options.shard,
+                "{dead_rows_max} dead messages, `dead_rows_max` reached: nothing more is read; see `oncebox dead list`"
+            );
+        }
+        self.too_many_dead = too_many;
+        Ok(())
     }
 
     /// Whether the next read fits into the window: a full one, or an eighth of the window.
@@ -569,7 +593,7 @@ impl<'a> Pump<'a> {
     /// the next poll, the stop.
     async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
         let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
-        if self.has_room() && !self.release.pauses_reading() && !self.holds_all_it_may() {
+        if self.has_room() && !self.release.pauses_reading() && self.full().is_none() {
             until = until.min(self.read_at);
         }
         if let Some(since) = self.done_since {

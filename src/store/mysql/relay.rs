@@ -228,6 +228,14 @@ impl RelaySession for MySqlSession {
         found.iter().map(diverted_row).collect()
     }
 
+    async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
+        let last = sqlx::query(
+            "select 1 from oncebox_outbox_dead force index (outbox_dead_state) where state = 'dead' limit 1 offset ?",
+        );
+        let last = last.bind(i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX));
+        Ok(last.optional(&self.pool).await?.is_some())
+    }
+
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
         let found = sqlx::query(
             "select position, topic, `key`, requested from oncebox_outbox_dead \

@@ -261,6 +261,10 @@ impl RelaySession for PostgresSession {
         diverted::rows(&mut self.connection, self.buckets, limit).await
     }
 
+    async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
+        diverted::has_dead(&mut self.connection, rows).await
+    }
+
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
         diverted::requests(&mut self.connection, self.buckets).await
     }

@@ -57,9 +57,26 @@ const ACCEPT: &str = "update oncebox.consumer set id_rule = :rule where consumer
 
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
 
-/// A dead message after `:skipped` others, if there are so many.
-const DEAD: &str =
-    "select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' limit 1 offset :skipped";
+/// A dead message after `:skipped` others, if there are so many; with `all`, a waiting or dead one.
+/// It reads entries of indexes, and no more of them than that. On PostgreSQL the order makes any
+/// other plan a sort of all of them.
+pub(in crate::store) const STORED: &str = "\
+{pg: /* planned anew */ }select 1 from \
+{pg: (select * from (select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' \
+        order by message_id, content_hash limit :skipped + 1) d \
+      {if all: union all \
+      select * from (select 1 from oncebox.waiting where consumer_id = :consumer and state = 'waiting' \
+        order by sequence limit :skipped + 1) w}) s}\
+{my: oncebox.waiting force index (waiting_state) where consumer_id = :consumer and state in ('dead'{if all: , 'waiting'})}\
+{lite: (select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' \
+        {if all: union all select 1 from oncebox.waiting where consumer_id = :consumer and state = 'waiting'}) s} \
+ limit 1 offset :skipped";
+
+async fn has_stored<S: OwnInbox>(store: &S, consumer: ConsumerId, rows: usize, all: bool) -> Result<bool, StoreError> {
+    let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX).min(i64::MAX - 1);
+    let last = sql(STORED).bind("consumer", consumer).bind("skipped", skipped).bind("all", all);
+    Ok(!store.reader().await?.rows(last).await?.is_empty())
+}
 
 #[async_trait]
 impl<S: OwnInbox> Inbox for S {
@@ -96,9 +113,11 @@ impl<S: OwnInbox> Inbox for S {
     }
 
     async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
-        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
-        let last = sql(DEAD).bind("consumer", consumer).bind("skipped", skipped);
-        Ok(!self.reader().await?.rows(last).await?.is_empty())
+        has_stored(self, consumer, rows, false).await
+    }
+
+    async fn has_stored(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
+        has_stored(self, consumer, rows, true).await
     }
 
     async fn purge(

@@ -1,7 +1,10 @@
 //! The e-mail rows, on every database.
 //!
 //! Guarantees: a row has one lease at a time; a row whose lease ends later than any lease can was
-//! leased before the clock went back, and is free (R22).
+//! leased before the clock went back, and is free (R22). What is blanked or deleted is read in
+//! bounded pages by an index, and changed by exact rows (R11).
+
+use std::time::Duration;
 
 use async_trait::async_trait;
 
@@ -37,6 +40,54 @@ const SETTLE: &str = "update oncebox.email set state = :state, lease = null, due
 const PENDING: &str = "select count(*) from (select 1 from oncebox.email where state = 'pending' and due_at is not null \
     {pg: order by due_at} limit :max) e";
 
+/// Rows that were settled longest ago, with or without their content.
+pub(in crate::store) const OLD: &str = "{pg: /* planned anew */ }select email_id from oncebox.email {my: force index (email_settled)} \
+    where {pg lite: state <> 'pending' and} has_content = :content and settled_at <= {now} - {span :kept} \
+    order by settled_at limit :most";
+
+/// The rows `:rows`, as `e`, by their numbers.
+macro_rules! exact_rows {
+    () => {
+        "{my: json_table(:rows, '$[*]' columns (email_id bigint path '$')) j \
+           straight_join oncebox.email e force index (primary) on e.email_id = j.email_id}{pg lite: oncebox.email as e}"
+    };
+}
+
+pub(in crate::store) const BLANK: &str = concat!(
+    "{pg: /* planned anew */ }update ",
+    exact_rows!(),
+    " set recipient = '', subject = '', body = '', error = null, has_content = false \
+      where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = true"
+);
+
+pub(in crate::store) const FORGET: &str = concat!(
+    "{pg: /* planned anew */ }delete {my: e} from ",
+    exact_rows!(),
+    " where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = false"
+);
+
+/// A longer time is this one: no database can subtract every duration from its clock.
+const KEPT_MAX: Duration = Duration::from_secs(100 * 365 * 86_400);
+
+/// Changes a page of the rows that were settled this long ago; returns how many.
+async fn change_old(
+    store: &dyn SqlStore,
+    (content, change): (bool, &'static str),
+    settled_for: Duration,
+    rows_max: usize,
+) -> Result<u64, StoreError> {
+    let old = sql(OLD)
+        .bind("content", content)
+        .bind("kept", settled_for.min(KEPT_MAX))
+        .bind("most", i64::try_from(rows_max).unwrap_or(i64::MAX));
+    let found = store.reader().await?.rows(old).await?;
+    let rows = found.iter().map(|row| row.get(0)).collect::<Result<Vec<i64>, _>>()?;
+    if rows.is_empty() {
+        return Ok(0);
+    }
+    store.run_alone(sql(change).bind("rows", rows)).await
+}
+
 fn due(limit: usize) -> Statement {
     sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", i64::try_from(limit).unwrap_or(i64::MAX))
 }
@@ -70,7 +121,7 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
         EmailOutcome::Sent => ("sent", None, None),
         EmailOutcome::Again { after, error } => ("pending", Some(*after), Some(error)),
         EmailOutcome::Failed(error) => ("failed", None, Some(error)),
-        EmailOutcome::NotTried => ("pending", Some(std::time::Duration::ZERO), None),
+        EmailOutcome::NotTried => ("pending", Some(Duration::ZERO), None),
     };
     // PostgreSQL cannot store a NUL in text.
     let error = error.map(|error| kept_error(error).replace('\0', "\u{fffd}"));
@@ -100,6 +151,14 @@ impl<S: SqlStore + std::fmt::Debug> Mailbox for S {
 
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {
         Ok(self.run_alone(settled(email, outcome)).await? == 1)
+    }
+
+    async fn blank_emails(&self, settled_for: Duration, rows_max: usize) -> Result<u64, StoreError> {
+        change_old(self, (true, BLANK), settled_for, rows_max).await
+    }
+
+    async fn forget_emails(&self, settled_for: Duration, rows_max: usize) -> Result<u64, StoreError> {
+        change_old(self, (false, FORGET), settled_for, rows_max).await
     }
 
     async fn emails_pending(&self) -> Result<u64, StoreError> {

@@ -80,6 +80,7 @@ impl Base for SqliteStore {
     type Db = Sqlite;
 
     const NAME: &'static str = "sqlite";
+    const HAS_ONE_WRITER: bool = true;
 
     /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement. A
     /// missing file is not created (unless `options.create` is set), and is reported as

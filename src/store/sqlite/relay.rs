@@ -14,7 +14,7 @@ mod held;
 mod mark;
 
 #[cfg(test)]
-pub(super) use mark::DELETE;
+pub(super) use {held::HAS_DEAD, mark::DELETE};
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -188,6 +188,10 @@ impl RelaySession for SqliteSession {
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
         held::diverted(self.store.pool(), limit).await
+    }
+
+    async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
+        held::has_dead(self.store.pool(), rows).await
     }
 
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {

@@ -152,3 +152,14 @@ pub async fn g11_rows_on_their_way_back_come_within_the_bytes_of_a_read<F: Fixtu
     assert_eq!(payloads(&back), payloads(&rows));
     assert!(session.held(&[]).await.unwrap().is_empty());
 }
+
+/// The bound at which a shard stops reading counts rows that are dead, whether they hold their key
+/// or not, and no held ones.
+pub async fn g11_dead_rows_of_every_policy_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
+    let messages = ["a", "b", "c", "d"].map(|key| new_message(key, key)).to_vec();
+    let diversions = [(0, dead(true)), (1, dead(false)), (2, destination())];
+    let (mut session, _) = diverted(trial, messages, &diversions).await;
+    for (rows, has) in [(1, true), (2, true), (3, false)] {
+        assert_eq!(session.has_dead(rows).await.unwrap(), has, "at least {rows}");
+    }
+}

@@ -398,16 +398,25 @@ pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 2, "another content is another one");
 }
 
-/// The bound at which a consumer stops taking messages counts its own dead messages only: neither
-/// waiting ones nor those of another consumer.
-pub async fn g11_dead_messages_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
+/// The bounds at which a consumer stops taking messages count its own messages only: one the dead
+/// ones, the other all that are stored, whether they are due, behind another one, or dead.
+pub async fn g11_dead_and_waiting_messages_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
     let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
     trial.park(consumer, &message("a", "1"), dead()).await;
     trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
     trial.park(other, &message("a", "1"), dead()).await;
-    assert!(trial.store.has_dead(consumer, 1).await.unwrap());
-    assert!(!trial.store.has_dead(consumer, 2).await.unwrap());
+    let store = &trial.store;
+    for (rows, dead, stored) in [(1, true, true), (2, false, true), (3, false, false)] {
+        let has = (store.has_dead(consumer, rows).await.unwrap(), store.has_stored(consumer, rows).await.unwrap());
+        assert_eq!(has, (dead, stored), "at least {rows}");
+    }
     trial.park(consumer, &message("b", "1"), dead()).await;
-    assert!(trial.store.has_dead(consumer, 2).await.unwrap());
+    assert!(store.has_dead(consumer, 2).await.unwrap());
+    assert!(store.has_stored(consumer, 3).await.unwrap());
+    trial.park(consumer, &message("c", "1"), ParkAs::Due(Duration::from_secs(60))).await;
+    assert!(!store.has_dead(consumer, 3).await.unwrap());
+    assert!(store.has_stored(consumer, 4).await.unwrap());
+    assert!(!store.has_stored(consumer, 5).await.unwrap());
+    assert!(!store.has_stored(trial.consumer("third").await, 1).await.unwrap());
 }

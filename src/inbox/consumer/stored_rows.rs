@@ -1,0 +1,101 @@
+//! The limits on stored messages, dead ones and all of them: at a limit no more messages are taken
+//! and the health says so, until there is room again (R31).
+//!
+//! Not here: the pause itself (`intake`). What waits is tried also then. The numbers are checked
+//! from time to time, not at every message, so they can exceed a limit by what is handled between
+//! two checks.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use crate::error::StoreError;
+use crate::inbox::port::ConsumerId;
+use crate::observe::{PartState, Trouble};
+use crate::time::pace::sleep_unless;
+
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// A limit that is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Full {
+    /// `dead_rows_max`: an operator makes room.
+    Dead,
+    /// `waiting_rows_max`: handlers that succeed make room, or an operator who acts on a dead
+    /// message that holds its key.
+    Stored,
+}
+
+impl Full {
+    fn why(self, shared: &Shared) -> String {
+        let options = &shared.options;
+        match self {
+            Self::Dead => format!(
+                "{} dead messages, `dead_rows_max` reached: nothing more is taken; see `oncebox dead list`",
+                options.dead_rows_max
+            ),
+            Self::Stored => format!(
+                "{} waiting and dead messages, `waiting_rows_max` reached: nothing more is taken until a tenth of them is gone, and \
+                 what waits is tried on; `oncebox dead list` shows what fails and what it holds",
+                options.waiting_rows_max
+            ),
+        }
+    }
+}
+
+/// Which limit is reached. A tenth must be free before the limit on all messages ends, so that a
+/// consumer that stands at it does not pause and go on at every look.
+async fn look(shared: &Shared, consumer: ConsumerId, was: Option<Full>) -> Result<Option<Full>, StoreError> {
+    if shared.store.has_dead(consumer, shared.options.dead_rows_max).await? {
+        return Ok(Some(Full::Dead));
+    }
+    let rows_max = shared.options.waiting_rows_max;
+    let at = if was == Some(Full::Stored) { rows_max - rows_max / 10 } else { rows_max };
+    Ok(shared.store.has_stored(consumer, at).await?.then_some(Full::Stored))
+}
+
+pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
+    let part = format!("{} stored messages", shared.part);
+    let show = |trouble| shared.health.trouble(&shared.part, "stored messages", trouble);
+    let (mut full, mut failed) = (None, 0_u32);
+    loop {
+        let began = Instant::now();
+        match look(&shared, consumer, full).await {
+            Ok(now) => {
+                failed = 0;
+                show(None);
+                shared.is_full.store(now.is_some(), Ordering::Relaxed);
+                match now.map(|now| now.why(&shared)) {
+                    Some(why) => {
+                        if now != full {
+                            tracing::error!(consumer = %shared.options.name, "{why}");
+                        }
+                        shared.health.set(&part, PartState::Waiting(why));
+                    }
+                    None => {
+                        if full.is_some() {
+                            tracing::info!(consumer = %shared.options.name, "there is room for messages again");
+                        }
+                        shared.health.done(&part);
+                    }
+                }
+                full = now;
+            }
+            Err(error) => {
+                failed += 1;
+                tracing::debug!(consumer = %shared.options.name, %error, "stored messages could not be counted");
+                if failed >= 2 {
+                    show(Some(Trouble::Stops(format!("stored messages cannot be counted: {error}"))));
+                }
+            }
+        }
+        if !sleep_unless(&stop, LOOK_EVERY.max(20 * began.elapsed())).await {
+            shared.health.done(&part);
+            return show(None);
+        }
+    }
+}
