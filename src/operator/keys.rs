@@ -46,6 +46,9 @@ pub struct KeyFilter {
     /// Only those that can be purged: they have an outcome and no intent, and no late run succeeded
     /// against that outcome.
     pub forgettable: bool,
+    /// Only those whose digest is above this one, in the order of digests: to read all in pages. It
+    /// is empty for the first page; `None`: the oldest claims first.
+    pub after: Option<Vec<u8>>,
     /// At most this many.
     pub limit: u32,
 }
@@ -328,8 +331,9 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 
 /// Duty: operating keys and operations.
 pub trait KeyOperator: Phases {
-    /// The records that match, oldest claim first; each result has a record. It is quick with a
-    /// digest or with a state without an outcome. With any other filter it reads the whole table.
+    /// The records that match, oldest claim first, or in pages; each result has a record. It is
+    /// quick with a digest, in pages, or with a state without an outcome. With any other filter it
+    /// reads the whole table.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
     /// The operations that match, with intents and evidence: first those that wait for an operator,
