@@ -2,9 +2,11 @@
 //! shown, redriven, discarded. Every act has a reason and leaves an audit row.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
@@ -38,6 +40,9 @@ pub(crate) enum DeadCommand {
         /// The number that `dead list` shows: o17 (outbox) or c9 (consumer)
         #[arg(value_parser = number)]
         number: String,
+        /// Write the payload to this file, byte for byte, and not to stdout
+        #[arg(long, value_name = "FILE")]
+        payload_to: Option<PathBuf>,
     },
     /// Send or handle messages again now, under the same id: an inbox still knows its copies
     Redrive {
@@ -59,6 +64,9 @@ pub(crate) enum DeadCommand {
         /// With the bytes of this file as payload; implies --new-id
         #[arg(long, value_name = "FILE")]
         payload: Option<PathBuf>,
+        /// With a payload of no bytes; implies --new-id
+        #[arg(long, conflicts_with = "payload")]
+        empty_payload: bool,
     },
     /// No more tries for a message of a consumer that waits: it is dead until you do something else
     /// with it
@@ -172,14 +180,15 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
             let filter = DeadFilter { states: states(*state), ..filter.to_store() };
             list(&store, &filter, output).await
         }
-        DeadCommand::Show { number } => show(&store, number, output).await,
-        DeadCommand::Redrive { which, act, rate, wait, new_id, payload } => {
-            let how = match (payload, new_id) {
-                (None, false) => OperatorAct::Redrive,
-                (file, _) => {
-                    let payload = file.as_ref().map(read_payload).transpose()?;
-                    OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
-                }
+        DeadCommand::Show { number, payload_to } => show(&store, number, payload_to.as_deref(), output).await,
+        DeadCommand::Redrive { which, act, rate, wait, new_id, payload, empty_payload } => {
+            let payload = match payload {
+                Some(file) => Some(read_payload(file)?),
+                None => empty_payload.then(Vec::new),
+            };
+            let how = match *new_id || payload.is_some() {
+                true => OperatorAct::RedriveAs { id: Uuid::now_v7(), payload },
+                false => OperatorAct::Redrive,
             };
             act_on(&store, which, act, &How { act: &how, rate: Some(*rate), wait: *wait }, settings, output).await
         }
@@ -226,8 +235,16 @@ fn identity_of(id: &str, source: Option<&str>) -> Uuid {
     }
 }
 
-fn read_payload(file: &PathBuf) -> Result<Vec<u8>, AppError> {
-    std::fs::read(file).map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))
+/// Reads a payload. An empty file is more often a mistake than a payload of no bytes.
+fn read_payload(file: &Path) -> Result<Vec<u8>, AppError> {
+    let payload = std::fs::read(file);
+    let payload =
+        payload.map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))?;
+    if payload.is_empty() {
+        let why = "is empty; where the message is meant to have no payload, give --empty-payload";
+        return Err(AppError::usage(format!("{} {why}", file.display())));
+    }
+    Ok(payload)
 }
 
 fn place(message: &DeadMessage) -> &str {
@@ -275,14 +292,24 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
     Ok(())
 }
 
-async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
+async fn show<S: Store>(
+    store: &S,
+    number: &str,
+    payload_to: Option<&Path>,
+    output: Output,
+) -> Result<(), AppError> {
     let found = store.dead(&by_number(number)).await?.into_iter().next();
     let message = found.ok_or_else(|| unknown(number))?;
-    let payload = String::from_utf8_lossy(&message.payload).into_owned();
+    if let Some(file) = payload_to {
+        let written = std::fs::write(file, &message.payload);
+        written.map_err(|error| AppError::failed(format!("{} cannot be written: {error}", file.display())))?;
+    }
     if output == Output::Json {
         let mut value = serde_json::to_value(&message).map_err(|error| AppError::failed(error.to_string()))?;
-        if let Some(fields) = value.as_object_mut() {
-            fields.insert("payload".to_owned(), payload.into());
+        match (payload_to, std::str::from_utf8(&message.payload)) {
+            (Some(_), _) => {}
+            (None, Ok(text)) => value["payload"] = text.into(),
+            (None, Err(_)) => value["payload_base64"] = BASE64.encode(&message.payload).into(),
         }
         data!("{}", to_json(&value)?);
         return Ok(());
@@ -308,7 +335,12 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
     for entry in &message.history {
         data!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
     }
-    data!("payload       {} bytes\n{payload}", message.payload.len());
+    let bytes = message.payload.len();
+    match (payload_to, std::str::from_utf8(&message.payload)) {
+        (Some(file), _) => data!("payload       {bytes} bytes, in {}", file.display()),
+        (None, Ok(text)) => data!("payload       {bytes} bytes\n{text}"),
+        (None, Err(_)) => data!("payload       {bytes} bytes that are no UTF-8; --payload-to FILE writes them"),
+    }
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! `oncebox doctor`: checks everything that the promise depends on. Exit code 3 where something
 //! breaks it, or is stuck.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,7 +15,10 @@ use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
-use oncebox::store::{ActContext, Finding, SchemaState, Severity, Store};
+use oncebox::store::{ActContext, DeadMessage, Finding, SchemaState, Severity, Store};
+
+/// How many topics that cannot be sent to are looked at.
+const HELD_TOPICS_MAX: usize = 100;
 
 /// What counts as stuck, and what `doctor` does beside looking.
 #[derive(Debug, Clone, Args)]
@@ -43,13 +47,12 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
     if args.fix {
         oncebox::with_store!(&settings, None, |store| mend(store, args).await)?;
     }
-    let mut findings = match database(&settings, args.older_than).await {
-        Ok(findings) => findings,
-        Err(error) => vec![Finding::refused(
-            "database",
-            error.message,
-            "see the message; nothing else of the database was looked at",
-        )],
+    let (mut findings, held) = match database(&settings, args.older_than).await {
+        Ok(found) => found,
+        Err(error) => {
+            let remedy = "see the message; nothing else of the database was looked at";
+            (vec![Finding::refused("database", error.message, remedy)], Vec::new())
+        }
     };
     match broker(&settings).await {
         Ok(None) => findings.push(Finding::warning(
@@ -57,7 +60,10 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
             format!("{}: the file is not there yet", settings.broker.url.0),
             "start `publisher` or `consumer`, which make it, or mend [broker] url",
         )),
-        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings).await),
+        Ok(Some(broker)) => {
+            findings.extend(broker_findings(&broker, &settings).await);
+            findings.extend(held_topics(&broker, &settings, &held).await);
+        }
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
     findings.extend(settings.consumer.iter().filter_map(horizon));
@@ -84,7 +90,10 @@ fn is_directory(path: &Path) -> bool {
     path.as_os_str().is_empty() || path.is_dir()
 }
 
-async fn database(settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+/// What is found in the database, and the first message of each topic that cannot be sent to.
+type Looked = (Vec<Finding>, Vec<DeadMessage>);
+
+async fn database(settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
     oncebox::with_store!(settings, None, |store| look(store, settings, older_than).await)
 }
 
@@ -109,7 +118,7 @@ async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
     Ok(())
 }
 
-async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
     let name = redact(&settings.database.url.0);
     let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
     if let Err(error) = schema.require() {
@@ -118,7 +127,7 @@ async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> 
             _ => "run `oncebox migrate up`",
         };
         store.close().await;
-        return Ok(vec![Finding::refused("schema", format!("{name}: {error}"), remedy)]);
+        return Ok((vec![Finding::refused("schema", format!("{name}: {error}"), remedy)], Vec::new()));
     }
     let mut findings = vec![match schema {
         SchemaState::Ahead { found, known } => Finding::warning(
@@ -139,8 +148,9 @@ async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> 
         }
     }
     findings.extend(super::stuck::look(&store, settings, &status, older_than).await?);
+    let held = store.held_topics(HELD_TOPICS_MAX).await?;
     store.close().await;
-    Ok(findings)
+    Ok((findings, held))
 }
 
 async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding> {
@@ -163,6 +173,34 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding
             .collect(),
         Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
     }
+}
+
+/// What to do for topics that the outbox holds messages for. The topics of configured consumers
+/// were looked at already.
+async fn held_topics(broker: &AnyBroker, settings: &Settings, held: &[DeadMessage]) -> Vec<Finding> {
+    let is_configured = |topic: &String| settings.consumer.iter().any(|consumer| consumer.topics.contains(topic));
+    let held: Vec<&DeadMessage> = held.iter().filter(|first| !is_configured(&first.topic)).collect();
+    let mut remedies = HashMap::new();
+    if broker.name() == "kafka" && !held.is_empty() {
+        // Only Kafka has topics that nobody makes by subscribing to them. No group of this name is
+        // joined or made; what is said of it is left out.
+        let topics = held.iter().map(|first| first.topic.clone()).collect();
+        let found = broker.check(&[Subscription::new("oncebox-doctor", topics)]).await.unwrap_or_default();
+        remedies.extend(found.into_iter().filter_map(|found| Some((found.name, found.remedy?))));
+    }
+    let finding = |first: &&DeadMessage| {
+        let DeadMessage { topic, reason, number, behind, .. } = *first;
+        let detail = format!("{number} is held for it and {behind} messages behind: {reason}");
+        let remedy = remedies.remove(&format!("kafka topic {topic}")).unwrap_or_else(|| match broker.name() {
+            "rabbitmq" => {
+                let exchange = &settings.broker.rabbitmq.exchange;
+                format!("start its consumer, or bind a queue to exchange `{exchange}` with routing key `{topic}`")
+            }
+            _ => "mend what is said; the publisher tries it again by itself".to_owned(),
+        });
+        Finding::warning(format!("outbox: topic {topic}"), detail, remedy)
+    };
+    held.iter().map(finding).collect()
 }
 
 /// Whether every live process can read the fingerprints that the others write (O21).
