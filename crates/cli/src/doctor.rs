@@ -1,7 +1,6 @@
 //! `oncebox doctor`: checks everything that the promise depends on. Exit code 3 where something
 //! breaks it, or is stuck.
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -19,6 +18,8 @@ use oncebox::store::{ActContext, DeadMessage, Finding, SchemaState, Severity, St
 
 /// How many topics that cannot be sent to are looked at.
 const HELD_TOPICS_MAX: usize = 100;
+/// The consumer by which Kafka is asked for them. There is none of this name.
+const NOBODY: &str = "oncebox-doctor";
 
 /// What counts as stuck, and what `doctor` does beside looking.
 #[derive(Debug, Clone, Args)]
@@ -60,10 +61,7 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
             format!("{}: the file is not there yet", settings.broker.url.0),
             "start `publisher` or `consumer`, which make it, or mend [broker] url",
         )),
-        Ok(Some(broker)) => {
-            findings.extend(broker_findings(&broker, &settings).await);
-            findings.extend(held_topics(&broker, &settings, &held).await);
-        }
+        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings, &held).await),
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
     findings.extend(settings.consumer.iter().filter_map(horizon));
@@ -153,12 +151,23 @@ async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> 
     Ok((findings, held))
 }
 
-async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding> {
-    let subscriptions: Vec<Subscription> = settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
+async fn broker_findings(broker: &AnyBroker, settings: &Settings, held: &[DeadMessage]) -> Vec<Finding> {
+    let mut subscriptions: Vec<Subscription> =
+        settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
+    let is_configured = |topic: &String| settings.consumer.iter().any(|consumer| consumer.topics.contains(topic));
+    let held: Vec<&DeadMessage> = held.iter().filter(|first| !is_configured(&first.topic)).collect();
+    // Only Kafka has topics that must be made before anybody subscribes to them.
+    let is_kafka = broker.name() == "kafka";
+    if is_kafka && !held.is_empty() {
+        let topics = held.iter().map(|first| first.topic.clone()).collect();
+        subscriptions.push(Subscription::new(NOBODY, topics));
+    }
+    let of_nobody = format!("kafka group {NOBODY}");
     let name = redact(&settings.broker.url.0);
-    match broker.check(&subscriptions).await {
+    let mut findings: Vec<Finding> = match broker.check(&subscriptions).await {
         Ok(found) => found
             .into_iter()
+            .filter(|finding| finding.name != of_nobody)
             .map(|finding| Finding {
                 severity: match &finding {
                     BrokerFinding { refused: true, .. } => Severity::Refused,
@@ -172,35 +181,25 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding
             })
             .collect(),
         Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
+    };
+    if !is_kafka {
+        findings.extend(held.into_iter().map(|first| held_topic(first, broker, settings)));
     }
+    findings
 }
 
-/// What to do for topics that the outbox holds messages for. The topics of configured consumers
-/// were looked at already.
-async fn held_topics(broker: &AnyBroker, settings: &Settings, held: &[DeadMessage]) -> Vec<Finding> {
-    let is_configured = |topic: &String| settings.consumer.iter().any(|consumer| consumer.topics.contains(topic));
-    let held: Vec<&DeadMessage> = held.iter().filter(|first| !is_configured(&first.topic)).collect();
-    let mut remedies = HashMap::new();
-    if broker.name() == "kafka" && !held.is_empty() {
-        // Only Kafka has topics that nobody makes by subscribing to them. No group of this name is
-        // joined or made; what is said of it is left out.
-        let topics = held.iter().map(|first| first.topic.clone()).collect();
-        let found = broker.check(&[Subscription::new("oncebox-doctor", topics)]).await.unwrap_or_default();
-        remedies.extend(found.into_iter().filter_map(|found| Some((found.name, found.remedy?))));
-    }
-    let finding = |first: &&DeadMessage| {
-        let DeadMessage { topic, reason, number, behind, .. } = *first;
-        let detail = format!("{number} is held for it and {behind} messages behind: {reason}");
-        let remedy = remedies.remove(&format!("kafka topic {topic}")).unwrap_or_else(|| match broker.name() {
-            "rabbitmq" => {
-                let exchange = &settings.broker.rabbitmq.exchange;
-                format!("start its consumer, or bind a queue to exchange `{exchange}` with routing key `{topic}`")
-            }
-            _ => "mend what is said; the publisher tries it again by itself".to_owned(),
-        });
-        Finding::warning(format!("outbox: topic {topic}"), detail, remedy)
+/// A topic for which the outbox holds messages, and how it can be sent to.
+fn held_topic(first: &DeadMessage, broker: &AnyBroker, settings: &Settings) -> Finding {
+    let DeadMessage { topic, reason, number, behind, .. } = first;
+    let detail = format!("{number} is held for it, with {behind} behind: {reason}");
+    let remedy = match broker.name() {
+        "rabbitmq" => {
+            let exchange = &settings.broker.rabbitmq.exchange;
+            format!("start its consumer, or bind a queue to exchange `{exchange}` with routing key `{topic}`")
+        }
+        _ => "mend what its reason names; the publisher tries it again by itself".to_owned(),
     };
-    held.iter().map(finding).collect()
+    Finding::warning(format!("outbox: topic {topic}"), detail, remedy)
 }
 
 /// Whether every live process can read the fingerprints that the others write (O21).

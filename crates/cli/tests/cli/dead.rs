@@ -366,6 +366,52 @@ fn a_message_is_not_discarded_on_a_terminal_without_a_question() {
     assert!(listed(&place, &[]).is_empty());
 }
 
+/// Shown by: a list without a limit; counting what is stuck of what is shown alone.
+#[test]
+fn consumers_and_status_show_as_many_as_the_limit_and_say_that_there_are_more() {
+    let place = Place::migrated();
+    place.sql(
+        "insert into oncebox_consumer (name, id_rule, registered_at, seen_at)
+         with recursive n (i) as (select 1 union all select i + 1 from n where i < 103)
+         select printf('consumer-%03d', i), 'envelope', 0, 0 from n",
+    );
+    for (command, hints) in [
+        (&["consumers", "list"][..], &["3 more consumers; see `--limit`"][..]),
+        (&["status"], &["3 more consumers", "4 more things are stuck", "--limit"]),
+    ] {
+        let json = [command, &["--output", "json"]].concat();
+        let shown = place.oncebox(&json).run();
+        assert!(hints.iter().all(|hint| shown.stderr.contains(hint)), "{hints:?} in {}", shown.stderr);
+        assert_eq!(shown.json()["consumers"].as_array().unwrap().len(), 100, "{command:?}");
+        let people = place.oncebox(&[command, &["--limit", "200"]].concat()).run();
+        assert!(!people.stderr.contains("more") && people.ok().contains("consumer-103"), "{command:?}");
+        assert!(!place.oncebox(&[command, &["--limit", "2"]].concat()).run().ok().contains("consumer-003"));
+    }
+}
+
+/// Shown by: replacing the bytes that are no text; taking an empty file for a payload.
+#[test]
+fn a_payload_that_is_no_text_is_shown_whole_written_to_a_file_and_given_back() {
+    let place = Place::migrated();
+    dead_in_the_outbox(&place, 1, "-1 hour");
+    place.sql("update oncebox_outbox_dead set payload = x'00ff10'");
+    let show = |more: &[&str]| place.oncebox(&[&["dead", "show", "o1"], more].concat()).run();
+    let shown = show(&["--output", "json"]).json();
+    assert_eq!((&shown["payload_base64"], &shown["payload"]), (&json!("AP8Q"), &Value::Null));
+    assert!(show(&[]).ok().contains("3 bytes that are no UTF-8; --payload-to FILE writes them"));
+    let file = place.path().join("payload").display().to_string();
+    assert!(show(&["--payload-to", &file]).ok().contains(&file));
+    assert_eq!(std::fs::read(&file).unwrap(), [0, 0xff, 0x10]);
+    let redrive = |more: &[&str]| place.oncebox(&[&["dead", "redrive", "o1", "--why", "x"], more].concat()).run();
+    let empty = place.file("empty", "").display().to_string();
+    redrive(&["--payload", &empty]).fails(2, &["empty; where the message is meant", "--empty-payload"]);
+    redrive(&["--payload", &file]).ok();
+    assert_eq!(place.column("select hex(payload) from oncebox_outbox_dead"), ["00FF10"]);
+    dead_in_the_outbox(&place, 2, "-1 hour");
+    place.oncebox(&["dead", "redrive", "o2", "--empty-payload", "--why", "x"]).run().ok();
+    assert_eq!(place.column("select hex(payload) from oncebox_outbox_dead where position = 2"), [""]);
+}
+
 /// Shown by forgetting whoever is named: a consumer that runs would handle everything again.
 #[test]
 fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_is_not() {
