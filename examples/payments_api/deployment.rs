@@ -69,7 +69,9 @@ fn directory() -> Result<PathBuf, AppError> {
     let places = [named("XDG_STATE_HOME"), home, Some(std::env::temp_dir())].into_iter().flatten();
     let mut places = places.map(|place| place.join("payments_api"));
     places.find(|place| std::fs::create_dir_all(place).is_ok()).ok_or_else(|| {
-        AppError::failed("no directory can be made to remember the deployment in: set XDG_STATE_HOME, or give --deployment")
+        AppError::failed(
+            "no directory can be made to remember the deployment in: set XDG_STATE_HOME, or give --deployment",
+        )
     })
 }
 
@@ -77,7 +79,8 @@ fn directory() -> Result<PathBuf, AppError> {
 fn name(url: &str) -> String {
     let shown = oncebox::error::redact(url);
     // The same name in another directory is another database.
-    let file = shown.strip_prefix("sqlite:").map(|file| file.trim_start_matches("//").split('?').next().unwrap_or(file));
+    let file =
+        shown.strip_prefix("sqlite:").map(|file| file.trim_start_matches("//").split('?').next().unwrap_or(file));
     let whole = file.and_then(|file| std::fs::canonicalize(file).ok()).map(|file| file.display().to_string());
     oncebox::message::identity("payments_api", &whole.unwrap_or(shown)).uuid().to_string()
 }

@@ -333,7 +333,8 @@ async fn the_example_charges_only_where_its_machine_knows_the_database() {
     let third = Service::ready(Service::begin_on(&here, &url, &flags)).await;
     assert!(third.post("/charges", K2, &payment(5, "order-2")).await.status != 503);
     drop((one, two, third));
-    let files: Vec<_> = std::fs::read_dir(here.join("payments_api")).unwrap().map(|file| file.unwrap().path()).collect();
+    let files: Vec<_> =
+        std::fs::read_dir(here.join("payments_api")).unwrap().map(|file| file.unwrap().path()).collect();
     assert_eq!(files.len(), 1, "{files:?}");
 
     let store = SqliteStore::connect(&StoreOptions::new(url.clone())).await.unwrap();

@@ -2,8 +2,8 @@
 
 use comfy_table::{ContentArrangement, Table, presets};
 
-pub(super) use oncebox::app::{CommonArgs, run};
 use oncebox::app::{AppError, say};
+pub(super) use oncebox::app::{CommonArgs, run};
 
 /// Prints a line of data to stdout. If that fails, the command returns the error.
 macro_rules! data {

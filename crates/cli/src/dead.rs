@@ -238,8 +238,7 @@ fn identity_of(id: &str, source: Option<&str>) -> Uuid {
 /// Reads a payload. An empty file is more often a mistake than a payload of no bytes.
 fn read_payload(file: &Path) -> Result<Vec<u8>, AppError> {
     let payload = std::fs::read(file);
-    let payload =
-        payload.map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))?;
+    let payload = payload.map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))?;
     if payload.is_empty() {
         let why = "is empty; where the message is meant to have no payload, give --empty-payload";
         return Err(AppError::usage(format!("{} {why}", file.display())));
@@ -292,12 +291,7 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
     Ok(())
 }
 
-async fn show<S: Store>(
-    store: &S,
-    number: &str,
-    payload_to: Option<&Path>,
-    output: Output,
-) -> Result<(), AppError> {
+async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, output: Output) -> Result<(), AppError> {
     let found = store.dead(&by_number(number)).await?.into_iter().next();
     let message = found.ok_or_else(|| unknown(number))?;
     if let Some(file) = payload_to {

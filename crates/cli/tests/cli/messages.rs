@@ -129,7 +129,8 @@ fn one_payment_under_two_message_ids_is_booked_once_by_the_ledger_to_copy() {
     });
     let on_mariadb = mariadb.as_ref().map(|database| {
         let values = format!("'payments', 'acc-7', 'payment.created', '{body}', null, null, null, @id");
-        let (config, enqueue) = (handler(&sql.replace(nothing, of_mariadb)), format!("call oncebox_enqueue_p({values})"));
+        let (config, enqueue) =
+            (handler(&sql.replace(nothing, of_mariadb)), format!("call oncebox_enqueue_p({values})"));
         (Some(database.url.as_str()), table.to_owned(), config, enqueue)
     });
     let on_sqlite = (None, table.to_owned(), handler(sql), of_sqlite);
