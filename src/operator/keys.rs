@@ -329,7 +329,7 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 /// Duty: operating keys and operations.
 pub trait KeyOperator: Phases {
     /// The records that match, oldest claim first; each result has a record. It is quick with a
-    /// digest, a state without an outcome, or pages. With any other filter it reads the whole table.
+    /// digest, a state without an outcome, or pages; with any other filter it reads the whole.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
     /// The operations that match, with intents and evidence: first those that wait for an operator,
