@@ -94,7 +94,8 @@ async fn o2_a_guard_takes_back_what_it_cannot_answer_with_and_its_key_runs_again
     }
 }
 
-// Shown by: taking every such end for a rollback: the key runs again, and the effect is there twice.
+// Shown by: taking every such end for a rollback: the key runs again, and the effect is there
+// twice.
 async fn o2_a_guard_that_cannot_read_its_answer_does_not_free_a_key_whose_transaction_was_committed<S: Sql>(
     world: World<S>,
 ) {
@@ -118,7 +119,8 @@ async fn unguarded<S: Sql>(world: &World<S>, told: &'static str, gate: &Gate) ->
     serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put"
 }
 
-// Shown by: an empty body in place of the one that failed: the first client takes it for the answer.
+// Shown by: an empty body in place of the one that failed: the first client takes it for the
+// answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m68_an_answer_whose_body_fails_is_cut_off_and_leaves_a_tombstone() {
     let world = sqlite().await;
