@@ -30,8 +30,8 @@ select d.sequence from oncebox.waiting w join oncebox.waiting d on d.consumer_id
 
 const BURY: &str = "\
 update oncebox.waiting set state = 'dead', dead_at = {now}, reason = :reason, due_at = null, \
-       {pg: holds = lane_id is not null, }{my: dead_hash = content_hash, }claim = null \
- where sequence = :sequence and state = 'waiting' and (claim is null or due_at <= {now})";
+       {pg: holds = lane_id is not null, }{my: dead_hash = content_hash, }lease = null \
+ where sequence = :sequence and state = 'waiting' and (lease is null or due_at <= {now})";
 
 /// Writes a request, unless an earlier one is there: the first request is carried out.
 const REQUEST: &str = "\
@@ -64,7 +64,7 @@ const IS_SAME: &str = "\
 select content_hash = :hash from oncebox.inbox where consumer_id = :consumer and message_id = :message_id";
 
 const MAKE_DUE: &str = "\
-update oncebox.waiting set state = 'waiting', reason = null, dead_at = null, claim = null, attempts = 0, \
+update oncebox.waiting set state = 'waiting', reason = null, dead_at = null, lease = null, attempts = 0, \
        {pg: holds = false, }{my: dead_hash = null, lane_id = :lane, }{lite: blocks = lane_id is not null, }\
        due_at = {if is_head: {now}}{if is_behind: null} \
  where sequence = :sequence";
@@ -78,7 +78,7 @@ select sequence from oncebox.waiting {my: force index (waiting_lane)} \
  order by sequence limit 1";
 
 const NOT_DUE: &str = "\
-update oncebox.waiting set due_at = null where sequence = :sequence and state = 'waiting' and claim is null";
+update oncebox.waiting set due_at = null where sequence = :sequence and state = 'waiting' and lease is null";
 
 const DELETE: &str = "delete from oncebox.waiting where sequence = :sequence";
 
@@ -138,7 +138,7 @@ fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext)
     }
 }
 
-/// Makes a consumer's message dead. False where a process has its claim, or another copy is dead
+/// Makes a consumer's message dead. False where a process has its lease, or another copy is dead
 /// already.
 async fn bury(session: &mut dyn Session, texts: Texts, found: &FoundMessage) -> Result<bool, StoreError> {
     let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
