@@ -5,7 +5,7 @@ use super::trial::{Tx, due, effect, everything, message, new_entry, new_message,
 use super::{Connection, Fixture, Trial};
 use oncebox::error::{HandlerError, StoreError};
 use oncebox::message::Message;
-use oncebox::store::{Claim, Inbox, InboxEntry, ParkAs, Proof, Waiting};
+use oncebox::store::{Inbox, InboxEntry, ParkAs, Proof, RowLease, Waiting};
 
 const STATEMENTS: [&str; 9] =
     ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
@@ -26,11 +26,11 @@ async fn run<F: Fixture>(
         "park" => tx.park(&[parked(&message("other", "1"), ParkAs::Behind)]).await,
         "forget" => tx.forget(&[entry.id]).await,
         "finish" => {
-            // The claim uses another connection, which is not lost.
+            // The lease uses another connection, which is not lost.
             let consumer = trial.consumer("c").await;
-            let claim = Claim::new(super::trial::LEASE);
-            let claimed = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap().unwrap();
-            tx.finish(&[claimed]).await.map(drop)
+            let lease = RowLease::new(super::trial::LEASE);
+            let leased = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
+            tx.finish(&[leased]).await.map(drop)
         }
         "clear attempts" => tx.clear_attempts(&[entry.id]).await,
         "handler" => {
