@@ -19,7 +19,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) broker: Option<String>,
     /// The outside provider of /charges
-    #[arg(long, requires = "deployment")]
+    #[arg(long)]
     pub(crate) provider: Option<String>,
     /// Whether this process recovers unfinished operations by itself; `only`: that and carrying
     /// messages, and it serves nothing
@@ -38,9 +38,10 @@ pub(crate) struct Args {
     /// region, others everywhere
     #[arg(long)]
     pub(crate) region: Option<String>,
-    /// The id of this deployment: where the database has another one, as a clone for a test has,
-    /// nothing is sent to the provider. `database` takes the one that the database has, so that a
-    /// clone charges too: for trying things out
+    /// The id of this deployment: where the database has another one, nothing is sent to the
+    /// provider. Without it a database with operations is refused unless this machine knows it
+    /// from before its first one, so that a clone does not charge. `database` takes the one that
+    /// the database has, so that a clone charges too: for trying things out
     #[arg(long, value_name = "ID|database", value_parser = deployment)]
     pub(crate) deployment: Option<Deployment>,
     /// Stops at a point and says so on stderr, for tests that kill it there
@@ -67,14 +68,6 @@ pub(crate) enum Switch {
 }
 
 impl Args {
-    /// The deployment that this service belongs to, beside that of the database.
-    pub(crate) fn deployment_of(&self, database: uuid::Uuid) -> uuid::Uuid {
-        match self.deployment {
-            Some(Deployment::Id(deployment)) => deployment,
-            Some(Deployment::Database) | None => database,
-        }
-    }
-
     /// The route of an operation: the engine's defaults with the times of the command line.
     pub(crate) fn route(&self, mode: Mode) -> Route {
         let lease = Duration::from_secs_f64(self.lease.max(0.1));

@@ -17,6 +17,7 @@ mod books;
 mod cards;
 mod charge_rows;
 mod charges;
+mod deployment;
 mod notes;
 #[cfg(feature = "openapi")]
 mod openapi;

@@ -28,6 +28,7 @@ use crate::args::{Args, Switch};
 use crate::books::Books;
 use crate::cards::Cards;
 use crate::charges::{Charges, NewCharge};
+use crate::deployment::Found;
 use crate::payments::NewPayment;
 use crate::{accounts, charges, notes, payments};
 
@@ -57,7 +58,8 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     if args.recovery == Switch::Only {
         return recover_only::<S>(args).await;
     }
-    let (store, deployment): (S, _) = open(&args.database).await?;
+    let (store, found): (S, _) = open(&args.database).await?;
+    let deployment = found.ours(&args)?;
     let health = Health::default();
     let mut engine = Engine::builder(store.clone()).health(health.clone());
     if let Some(here) = &args.region {
@@ -66,7 +68,7 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     let engine = engine.build();
     let payment = Endpoint::typed::<NewPayment>(args.route(Mode::Transactional)).served_at("POST", "/payments");
     let payments = TypedOperation::new(&engine, payment).map_err(failed)?;
-    let charges = Arc::new(charges(&args, args.deployment_of(deployment), &engine)?);
+    let charges = Arc::new(charges(&args, deployment, &engine)?);
     let phased = charges.phased.clone();
     let app = App { store: store.clone(), engine: engine.clone(), payments, charges, health, metrics };
     let router = routes(app, &args)?;
@@ -128,7 +130,7 @@ async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
     settings.broker.kafka.create_topics = true;
     let phased = async |store: S| {
         let engine = Engine::builder(store.clone()).build();
-        let deployment = args.deployment_of(store.deployment().await?);
+        let deployment = Found::read(&store).await?.ours(&args)?;
         let charges = charges(&args, deployment, &engine)?;
         charges.phased.ok_or_else(|| AppError::usage("--recovery only needs --provider"))
     };
@@ -227,9 +229,9 @@ async fn show_metrics<S: Books>(State(app): State<App<S>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }
 
-/// Connects, makes the tables, and reads the id of the deployment. Of two that start at once one
+/// Connects, makes the tables, and reads whose deployment it is. Of two that start at once one
 /// makes the tables; the other one tries again, and so does one whose connection is lost.
-async fn open<S: Books>(url: &str) -> Result<(S, Uuid), AppError> {
+async fn open<S: Books>(url: &str) -> Result<(S, Found), AppError> {
     let options = StoreOptions { create: true, ..StoreOptions::new(url) };
     let deadline = tokio::time::Instant::now() + TABLES_WITHIN;
     loop {
@@ -247,13 +249,13 @@ fn fastrand_millis() -> u64 {
     100 + u64::from(Uuid::now_v7().as_bytes()[15])
 }
 
-async fn make<S: Books>(options: &StoreOptions) -> Result<(S, Uuid), StoreError> {
+async fn make<S: Books>(options: &StoreOptions) -> Result<(S, Found), StoreError> {
     let store = S::connect(options).await?;
     store.migrate().await?;
     store.make_tables().await?;
     store.make_charges().await?;
-    let deployment = store.deployment().await?;
-    Ok((store, deployment))
+    let found = Found::read(&store).await?;
+    Ok((store, found))
 }
 
 /// The relay, in the same process.

@@ -25,18 +25,25 @@ impl Drop for Service {
 
 impl Service {
     pub(crate) fn begin(database: &str, flags: &[&str]) -> Child {
-        Self::begins(database, flags, Stdio::inherit())
+        Self::command(database, flags).spawn().unwrap()
     }
 
     /// With what it says on stderr in a file.
     pub(crate) fn begin_logged(database: &str, flags: &[&str], log: &Path) -> Child {
-        Self::begins(database, flags, File::create(log).unwrap().into())
+        Self::command(database, flags).stderr(File::create(log).unwrap()).spawn().unwrap()
     }
 
-    fn begins(database: &str, flags: &[&str], stderr: Stdio) -> Child {
+    /// On a machine whose state is in this directory, with what it says on stderr in a file of it.
+    pub(crate) fn begin_on(machine: &Path, database: &str, flags: &[&str]) -> Child {
+        let mut command = Self::command(database, flags);
+        command.env("XDG_STATE_HOME", machine).stderr(File::create(machine.join("log")).unwrap()).spawn().unwrap()
+    }
+
+    fn command(database: &str, flags: &[&str]) -> Command {
         let mut command = Command::new(example("payments_api"));
         command.args(["--listen", "127.0.0.1:0", "--database", database]).args(flags);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).spawn().unwrap()
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        command
     }
 
     pub(crate) async fn ready(mut child: Child) -> Self {

@@ -305,16 +305,59 @@ fn file(directory: &tempfile::TempDir) -> String {
     format!("sqlite://{}", directory.path().join("payments.db").display())
 }
 
-// A clone of the database must not charge (O22). Shown by: taking the deployment of the database
-// where none is named.
+// A clone of the database must not charge (O22), and the documented command line has no deployment.
+// Shown by: taking the deployment of the database where none is named; remembering whatever is
+// there; looking for the file before the operations.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_example_charges_only_where_its_deployment_is_named() {
+async fn the_example_charges_only_where_its_machine_knows_the_database() {
     let directory = tempfile::tempdir().unwrap();
-    let log = directory.path().join("log");
-    let mut child = Service::begin_logged(&file(&directory), &["--provider", NOBODY], &log);
-    let status = tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap();
-    let said = std::fs::read_to_string(&log).unwrap();
-    assert!(status.code() == Some(2) && said.contains("--deployment"), "{status}: {said}");
+    let machine = |name: &str| {
+        let machine = directory.path().join(name);
+        std::fs::create_dir_all(&machine).unwrap();
+        machine
+    };
+    let (here, elsewhere, url) = (machine("here"), machine("elsewhere"), file(&directory));
+    let flags = ["--provider", NOBODY, "--recovery", "off", "--charge-budget", "0.1"];
+    let refused = async |machine: &std::path::Path, url: &str, words: &[&str]| {
+        let mut child = Service::begin_on(machine, url, &flags);
+        let status = tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap();
+        let said = std::fs::read_to_string(machine.join("log")).unwrap();
+        assert!(status.code() == Some(4) && words.iter().all(|word| said.contains(word)), "{status}: {said}");
+    };
+    // Two at once on a database that is not there yet; then one that is there again.
+    let begun = [Service::begin_on(&here, &url, &flags), Service::begin_on(&here, &url, &flags)];
+    let [one, two] = begun.map(Service::ready);
+    let (one, two) = (one.await, two.await);
+    let begun = one.post("/charges", K1, &payment(5, "order-1")).await;
+    assert!(begun.status == 202 || begun.status == 409, "{begun:?}");
+    let third = Service::ready(Service::begin_on(&here, &url, &flags)).await;
+    assert!(third.post("/charges", K2, &payment(5, "order-2")).await.status != 503);
+    drop((one, two, third));
+    let files: Vec<_> =
+        std::fs::read_dir(here.join("payments_api")).unwrap().map(|file| file.unwrap().path()).collect();
+    assert_eq!(files.len(), 1, "{files:?}");
+
+    let store = SqliteStore::connect(&StoreOptions::new(url.clone())).await.unwrap();
+    let id = store.deployment().await.unwrap().to_string();
+    store.close().await;
+    let words = [id.as_str(), "--deployment", "is not there"];
+    refused(&elsewhere, &url, &words).await;
+    let clone = url.replace("payments.db", "clone.db");
+    let mut connection = sqlx::SqliteConnection::connect(&url).await.unwrap();
+    let path = clone.trim_start_matches("sqlite://").to_owned();
+    sqlx::query("vacuum into ?").bind(path).execute(&mut connection).await.unwrap();
+    refused(&here, &clone, &words).await;
+    for named in [&id, "database"] {
+        let flags = [&flags[..], &["--deployment", named]].concat();
+        Service::ready(Service::begin_on(&elsewhere, &clone, &flags)).await.kill();
+    }
+    // Another one was restored under the URL.
+    sqlx::query("update oncebox_deployment set deployment_id = randomblob(16)").execute(&mut connection).await.unwrap();
+    refused(&here, &url, &["--deployment", &format!("says {id}")]).await;
+    // A database that is made anew has no operation that a clone could send again.
+    connection.close().await.unwrap();
+    std::fs::remove_file(url.trim_start_matches("sqlite://")).unwrap();
+    Service::ready(Service::begin_on(&here, &url, &flags)).await.kill();
 }
 
 // No phase runs where an operator ends an operation, so no phase says it to the charge. Shown by: a
