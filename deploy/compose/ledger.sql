@@ -5,5 +5,8 @@ create table ledger_entry (
     source_payment_id text        not null,
     account_id        text        not null,
     amount_minor      bigint      not null,
-    created_at        timestamptz not null default now()
+    created_at        timestamptz not null default now(),
+    -- The same payment under a second message id (enqueued again, or `oncebox dead redrive --new-id`) is a new message to the
+    -- inbox; this key keeps it from being booked twice.
+    unique (entry_type, source_payment_id)
 );

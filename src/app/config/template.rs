@@ -157,7 +157,9 @@ const CONSUMER: &str = r#"
 # [[consumer.on]]
 # kind    = "payment.created"  # absent: every kind
 # handler = "sql"              # statements in the inbox transaction; values are bound, never spliced
-# sql     = ["insert into ledger_entry (entry_type, source_payment_id, account_id, amount_minor) values ('payment', :payment, :account, :amount)"]
+#   # A unique key (entry_type, source_payment_id) keeps one entry for each payment, also where it comes under a second message id.
+#   # On MariaDB and MySQL write `on duplicate key update entry_type = entry_type` for `on conflict do nothing`.
+# sql     = ["insert into ledger_entry (entry_type, source_payment_id, account_id, amount_minor) values ('payment', :payment, :account, :amount) on conflict do nothing"]
 # params  = { payment = "/paymentId", account = "/accountId", amount = "/amountMinor" }  # JSON pointers; also @id @key @kind @topic @time @payload @header:NAME
 # optional = []                # parameters that are null where their source is missing
 "#;

@@ -185,7 +185,8 @@ async fn make_tables<S: Tables>(store: &S, stage: &Stage) -> Result<(), AppError
             "create table {payments} (payment_id varchar(64) primary key, message_id varchar(36) not null, {columns})"
         ))
         .await?;
-    // The table has no unique key, so that only the inbox prevents a second entry.
+    // The table has no unique key, so that only the inbox prevents a second entry. A ledger of
+    // one's own has one: `deploy/compose/ledger.sql`.
     let ledger = stage.names.ledger();
     store.run(&format!("create table {ledger} ({}, payment_id varchar(64) not null, {columns})", S::ENTRY_ID)).await
 }

@@ -3,7 +3,10 @@
 
 use serde_json::Value;
 
+use crate::database::Database;
 use crate::kit::{CONSUMER_OF_PAYMENTS, Place, eventually, payment};
+use crate::readme::read;
+use crate::support::service;
 
 /// The dead messages, as `dead list` shows them.
 fn dead(place: &Place) -> Vec<Value> {
@@ -92,6 +95,59 @@ fn a_header_key_or_kind_that_is_missing_is_named_and_an_optional_one_is_null() {
     let rows =
         place.column("select account_id || ' ' || payment_id from ledger_entry where amount_minor is null order by 1");
     assert_eq!(rows, ["m-2 of-header", "m-2 of-key", "m-2 of-kind"]);
+}
+
+/// The ledger that is there to be copied: the table and the handler of the compose file on
+/// PostgreSQL, those of the template elsewhere, with the words that it names for MariaDB (M92).
+///
+/// Shown to fail: without the unique key two entries; without the words for it the second message
+/// is tried again and again.
+#[test]
+fn one_payment_under_two_message_ids_is_booked_once_by_the_ledger_to_copy() {
+    let test = "one_payment_under_two_message_ids_is_booked_once_by_the_ledger_to_copy";
+    let body = payment("pay_1");
+    let template = read("config.example.toml");
+    let sql = template.lines().find_map(|line| line.strip_prefix("# sql     = ")).unwrap();
+    let params = template.lines().find_map(|line| line.strip_prefix("# params  = ")).unwrap();
+    let table = "create table ledger_entry (entry_type varchar(16) not null, source_payment_id varchar(64) not null,
+        account_id varchar(64) not null, amount_minor bigint not null, unique (entry_type, source_payment_id))";
+    let handler = |sql: &str| {
+        let on = "[[consumer.on]]\nkind = 'payment.created'\nhandler = 'sql'";
+        format!("{CONSUMER_OF_PAYMENTS}{on}\nsql = {sql}\nparams = {params}\n")
+    };
+    let (nothing, of_mariadb) = ("on conflict do nothing", "on duplicate key update entry_type = entry_type");
+    assert!(sql.contains(nothing) && template.contains(of_mariadb), "{sql}");
+    let databases = ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"].map(|name| service(test, name));
+    let [postgres, mariadb] = databases.map(|server| server.map(|server| Database::on(&server)));
+    let of_sqlite = format!(
+        "insert into oncebox_outbox (topic, key, kind, payload) values ('payments', 'acc-7', 'payment.created', '{body}')"
+    );
+    let on_postgres = postgres.as_ref().map(|database| {
+        let enqueue = format!("select oncebox.enqueue('payments', 'payment.created', '{body}'::text, 'acc-7')");
+        let (table, config) = (read("deploy/compose/ledger.sql"), read("deploy/compose/consumer.toml"));
+        (Some(database.url.as_str()), table, config, enqueue)
+    });
+    let on_mariadb = mariadb.as_ref().map(|database| {
+        let values = format!("'payments', 'acc-7', 'payment.created', '{body}', null, null, null, @id");
+        let (config, enqueue) =
+            (handler(&sql.replace(nothing, of_mariadb)), format!("call oncebox_enqueue_p({values})"));
+        (Some(database.url.as_str()), table.to_owned(), config, enqueue)
+    });
+    let on_sqlite = (None, table.to_owned(), handler(sql), of_sqlite);
+    for (url, table, config, enqueue) in [Some(on_sqlite), on_postgres, on_mariadb].into_iter().flatten() {
+        let place = Place::on(url, None);
+        place.oncebox(&["migrate", "up"]).run().ok();
+        place.sql(&table);
+        let config = place.config(&config);
+        for _ in 0..2 {
+            place.sql(&enqueue);
+        }
+        place.publish();
+        place.consume(&config).ok();
+        assert_eq!(place.column("select source_payment_id from ledger_entry"), ["pay_1"], "{config}");
+        let left = place.oncebox(&["dead", "list", "--output", "json"]).run().json();
+        assert_eq!(left["dead"], serde_json::json!([]), "both are handled");
+    }
 }
 
 /// An error of the statement may pass, so it is tried again first; at last the database's own words
