@@ -29,6 +29,8 @@ pub use exit::{AppError, Exit};
 pub use listen::listen;
 pub use logging::{LogFormat, say, speak, start_logging};
 pub use program::{COMMON_OPTIONS, CommonArgs, run};
-pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher};
+pub use programs::{
+    ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher,
+};
 pub use publisher::{run_publisher, run_publisher_with};
 pub use signals::stop_on_signals;

@@ -6,7 +6,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
 use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
-use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, speak};
+use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, program_commands, speak};
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
@@ -70,6 +70,9 @@ enum Command {
     Completions {
         /// The shell that the script is for
         shell: clap_complete::Shell,
+        /// The program that the script is for
+        #[arg(default_value = "oncebox", value_parser = ["oncebox", "publisher", "consumer"])]
+        program: String,
     },
     /// A program in this binary: `cargo run` builds only one
     #[command(hide = true, subcommand)]
@@ -115,9 +118,11 @@ impl OnceboxArgs {
             Command::Operations(command) => operations::run(&command, &self.common, self.output).await,
             #[cfg(feature = "email")]
             Command::Sender(args) => super::sender::run(&args, &self.common).await,
-            Command::Completions { shell } => {
+            Command::Completions { shell, program } => {
                 let mut script = Vec::new();
-                clap_complete::generate(shell, &mut Self::command(), "oncebox", &mut script);
+                let mut programs = program_commands().into_iter();
+                let mut command = programs.find(|one| one.get_name() == program).unwrap_or_else(Self::command);
+                clap_complete::generate(shell, &mut command, program, &mut script);
                 data!("{}", String::from_utf8_lossy(&script).trim_end());
                 Ok(())
             }

@@ -120,12 +120,21 @@ fn completions_know_every_command_and_bash_reads_its_own() {
             assert!(script.contains(name.as_str()), "{shell} does not know {name}");
         }
         assert!(script.contains("--until-empty") || script.contains("until-empty"), "{shell}");
-        // Each shell judges its own, where it is there.
-        let Ok(mut reader) = Command::new(shell).arg("-n").stdin(Stdio::piped()).stderr(Stdio::piped()).spawn() else {
-            continue;
-        };
-        reader.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
-        let judged = reader.wait_with_output().unwrap();
-        assert!(judged.status.success() && judged.stderr.is_empty(), "{shell}: {judged:?}");
+        judge(shell, &script);
+        for (program, flag) in [("publisher", "until-empty"), ("consumer", "until-idle")] {
+            let script = Program::new(ONCEBOX, &["completions", shell, program]).run().ok();
+            assert!(script.contains(program) && script.contains(flag) && !script.contains("redrive"), "{shell}");
+            judge(shell, &script);
+        }
     }
+}
+
+/// Each shell judges its own script, where it is there.
+fn judge(shell: &str, script: &str) {
+    let Ok(mut reader) = Command::new(shell).arg("-n").stdin(Stdio::piped()).stderr(Stdio::piped()).spawn() else {
+        return;
+    };
+    reader.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+    let judged = reader.wait_with_output().unwrap();
+    assert!(judged.status.success() && judged.stderr.is_empty(), "{shell}: {judged:?}");
 }
