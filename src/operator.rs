@@ -139,9 +139,9 @@ impl DeadState {
 pub struct DeadFilter {
     /// Only in these states; empty means dead.
     pub states: Vec<DeadState>,
-    /// Only the message with the number that `dead list` shows: `o17` (outbox position) or `c9`
-    /// (consumer row).
-    pub number: Option<String>,
+    /// Only messages with one of these numbers, as `dead list` shows them: `o17` (outbox position)
+    /// or `c9` (consumer row); empty: any.
+    pub numbers: Vec<String>,
     /// Only with this message id.
     pub message_id: Option<Uuid>,
     /// Only of this topic.
@@ -478,6 +478,15 @@ pub trait Operator: Debug + Send + Sync {
 
     /// Messages that could not be sent or handled, oldest first.
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError>;
+
+    /// The numbers of all messages that match, oldest first, whatever the limit of the filter is.
+    /// Left out is what has a request of an operator already. So an act on very many is done some
+    /// at a time, on those that were there when it began.
+    async fn dead_numbers(&self, filter: &DeadFilter) -> Result<Vec<String>, StoreError>;
+
+    /// For each topic that cannot be sent to, the first message that the outbox holds for it; at
+    /// most this many.
+    async fn held_topics(&self, limit: usize) -> Result<Vec<DeadMessage>, StoreError>;
 
     /// Repairs positions that the relay would never read: a sequence that is behind the cursor is
     /// set above it, and messages at positions that the relay has passed are put before it again,

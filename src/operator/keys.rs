@@ -43,9 +43,10 @@ pub struct KeyFilter {
     pub state: Option<State>,
     /// Only claimed longer ago than this.
     pub older_than: Option<Duration>,
-    /// Only those that can be purged: they have an outcome and no intent, and no late run succeeded
-    /// against that outcome.
+    /// Only what can be purged: it has an outcome, no intent, and no late success against it.
     pub forgettable: bool,
+    /// Only digests above this one, in their order: for pages, of which the first has it empty.
+    pub after: Option<Vec<u8>>,
     /// At most this many.
     pub limit: u32,
 }
@@ -87,8 +88,7 @@ pub struct FoundOperations {
 }
 
 impl FoundOperations {
-    /// Adds the operation that was read under this id. One that cannot be read does not hide the
-    /// others.
+    /// Adds the operation that was read under this id; one that cannot be read hides no other.
     pub(crate) fn add(
         &mut self,
         id: Uuid,
@@ -329,7 +329,7 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 /// Duty: operating keys and operations.
 pub trait KeyOperator: Phases {
     /// The records that match, oldest claim first; each result has a record. It is quick with a
-    /// digest or with a state without an outcome. With any other filter it reads the whole table.
+    /// digest, a state without an outcome, or pages; with any other filter it reads the whole.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
     /// The operations that match, with intents and evidence: first those that wait for an operator,

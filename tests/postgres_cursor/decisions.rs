@@ -30,7 +30,7 @@ async fn r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided() {
         diverted.extend([2, 3, 4, 5].map(|n| (at[n], dead(true))));
         session.checkpoint(Mark { through: Some(batch.batch), diverted, ..Mark::default() }).await.unwrap();
         let act = async |position: i64, act: OperatorAct| {
-            let filter = DeadFilter { number: Some(format!("o{position}")), ..DeadFilter::default() };
+            let filter = DeadFilter { numbers: vec![format!("o{position}")], ..DeadFilter::default() };
             let context = ActContext { actor: "ann".into(), reason: "r".into(), dry_run: false, redrive_age_max: None };
             assert_eq!(database.store.act(&filter, &act, &context).await.unwrap().numbers.len(), 1);
         };

@@ -2,7 +2,7 @@
 
 use comfy_table::{ContentArrangement, Table, presets};
 
-use oncebox::app::AppError;
+use oncebox::app::{AppError, say};
 pub(super) use oncebox::app::{CommonArgs, run};
 
 /// Prints a line of data to stdout. If that fails, the command returns the error.
@@ -30,6 +30,14 @@ pub(super) enum Output {
     Table,
     /// For machines, as JSON
     Json,
+}
+
+/// Shortens a list that is whole to its limit, and says how many were left out.
+pub(super) fn bound<T>(list: &mut Vec<T>, limit: usize, of: &str) {
+    if list.len() > limit {
+        say("INFO", &format!("hint: {} more {of}; see `--limit`", list.len() - limit));
+        list.truncate(limit);
+    }
 }
 
 /// A table for people: on a terminal long cells are wrapped, elsewhere every row is one line.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Subcommand;
 
 use super::act::{Act, refused, to_json};
-use super::common::{CommonArgs, Output, table};
+use super::common::{CommonArgs, Output, bound, table};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema};
 use oncebox::store::{ConsumerStatus, Store};
@@ -15,7 +15,11 @@ use oncebox::store::{ConsumerStatus, Store};
 #[derive(Debug, Subcommand)]
 pub(super) enum ConsumersCommand {
     /// List the consumers that ever started here, and when each was last there
-    List,
+    List {
+        /// At most this many
+        #[arg(long, default_value_t = 100)]
+        limit: usize,
+    },
     /// Forget one that is gone, with its waiting, held and dead messages and what its inbox
     /// remembers
     Forget {
@@ -39,20 +43,21 @@ async fn on<S: Store>(
 ) -> Result<(), AppError> {
     require_schema(&store, settings).await?;
     let done = match command {
-        ConsumersCommand::List => list(&store.status().await?.consumers, output),
+        ConsumersCommand::List { limit } => list(store.status().await?.consumers, *limit, output),
         ConsumersCommand::Forget { name, act } => forget(&store, name, act, output).await,
     };
     store.close().await;
     done
 }
 
-fn list(consumers: &[ConsumerStatus], output: Output) -> Result<(), AppError> {
+fn list(mut consumers: Vec<ConsumerStatus>, limit: usize, output: Output) -> Result<(), AppError> {
+    bound(&mut consumers, limit, "consumers");
     if output == Output::Json {
         data!("{}", to_json(&serde_json::json!({ "consumers": consumers }))?);
         return Ok(());
     }
     let mut table = table(["consumer", "last seen", "inbox rows", "waiting", "held", "dead"]);
-    for consumer in consumers {
+    for consumer in &consumers {
         table.add_row([
             consumer.name.clone(),
             seen(consumer),

@@ -1,20 +1,28 @@
 //! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed,
 //! shown, redriven, discarded. Every act has a reason and leaves an audit row.
 
-use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
 use super::act::{Act, refused, to_json};
 use super::common::{CommonArgs, Output, table};
+use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema, say};
 use oncebox::message::identity;
 use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, OperatorAct, Store};
+
+/// How many messages one transaction of an act concerns.
+const BATCH: usize = 100;
+/// How many a list shows, and how many a filter without `--all` acts on.
+const LIMIT: usize = 100;
 
 /// What to do with dead messages.
 #[derive(Debug, Subcommand)]
@@ -32,6 +40,9 @@ pub(crate) enum DeadCommand {
         /// The number that `dead list` shows: o17 (outbox) or c9 (consumer)
         #[arg(value_parser = number)]
         number: String,
+        /// Write the payload to this file, byte for byte, and not to stdout
+        #[arg(long, value_name = "FILE")]
+        payload_to: Option<PathBuf>,
     },
     /// Send or handle messages again now, under the same id: an inbox still knows its copies
     Redrive {
@@ -53,6 +64,9 @@ pub(crate) enum DeadCommand {
         /// With the bytes of this file as payload; implies --new-id
         #[arg(long, value_name = "FILE")]
         payload: Option<PathBuf>,
+        /// With a payload of no bytes; implies --new-id
+        #[arg(long, conflicts_with = "payload")]
+        empty_payload: bool,
     },
     /// No more tries for a message of a consumer that waits: it is dead until you do something else
     /// with it
@@ -123,9 +137,9 @@ pub(crate) struct Filter {
     /// Only with this reason
     #[arg(long)]
     reason: Option<String>,
-    /// At most this many
-    #[arg(long, default_value_t = 100)]
-    limit: usize,
+    /// At most this many; 100 unless it is an act on `--all`
+    #[arg(long)]
+    limit: Option<usize>,
 }
 
 /// Which messages an act concerns: numbers, in whatever state they are, or a filter.
@@ -139,7 +153,8 @@ pub(crate) struct Which {
     /// Those of a filter that are in this state; dead ones by default, for `bury` waiting ones
     #[arg(long, value_enum, conflicts_with = "numbers")]
     state: Option<State>,
-    /// All that match, without naming a number or a filter
+    /// All that match when the command starts, a hundred in each transaction; without it a filter
+    /// acts on 100, or on as many as --limit says
     #[arg(long)]
     all: bool,
 }
@@ -162,17 +177,18 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
     require_schema(&store, settings).await?;
     let done = match command {
         DeadCommand::List { filter, state } => {
-            let filter = DeadFilter { states: states(*state), ..filter.to_store(None) };
+            let filter = DeadFilter { states: states(*state), ..filter.to_store() };
             list(&store, &filter, output).await
         }
-        DeadCommand::Show { number } => show(&store, number, output).await,
-        DeadCommand::Redrive { which, act, rate, wait, new_id, payload } => {
-            let how = match (payload, new_id) {
-                (None, false) => OperatorAct::Redrive,
-                (file, _) => {
-                    let payload = file.as_ref().map(read_payload).transpose()?;
-                    OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
-                }
+        DeadCommand::Show { number, payload_to } => show(&store, number, payload_to.as_deref(), output).await,
+        DeadCommand::Redrive { which, act, rate, wait, new_id, payload, empty_payload } => {
+            let payload = match payload {
+                Some(file) => Some(read_payload(file)?),
+                None => empty_payload.then(Vec::new),
+            };
+            let how = match *new_id || payload.is_some() {
+                true => OperatorAct::RedriveAs { id: Uuid::now_v7(), payload },
+                false => OperatorAct::Redrive,
             };
             act_on(&store, which, act, &How { act: &how, rate: Some(*rate), wait: *wait }, settings, output).await
         }
@@ -188,16 +204,16 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
 }
 
 impl Filter {
-    fn to_store(&self, number: Option<&str>) -> DeadFilter {
+    fn to_store(&self) -> DeadFilter {
         DeadFilter {
             states: Vec::new(),
-            number: number.map(str::to_owned),
+            numbers: Vec::new(),
             message_id: self.id.as_deref().map(|id| identity_of(id, self.source.as_deref())),
             topic: self.topic.clone(),
             key: self.key.clone(),
             consumer: self.consumer.clone(),
             reason: self.reason.clone(),
-            limit: self.limit,
+            limit: self.limit.unwrap_or(LIMIT),
         }
     }
 
@@ -219,8 +235,15 @@ fn identity_of(id: &str, source: Option<&str>) -> Uuid {
     }
 }
 
-fn read_payload(file: &PathBuf) -> Result<Vec<u8>, AppError> {
-    std::fs::read(file).map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))
+/// Reads a payload. An empty file is more often a mistake than a payload of no bytes.
+fn read_payload(file: &Path) -> Result<Vec<u8>, AppError> {
+    let payload = std::fs::read(file);
+    let payload = payload.map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))?;
+    if payload.is_empty() {
+        let why = "is empty; where the message is meant to have no payload, give --empty-payload";
+        return Err(AppError::usage(format!("{} {why}", file.display())));
+    }
+    Ok(payload)
 }
 
 fn place(message: &DeadMessage) -> &str {
@@ -232,7 +255,9 @@ fn place(message: &DeadMessage) -> &str {
 
 async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
-    hint_at_more(dead.len(), filter);
+    if dead.len() >= filter.limit.max(1) {
+        say("INFO", "hint: there may be more; see `--limit`");
+    }
     if output == Output::Json {
         data!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
         return Ok(());
@@ -266,23 +291,19 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
     Ok(())
 }
 
-fn hint_at_more(found: usize, filter: &DeadFilter) {
-    if filter.number.is_none() && found >= filter.limit.max(1) {
-        say("INFO", "hint: there may be more; see `--limit`");
+async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, output: Output) -> Result<(), AppError> {
+    let found = store.dead(&by_number(number)).await?.into_iter().next();
+    let message = found.ok_or_else(|| unknown(number))?;
+    if let Some(file) = payload_to {
+        let written = std::fs::write(file, &message.payload);
+        written.map_err(|error| AppError::failed(format!("{} cannot be written: {error}", file.display())))?;
     }
-}
-
-async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
-    let Some(message) = store.dead(&by_number(number)).await?.into_iter().next() else {
-        let why =
-            format!("there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them");
-        return Err(AppError::failed(why));
-    };
-    let payload = String::from_utf8_lossy(&message.payload).into_owned();
     if output == Output::Json {
         let mut value = serde_json::to_value(&message).map_err(|error| AppError::failed(error.to_string()))?;
-        if let Some(fields) = value.as_object_mut() {
-            fields.insert("payload".to_owned(), payload.into());
+        match (payload_to, std::str::from_utf8(&message.payload)) {
+            (Some(_), _) => {}
+            (None, Ok(text)) => value["payload"] = text.into(),
+            (None, Err(_)) => value["payload_base64"] = BASE64.encode(&message.payload).into(),
         }
         data!("{}", to_json(&value)?);
         return Ok(());
@@ -308,7 +329,12 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
     for entry in &message.history {
         data!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
     }
-    data!("payload       {} bytes\n{payload}", message.payload.len());
+    let bytes = message.payload.len();
+    match (payload_to, std::str::from_utf8(&message.payload)) {
+        (Some(file), _) => data!("payload       {bytes} bytes, in {}", file.display()),
+        (None, Ok(text)) => data!("payload       {bytes} bytes\n{text}"),
+        (None, Err(_)) => data!("payload       {bytes} bytes that are no UTF-8; --payload-to FILE writes them"),
+    }
     Ok(())
 }
 
@@ -327,6 +353,53 @@ impl<'a> How<'a> {
     }
 }
 
+/// The messages that an act is on.
+struct Meant {
+    /// Which messages an act by number may still change.
+    filter: DeadFilter,
+    numbers: Vec<String>,
+    /// How many more match that the act leaves.
+    remaining: usize,
+}
+
+async fn meant<S: Store>(store: &S, which: &Which, how: &OperatorAct) -> Result<Meant, AppError> {
+    let all = which.filter.to_store();
+    if which.numbers.is_empty() {
+        let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
+        let mut filter = DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..all };
+        let mut numbers = store.dead_numbers(&filter).await?;
+        let most = match which.filter.limit {
+            None | Some(0) if which.all => usize::MAX,
+            None | Some(0) => LIMIT,
+            Some(limit) => limit,
+        };
+        let remaining = numbers.len().saturating_sub(most);
+        numbers.truncate(most);
+        if matches!(how, OperatorAct::Bury) && !filter.states.contains(&DeadState::Held) {
+            // What stands behind one that was buried a batch before is held since.
+            filter.states.push(DeadState::Held);
+        }
+        return Ok(Meant { filter, numbers, remaining });
+    }
+    // A number selects a message in any state.
+    let filter = DeadFilter { states: states(None), ..all };
+    let mut numbers: Vec<String> = Vec::new();
+    for number in &which.numbers {
+        let one = DeadFilter { numbers: vec![number.clone()], limit: 1, ..filter.clone() };
+        let found = store.dead(&one).await?.into_iter().next().ok_or_else(|| unknown(number))?;
+        if !numbers.contains(&found.number) {
+            numbers.push(found.number);
+        }
+    }
+    Ok(Meant { filter, numbers, remaining: 0 })
+}
+
+fn unknown(number: &str) -> AppError {
+    AppError::failed(format!(
+        "there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them"
+    ))
+}
+
 async fn act_on<S: Store>(
     store: &S,
     which: &Which,
@@ -338,46 +411,39 @@ async fn act_on<S: Store>(
     if which.numbers.is_empty() && which.filter.is_empty() && !which.all {
         return Err(AppError::usage("name numbers (`oncebox dead list` shows them), a filter, or --all"));
     }
-    let filters: Vec<DeadFilter> = if which.numbers.is_empty() {
-        let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
-        vec![DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..which.filter.to_store(None) }]
-    } else {
-        // A number selects a message in any state.
-        let one = |number| DeadFilter { states: states(None), ..which.filter.to_store(Some(number)) };
-        which.numbers.iter().map(|number| one(number)).collect()
+    let meant = meant(store, which, how).await?;
+    let (found, remaining) = (meant.numbers.len(), meant.remaining);
+    if matches!(how, OperatorAct::RedriveAs { .. }) && found > 1 {
+        return Err(AppError::usage(format!("{found} messages match; only one at a time gets a new id")));
+    }
+    if remaining > 0 {
+        say("INFO", &format!("hint: {remaining} more match and stay as they are; `--all` without `--limit` takes all"));
+    }
+    let what = match (found, remaining) {
+        (1, 0) => "message".to_owned(),
+        (_, 0) => "messages".to_owned(),
+        (_, _) => format!("of {} messages", found + remaining),
     };
-    let (mut found, mut last_tries) = (Vec::new(), HashMap::new());
-    for filter in &filters {
-        let of_filter = store.dead(filter).await?;
-        if let (true, Some(number)) = (of_filter.is_empty(), &filter.number) {
-            return Err(AppError::failed(format!(
-                "there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them"
-            )));
-        }
-        hint_at_more(of_filter.len(), filter);
-        for message in of_filter {
-            last_tries.insert(message.number.clone(), message.history.last().map(|entry| entry.at));
-            found.push(message.number);
-        }
-    }
-    if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
-        return Err(AppError::usage(format!("{} messages match; only one at a time gets a new id", found.len())));
-    }
-    let what = if found.len() == 1 { "message" } else { "messages" };
     match how {
-        OperatorAct::Discard => act.confirm_loss(found.len(), what, "discarded")?,
-        OperatorAct::Bury => act.confirm(found.len(), what, "buried")?,
-        _ => act.confirm(found.len(), what, "redriven")?,
+        OperatorAct::Discard => act.confirm_loss(found, &what, "discarded")?,
+        OperatorAct::Bury => act.confirm(found, &what, "buried")?,
+        _ => act.confirm(found, &what, "redriven")?,
     }
     let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
     // Runs everything as a dry run first: if one number is refused, the others stay as they are.
-    let (mut numbers, mut already_handled) = carry_out(store, &filters, how, &dry_run).await?;
+    let (mut numbers, mut already_handled) = carry_out(store, &meant, how, &dry_run, None).await?;
+    let mut last_tries: HashMap<String, Option<DateTime<Utc>>> = HashMap::new();
     if !act.dry_run {
+        if !wait.is_zero() {
+            for some in meant.numbers.chunks(BATCH) {
+                for message in store.dead(&meant.only(some)).await? {
+                    last_tries.insert(message.number, message.history.last().map(|entry| entry.at));
+                }
+            }
+        }
         let context = ActContext { dry_run: false, ..dry_run };
-        (numbers, already_handled) = match rate.and_then(|rate| usize::try_from(rate).ok()) {
-            Some(rate) if found.len() > rate => paced(store, &found, how, &context, rate).await?,
-            _ => carry_out(store, &filters, how, &context).await?,
-        };
+        let rate = rate.and_then(|rate| usize::try_from(rate).ok()).filter(|rate| found > *rate);
+        (numbers, already_handled) = carry_out(store, &meant, how, &context, rate).await?;
     }
     let verb = match how {
         OperatorAct::Discard => "discard",
@@ -386,8 +452,10 @@ async fn act_on<S: Store>(
     };
     let became = match verb {
         "redrive" if !act.dry_run => {
-            last_tries.retain(|number, _| numbers.contains(number) && !already_handled.contains(number));
-            what_became(store, last_tries, wait).await?
+            let handled: HashSet<&String> = already_handled.iter().collect();
+            let released = numbers.iter().filter(|number| !handled.contains(number));
+            let released = released.map(|number| (number.clone(), last_tries.remove(number).flatten()));
+            what_became(store, released.collect(), wait).await?
         }
         _ => BTreeMap::new(),
     };
@@ -399,6 +467,9 @@ async fn act_on<S: Store>(
     if output == Output::Json {
         let mut value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers,
             "already_handled": already_handled });
+        if remaining > 0 {
+            value["remaining"] = remaining.into();
+        }
         for (number, became) in &became {
             value["became"][number] = became.to_string().into();
         }
@@ -406,8 +477,7 @@ async fn act_on<S: Store>(
         return done();
     }
     let would = if act.dry_run { "would " } else { "" };
-    let shown: String = numbers.iter().map(|number| format!(" {number}")).collect();
-    data!("{would}{verb} {}:{shown}", numbers.len());
+    data!("{would}{verb} {}:{}", numbers.len(), shown(&numbers));
     for number in &already_handled {
         data!("{would}discard {number}: another copy of it was handled since");
     }
@@ -420,8 +490,7 @@ async fn act_on<S: Store>(
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
         data!("the publisher carries out what concerns the outbox");
     }
-    let goes_on = numbers.iter().any(|number| number.starts_with('c') && !already_handled.contains(number));
-    if !act.dry_run && verb == "redrive" && goes_on {
+    if became.keys().any(|number| number.starts_with('c')) {
         say("INFO", "hint: its consumer handles it now; `--wait 10s` says what becomes of it");
     }
     Ok(())
@@ -501,45 +570,46 @@ async fn what_became<S: Store>(
 
 /// A filter for one message, in any state.
 fn by_number(number: &str) -> DeadFilter {
-    DeadFilter { states: states(None), number: Some(number.to_owned()), limit: 1, ..DeadFilter::default() }
+    DeadFilter { states: states(None), numbers: vec![number.to_owned()], limit: 1, ..DeadFilter::default() }
 }
 
-/// Acts on at most `rate` of these numbers a second. Returns the same as [`carry_out`].
-async fn paced<S: Store>(
-    store: &S,
-    found: &[String],
-    how: &OperatorAct,
-    context: &ActContext,
-    rate: usize,
-) -> Result<(Vec<String>, Vec<String>), AppError> {
-    let mut every_second = tokio::time::interval(Duration::from_secs(1));
-    every_second.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
-    for some in found.chunks(rate) {
-        every_second.tick().await;
-        let filters: Vec<DeadFilter> = some.iter().map(|number| by_number(number)).collect();
-        let done = carry_out(store, &filters, how, context).await;
-        let (more, handled) = done.map_err(|error| error.on(&format!("after {} of {}", numbers.len(), found.len())))?;
-        numbers.extend(more);
-        already_handled.extend(handled);
-        say("INFO", &format!("{} of {}", numbers.len(), found.len()));
+impl Meant {
+    /// A filter for these of the messages.
+    fn only(&self, numbers: &[String]) -> DeadFilter {
+        DeadFilter { numbers: numbers.to_vec(), limit: numbers.len(), ..self.filter.clone() }
     }
-    Ok((numbers, already_handled))
 }
 
-/// Acts on every filter. Returns the numbers of the messages, and those that were discarded because
-/// another copy was handled meanwhile.
+/// Acts on the messages, some in each transaction, and at most on `rate` of them a second. Returns
+/// their numbers, and those that were discarded because another copy was handled meanwhile.
 async fn carry_out<S: Store>(
     store: &S,
-    filters: &[DeadFilter],
+    meant: &Meant,
     how: &OperatorAct,
     context: &ActContext,
+    rate: Option<usize>,
 ) -> Result<(Vec<String>, Vec<String>), AppError> {
+    let size = rate.unwrap_or(BATCH).min(BATCH);
+    let pause = rate.map(|rate| Duration::from_secs(1).mul_f64(size as f64 / rate as f64));
+    let mut turns = pause.map(tokio::time::interval);
+    if let Some(turns) = &mut turns {
+        turns.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    }
+    let of = meant.numbers.len();
+    let mut batches = Batches::new(if context.dry_run { "looked at" } else { "done" }, of, size);
     let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
-    for filter in filters {
-        let outcome = store.act(filter, how, context).await.map_err(refused)?;
+    for some in meant.numbers.chunks(size) {
+        if let Some(turns) = &mut turns {
+            turns.tick().await;
+        }
+        let acted = store.act(&meant.only(some), how, context).await.map_err(refused);
+        let outcome = acted.map_err(|error| match numbers.len() {
+            done if done > 0 && !context.dry_run => error.on(&format!("after {done} of {of}")),
+            _ => error,
+        })?;
         numbers.extend(outcome.numbers);
         already_handled.extend(outcome.already_handled);
+        batches.next(some.len());
     }
     Ok((numbers, already_handled))
 }

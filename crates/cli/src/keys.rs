@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::act::{Act, refused, to_json};
 use super::answer::AnswerArgs;
 use super::common::{CommonArgs, Output, table};
+use super::progress::{Batches, shown};
 use oncebox::adapter::stored::DbTime;
 use oncebox::adapter::stored::hex;
 use oncebox::app::config::Settings;
@@ -21,6 +22,10 @@ use oncebox::store::{KeyChange, KeyFilter, Look, RunOutcome, Store};
 const SHOWN: usize = 12;
 /// The fewest digits that select a key.
 const NAMED_MIN: usize = 8;
+/// How many a list shows, and how many a filter without `--all` purges.
+const LIMIT: u32 = 100;
+/// How many are read at once where all are meant.
+const PAGE: u32 = 1_000;
 
 /// What to do with keys.
 #[derive(Debug, Subcommand)]
@@ -48,7 +53,8 @@ pub(crate) enum KeysCommand {
         hashes: Vec<String>,
         #[command(flatten)]
         filter: Filter,
-        /// All that can be purged, without naming a hash or a filter
+        /// All that match and had their outcome when the command starts; without it a filter
+        /// purges 100, or as many as --limit says
         #[arg(long)]
         all: bool,
         /// Though a run that lost its lease has said that it succeeded
@@ -93,9 +99,9 @@ pub(crate) struct Filter {
     /// Only claimed longer ago than this, such as 90s or 2h
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     older_than: Option<Duration>,
-    /// At most this many
-    #[arg(long, default_value_t = 100)]
-    limit: u32,
+    /// At most this many; 100 unless all are purged
+    #[arg(long)]
+    limit: Option<u32>,
 }
 
 /// The one key that a command shows or acts on.
@@ -134,12 +140,17 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
         KeysCommand::Show(which) => show(&store, &one(&store, which).await?, which.is_named(), output).await,
         KeysCommand::Release { which, against_evidence, act } => {
             let found = vec![one(&store, which).await?];
-            act_on(&store, &found, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
+            act_on(&store, &found, 0, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
         }
         KeysCommand::Purge { hashes, filter, all, against_evidence, act } => {
             let change = KeyChange::Purge { against_evidence: *against_evidence };
-            let meant = to_purge(&store, hashes, filter, *all).await?;
-            act_on(&store, &meant, &change, act, output).await
+            match hashes.is_empty() && *all && filter.limit.is_none() {
+                true => purge_all(&store, filter, &change, act, output).await,
+                false => {
+                    let (meant, remaining) = to_purge(&store, hashes, filter, *all).await?;
+                    act_on(&store, &meant, remaining, &change, act, output).await
+                }
+            }
         }
         KeysCommand::Resolve { which, completed, against_evidence, answer, act, .. } => {
             let outcome = match completed {
@@ -149,7 +160,7 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
             let (retention, against_evidence) = (answer.retention(), *against_evidence);
             let change = KeyChange::Resolve { outcome, retention, against_evidence };
             let found = vec![one(&store, which).await?];
-            act_on(&store, &found, &change, act, output).await
+            act_on(&store, &found, 0, &change, act, output).await
         }
     };
     store.close().await;
@@ -165,7 +176,8 @@ impl Filter {
             state: self.state,
             older_than: self.older_than,
             forgettable: false,
-            limit: self.limit,
+            after: None,
+            limit: self.limit.unwrap_or(LIMIT),
         }
     }
 
@@ -272,7 +284,7 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
 
 async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let found = found(store.keys(&filter.to_store()).await?);
-    if found.len() >= filter.limit as usize {
+    if found.len() >= filter.limit.unwrap_or(LIMIT) as usize {
         say("INFO", "hint: there may be more; see `--limit`");
     }
     if output == Output::Json {
@@ -328,31 +340,102 @@ async fn show<S: Store>(store: &S, found: &ReadRecord, named: bool, output: Outp
     Ok(())
 }
 
+/// All keys that match and that can be purged, in pages.
+struct Pages<'a, S> {
+    store: &'a S,
+    filter: KeyFilter,
+    is_last: bool,
+}
+
+impl<'a, S: Store> Pages<'a, S> {
+    fn new(store: &'a S, filter: &Filter) -> Self {
+        let filter = KeyFilter { forgettable: true, after: Some(Vec::new()), limit: PAGE, ..filter.to_store() };
+        Self { store, filter, is_last: false }
+    }
+
+    /// The next page; none after the last.
+    async fn next(&mut self) -> Result<Option<Vec<ReadRecord>>, AppError> {
+        if self.is_last {
+            return Ok(None);
+        }
+        let page = found(self.store.keys(&self.filter).await?);
+        self.is_last = page.len() < PAGE as usize;
+        self.filter.after = page.last().map(|last| last.record.identity.digest().to_vec());
+        Ok(Some(page))
+    }
+}
+
+/// How many keys there are to purge, and since when the count stands: what gets its outcome later
+/// is not meant.
+async fn count<S: Store>(store: &S, filter: &Filter) -> Result<(usize, Option<DbTime>), AppError> {
+    let (mut pages, mut count, mut until) = (Pages::new(store, filter), 0, None);
+    while let Some(page) = pages.next().await? {
+        until = until.or(page.first().map(|first| first.now));
+        count += page.iter().filter(|one| one.record.outcome_at <= until).count();
+    }
+    Ok((count, until))
+}
+
+/// The keys that a purge names, and how many more match.
 async fn to_purge<S: Store>(
     store: &S,
     hashes: &[String],
     filter: &Filter,
     all: bool,
-) -> Result<Vec<ReadRecord>, AppError> {
+) -> Result<(Vec<ReadRecord>, usize), AppError> {
     if hashes.is_empty() && filter.is_empty() && !all {
         return Err(AppError::usage("name hashes (`oncebox keys list` shows them), a filter, or --all"));
     }
-    let mut meant = Vec::new();
+    let (mut meant, mut remaining) = (Vec::new(), 0);
     if hashes.is_empty() {
         meant = found(store.keys(&KeyFilter { forgettable: true, ..filter.to_store() }).await?);
-        if meant.len() >= filter.limit as usize {
-            say("INFO", "hint: there may be more; see `--limit`");
+        if meant.len() >= filter.limit.unwrap_or(LIMIT) as usize {
+            remaining = count(store, filter).await?.0.saturating_sub(meant.len());
         }
     }
     for named in hashes {
         meant.push(by_digest(store, digits(named)?, named).await?);
     }
-    Ok(meant)
+    Ok((meant, remaining))
+}
+
+/// Purges all keys that match and have their outcome now, page by page.
+async fn purge_all<S: Store>(
+    store: &S,
+    filter: &Filter,
+    change: &KeyChange,
+    act: &Act,
+    output: Output,
+) -> Result<(), AppError> {
+    let (of, until) = count(store, filter).await?;
+    act.confirm(of, "keys", "purged")?;
+    let mut hashes = Vec::new();
+    // Runs everything as a dry run first: if one key is refused, the others stay as they are.
+    for dry_run in if act.dry_run { &[true][..] } else { &[true, false] } {
+        let mut batches = Batches::new(if *dry_run { "looked at" } else { "done" }, of, PAGE as usize);
+        let mut pages = Pages::new(store, filter);
+        hashes.clear();
+        while let Some(page) = pages.next().await? {
+            let before = hashes.len();
+            for one in page.iter().filter(|one| one.record.outcome_at <= until) {
+                let shown = hash(&one.record)[..SHOWN].to_owned();
+                let changed = store.act_on_key(&one.record, change, &act.context(*dry_run)).await;
+                changed.map_err(|error| match (hashes.len(), dry_run) {
+                    (done @ 1.., false) => refused(error).on(&format!("after {done} of {of}, {shown}")),
+                    (_, _) => refused(error).on(&shown),
+                })?;
+                hashes.push(shown);
+            }
+            batches.next(hashes.len() - before);
+        }
+    }
+    told("purge", &hashes, 0, act, output)
 }
 
 async fn act_on<S: Store>(
     store: &S,
     meant: &[ReadRecord],
+    remaining: usize,
     change: &KeyChange,
     act: &Act,
     output: Output,
@@ -362,7 +445,14 @@ async fn act_on<S: Store>(
         KeyChange::Purge { .. } => ("purge", "purged"),
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
-    act.confirm(meant.len(), "keys", done)?;
+    let what = match remaining {
+        0 => "keys".to_owned(),
+        _ => {
+            say("INFO", &format!("hint: {remaining} more match and stay; `--all` without `--limit` takes all"));
+            format!("of {} keys", meant.len() + remaining)
+        }
+    };
+    act.confirm(meant.len(), &what, done)?;
     // Runs everything as a dry run first: if one key is refused, the others stay as they are.
     for dry_run in [true, false] {
         if dry_run || !act.dry_run {
@@ -373,12 +463,19 @@ async fn act_on<S: Store>(
         }
     }
     let hashes: Vec<String> = meant.iter().map(|one| hash(&one.record)[..SHOWN].to_owned()).collect();
+    told(verb, &hashes, remaining, act, output)
+}
+
+fn told(verb: &str, hashes: &[String], remaining: usize, act: &Act, output: Output) -> Result<(), AppError> {
     if output == Output::Json {
-        data!("{}", to_json(&json!({ "act": verb, "dry_run": act.dry_run, "hashes": hashes }))?);
+        let mut value = json!({ "act": verb, "dry_run": act.dry_run, "hashes": hashes });
+        if remaining > 0 {
+            value["remaining"] = remaining.into();
+        }
+        data!("{}", to_json(&value)?);
         return Ok(());
     }
     let would = if act.dry_run { "would " } else { "" };
-    let shown: String = hashes.iter().map(|hash| format!(" {hash}")).collect();
-    data!("{would}{verb} {}:{shown}", hashes.len());
+    data!("{would}{verb} {}:{}", hashes.len(), shown(hashes));
     Ok(())
 }

@@ -1,6 +1,50 @@
-//! Progress of long commands, on stderr and only on a terminal.
+//! Progress of long commands, on stderr: of benchmarks only on a terminal.
+
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+
+use oncebox::app::say;
+
+/// Between two lines about an act.
+const BETWEEN_LINES: Duration = Duration::from_millis(500);
+/// The most names of what was acted on that a person is shown.
+const SHOWN_MAX: usize = 100;
+
+/// The progress of an act on more than one batch, a line at most twice a second and at the end.
+#[derive(Debug)]
+pub(super) struct Batches {
+    what: &'static str,
+    done: usize,
+    of: usize,
+    batch: usize,
+    said: Option<Instant>,
+}
+
+impl Batches {
+    pub(super) fn new(what: &'static str, of: usize, batch: usize) -> Self {
+        Self { what, done: 0, of, batch, said: None }
+    }
+
+    /// So many more are done.
+    pub(super) fn next(&mut self, more: usize) {
+        self.done += more;
+        let is_time = self.done >= self.of || self.said.is_none_or(|said| said.elapsed() >= BETWEEN_LINES);
+        if self.of > self.batch && is_time {
+            say("INFO", &format!("{} {} of {}", self.what, self.done, self.of));
+            self.said = Some(Instant::now());
+        }
+    }
+}
+
+/// What was acted on, for a person: the first hundred, and how many more.
+pub(super) fn shown(names: &[String]) -> String {
+    let mut shown: String = names.iter().take(SHOWN_MAX).map(|name| format!(" {name}")).collect();
+    if names.len() > SHOWN_MAX {
+        shown += &format!(" and {} more", names.len() - SHOWN_MAX);
+    }
+    shown
+}
 
 /// The progress of a benchmark, in rounds.
 #[derive(Debug)]

@@ -6,18 +6,21 @@ use std::time::Duration;
 use clap::Args;
 
 use super::act::to_json;
-use super::common::{CommonArgs, Output, table};
+use super::common::{CommonArgs, Output, bound, table};
 use super::consumers::{ABSENT, seen};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema};
 use oncebox::store::{Status, Store};
 
-/// What counts as stuck.
+/// What counts as stuck, and how much is shown.
 #[derive(Debug, Clone, Args)]
 pub(super) struct StatusArgs {
     /// A pending, held or waiting message that is older than this is stuck
     #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
     older_than: Duration,
+    /// At most this many shards, consumers, and lines about what is stuck
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
 }
 
 pub(super) async fn run(args: &StatusArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
@@ -27,8 +30,12 @@ pub(super) async fn run(args: &StatusArgs, common: &CommonArgs, output: Output) 
 
 async fn show<S: Store>(store: S, args: &StatusArgs, settings: &Settings, output: Output) -> Result<(), AppError> {
     require_schema(&store, settings).await?;
-    let status = store.status().await?;
-    let stuck = stuck(&status, args.older_than);
+    let mut status = store.status().await?;
+    // Of all that is there, also of what is not shown.
+    let mut stuck = stuck(&status, args.older_than);
+    bound(&mut status.shards, args.limit, "shards");
+    bound(&mut status.consumers, args.limit, "consumers");
+    bound(&mut stuck, args.limit, "things are stuck");
     match output {
         Output::Json => {
             let mut value = serde_json::to_value(&status).map_err(|error| AppError::failed(error.to_string()))?;

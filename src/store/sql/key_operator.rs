@@ -25,14 +25,14 @@ const KEYS: &str = "select {piece look} from (select {clock} as at) as n \
     cross join {if open: {piece requests}}{if any: oncebox.idempotency_request as r} \
     left join oncebox.idempotency_purge as p on p.operation = r.operation \
     left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
-    where r.key_digest between :least and :greatest {if open: and {piece open}} \
+    where r.key_digest between :least and :greatest {if paged: and r.key_digest > :after} {if open: and {piece open}} \
       {if tenant: and r.tenant = :tenant} {if operation: and r.operation = :operation} {if state: and r.state = :state} \
       {if expired: and r.expires_at < n.at} {if older: and r.created_at < n.at - {span :older}} \
       {if forgettable: and r.outcome_at is not null \
         and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id) \
         and (r.state = 'COMPLETED' or not exists (select 1 from oncebox.operation_evidence e \
              where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success'))} \
-    order by r.created_at, r.key_digest limit :limit";
+    order by {if whole: r.created_at,} r.key_digest limit :limit";
 
 const OPERATIONS: &str = "select o.operation_id from oncebox.operation as o \
     {if tenant: join oncebox.idempotency_request as r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
@@ -86,6 +86,9 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("expired", expired)
             .bind("older", filter.older_than)
             .bind("forgettable", filter.forgettable)
+            .bind("paged", filter.after.is_some())
+            .bind("whole", filter.after.is_none())
+            .bind("after", filter.after.clone())
             .bind("limit", i64::from(filter.limit));
         let rows = self.reader().await?.rows(keys).await?;
         rows.iter().map(|row| records::look_of(&**row)).collect()

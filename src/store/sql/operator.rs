@@ -135,6 +135,15 @@ impl<S: OperatorSql> Operator for S {
         Ok(found.into_iter().map(|found| found.message).collect())
     }
 
+    async fn dead_numbers(&self, filter: &DeadFilter) -> Result<Vec<String>, StoreError> {
+        list::numbers(&mut *self.reader().await?, S::TEXTS, filter).await
+    }
+
+    async fn held_topics(&self, limit: usize) -> Result<Vec<DeadMessage>, StoreError> {
+        let found = list::held_topics(&mut *self.reader().await?, S::TEXTS, limit).await?;
+        Ok(found.into_iter().map(|found| found.message).collect())
+    }
+
     async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
         self.mend_positions(context).await
     }

@@ -105,10 +105,67 @@ fn a_list_shows_100_at_most_unless_told_otherwise_and_says_that_there_may_be_mor
     let done = place.oncebox(&["dead", "list", "--limit", "200"]).run();
     assert!(!done.stderr.contains(hint), "{}", done.stderr);
     assert_eq!(done.ok().lines().filter(|line| line.contains("terminal")).count(), 101);
-    // An act has the same limit, and says so.
-    let done = place.oncebox(&["dead", "discard", "--all", "--yes", "--why", "x"]).run();
-    assert!(done.stderr.contains(hint), "{}", done.stderr);
-    assert_eq!((done.ok().split(' ').count(), numbers(&place, &[]).len()), (2 + 100, 1));
+}
+
+/// Shown by: the limit of the list for acts too: the rest stays, and the command ends with 0.
+#[test]
+fn an_act_on_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves() {
+    let (place, _) = with_dead_payments(250);
+    let discard = |more: &[&str]| place.oncebox(&[&["dead", "discard", "--why", "x"], more].concat()).run();
+    discard(&["--all"]).fails(4, &["250 messages would be discarded", "--yes"]);
+    discard(&["--all", "--limit", "30"]).fails(4, &["30 of 250 messages would be discarded", "220 more match"]);
+    let dry_run = discard(&["--all", "--dry-run"]);
+    assert!(dry_run.stderr.contains("looked at 250 of 250"), "{}", dry_run.stderr);
+    let said = dry_run.ok();
+    assert!(said.starts_with("would discard 250: c1 c2 ") && said.ends_with(" c100 and 150 more\n"), "{said}");
+    // A filter without --all has the limit of the list.
+    let dry_run = discard(&["--topic", "payments", "--dry-run"]);
+    assert!(dry_run.stderr.contains("150 more match") && dry_run.stderr.contains("--all"), "{}", dry_run.stderr);
+    assert!(dry_run.ok().starts_with("would discard 100: c1 "));
+    assert_eq!((numbers(&place, &["--limit", "1000"]).len(), audit(&place).len()), (250, 0));
+
+    let done = discard(&["--all", "--limit", "30", "--yes", "--output", "json"]).json();
+    assert_eq!((done["numbers"].as_array().unwrap().len(), &done["remaining"]), (30, &json!(220)));
+    assert_eq!(numbers(&place, &["--limit", "1000"]).len(), 220);
+    let done = discard(&["--all", "--yes"]);
+    assert!(done.stderr.contains("done 220 of 220") && !done.stderr.contains("more match"), "{}", done.stderr);
+    assert!(done.ok().starts_with("discard 220: c31 "));
+    assert_eq!((numbers(&place, &[]).len(), audit(&place).len()), (0, 250));
+}
+
+/// What the runbook says to do with a topic that nobody wants any more. A request stands until the
+/// publisher has carried it out, so the same rows would be found again and again.
+#[test]
+fn all_that_a_topic_holds_is_discarded_by_one_command() {
+    let place = Place::migrated();
+    place.sql(
+        "insert into oncebox_outbox_dead (position, bucket, message_id, topic, kind, headers, payload, content_type, created_at,
+           state, holds, reason, diverted_at)
+         with recursive n (i) as (select 1 union all select i + 1 from n where i < 230)
+         select i, 0, printf('0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f%04d', i), 'orders', 'order.created', '{}', x'', 'text/plain',
+           unixepoch() * 1000, 'held-destination', 0, 'it does not exist', unixepoch() * 1000 from n",
+    );
+    let discard = ["dead", "discard", "--topic", "orders", "--state", "held", "--all", "--why", "not wanted", "--yes"];
+    assert!(place.oncebox(&discard).run().ok().starts_with("discard 230: o1 o2 "));
+    let requests = "select count(*) || '' from oncebox_outbox_dead where requested = 'discard'";
+    assert_eq!((place.column(requests), audit(&place).len()), (vec!["230".to_owned()], 230));
+    assert!(place.oncebox(&discard).run().ok().starts_with("discard 0:"), "each has its request");
+}
+
+/// The first batch buries the message that holds the key: those behind it are held from then on.
+///
+/// Shown by: acting on waiting ones alone in the second batch.
+#[test]
+fn all_that_waits_is_buried_also_behind_what_was_buried_a_batch_before() {
+    let (place, config) = with_a_waiting_payment();
+    for number in 2..=120 {
+        place.enqueue("acc-7", &payment(&format!("p{number}")));
+    }
+    place.publish();
+    place.consume(&config).ok();
+    let done = place.oncebox(&["dead", "bury", "--all", "--yes", "--why", "x"]).run().ok();
+    assert!(done.starts_with("bury 120: "), "{done}");
+    assert_eq!(numbers(&place, &["--state", "dead", "--limit", "1000"]).len(), 120);
 }
 
 #[test]
@@ -307,6 +364,52 @@ fn a_message_is_not_discarded_on_a_terminal_without_a_question() {
     let done = answered("1\n");
     assert!(done.stdout.contains("discard 1: c1") && done.code() == Some(0), "{done:?}");
     assert!(listed(&place, &[]).is_empty());
+}
+
+/// Shown by: a list without a limit; counting what is stuck of what is shown alone.
+#[test]
+fn consumers_and_status_show_as_many_as_the_limit_and_say_that_there_are_more() {
+    let place = Place::migrated();
+    place.sql(
+        "insert into oncebox_consumer (name, id_rule, registered_at, seen_at)
+         with recursive n (i) as (select 1 union all select i + 1 from n where i < 103)
+         select printf('consumer-%03d', i), 'envelope', 0, 0 from n",
+    );
+    for (command, hints) in [
+        (&["consumers", "list"][..], &["3 more consumers; see `--limit`"][..]),
+        (&["status"], &["3 more consumers", "4 more things are stuck", "--limit"]),
+    ] {
+        let json = [command, &["--output", "json"]].concat();
+        let shown = place.oncebox(&json).run();
+        assert!(hints.iter().all(|hint| shown.stderr.contains(hint)), "{hints:?} in {}", shown.stderr);
+        assert_eq!(shown.json()["consumers"].as_array().unwrap().len(), 100, "{command:?}");
+        let people = place.oncebox(&[command, &["--limit", "200"]].concat()).run();
+        assert!(!people.stderr.contains("more") && people.ok().contains("consumer-103"), "{command:?}");
+        assert!(!place.oncebox(&[command, &["--limit", "2"]].concat()).run().ok().contains("consumer-003"));
+    }
+}
+
+/// Shown by: replacing the bytes that are no text; taking an empty file for a payload.
+#[test]
+fn a_payload_that_is_no_text_is_shown_whole_written_to_a_file_and_given_back() {
+    let place = Place::migrated();
+    dead_in_the_outbox(&place, 1, "-1 hour");
+    place.sql("update oncebox_outbox_dead set payload = x'00ff10'");
+    let show = |more: &[&str]| place.oncebox(&[&["dead", "show", "o1"], more].concat()).run();
+    let shown = show(&["--output", "json"]).json();
+    assert_eq!((&shown["payload_base64"], &shown["payload"]), (&json!("AP8Q"), &Value::Null));
+    assert!(show(&[]).ok().contains("3 bytes that are no UTF-8; --payload-to FILE writes them"));
+    let file = place.path().join("payload").display().to_string();
+    assert!(show(&["--payload-to", &file]).ok().contains(&file));
+    assert_eq!(std::fs::read(&file).unwrap(), [0, 0xff, 0x10]);
+    let redrive = |more: &[&str]| place.oncebox(&[&["dead", "redrive", "o1", "--why", "x"], more].concat()).run();
+    let empty = place.file("empty", "").display().to_string();
+    redrive(&["--payload", &empty]).fails(2, &["empty; where the message is meant", "--empty-payload"]);
+    redrive(&["--payload", &file]).ok();
+    assert_eq!(place.column("select hex(payload) from oncebox_outbox_dead"), ["00FF10"]);
+    dead_in_the_outbox(&place, 2, "-1 hour");
+    place.oncebox(&["dead", "redrive", "o2", "--empty-payload", "--why", "x"]).run().ok();
+    assert_eq!(place.column("select hex(payload) from oncebox_outbox_dead where position = 2"), [""]);
 }
 
 /// Shown by forgetting whoever is named: a consumer that runs would handle everything again.

@@ -186,6 +186,30 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     assert_eq!(place.column("select count(*) || '' from oncebox_idempotency_purge"), ["0"], "their keys carry no time");
 }
 
+/// Shown by: the limit of the list for acts too: the rest stays, and the command ends with 0.
+#[test]
+fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves() {
+    let place = Place::migrated();
+    with(&place, async |store| {
+        for number in 0..130 {
+            let claim = claim(Mode::Edge, &format!("key-{number}"));
+            let Claimed::Owned(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
+            store.finish(&owned, &completed(), &Retention::default()).await.unwrap();
+        }
+    });
+    let open = edge(&place, "open", None);
+    let purge = |more: &[&str]| place.oncebox(&[&["keys", "purge", "--why", "w"], more].concat()).run();
+    purge(&["--all"]).fails(4, &["130 keys would be purged", "--yes"]);
+    purge(&["--all", "--limit", "20"]).fails(4, &["20 of 130 keys would be purged", "110 more match"]);
+    let said = purge(&["--all", "--dry-run"]).ok();
+    assert!(said.starts_with("would purge 130: ") && said.ends_with(" and 30 more\n"), "{said}");
+    purge(&["--tenant", "t1", "--dry-run"]).ok_saying(&["30 more match", "--all"]);
+    let done = purge(&["--all", "--limit", "20", "--yes", "--output", "json"]).json();
+    assert_eq!((done["hashes"].as_array().unwrap().len(), &done["remaining"]), (20, &json!(110)));
+    assert!(purge(&["--all", "--yes"]).ok().starts_with("purge 110: "));
+    assert_eq!((hashes(&place, &[]), audit(&place).len()), (vec![open], 130));
+}
+
 #[test]
 fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
     let place = Place::migrated();

@@ -98,6 +98,18 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
     }
     let first = trial.store.keys(&KeyFilter { older_than: Some(Duration::ZERO), ..all() }).await.unwrap();
     assert_eq!(first[0].record.as_ref(), Some(&open), "oldest first, and whole");
+    // In pages: each once, in the order of their digests.
+    let (mut after, mut paged) = (Vec::new(), Vec::new());
+    loop {
+        let page = KeyFilter { after: Some(after), limit: 3, ..all() };
+        let page = trial.store.keys(&page).await.unwrap();
+        paged.extend(page.iter().map(|look| look.record.as_ref().unwrap().identity.digest()));
+        if page.len() < 3 {
+            break;
+        }
+        after = paged.last().unwrap().to_vec();
+    }
+    assert!(paged.len() == 4 && paged.is_sorted_by(|one, next| one < next), "{paged:?}");
 }
 
 /// A key that may have had an effect is never forgotten (O11).

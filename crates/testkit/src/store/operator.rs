@@ -19,7 +19,7 @@ fn context() -> ActContext {
 }
 
 fn by_number(dead: &DeadMessage) -> DeadFilter {
-    DeadFilter { number: Some(dead.number.clone()), ..DeadFilter::default() }
+    DeadFilter { numbers: vec![dead.number.clone()], ..DeadFilter::default() }
 }
 
 fn dead(holds: bool) -> ParkAs {
@@ -136,6 +136,19 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     let all = listed(vec![DeadState::Dead, DeadState::Held, DeadState::Waiting]).await;
     assert_eq!(all.len(), 7);
     assert!(all.is_sorted_by_key(|one| one.dead_at), "oldest first, whatever their state");
+    // An act on all of them finds them without a limit.
+    for states in [vec![DeadState::Dead], vec![DeadState::Held], vec![DeadState::Waiting]] {
+        let of_state = DeadFilter { states: states.clone(), limit: 1, ..DeadFilter::default() };
+        let mut numbers = trial.store.dead_numbers(&of_state).await.unwrap();
+        let mut expected: Vec<String> = listed(states).await.into_iter().map(|one| one.number).collect();
+        (numbers.sort(), expected.sort());
+        assert_eq!(numbers, expected);
+    }
+    let named = DeadFilter { numbers: vec![all[0].number.clone(), all[6].number.clone()], ..DeadFilter::default() };
+    let named = DeadFilter { states: vec![DeadState::Dead, DeadState::Held, DeadState::Waiting], ..named };
+    assert_eq!(trial.store.dead(&named).await.unwrap(), [all[0].clone(), all[6].clone()]);
+    assert_eq!(trial.store.dead_numbers(&named).await.unwrap(), named.numbers);
+    assert!(trial.store.held_topics(10).await.unwrap().is_empty(), "what stands behind another one of its key");
 
     // All later rows of a topic that takes nothing stand behind its first one.
     let orders = |key: &str| oncebox::message::NewMessage::text("orders", "order.created", "{}").with_key(key);
@@ -149,8 +162,9 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     let behind: Vec<u64> = shown.iter().map(|one| one.behind).collect();
     assert_eq!(behind, [2, 0, 0]);
     assert!(shown.iter().all(|one| one.reason == "not there" && one.state == DeadState::Held), "{shown:?}");
-    let last = DeadFilter { number: Some(shown[1].number.clone()), ..of_orders };
+    let last = DeadFilter { numbers: vec![shown[1].number.clone()], ..of_orders };
     assert_eq!(trial.store.dead(&last).await.unwrap()[0].behind, 1);
+    assert_eq!(trial.store.held_topics(10).await.unwrap(), [shown[0].clone()]);
 }
 
 /// The cost of `status` must not grow with the number of rows: a count stops at 10,000, which means
@@ -185,7 +199,7 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
         || DeadFilter { states: vec![DeadState::Dead, DeadState::Held, DeadState::Waiting], ..DeadFilter::default() };
     let look = || async move { store.dead(&all()).await.unwrap() };
     let act = |message: &DeadMessage, act: OperatorAct| {
-        let filter = DeadFilter { number: Some(message.number.clone()), ..all() };
+        let filter = DeadFilter { numbers: vec![message.number.clone()], ..all() };
         async move { store.act(&filter, &act, &context()).await.map(|outcome| outcome.numbers.len()) }
     };
     let is_refused = |done: Result<usize, StoreError>, words: &str| {
@@ -230,7 +244,9 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
         let refused = trial.store.act(&held, &act, &context()).await;
         assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
     }
+    assert_eq!(trial.store.dead_numbers(&held).await.unwrap().len(), 1);
     assert_eq!(trial.store.act(&held, &OperatorAct::Discard, &context()).await.unwrap().numbers.len(), 1);
+    assert!(trial.store.dead_numbers(&held).await.unwrap().is_empty(), "its request is there already");
     let asked = session.requests().await.unwrap();
     assert_eq!(
         asked.iter().map(|one| (one.position, one.act)).collect::<Vec<_>>(),
@@ -371,7 +387,7 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
     let some = |value: &str| Some(value.to_owned());
     let none = DeadFilter::default;
     let filters = [
-        (DeadFilter { number: some(&c), ..none() }, 1),
+        (DeadFilter { numbers: vec![c.clone()], ..none() }, 1),
         (DeadFilter { message_id: Some(failing.id.uuid()), ..none() }, 1),
         (DeadFilter { message_id: Some(outbox.message_id), ..none() }, 1),
         (DeadFilter { topic: some("payments"), ..none() }, 3),
@@ -382,12 +398,12 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
         (DeadFilter { consumer: some("nobody"), ..none() }, 0),
         (DeadFilter { reason: some("too large"), ..none() }, 2),
         (DeadFilter { limit: 2, ..none() }, 2),
-        (DeadFilter { number: some("o999999999"), ..none() }, 0),
+        (DeadFilter { numbers: vec!["o999999999".into()], ..none() }, 0),
     ];
     for (filter, count) in filters {
         assert_eq!(store.dead(&filter).await.unwrap().len(), count, "{filter:?}");
     }
-    let nonsense = store.dead(&DeadFilter { number: some("17"), ..none() }).await;
+    let nonsense = store.dead(&DeadFilter { numbers: vec!["17".into()], ..none() }).await;
     assert!(matches!(nonsense, Err(StoreError::Refused(_))), "{nonsense:?}");
 }
 

@@ -25,7 +25,7 @@ async fn listed<F: Fixture>(trial: &Trial<F>, state: DeadState, payload: &str) -
 
 async fn act<F: Fixture>(trial: &Trial<F>, found: &DeadMessage, act: OperatorAct) {
     let context = ActContext { actor: "ann".into(), reason: "a test".into(), dry_run: false, redrive_age_max: None };
-    let filter = DeadFilter { number: Some(found.number.clone()), states: vec![found.state], ..DeadFilter::default() };
+    let filter = DeadFilter { numbers: vec![found.number.clone()], states: vec![found.state], ..DeadFilter::default() };
     let outcome = trial.store.act(&filter, &act, &context).await.unwrap();
     assert_eq!((outcome.numbers.len(), outcome.already_handled.len()), (1, 0), "{act:?}");
 }

@@ -1,7 +1,8 @@
 //! The list of dead, held and waiting messages, of the outbox and of consumers.
 //!
 //! Guarantee: the cost of a list is bounded by its length, however many messages stand behind those
-//! that it shows.
+//! that it shows. The numbers of all that match, and the topics that are held, read all rows in
+//! their state.
 
 use std::time::Duration;
 
@@ -18,19 +19,38 @@ use crate::store::sql::{Row, Session, Statement, Value, sql};
 /// The length of a list where the filter has no limit.
 const LIMIT: usize = 100;
 
+/// Which rows of the outbox are meant: those in one state that match the filter.
+macro_rules! of_outbox {
+    () => {
+        "from oncebox.outbox_dead t \
+ where {if is_dead: t.state = 'dead'}{if is_held: {pg my: t.state = 'held'}{lite: t.state <> 'dead'}} \
+   {if numbers: and t.position {in ints :numbers} }{if id: and t.message_id = :id }{if topic: and t.topic = :topic } \
+   {if key: and t.{key} = :key }{if reason: and t.reason = :reason }"
+    };
+}
+
 /// Rows of the outbox in one state. Headers are read as bytes, because plain SQL on SQLite may have
 /// written text that is not UTF-8.
-const OUTBOX: &str = "\
+const OUTBOX: &str = concat!(
+    "\
 select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', ''))}, t.topic, t.{key}, t.kind, t.reason, \
        {pg my: t.attempts}{lite: 0}, t.diverted_at, t.requested, {pg: t.history::text}{my: t.history}{lite: '[]'}, \
        {pg: convert_to(t.headers::text, 'UTF8')}{my: cast(t.headers as binary)}{lite: cast(t.headers as blob)}, \
        t.payload, t.content_type, {age t.created_at}, t.holds, \
-       {pg my: t.cause = 'destination', t.traceparent, t.tracestate}{lite: t.state = 'held-destination', null, null} \
-  from oncebox.outbox_dead t \
- where {if is_dead: t.state = 'dead'}{if is_held: {pg my: t.state = 'held'}{lite: t.state <> 'dead'}} \
-   {if number: and t.position = :number }{if id: and t.message_id = :id }{if topic: and t.topic = :topic } \
-   {if key: and t.{key} = :key }{if reason: and t.reason = :reason }\
- order by t.position limit :limit";
+       {pg my: t.cause = 'destination', t.traceparent, t.tracestate}{lite: t.state = 'held-destination', null, null} ",
+    of_outbox!(),
+    " order by t.position limit :limit"
+);
+
+/// The positions of those that no operator has acted on yet.
+const OUTBOX_NUMBERS: &str =
+    concat!("select t.position, t.diverted_at ", of_outbox!(), " and t.requested is null order by t.position");
+
+/// The first row of each topic that cannot be sent to.
+const HELD_TOPICS: &str = "\
+select min(t.position) from oncebox.outbox_dead t \
+ where {pg my: t.state = 'held' and t.cause = 'destination'}{lite: t.state = 'held-destination'} \
+ group by t.topic order by 1 limit :limit";
 
 /// How many rows of the same key are held behind a row of the outbox.
 const HELD_OF_KEY: &str = "\
@@ -44,9 +64,23 @@ const HELD_OF_TOPIC: &str = "\
 select count(*) from (select 1 from oncebox.outbox_dead \
   where topic = :topic and position > :position and {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) b";
 
+/// Which rows of consumers are meant: those in one state that match the filter.
+macro_rules! of_consumers {
+    () => {
+        "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
+ where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
+   {if stands: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
+                   and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1})} \
+   {if heads: and w.sequence {in ints :heads} }{if numbers: and w.sequence {in ints :numbers} }{if id: and w.message_id = :id }\
+   {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
+   {if consumer: and c.name = :consumer }"
+    };
+}
+
 /// Rows of consumers in one state. The last column is the lane id, for rows that others can stand
 /// behind.
-const CONSUMERS: &str = "\
+const CONSUMERS: &str = concat!(
+    "\
 select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.reason, \
        {pg my: w.error}{lite: null}, w.attempts, coalesce(w.dead_at, w.stored_at), w.due_at, \
        {pg: w.history::text}{my lite: w.history}, \
@@ -54,15 +88,14 @@ select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{k
                from unnest(w.header_names, w.header_values) with ordinality as h (name, value, at))}{my lite: w.headers}, \
        w.payload, w.content_type, \
        case when (w.state = 'dead' or w.due_at is not null){pg: and (w.state = 'waiting' or w.holds)}{lite: and w.blocks = 1} \
-            then w.lane_id end \
-  from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
- where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
-   {if stands: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
-                   and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1})} \
-   {if heads: and w.sequence {in ints :heads} }{if number: and w.sequence = :number }{if id: and w.message_id = :id }\
-   {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
-   {if consumer: and c.name = :consumer }\
- order by w.sequence limit :limit";
+            then w.lane_id end ",
+    of_consumers!(),
+    " order by w.sequence limit :limit"
+);
+
+/// The numbers of rows of consumers, and since when they are there.
+const CONSUMERS_NUMBERS: &str =
+    concat!("select w.sequence, coalesce(w.dead_at, w.stored_at) ", of_consumers!(), " order by w.sequence");
 
 const CONSUMER_IDS: &str = "select consumer_id from oncebox.consumer {if consumer: where name = :consumer}";
 
@@ -124,7 +157,9 @@ pub(super) enum FoundRow {
 struct Look<'a> {
     texts: Texts,
     filter: &'a DeadFilter,
-    number: Option<Number>,
+    /// The numbers of the filter: positions of the outbox, and sequences of consumers.
+    positions: Vec<i64>,
+    sequences: Vec<i64>,
     limit: usize,
 }
 
@@ -134,39 +169,116 @@ pub(in crate::store) async fn find(
     texts: Texts,
     filter: &DeadFilter,
 ) -> Result<Vec<FoundMessage>, StoreError> {
-    let number = filter.number.as_deref().map(Number::parse).transpose()?;
-    let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
-    let look = Look { texts, filter, number, limit };
-    let place = filter.consumer.as_deref();
-    let wants_outbox = !matches!(number, Some(Number::Consumer(_))) && place.is_none_or(|name| name == "outbox");
-    let wants_consumers = !matches!(number, Some(Number::Outbox(_))) && place != Some("outbox");
+    let look = Look::new(texts, filter)?;
     let mut found = Vec::new();
     for state in filter.states() {
-        if wants_outbox && *state != DeadState::Waiting {
+        if look.wants_outbox(*state) {
             found.extend(look.in_outbox(session, *state).await?);
         }
-        if wants_consumers {
+        if look.wants_consumers() {
             found.extend(look.of_consumers(session, *state).await?);
         }
     }
     found.sort_by_key(|found| found.message.dead_at);
-    found.truncate(limit);
+    found.truncate(look.limit);
     Ok(found)
 }
 
-impl Look<'_> {
-    async fn in_outbox(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
+/// The numbers of all messages that match and that no operator has acted on yet, oldest first.
+pub(super) async fn numbers(
+    session: &mut dyn Session,
+    texts: Texts,
+    filter: &DeadFilter,
+) -> Result<Vec<String>, StoreError> {
+    let look = Look::new(texts, filter)?;
+    let mut found: Vec<(DateTime<Utc>, String)> = Vec::new();
+    for state in filter.states() {
+        if look.wants_outbox(*state) {
+            for row in session.rows(look.asks_outbox(OUTBOX_NUMBERS, *state)).await? {
+                found.push((row.get(1)?, format!("o{}", row.get::<i64>(0)?)));
+            }
+        }
+        if look.wants_consumers() {
+            for row in session.rows(look.asks_consumers(CONSUMERS_NUMBERS, *state, Vec::new())).await? {
+                found.push((row.get(1)?, format!("c{}", row.get::<i64>(0)?)));
+            }
+        }
+    }
+    found.sort_by_key(|(at, _)| *at);
+    Ok(found.into_iter().map(|(_, number)| number).collect())
+}
+
+/// The first message that is held of each topic that cannot be sent to.
+pub(super) async fn held_topics(
+    session: &mut dyn Session,
+    texts: Texts,
+    limit: usize,
+) -> Result<Vec<FoundMessage>, StoreError> {
+    let mut numbers = Vec::new();
+    for row in session.rows(sql(HELD_TOPICS).bind("limit", rows_max(limit))).await? {
+        numbers.push(format!("o{}", row.get::<i64>(0)?));
+    }
+    if numbers.is_empty() {
+        return Ok(Vec::new());
+    }
+    find(session, texts, &DeadFilter { states: vec![DeadState::Held], numbers, limit, ..DeadFilter::default() }).await
+}
+
+impl<'a> Look<'a> {
+    fn new(texts: Texts, filter: &'a DeadFilter) -> Result<Self, StoreError> {
+        let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
+        let (mut positions, mut sequences) = (Vec::new(), Vec::new());
+        for number in &filter.numbers {
+            match Number::parse(number)? {
+                Number::Outbox(position) => positions.push(position),
+                Number::Consumer(sequence) => sequences.push(sequence),
+            }
+        }
+        Ok(Self { texts, filter, positions, sequences, limit })
+    }
+
+    fn wants_outbox(&self, state: DeadState) -> bool {
+        state != DeadState::Waiting
+            && (self.filter.numbers.is_empty() || !self.positions.is_empty())
+            && self.filter.consumer.as_deref().is_none_or(|name| name == "outbox")
+    }
+
+    fn wants_consumers(&self) -> bool {
+        (self.filter.numbers.is_empty() || !self.sequences.is_empty())
+            && self.filter.consumer.as_deref() != Some("outbox")
+    }
+
+    /// A statement on the rows of the outbox that are meant.
+    fn asks_outbox(&self, text: &'static str, state: DeadState) -> Statement {
         let (texts, filter) = (self.texts, self.filter);
-        let asked = sql(OUTBOX)
+        sql(text)
             .bind("is_dead", state == DeadState::Dead)
             .bind("is_held", state == DeadState::Held)
-            .bind("number", self.number.map(Number::of_row))
+            .bind("numbers", self.positions.clone())
             .bind("id", optional(filter.message_id.map(|id| texts.id(id))))
             .bind("topic", optional(filter.topic.as_deref().map(|topic| texts.name(topic))))
             .bind("key", optional(filter.key.as_deref().map(|key| texts.name(key))))
             .bind("reason", filter.reason.as_deref())
-            .bind("limit", rows_max(self.limit));
-        let rows = session.rows(asked).await?;
+            .bind("limit", rows_max(self.limit))
+    }
+
+    /// A statement on the rows of consumers that are meant; with heads only on these.
+    fn asks_consumers(&self, text: &'static str, state: DeadState, heads: Vec<i64>) -> Statement {
+        self.of_message(sql(text))
+            .bind("is_dead", state == DeadState::Dead)
+            .bind("is_held", state == DeadState::Held)
+            .bind("is_waiting", state == DeadState::Waiting)
+            .bind("stands", state != DeadState::Dead)
+            .bind("heads", heads)
+            .bind("numbers", self.sequences.clone())
+            .bind("id", self.filter.message_id)
+            .bind("reason", optional(self.filter.reason.as_deref().map(|reason| self.texts.name(reason))))
+            .bind("consumer", self.consumer())
+    }
+
+    async fn in_outbox(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
+        let texts = self.texts;
+        let rows = session.rows(self.asks_outbox(OUTBOX, state)).await?;
         let mut found = rows.iter().map(|row| in_outbox(&**row, state)).collect::<Result<Vec<_>, _>>()?;
         let for_destination = rows.iter().map(|row| row.get(15)).collect::<Result<Vec<bool>, _>>()?;
         let topics = found.iter().zip(&for_destination);
@@ -190,25 +302,14 @@ impl Look<'_> {
     async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
         // To check each row for a dead one before it would cost more the more rows are held. So
         // waiting messages are found from the heads, which have a due time.
-        let of_heads = state == DeadState::Waiting && self.number.is_none() && self.filter.message_id.is_none();
+        let is_named = !self.filter.numbers.is_empty() || self.filter.message_id.is_some();
+        let of_heads = state == DeadState::Waiting && !is_named;
         let heads = if of_heads { self.waiting_of_heads(session).await? } else { Vec::new() };
         if of_heads && heads.is_empty() {
             return Ok(Vec::new());
         }
-        let filter = self.filter;
-        let asked = self
-            .of_message(sql(CONSUMERS))
-            .bind("is_dead", state == DeadState::Dead)
-            .bind("is_held", state == DeadState::Held)
-            .bind("is_waiting", state == DeadState::Waiting)
-            .bind("stands", state != DeadState::Dead)
-            .bind("heads", heads)
-            .bind("number", self.number.map(Number::of_row))
-            .bind("id", filter.message_id)
-            .bind("reason", optional(filter.reason.as_deref().map(|reason| self.texts.name(reason))))
-            .bind("consumer", self.consumer());
         let mut found = Vec::new();
-        for row in session.rows(asked).await? {
+        for row in session.rows(self.asks_consumers(CONSUMERS, state, heads)).await? {
             let mut one = of_consumer(&*row, self.texts, state)?;
             if let Some(lane) = row.get_opt::<Uuid>(17)? {
                 let behind = sql(BEHIND).bind("of", row.get::<i64>(1)?).bind("lane", lane);
@@ -253,13 +354,6 @@ impl Look<'_> {
 
     fn consumer(&self) -> Value {
         optional(self.filter.consumer.as_deref().map(|name| self.texts.name(name)))
-    }
-}
-
-impl Number {
-    fn of_row(self) -> i64 {
-        let (Self::Outbox(number) | Self::Consumer(number)) = self;
-        number
     }
 }
 
