@@ -14,7 +14,12 @@ use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
-use oncebox::store::{ActContext, Finding, SchemaState, Severity, Store};
+use oncebox::store::{ActContext, DeadMessage, Finding, SchemaState, Severity, Store};
+
+/// How many topics that cannot be sent to are looked at.
+const HELD_TOPICS_MAX: usize = 100;
+/// The consumer by which Kafka is asked for them. There is none of this name.
+const NOBODY: &str = "oncebox-doctor";
 
 /// What counts as stuck, and what `doctor` does beside looking.
 #[derive(Debug, Clone, Args)]
@@ -43,13 +48,12 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
     if args.fix {
         oncebox::with_store!(&settings, None, |store| mend(store, args).await)?;
     }
-    let mut findings = match database(&settings, args.older_than).await {
-        Ok(findings) => findings,
-        Err(error) => vec![Finding::refused(
-            "database",
-            error.message,
-            "see the message; nothing else of the database was looked at",
-        )],
+    let (mut findings, held) = match database(&settings, args.older_than).await {
+        Ok(found) => found,
+        Err(error) => {
+            let remedy = "see the message; nothing else of the database was looked at";
+            (vec![Finding::refused("database", error.message, remedy)], Vec::new())
+        }
     };
     match broker(&settings).await {
         Ok(None) => findings.push(Finding::warning(
@@ -57,7 +61,7 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
             format!("{}: the file is not there yet", settings.broker.url.0),
             "start `publisher` or `consumer`, which make it, or mend [broker] url",
         )),
-        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings).await),
+        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings, &held).await),
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
     findings.extend(settings.consumer.iter().filter_map(horizon));
@@ -84,7 +88,10 @@ fn is_directory(path: &Path) -> bool {
     path.as_os_str().is_empty() || path.is_dir()
 }
 
-async fn database(settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+/// What is found in the database, and the first message of each topic that cannot be sent to.
+type Looked = (Vec<Finding>, Vec<DeadMessage>);
+
+async fn database(settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
     oncebox::with_store!(settings, None, |store| look(store, settings, older_than).await)
 }
 
@@ -109,7 +116,7 @@ async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
     Ok(())
 }
 
-async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
     let name = redact(&settings.database.url.0);
     let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
     if let Err(error) = schema.require() {
@@ -118,7 +125,7 @@ async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> 
             _ => "run `oncebox migrate up`",
         };
         store.close().await;
-        return Ok(vec![Finding::refused("schema", format!("{name}: {error}"), remedy)]);
+        return Ok((vec![Finding::refused("schema", format!("{name}: {error}"), remedy)], Vec::new()));
     }
     let mut findings = vec![match schema {
         SchemaState::Ahead { found, known } => Finding::warning(
@@ -139,16 +146,28 @@ async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> 
         }
     }
     findings.extend(super::stuck::look(&store, settings, &status, older_than).await?);
+    let held = store.held_topics(HELD_TOPICS_MAX).await?;
     store.close().await;
-    Ok(findings)
+    Ok((findings, held))
 }
 
-async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding> {
-    let subscriptions: Vec<Subscription> = settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
+async fn broker_findings(broker: &AnyBroker, settings: &Settings, held: &[DeadMessage]) -> Vec<Finding> {
+    let mut subscriptions: Vec<Subscription> =
+        settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
+    let is_configured = |topic: &String| settings.consumer.iter().any(|consumer| consumer.topics.contains(topic));
+    let held: Vec<&DeadMessage> = held.iter().filter(|first| !is_configured(&first.topic)).collect();
+    // Only Kafka has topics that must be made before anybody subscribes to them.
+    let is_kafka = broker.name() == "kafka";
+    if is_kafka && !held.is_empty() {
+        let topics = held.iter().map(|first| first.topic.clone()).collect();
+        subscriptions.push(Subscription::new(NOBODY, topics));
+    }
+    let of_nobody = format!("kafka group {NOBODY}");
     let name = redact(&settings.broker.url.0);
-    match broker.check(&subscriptions).await {
+    let mut findings: Vec<Finding> = match broker.check(&subscriptions).await {
         Ok(found) => found
             .into_iter()
+            .filter(|finding| finding.name != of_nobody)
             .map(|finding| Finding {
                 severity: match &finding {
                     BrokerFinding { refused: true, .. } => Severity::Refused,
@@ -162,7 +181,25 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding
             })
             .collect(),
         Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
+    };
+    if !is_kafka {
+        findings.extend(held.into_iter().map(|first| held_topic(first, broker, settings)));
     }
+    findings
+}
+
+/// A topic for which the outbox holds messages, and how it can be sent to.
+fn held_topic(first: &DeadMessage, broker: &AnyBroker, settings: &Settings) -> Finding {
+    let DeadMessage { topic, reason, number, behind, .. } = first;
+    let detail = format!("{number} is held for it, with {behind} behind: {reason}");
+    let remedy = match broker.name() {
+        "rabbitmq" => {
+            let exchange = &settings.broker.rabbitmq.exchange;
+            format!("start its consumer, or bind a queue to exchange `{exchange}` with routing key `{topic}`")
+        }
+        _ => "mend what its reason names; the publisher tries it again by itself".to_owned(),
+    };
+    Finding::warning(format!("outbox: topic {topic}"), detail, remedy)
 }
 
 /// Whether every live process can read the fingerprints that the others write (O21).

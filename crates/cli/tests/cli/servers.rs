@@ -168,9 +168,43 @@ fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
     let status = place.oncebox(&["status", "--output", "json"]).run().json();
     assert_eq!((&status["held"], &status["dead"]), (&1.into(), &0.into()), "{status}");
     let config = place.config(&format!("[[consumer]]\nname = '{name}'\ntopics = ['{name}']"));
-    let doctor = place.oncebox(&["doctor", "--broker", &broker, "--config", &config]).run();
-    let shown = doctor.ok();
-    assert!(shown.contains("it does not exist") && shown.contains("kafka-topics.sh"), "{shown}");
+    // Also where no consumer is configured here: the outbox holds a message for it.
+    for named in [&["--config", &config][..], &[]] {
+        let json = [&["doctor", "--broker", &broker, "--output", "json"], named].concat();
+        let shown = place.oncebox(&json).run().json();
+        let of_it = |one: &&serde_json::Value| one["name"] == format!("kafka topic {name}").as_str();
+        let rows = shown["findings"].as_array().unwrap().clone();
+        let found: Vec<_> = rows.iter().filter(of_it).collect();
+        assert_eq!(found.len(), 1, "{shown}");
+        let says = |name: &str, word: &str| found[0][name].as_str().is_some_and(|text| text.contains(word));
+        assert!(says("detail", "it does not exist") && says("remedy", "kafka-topics.sh"), "{found:?}");
+        assert!(
+            says("remedy", &format!("--topic {name} ")) && !shown.to_string().contains("oncebox-doctor"),
+            "{shown}"
+        );
+    }
+}
+
+/// The same on RabbitMQ, where no queue is bound. Shown by: looking at the topics of configured
+/// consumers alone.
+#[test]
+fn a_topic_without_a_queue_on_rabbitmq_is_shown_with_what_to_do() {
+    let test = "a_topic_without_a_queue_on_rabbitmq_is_shown_with_what_to_do";
+    let Some(broker) = service(test, "ONCEBOX_TEST_RABBITMQ") else { return };
+    let (place, name) = (Place::migrated(), unique("cli"));
+    let _own = Own::new(&broker, &name);
+    let on_it = |program: Program| program.env("ONCEBOX_BROKER__RABBITMQ__EXCHANGE", &name);
+    place.sql(&format!(
+        "insert into oncebox_outbox (topic, kind, payload) values ('{name}', 'payment.created', '{{}}')"
+    ));
+    on_it(place.publisher(&["--until-empty", "--broker", &broker])).run().ok_saying(&["held=1"]);
+    let shown = on_it(place.oncebox(&["doctor", "--broker", &broker, "--output", "json"])).run().json();
+    let rows = shown["findings"].as_array().unwrap();
+    let row = rows.iter().find(|row| row["name"] == format!("outbox: topic {name}").as_str());
+    let row = row.unwrap_or_else(|| panic!("{shown}"));
+    let says = |field: &str, word: &str| row[field].as_str().is_some_and(|text| text.contains(word));
+    assert!(says("severity", "warning") && says("detail", "no queue is bound"), "{row}");
+    assert!(says("remedy", &format!("routing key `{name}`")), "{row}");
 }
 
 /// A backlog in one queue; `partitions = 2` is refused until the command has gone over to two, and
