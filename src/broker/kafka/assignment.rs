@@ -255,9 +255,9 @@ impl Assignment {
             .collect()
     }
 
-    /// Notes a report that a partition of this number reached its end at this offset. Where the last
-    /// offsets of a partition hold no message (aborted, compacted, markers), only such a report
-    /// shows its end: one that no other partition of the number explains, which stands there.
+    /// Notes a report that a partition of this number reached its end at this offset. Where the
+    /// last offsets of a partition hold no message (aborted, compacted, markers), only such a
+    /// report shows its end: one that no other partition of the number, standing there, explains.
     pub(super) fn end_reached(&mut self, partition: i32, offset: i64) {
         if self.have_ended(partition) {
             return;
