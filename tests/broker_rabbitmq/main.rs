@@ -10,6 +10,8 @@ mod outbox;
 mod support;
 
 mod conformance;
+#[cfg(feature = "sqlite")]
+mod consumer;
 mod faults;
 mod fixture;
 mod handover;
