@@ -6,6 +6,7 @@
 //! | `config` | settings, and reading the URL |
 //! | `socket` | a connection whose socket we own (R29), TLS |
 //! | `publisher`, `confirms`, `lanes` | the session, its task, the order of a key's rows (R20, R21) |
+//! | `cuts` | connections that are cut at the same message (R16) |
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |
 //! | `repartition` | changing the number of queues without reordering messages |
@@ -23,6 +24,7 @@
 mod check;
 mod config;
 mod confirms;
+mod cuts;
 mod error;
 mod lanes;
 mod publisher;
@@ -44,6 +46,7 @@ pub use config::RabbitConfig;
 pub use raw::RawPublisher;
 pub use repartition::Repartition;
 
+use self::cuts::Cuts;
 use self::publisher::RabbitPublisher;
 use self::socket::Link;
 use self::subscriber::RabbitSubscriber;
@@ -54,12 +57,13 @@ use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
-/// A configured RabbitMQ. Clones share the taps.
+/// A configured RabbitMQ. Clones share the taps, and what is known of connections that were cut.
 #[derive(Debug, Clone)]
 pub struct RabbitBroker {
     config: RabbitConfig,
     version: Arc<OnceCell<ServerVersion>>,
     taps: Arc<Taps>,
+    cuts: Arc<Cuts>,
 }
 
 impl RabbitBroker {
@@ -69,7 +73,8 @@ impl RabbitBroker {
     /// [`BrokerError::Refused`] where a setting or the URL is invalid.
     pub fn new(config: RabbitConfig) -> Result<Self, BrokerError> {
         config.validate()?;
-        Ok(Self { config, version: Arc::new(OnceCell::new()), taps: Arc::new(Taps::default()) })
+        let (taps, cuts) = (Arc::new(Taps::default()), Arc::new(Cuts::default()));
+        Ok(Self { config, version: Arc::new(OnceCell::new()), taps, cuts })
     }
 
     /// Takes the next step from the queues that a consumer's topic has now to the configured number
@@ -109,7 +114,8 @@ impl Broker for RabbitBroker {
     }
 
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
-        Ok(Box::new(RabbitPublisher::open(&self.config).await?))
+        let opened = RabbitPublisher::open(&self.config, &self.cuts).await;
+        Ok(Box::new(opened.inspect_err(|_| self.cuts.forget())?))
     }
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {

@@ -6,6 +6,9 @@
 #[cfg(feature = "sqlite")]
 #[path = "../support/outbox.rs"]
 mod outbox;
+#[cfg(feature = "sqlite")]
+#[path = "../support/proxy.rs"]
+mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 

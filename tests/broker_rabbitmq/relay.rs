@@ -5,10 +5,13 @@ use std::time::Duration;
 use lapin::types::AMQPValue;
 use oncebox::RelayOptions;
 use oncebox::broker::Broker;
+use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig};
+use oncebox::store::Status;
 
 use super::fixture::{Corner, SOON, in_order};
 use super::outbox::{Outbox, options};
 use super::private::Private;
+use super::proxy::{Failure, Proxy, When};
 
 fn rows(topic: &str, numbers: std::ops::Range<u64>) -> Vec<(String, String, String)> {
     numbers.map(|n| (topic.to_owned(), format!("k{}", n % 3), n.to_string())).collect()
@@ -79,6 +82,32 @@ async fn r16_a_queue_that_is_full_holds_its_topic_until_there_is_room() {
     assert_eq!(numbers, (0..9).collect());
     relay.end().await;
     corner.clean(&[&queue, &full]).await;
+}
+
+/// Something between the relay and the server that cuts the connection at one message, without a
+/// reply of the server. On the code before it counted as a server that is away, for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r16_a_message_at_which_each_connection_is_cut_is_found_out_and_holds_only_its_key() {
+    let Some(corner) = Corner::of("r16_a_message_at_which_each_connection_is_cut").await else { return };
+    let outbox = Outbox::new().await;
+    let queue = corner.queue();
+    corner.queue_of(&queue, &corner.topic, &[]).await;
+    let proxy = Proxy::before_broker(&corner.config.url);
+    proxy.fail_times_at(u32::MAX, "", "poison", When::BeforeRequest, Failure::Cut);
+    outbox.enqueue(rows(&corner.topic, 0..20)).await;
+    let bad = |payload: &str| (corner.topic.clone(), "bad".to_owned(), payload.to_owned());
+    outbox.enqueue(vec![bad("poison"), bad("40")]).await;
+    outbox.enqueue(rows(&corner.topic, 20..40)).await;
+    let broker = RabbitBroker::new(RabbitConfig { url: proxy.url.clone(), ..corner.config.clone() }).unwrap();
+    let relay = outbox.relay(broker, options());
+    let found = |status: &Status| (status.dead, status.held, status.pending) == (1, 1, 0);
+    outbox.until("it is dead, what follows it is held, the others are sent", found).await;
+    let sent = log(&corner, &queue).await;
+    let numbers: std::collections::BTreeSet<u64> = sent.iter().map(|(_, number)| *number).collect();
+    assert!(in_order(&sent), "{sent:?}");
+    assert_eq!(numbers, (0..40).collect());
+    relay.end().await;
+    corner.clean(&[&queue]).await;
 }
 
 /// On the code before reading paused until all of it was confirmed.

@@ -28,7 +28,8 @@ use lapin::{Channel, Confirmation, Event};
 use tokio::sync::mpsc;
 
 use super::config::RabbitConfig;
-use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, reply, within};
+use super::cuts::Cuts;
+use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, is_cut, reply, within};
 use super::lanes::{LaneId, Lanes, Row};
 use super::publisher::Unsettled;
 use super::socket::Link;
@@ -39,6 +40,10 @@ use crate::message::{OutgoingMessage, lane_id};
 
 /// Reply codes about the message itself if it was alone: too large, precondition, frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
+
+/// How many rows a careful session publishes one after the other. Enough to come to the message at
+/// which the connections before it were cut: what was proven before it is not sent again.
+const CAREFUL_ROWS: usize = 256;
 
 /// How often the task checks the connection.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -100,6 +105,11 @@ pub(super) struct Confirms {
     /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight
     /// may still be proven until then.
     ending: Option<(BrokerError, Instant)>,
+    /// True where the connection was cut without a word of the server.
+    is_cut: bool,
+    cuts: Arc<Cuts>,
+    /// How many rows are still published with nothing else in flight.
+    careful: usize,
 }
 
 type Done = (u64, lapin::Result<Confirmation>);
@@ -109,6 +119,7 @@ impl Confirms {
         config: &RabbitConfig,
         link: Arc<Link>,
         shared: Arc<Unsettled>,
+        cuts: Arc<Cuts>,
     ) -> Result<Self, BrokerError> {
         let mut channels = Vec::with_capacity(config.channels);
         for _ in 0..config.channels {
@@ -132,6 +143,9 @@ impl Confirms {
             refused: HashMap::new(),
             refused_keys: HashMap::new(),
             ending: None,
+            is_cut: false,
+            careful: if cuts.ask_for_care() { CAREFUL_ROWS } else { 0 },
+            cuts,
         })
     }
 
@@ -165,7 +179,7 @@ impl Confirms {
             }
         }
         if let Some((error, _)) = self.ending.take() {
-            self.shared.end(error);
+            self.shared.end(self.cause(error));
         }
         drop(ended);
     }
@@ -178,6 +192,25 @@ impl Confirms {
     fn end(&mut self, error: BrokerError) {
         let until = Instant::now() + self.close_deadline;
         self.ending.get_or_insert((error, until));
+    }
+
+    /// Why the session ended. A connection that is cut again and again at the same message, and
+    /// works in between, is not that of a server that is away: the runtime is to look for the
+    /// message.
+    fn cause(&self, error: BrokerError) -> BrokerError {
+        let BrokerError::Unavailable(why) = error else { return error };
+        if !self.is_cut {
+            self.cuts.forget();
+            return BrokerError::Unavailable(why);
+        }
+        let failed = self.channels.iter().flat_map(|lane| lane.failed.iter().map(|(_, flight)| flight));
+        let unconfirmed = self.in_flight.values().chain(failed).map(|flight| flight.id.clone()).collect();
+        match self.cuts.count(unconfirmed) {
+            None => BrokerError::Unavailable(why),
+            Some(times) => BrokerError::Session(format!(
+                "{times} connections in a row worked until a message was sent that had no confirm yet: {why}"
+            )),
+        }
     }
 
     fn take(&mut self, Rows { rows, known }: Rows) {
@@ -204,6 +237,16 @@ impl Confirms {
 
     fn publish(&mut self) {
         if self.ending.is_some() || self.shared.lock().blocked.is_some() {
+            return;
+        }
+        // What came before the row in flight is then proven, so that the runtime knows the message
+        // if the connection is cut.
+        while self.careful > 0 && self.in_flight.is_empty() {
+            let Some(row) = self.lanes.next_in_order() else { return };
+            self.careful -= 1;
+            self.publish_row(row);
+        }
+        if self.careful > 0 {
             return;
         }
         let mut idle = 0;
@@ -336,12 +379,13 @@ impl Confirms {
     fn fail(&mut self, at: usize) {
         let Some(error) = &self.channels[at].error else { return };
         let (cause, reply) = (classify(error), reply(error));
+        self.is_cut |= is_cut(error);
         self.end(cause);
         if self.channels[at].in_flight > 0 {
             return;
         }
-        let failed = std::mem::take(&mut self.channels[at].failed);
         let Some((code, text)) = reply else { return };
+        let failed = std::mem::take(&mut self.channels[at].failed);
         // The server may close the whole connection because of one message on any channel.
         let others = self.channels.iter().any(|lane| !lane.failed.is_empty() || !lane.confirmed.is_empty());
         let alone = failed.len() == 1 && self.in_flight.is_empty() && !others;
@@ -390,7 +434,10 @@ impl Confirms {
             }
             // An error of a channel is handled with its confirms, which tell the affected rows, or
             // it belongs to a probe.
-            Event::Error(error) if !error.is_amqp_soft_error() => self.end(classify(&error)),
+            Event::Error(error) if !error.is_amqp_soft_error() => {
+                self.is_cut |= is_cut(&error);
+                self.end(classify(&error));
+            }
             _ => {}
         }
         self.shared.notify();

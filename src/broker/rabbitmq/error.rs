@@ -106,6 +106,11 @@ pub(super) fn classify(error: &lapin::Error) -> BrokerError {
     }
 }
 
+/// Whether the connection ended without a word of the server, and not for its silence.
+pub(super) fn is_cut(error: &lapin::Error) -> bool {
+    matches!(error.kind(), ErrorKind::IOError(_))
+}
+
 /// Classifies what ended a stream of deliveries. It is never [`BrokerError::Refused`], which ends a
 /// consumer: with the same code as for a wrong declaration the server closes a channel whose
 /// deliveries stay unacknowledged for longer than its `consumer_timeout`, and a new one works.

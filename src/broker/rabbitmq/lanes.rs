@@ -67,6 +67,17 @@ impl Lanes {
         Some(row)
     }
 
+    /// Takes the row that came first of all that may be published now.
+    pub(super) fn next_in_order(&mut self) -> Option<Row> {
+        let rows = self.ready.iter().enumerate();
+        let rows =
+            rows.flat_map(|(channel, rows)| rows.iter().enumerate().map(move |(at, row)| (row.tag, channel, at)));
+        let (_, channel, at) = rows.min()?;
+        let row = self.ready[channel].remove(at)?;
+        self.leaves(&row.message.topic);
+        Some(row)
+    }
+
     /// Notes that the row of this key that was in flight is settled. The next one becomes ready.
     pub(super) fn settled(&mut self, lane: Option<LaneId>) {
         let Some(lane) = lane.filter(|_| !self.pipeline) else { return };
@@ -176,6 +187,21 @@ mod tests {
         assert_eq!(second[0].channel, first[0].channel, "a key keeps its channel");
         lanes.settled(second[0].lane);
         assert_eq!(tags(&drain(&mut lanes)), [6]);
+    }
+
+    #[test]
+    fn in_order_each_row_comes_after_all_that_came_before_it() {
+        let mut lanes = Lanes::new(3, false);
+        for (tag, key) in (1..).zip([Some("a"), None, Some("a"), Some("b"), None, Some("a")]) {
+            lanes.add(tag, message("t", key));
+        }
+        let in_order = std::iter::from_fn(|| {
+            let row = lanes.next_in_order()?;
+            lanes.settled(row.lane);
+            Some(row.tag)
+        });
+        assert_eq!(in_order.collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+        assert!(lanes.topics.is_empty());
     }
 
     #[test]

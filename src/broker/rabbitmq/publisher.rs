@@ -19,6 +19,7 @@ use tokio::task::JoinHandle;
 
 use super::config::RabbitConfig;
 use super::confirms::{Confirms, Rows};
+use super::cuts::Cuts;
 use super::error::{NOT_FOUND, again, within};
 use super::socket::Link;
 use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
@@ -105,11 +106,11 @@ pub(super) struct RabbitPublisher {
 
 impl RabbitPublisher {
     /// Opens the connection and its confirm channels, so that the first message does not wait.
-    pub(super) async fn open(config: &RabbitConfig) -> Result<Self, BrokerError> {
+    pub(super) async fn open(config: &RabbitConfig, cuts: &Arc<Cuts>) -> Result<Self, BrokerError> {
         let link = Arc::new(Link::open(config, "oncebox publisher").await?);
         let shared = Arc::new(Unsettled::default());
         let (rows, receiver) = mpsc::unbounded_channel();
-        let confirms = Confirms::open(config, Arc::clone(&link), Arc::clone(&shared)).await?;
+        let confirms = Confirms::open(config, Arc::clone(&link), Arc::clone(&shared), Arc::clone(cuts)).await?;
         Ok(Self {
             link,
             shared,
