@@ -14,6 +14,7 @@
 //! Not here: the cursor (the store's), what a refusal means (`rules`: `isolate`,
 //! `diversion`).
 
+mod bounds;
 mod ending;
 mod options;
 mod pump;

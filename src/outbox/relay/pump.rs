@@ -64,9 +64,9 @@ pub(super) struct Pump<'a> {
     empty: bool,
     /// True where there are more dead and held rows than `held_rows_max`. A row that is not loaded
     /// could be overtaken, so nothing is read until all are loaded.
-    not_loaded: bool,
+    pub(super) not_loaded: bool,
     /// True where `dead_rows_max` is reached; looked at from time to time.
-    too_many_dead: bool,
+    pub(super) too_many_dead: bool,
     /// True where rows have left the dead and held table since it was loaded.
     some_left: bool,
     /// True while the health shows that this part waits.
@@ -299,33 +299,6 @@ impl<'a> Pump<'a> {
             self.relay.health.set(&self.relay.part, PartState::Ready);
         }
         true
-    }
-
-    /// Why no more rows may be dead or held, so that nothing new is read.
-    fn full(&self) -> Option<String> {
-        let held = self.diverted.len();
-        if self.not_loaded || held >= self.relay.options.held_rows_max {
-            return Some(format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read"));
-        }
-        self.too_many_dead.then(|| {
-            let dead = self.relay.options.dead_rows_max;
-            format!("{dead} dead messages, `dead_rows_max` reached: nothing more is read; see `oncebox dead list`")
-        })
-    }
-
-    /// Counts dead messages up to their bound. Those under policy `skip` are not in memory, because
-    /// they hold nothing.
-    async fn look_at_dead(&mut self) -> Result<(), Doubt> {
-        let dead_rows_max = self.relay.options.dead_rows_max;
-        let too_many = self.session.has_dead(dead_rows_max).await?;
-        if too_many && !self.too_many_dead {
-            tracing::error!(
-                shard = self.relay.options.shard,
-                "{dead_rows_max} dead messages, `dead_rows_max` reached: nothing more is read; see `oncebox dead list`"
-            );
-        }
-        self.too_many_dead = too_many;
-        Ok(())
     }
 
     /// Whether the next read fits into the window: a full one, or an eighth of the window.

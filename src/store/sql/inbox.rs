@@ -58,15 +58,15 @@ const ACCEPT: &str = "update oncebox.consumer set id_rule = :rule where consumer
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
 
 /// A dead message after `:skipped` others, if there are so many; with `all`, a waiting or dead one.
-/// It reads entries of indexes, and no more of them than that. On PostgreSQL the order makes any
-/// other plan a sort of all of them.
+/// It reads entries of indexes, and no more of them than that. On PostgreSQL the order, with a
+/// range of one consumer, makes any other plan a sort of all of them.
 pub(in crate::store) const STORED: &str = "\
 {pg: /* planned anew */ }select 1 from \
-{pg: (select * from (select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' \
-        order by message_id, content_hash limit :skipped + 1) d \
+{pg: (select * from (select 1 from oncebox.waiting where consumer_id between :consumer and :consumer and state = 'dead' \
+        order by consumer_id, message_id, content_hash limit :skipped + 1) d \
       {if all: union all \
-      select * from (select 1 from oncebox.waiting where consumer_id = :consumer and state = 'waiting' \
-        order by sequence limit :skipped + 1) w}) s}\
+      select * from (select 1 from oncebox.waiting where consumer_id between :consumer and :consumer and state = 'waiting' \
+        order by consumer_id, sequence limit :skipped + 1) w}) s}\
 {my: oncebox.waiting force index (waiting_state) where consumer_id = :consumer and state in ('dead'{if all: , 'waiting'})}\
 {lite: (select 1 from oncebox.waiting where consumer_id = :consumer and state = 'dead' \
         {if all: union all select 1 from oncebox.waiting where consumer_id = :consumer and state = 'waiting'}) s} \
