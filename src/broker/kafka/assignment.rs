@@ -14,6 +14,9 @@ use crate::broker::PartitionId;
 /// Topic, partition and the offset after the last acknowledged one.
 pub(super) type Position = (Arc<str>, i32, i64);
 
+/// Topic and partition.
+type Place = (Arc<str>, i32);
+
 /// All partitions that this member owns.
 #[derive(Debug, Default)]
 pub(super) struct Assignment {
@@ -236,7 +239,7 @@ impl Assignment {
 
     /// The partitions that must be paused, and those that must be resumed, so that all of them are
     /// paused, or only the refused ones. From now on they count as changed.
-    pub(super) fn take_to_pause(&mut self, all: bool) -> (Vec<(Arc<str>, i32)>, Vec<(Arc<str>, i32)>) {
+    pub(super) fn take_to_pause(&mut self, all: bool) -> (Vec<Place>, Vec<Place>) {
         let (mut pause, mut resume) = (Vec::new(), Vec::new());
         for source in self.sources_mut().filter(|source| source.paused != (all || source.refused)) {
             source.paused = !source.paused;
