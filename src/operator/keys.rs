@@ -125,7 +125,7 @@ pub enum KeyChange {
     /// An UNKNOWN gets its outcome.
     Resolve {
         /// What the operator found out.
-        outcome: RunOutcome,
+        outcome: Box<RunOutcome>,
         /// How long answer, body and metadata are kept, counted from now.
         retention: Retention,
         /// Whether the outcome is written although a run that lost its lease ended with the
@@ -164,7 +164,7 @@ pub enum OperationChange {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolution {
     /// How the operation ended: this outcome is written, and no phase runs any more.
-    Ended(RunOutcome, Retention),
+    Ended(Box<RunOutcome>, Retention),
     /// Whether one effect happened: the worker goes on with the flow from there.
     Effect {
         /// The name of the effect within its operation.
@@ -396,7 +396,7 @@ pub trait KeyOperator: Phases {
             let unknown;
             let seen = match change {
                 KeyChange::Resolve { outcome, .. }
-                    if is_open && seen.mode != Mode::Phased && *outcome != RunOutcome::Unknown =>
+                    if is_open && seen.mode != Mode::Phased && **outcome != RunOutcome::Unknown =>
                 {
                     unknown = given_up(self, seen, context.dry_run).await?;
                     &unknown
@@ -410,11 +410,11 @@ pub trait KeyOperator: Phases {
                         seen.operation_id
                     ));
                 }
-                (KeyChange::Resolve { outcome: RunOutcome::Unknown, .. }, _) => {
+                (KeyChange::Resolve { outcome, .. }, _) if **outcome == RunOutcome::Unknown => {
                     return refused("an unknown outcome resolves nothing");
                 }
                 (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
-                    let opposite = if matches!(outcome, RunOutcome::Completed(_)) { "failure" } else { "success" };
+                    let opposite = if matches!(**outcome, RunOutcome::Completed(_)) { "failure" } else { "success" };
                     let said = self.runs_of(seen.operation_id).await?;
                     if !against_evidence && late_runs(&said).any(|run| run.verdict == opposite) {
                         return refused(ended_late(opposite));
@@ -529,7 +529,7 @@ pub trait KeyOperator: Phases {
             may_change(seen, take_over)?;
             let change = match resolution {
                 Resolution::Ended(outcome, retention) => {
-                    let verdict = match outcome {
+                    let verdict = match &**outcome {
                         RunOutcome::Completed(_) => "success",
                         RunOutcome::FailedReplayable { .. } => "failure",
                         _ => return refused("an operation in phases ends with what it did, or with a failure"),
@@ -539,7 +539,7 @@ pub trait KeyOperator: Phases {
                         nothing_stands(seen)?;
                     }
                     let evidence = Box::new(says(seen, "", 0, verdict, context));
-                    let (outcome, retention) = (Box::new(outcome.clone()), *retention);
+                    let (outcome, retention) = (outcome.clone(), *retention);
                     OperationChange::End { outcome, retention, evidence, take_over }
                 }
                 Resolution::Effect { effect, happened } => {

@@ -112,7 +112,7 @@ fn act() -> ActContext {
 
 fn not_happened(against_evidence: bool) -> KeyChange {
     KeyChange::Resolve {
-        outcome: oncebox::store::RunOutcome::FailedRetryable { error_code: None },
+        outcome: Box::new(oncebox::store::RunOutcome::FailedRetryable { error_code: None }),
         retention: edge().retention,
         against_evidence,
     }

@@ -332,8 +332,9 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
 // Shown by: registering whatever mode comes: each request gets 503 for ever.
 #[tokio::test]
 async fn m4_a_mode_that_the_door_does_not_serve_is_refused_with_both_names() {
+    type Register = fn(&Engine<SqliteStore>, Endpoint) -> Result<(), EndpointError>;
     let world = sqlite().await;
-    let doors: [(&str, &[Mode], fn(&Engine<SqliteStore>, Endpoint) -> Result<(), EndpointError>); 3] = [
+    let doors: [(&str, &[Mode], Register); 3] = [
         ("the layer", &[Mode::Edge, Mode::Bridged], |engine, endpoint| {
             IdempotencyLayer::new(engine, endpoint).map(drop)
         }),

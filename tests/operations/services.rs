@@ -384,7 +384,7 @@ async fn a_charge_whose_operation_an_operator_ended_blocks_its_reference_no_long
             true => RunOutcome::Completed(answer),
             false => RunOutcome::FailedReplayable { answer, error_code: None },
         };
-        let ended = Resolution::Ended(outcome, Retention::default());
+        let ended = Resolution::Ended(Box::new(outcome), Retention::default());
         let seen = store.operation(id).await.unwrap().unwrap();
         store.resolve(&seen, &ended, true, false, &act).await.unwrap();
         let again = service.post("/charges", &key(3), &payment(5, reference)).await;

@@ -104,7 +104,7 @@ async fn o11_an_operator_resolves_a_claim_that_nobody_drives<S: Sql>(world: Worl
         redrive_age_max: None,
     };
     let resolve = KeyChange::Resolve {
-        outcome: RunOutcome::FailedRetryable { error_code: None },
+        outcome: Box::new(RunOutcome::FailedRetryable { error_code: None }),
         retention: endpoint.route().retention,
         against_evidence: false,
     };

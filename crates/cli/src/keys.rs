@@ -158,7 +158,7 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
                 None => RunOutcome::FailedRetryable { error_code: None },
             };
             let (retention, against_evidence) = (answer.retention(), *against_evidence);
-            let change = KeyChange::Resolve { outcome, retention, against_evidence };
+            let change = KeyChange::Resolve { outcome: Box::new(outcome), retention, against_evidence };
             let found = vec![one(&store, which).await?];
             act_on(&store, &found, 0, &change, act, output).await
         }

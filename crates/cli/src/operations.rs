@@ -168,11 +168,12 @@ impl Word {
         let effect = |effect: &String, happened| Resolution::Effect { effect: effect.clone(), happened };
         Ok(match self {
             Self { succeeded: Some(file), .. } => {
-                Resolution::Ended(RunOutcome::Completed(answer.read(file, Some(200))?), answer.retention())
+                let outcome = RunOutcome::Completed(answer.read(file, Some(200))?);
+                Resolution::Ended(Box::new(outcome), answer.retention())
             }
             Self { failed: Some(file), .. } => {
                 let outcome = RunOutcome::FailedReplayable { answer: answer.read(file, None)?, error_code };
-                Resolution::Ended(outcome, answer.retention())
+                Resolution::Ended(Box::new(outcome), answer.retention())
             }
             Self { happened: Some(name), .. } => effect(name, true),
             Self { not_happened: Some(name), .. } => effect(name, false),

@@ -156,7 +156,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
 /// An unknown key gets the outcome that the operator found out, once. A phased key is refused,
 /// because its operation decides.
 pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
-    let resolve = |outcome| KeyChange::Resolve { outcome, retention: KEPT, against_evidence: false };
+    let resolve = |outcome| KeyChange::Resolve { outcome: Box::new(outcome), retention: KEPT, against_evidence: false };
     for (key, outcome, state) in [
         ("done", completed(), State::Completed),
         ("not", RunOutcome::FailedRetryable { error_code: None }, State::FailedRetryable),
@@ -480,7 +480,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     let new = new_operation("k", LONG);
     let driven = outstanding(trial, &new).await;
     let seen = stored(trial, &driven).await;
-    let success = Resolution::Ended(completed(), KEPT);
+    let success = Resolution::Ended(Box::new(completed()), KEPT);
     assert!(is_refused(&trial.store.resolve(&seen, &success, false, false, &really()).await), "somebody drives it");
     trial.store.resolve(&seen, &success, true, false, &context(true)).await.unwrap();
     assert_eq!(stored(trial, &driven).await.stage, Stage::Outstanding, "a dry run");
@@ -490,7 +490,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     let seen = stored(trial, &driven).await;
     assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await), "against the evidence");
     for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
-        let end = Resolution::Ended(outcome, KEPT);
+        let end = Resolution::Ended(Box::new(outcome), KEPT);
         assert!(is_refused(&trial.store.resolve(&seen, &end, true, true, &really()).await));
     }
     trial.store.resolve(&seen, &success, true, true, &really()).await.unwrap();
@@ -506,7 +506,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     // An operation whose driver is dead needs no takeover.
     let dead = outstanding(trial, &new_operation("dead", SHORT)).await;
     eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
-    let failure = Resolution::Ended(failed(), KEPT);
+    let failure = Resolution::Ended(Box::new(failed()), KEPT);
     let seen = stored(trial, &dead).await;
     // But here the driver was only slow: it renews its lease after the operator read the operation.
     assert_eq!(trial.store.drive_on(&dead, LONG).await.unwrap(), Fenced::Done);
@@ -530,7 +530,7 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
     tx.commit().await.unwrap();
     trial.store.park(&driven, "phase-failed").await.unwrap();
     let seen = stored(trial, &driven).await;
-    let failure = Resolution::Ended(failed(), KEPT);
+    let failure = Resolution::Ended(Box::new(failed()), KEPT);
     assert!(is_refused(&trial.store.resolve(&seen, &failure, false, false, &really()).await));
     trial.store.resolve(&seen, &failure, false, true, &really()).await.unwrap();
     let conflicts = || async {

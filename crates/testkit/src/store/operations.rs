@@ -137,7 +137,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
     assert_eq!(store.finish(&owner, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
     store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
     let unknown = record(trial, &claim).await;
-    let resolve = KeyChange::Resolve { outcome: failed, retention: KEPT, against_evidence: true };
+    let resolve = KeyChange::Resolve { outcome: Box::new(failed), retention: KEPT, against_evidence: true };
     store.act_on_key(&unknown, &resolve, &really()).await.unwrap();
     let seen = record(trial, &claim).await;
     let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim.clone() };

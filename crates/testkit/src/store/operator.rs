@@ -141,7 +141,8 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
         let of_state = DeadFilter { states: states.clone(), limit: 1, ..DeadFilter::default() };
         let mut numbers = trial.store.dead_numbers(&of_state).await.unwrap();
         let mut expected: Vec<String> = listed(states).await.into_iter().map(|one| one.number).collect();
-        (numbers.sort(), expected.sort());
+        numbers.sort();
+        expected.sort();
         assert_eq!(numbers, expected);
     }
     let named = DeadFilter { numbers: vec![all[0].number.clone(), all[6].number.clone()], ..DeadFilter::default() };

@@ -314,9 +314,11 @@ async fn act<F: Fixture>(
         Act::ForgetByHand | Act::PurgeByHand | Act::Resolve(_) => {
             let change = match act {
                 Act::ForgetByHand => KeyChange::Release { against_evidence: false },
-                Act::Resolve(state) => {
-                    KeyChange::Resolve { outcome: outcome(state), retention: RETENTION, against_evidence: false }
-                }
+                Act::Resolve(state) => KeyChange::Resolve {
+                    outcome: Box::new(outcome(state)),
+                    retention: RETENTION,
+                    against_evidence: false,
+                },
                 _ => KeyChange::Purge { against_evidence: false },
             };
             if let Some(seen) = seen {
