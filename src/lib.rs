@@ -203,8 +203,8 @@ struct ClientGuide;
 #[doc = include_str!("../docs/reference/settings.md")]
 struct Guides;
 
-/// The code of the guides for writers of messages and of handlers. The test of the second one runs in
-/// `tests/contract/guide.rs`.
+/// The code of the guides for writers of messages and of handlers. The test of the second one
+/// runs in `tests/contract/guide.rs`.
 #[cfg(all(doctest, feature = "programs", feature = "postgres", feature = "sqlite", feature = "embedded"))]
 #[doc = include_str!("../docs/guides/write-messages.md")]
 #[doc = include_str!("../docs/guides/write-a-consumer.md")]

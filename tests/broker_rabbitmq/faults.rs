@@ -26,8 +26,8 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     let Some(private) = Private::of("c5_a_memory_alarm_means_blocked") else { return };
     let _alone = private.peace.write().await;
     let mut corner = corner(&private).await;
-    // Two of them are shorter than the alarm will last: no heartbeat may end the session. On a machine
-    // that is busy with other tests the server sends none for four seconds.
+    // Two of them are shorter than the alarm will last: no heartbeat may end the session. On a
+    // machine that is busy with other tests the server sends none for four seconds.
     corner.config.heartbeat = Duration::from_secs(4);
     let broker = corner.broker();
     broker.subscriber(&corner.subscription()).await.unwrap().close().await;

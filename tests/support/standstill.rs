@@ -32,8 +32,8 @@ impl Standstill {
         Self { ended, watching, pressure: pressure() }
     }
 
-    /// The bound and what the machine took until now; of the waiting of others at most four times the
-    /// bound, for what the bound is to find takes longer than that.
+    /// The bound and what the machine took until now; of the waiting of others at most four times
+    /// the bound, for what the bound is to find takes longer than that.
     pub(crate) fn allows(self, bound: Duration) -> Duration {
         self.ended.store(true, Ordering::SeqCst);
         let pressure = pressure().saturating_sub(self.pressure);

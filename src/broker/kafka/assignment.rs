@@ -14,7 +14,7 @@ use crate::broker::PartitionId;
 /// Topic, partition and the offset after the last acknowledged one.
 pub(super) type Position = (Arc<str>, i32, i64);
 
-/// Topic and partition.
+/// The topic and its partition.
 type Place = (Arc<str>, i32);
 
 /// All partitions that this member owns.
