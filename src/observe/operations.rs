@@ -39,7 +39,7 @@ pub enum Noted {
     /// The request was refused with this code.
     Rejected(&'static str),
     /// The store did not answer, or had no connection to spare (`admit`), at this stage: `admit`,
-    /// `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
+    /// `find`, `claim`, `complete`, `commit`, `recover`, `replay`.
     StoreError(&'static str),
     /// The outcome of a commit is not known.
     CommitUnknown,

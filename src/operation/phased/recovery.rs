@@ -161,7 +161,9 @@ impl Recovery {
                 () = self.phased.grace_is_over(&stop) => break,
             };
             match round {
-                Ok(worked) => {
+                // The database is not ours: the health says so, until it is.
+                Ok(None) => pace.worked(),
+                Ok(Some(worked)) => {
                     pace.worked();
                     self.health.set(PART, PartState::Ready);
                     self.pause(&mut driven, worked, &stop).await;
@@ -184,19 +186,21 @@ impl Recovery {
         Ok(())
     }
 
+    /// Takes up what is due; returns whether anything was. `None`: the database belongs to another
+    /// deployment.
     async fn round(
         &self,
         first: usize,
         driven: &mut JoinSet<Result<Ended, StoreError>>,
         stop: &CancellationToken,
-    ) -> Result<bool, StoreError> {
+    ) -> Result<Option<bool>, StoreError> {
         while let Some(end) = driven.try_join_next() {
             note(end);
         }
         if !self.phased.is_ours().await? {
             self.health.set(PART, PartState::Waiting("this database belongs to another deployment".to_owned()));
             sleep_unless(stop, FOREIGN).await;
-            return Ok(false);
+            return Ok(None);
         }
         let mut worked = false;
         let mut flows = self.phased.flows();
@@ -225,7 +229,7 @@ impl Recovery {
                 });
             }
         }
-        Ok(worked)
+        Ok(Some(worked))
     }
 
     /// Waits for a driver that ended, a request that brings work, or the next search.
