@@ -372,16 +372,20 @@ impl Core {
         self.announce().await;
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
         observe::forgotten(Forgotten::Bodies, forgotten);
-        let mut swept = HashSet::new();
+        let (mut swept, mut ended) = (HashSet::new(), Ok(()));
         for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
             let keys = purged.await?;
             observe::forgotten(Forgotten::Keys, keys);
             forgotten += keys;
-            stale::end(self, endpoint, limit).await?;
+            match stale::end(self, endpoint, limit).await {
+                Err(error @ StoreError::Unavailable(_)) => return Err(error),
+                // A record that somebody has locked does not hold up the other operations.
+                other => ended = ended.and(other),
+            }
         }
-        Ok(forgotten)
+        ended.map(|()| forgotten)
     }
 
     /// What is known of the store. Starts the task that watches it, if it does not run yet.

@@ -6,14 +6,17 @@
 //! after it had lost its lease overrides the answer of the route: the key of a run that ended is
 //! not freed.
 
+use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
+use futures::FutureExt;
 use tokio::task::JoinHandle;
 
 use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
+use crate::inbox::handler::panic_text;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, RunOutcome, late_runs};
 use crate::operation::rules::Record;
@@ -38,10 +41,16 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
             operation_id: record.operation_id,
         };
         let limit = endpoint.route().lease.saturating_sub(endpoint.route().completion_budget);
-        let found = match tokio::time::timeout(limit.max(Duration::from_millis(1)), ask(asked)).await {
-            Ok(Ok(found)) => found,
-            Ok(Err(error)) => {
+        // A panic must not leave the claim behind: the next sweep would take it over and panic again.
+        let asking = AssertUnwindSafe(async move { ask(asked).await }).catch_unwind();
+        let found = match tokio::time::timeout(limit.max(Duration::from_millis(1)), asking).await {
+            Ok(Ok(Ok(found))) => found,
+            Ok(Ok(Err(error))) => {
                 tracing::warn!(operation = %endpoint.operation(), %error, "reconciliation failed");
+                Reconciled::Unknown
+            }
+            Ok(Err(panic)) => {
+                tracing::error!(operation = %endpoint.operation(), panic = panic_text(panic.as_ref()), "a reconciliation panicked");
                 Reconciled::Unknown
             }
             Err(_) => Reconciled::Unknown,
@@ -50,11 +59,11 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
         let outcome = match found {
             Reconciled::NotHappened => match engine.store().release(&owned).await {
                 Ok(Fenced::Done) => return,
-                Ok(Fenced::LostOwnership) => Ok(ended(&engine, &endpoint, &record).await),
-                Err(error) => {
-                    tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
-                    return;
-                }
+                Ok(Fenced::LostOwnership) => match ended(&engine, &endpoint, &record).await {
+                    Ok(outcome) => Ok(outcome),
+                    Err(error) => return unwritten(&endpoint, &error),
+                },
+                Err(error) => return unwritten(&endpoint, &error),
             },
             Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(RunOutcome::Unknown),
             Reconciled::Unknown => Ok(RunOutcome::Unknown),
@@ -69,9 +78,14 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
             RunOutcome::Unknown
         });
         if let Err(error) = engine.store().finish(&owned, &outcome, &endpoint.route().retention).await {
-            tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
+            unwritten(&endpoint, &error);
         }
     }))
+}
+
+/// The lease of the reconciliation ends, and the next sweep or request asks again.
+fn unwritten(endpoint: &Registered, error: &StoreError) {
+    tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
 }
 
 /// The claim with which this process takes a record over, to end it: it executes nothing.
@@ -101,9 +115,9 @@ pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: 
 }
 
 /// The outcome of a late run, by which the key was not freed.
-pub(super) async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
-    let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
-    how_it_ended(&said).map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, run))
+pub(super) async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Result<RunOutcome, StoreError> {
+    let said = engine.store().runs_of(record.operation_id).await?;
+    Ok(how_it_ended(&said).map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, run)))
 }
 
 /// The last report of runs that lost their lease. A success overrides a failure.

@@ -10,6 +10,9 @@
 //! | `bridged` | nothing happened: the key is free |
 //! | `same_tx` | UNKNOWN, with the alarm: a handler ended its transaction |
 //!
+//! A run of this process is left alone, and so is a claim whose lease ended less than half its
+//! length ago: where the store was away, the heartbeats of its process may come again.
+//!
 //! Not here: operations in phases, which their workers take up, and what a request gets
 //! ([`Front`](super::Front)).
 
@@ -41,6 +44,10 @@ const BEGINS_FOR: Duration = Duration::from_secs(10);
 pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Result<(), StoreError> {
     let (mut asked, mut all) = (Vec::new(), Ok(()));
     for record in engine.store().stale(endpoint.operation(), limit).await? {
+        // After an outage a heartbeat of this process may come later than this sweep.
+        if engine.running().get(&record.identity.digest()).is_some() {
+            continue;
+        }
         let ended = match record.mode {
             Mode::Edge if endpoint.route().reconciles => {
                 asked.push(record);
@@ -95,6 +102,6 @@ async fn free(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(
         return Ok(());
     }
     // A run that lost its lease has said how it ended, so its key is not freed.
-    let outcome = reconcile::ended(engine, endpoint, record).await;
+    let outcome = reconcile::ended(engine, endpoint, record).await?;
     engine.store().finish(&owned, &outcome, &endpoint.route().retention).await.map(drop)
 }

@@ -395,9 +395,11 @@ pub trait KeyOperator: Phases {
             let is_open = seen.state == State::InProgress;
             let unknown;
             let seen = match change {
-                KeyChange::Resolve { outcome, .. }
+                KeyChange::Resolve { outcome, against_evidence, .. }
                     if is_open && seen.mode != Mode::Phased && **outcome != RunOutcome::Unknown =>
                 {
+                    // What would be refused below must be refused before the claim is changed.
+                    refuse_opposite(self, seen, outcome, *against_evidence).await?;
                     unknown = given_up(self, seen, context.dry_run).await?;
                     &unknown
                 }
@@ -414,11 +416,7 @@ pub trait KeyOperator: Phases {
                     return refused("an unknown outcome resolves nothing");
                 }
                 (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
-                    let opposite = if matches!(**outcome, RunOutcome::Completed(_)) { "failure" } else { "success" };
-                    let said = self.runs_of(seen.operation_id).await?;
-                    if !against_evidence && late_runs(&said).any(|run| run.verdict == opposite) {
-                        return refused(ended_late(opposite));
-                    }
+                    refuse_opposite(self, seen, outcome, *against_evidence).await?;
                 }
                 (KeyChange::Resolve { .. }, state) => {
                     return refused(format!("it is {state}: only an unknown outcome is resolved"));
@@ -565,6 +563,21 @@ pub trait KeyOperator: Phases {
 /// Why an act on a claim of mode `bridged` is refused.
 const BRIDGED: &str = "it is IN_PROGRESS in mode bridged: without an outcome nothing of it happened (O2). After the end of its lease \
      `Engine::sweep` frees the key, and the next request under it executes";
+
+/// Refuses an outcome that is the opposite of how a run ended that had lost its lease (O8), unless the
+/// operator insists.
+async fn refuse_opposite<K: KeyOperator + ?Sized>(
+    keys: &K,
+    seen: &Record,
+    outcome: &RunOutcome,
+    against_evidence: bool,
+) -> Result<(), StoreError> {
+    let opposite = if matches!(outcome, RunOutcome::Completed(_)) { "failure" } else { "success" };
+    if !against_evidence && late_runs(&keys.runs_of(seen.operation_id).await?).any(|run| run.verdict == opposite) {
+        return refused(ended_late(opposite));
+    }
+    Ok(())
+}
 
 /// Makes a claim UNKNOWN that nobody drives any more, and returns its record. In a dry run it only
 /// checks, and returns the record as it would be.

@@ -30,6 +30,7 @@ use std::future::Future;
 use std::io;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::TryStreamExt;
@@ -459,7 +460,16 @@ async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<st
     match timeout(limit, set_back).await {
         Ok(Ok(())) => drop(timeout(limit, connection.return_to_pool()).await),
         failed => {
-            tracing::debug!(?failed, "a session was not set back after a handler; its connection is closed");
+            // Each one costs a new connection; where it is every one, a person should know.
+            static SAID: AtomicBool = AtomicBool::new(false);
+            if SAID.swap(true, Ordering::Relaxed) {
+                tracing::debug!(?failed, "a session was not set back after a handler; its connection is closed");
+            } else {
+                tracing::warn!(
+                    ?failed,
+                    "a session was not set back after a handler; its connection is closed. Later ones are logged at debug"
+                );
+            }
             drop(connection.detach());
         }
     }

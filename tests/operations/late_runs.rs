@@ -14,6 +14,7 @@ use super::kit::*;
 use super::layer::{edge, layered};
 
 on_all! {
+    o11_a_sweep_leaves_what_this_process_runs_to_its_heartbeats,
     what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find_it,
     a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same,
     a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
@@ -35,6 +36,17 @@ async fn stands_still<S: Sql>(world: &World<S>) -> (Gate, tokio::task::JoinHandl
     };
     world.store.exec(&format!("update {}idempotency_request set lease_until = {long_ago}", S::PREFIX)).await;
     (gate, asked)
+}
+
+// Shown by: a sweep that does not ask what this process runs (the record is unknown).
+async fn o11_a_sweep_leaves_what_this_process_runs_to_its_heartbeats<S: Sql>(world: World<S>) {
+    let (gate, asked) = stands_still(&world).await;
+    world.engine.sweep(100).await.unwrap();
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::InProgress);
+    gate.let_go();
+    assert_eq!(asked.await.unwrap().status, 201);
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::Completed);
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
 }
 
 /// Another process of the same route, which asks and is told that nothing happened when the gate

@@ -106,7 +106,8 @@ impl Opening {
             self.outgrown.insert(topic.to_owned());
         }
         self.incomplete -= usize::from(!partitions.is_complete());
-        partitions.proven.extend(taken);
+        // Partitions beyond those that are known prove nothing of these.
+        partitions.proven.extend(taken.filter(|_| !is_beyond(partitions.count)));
         self.incomplete += usize::from(!partitions.is_complete());
         if let Some(partition) = first {
             partitions.first.remove(&partition);

@@ -419,6 +419,9 @@ impl Confirms {
     }
 
     fn say(&self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
+        if matches!(outcome, Ok(Receipt::Confirm)) {
+            self.cuts.confirmed();
+        }
         self.shared.lock().settle(tag, weight, outcome);
     }
 

@@ -5,7 +5,8 @@
 //! that message would never end (R16).
 //!
 //! Guarantees: a server that cannot be reached, that closes the connection itself or falls silent,
-//! and a connection that is cut with nothing on its way, begin the count anew.
+//! and a connection that is cut with nothing on its way, begin the count anew. Where no message at
+//! all is confirmed, at most two are suspected: then not the messages are at fault but the way.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,6 +19,10 @@ const CUTS_BEFORE_SUSPECT: u32 = 3;
 /// After so many, and while nobody knows at which message, a session begins carefully.
 const CUTS_BEFORE_CARE: u32 = CUTS_BEFORE_SUSPECT - 1;
 
+/// So many messages are suspected in a row without a confirm in between. A path that cuts each
+/// connection at whatever is published would otherwise make one message after the other dead.
+const SUSPECTS_MAX: usize = 2;
+
 /// The cuts in a row; all publishing sessions of a broker share them.
 #[derive(Debug, Default)]
 pub(super) struct Cuts(Mutex<Row>);
@@ -27,6 +32,8 @@ struct Row {
     times: u32,
     /// The ids of the messages that had no confirm at each of them.
     ids: HashSet<String>,
+    /// The sets of ids that were suspected since the last confirm, each with what followed it.
+    suspects: Vec<HashSet<String>>,
 }
 
 impl Cuts {
@@ -42,8 +49,24 @@ impl Cuts {
         if again {
             ids.retain(|id| row.ids.contains(id));
         }
-        *row = Row { times: if again { row.times + 1 } else { 1 }, ids };
-        (again && row.times >= CUTS_BEFORE_SUSPECT).then_some(row.times)
+        row.times = if again { row.times + 1 } else { 1 };
+        row.ids = ids;
+        if !again || row.times < CUTS_BEFORE_SUSPECT {
+            return None;
+        }
+        let Row { ids, suspects, times } = &mut *row;
+        if suspects.iter().all(|suspect| suspect.is_disjoint(ids)) {
+            if suspects.len() >= SUSPECTS_MAX {
+                return None;
+            }
+            suspects.push(ids.clone());
+        }
+        Some(*times)
+    }
+
+    /// A message was confirmed: publishing works.
+    pub(super) fn confirmed(&self) {
+        self.row().suspects.clear();
     }
 
     /// Whether a new session is to publish one row after the other at first, so that a cut shows
@@ -52,9 +75,11 @@ impl Cuts {
         self.row().times >= CUTS_BEFORE_CARE
     }
 
-    /// Begins anew: the server is away, or ended the connection for a reason of its own.
+    /// Begins anew: the server is away, or ended the connection for a reason of its own. What was
+    /// suspected stays so until a confirm.
     pub(super) fn forget(&self) {
-        *self.row() = Row::default();
+        let mut row = self.row();
+        (row.times, row.ids) = (0, HashSet::new());
     }
 }
 
@@ -77,6 +102,18 @@ mod tests {
         assert_eq!(cuts.count(ids(&["bad"])), Some(4));
         assert_eq!(cuts.count(ids(&["d"])), None, "d was not there each time");
         assert!(!cuts.ask_for_care());
+    }
+
+    /// Shown by: no bound on suspects: on a path that cuts each publish all messages become dead.
+    #[test]
+    fn r16_where_nothing_is_confirmed_two_messages_are_suspected_and_no_third() {
+        let cuts = Cuts::default();
+        let suspected = |id: &str| (0..9).filter(|_| cuts.count(ids(&[id])).is_some()).count();
+        assert_eq!([suspected("a"), suspected("b"), suspected("c"), suspected("d")], [7, 7, 0, 0]);
+        cuts.forget();
+        assert_eq!(suspected("e"), 0, "a server that was away proves nothing");
+        cuts.confirmed();
+        assert_eq!(suspected("f"), 7);
     }
 
     #[test]

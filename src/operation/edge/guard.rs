@@ -237,7 +237,8 @@ impl<S: Operations + Base> Guard<S> {
         // A handler that has ended the transaction by itself may have committed its effects.
         let stands = timeout(budget, tx.stands()).await;
         drop(tx);
-        if !matches!(stands, Ok(Err(StoreError::Fenced(_)))) {
+        // Where that cannot be asked, nobody knows: the key is not freed.
+        if matches!(stands, Ok(Ok(()))) {
             let mut committed = self.progress.committed();
             if matches!(*committed, Committed::No) {
                 *committed = Committed::Undone;

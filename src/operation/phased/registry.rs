@@ -44,8 +44,9 @@ pub struct DriveSettings {
     /// with that proof as the reason. A database that is away does not count: the driver waits for
     /// it until a stop. Default 20 s.
     pub refused_max: Duration,
-    /// How long a driver tries to store what a provider said, from the stop of its worker or
-    /// service on, while the database is away. What is not stored then is lost: the send counts as
+    /// How long a driver whose worker or service was stopped tries to store each thing that it
+    /// still has to say (what a provider said, where it leaves the operation), while the database
+    /// is away. What is not stored then is lost: the send counts as
     /// one that may have arrived. Default 10 s.
     pub shutdown_grace: Duration,
 }

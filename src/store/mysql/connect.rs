@@ -150,13 +150,15 @@ fn session_settings(timeouts: &Timeouts) -> String {
     )
 }
 
-/// MariaDB cannot return to the default role of a user, only to a role by its name.
+/// MariaDB cannot return to the default role of a user, only to a role by its name; MySQL can do
+/// neither where the server makes all roles active.
 const REMEMBER_ROLE: &str = "; set @oncebox_role = current_role()";
 
 /// Undoes what a handler changed of its session besides the settings above. The last statement
 /// fails where something stays that cannot be undone: a temporary table hides the table of its
-/// name from every handler that comes after, and neither server can list those of a session. Then
-/// the connection is closed.
+/// name from every handler that comes after, and neither server can list those of a session; and
+/// which roles a login of MySQL makes active, no statement can repeat. Then the connection is
+/// closed.
 fn reset(options: &MySqlConnectOptions) -> String {
     let database = options.get_database().unwrap_or_default().replace('`', "``");
     let collation = options.get_collation().map(|name| format!(" collate {name}")).unwrap_or_default();
@@ -167,12 +169,13 @@ fn reset(options: &MySqlConnectOptions) -> String {
          sql_safe_updates = default, sql_big_selects = default, group_concat_max_len = default, timestamp = default; \
          set session transaction read write; \
          /*M! execute immediate concat('set role ', ifnull(concat('`', replace(@oncebox_role, '`', '``'), '`'), 'none')) */ \
-         /*!80000 set role default */; \
+         /*!80000 do 0 */; \
          do release_all_locks(); unlock tables; \
          select (select 1 union all select 2 from \
          /*M! information_schema.session_status where variable_name = 'Com_create_temporary_table' */ \
          /*!80000 performance_schema.session_status where variable_name = 'Com_create_table' */ \
-         and variable_value <> '0')"
+         and variable_value <> '0' \
+         /*!80000 union all select 3 from dual where not (current_role() <=> @oncebox_role) */)"
     )
 }
 

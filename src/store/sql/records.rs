@@ -199,6 +199,12 @@ pub(in crate::store) fn stale_of(operation: &OperationName, limit: u32) -> State
     sql(STALE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit))
 }
 
+/// Whether a lease ended so short a time ago that its owner may still renew it: a store that was away
+/// for longer than the lease is back for the sweep and for the heartbeat at the same moment.
+fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
+    lease.is_some_and(|lease| lease.until <= now && lease.until.until(now) < lease.length / 2)
+}
+
 /// The claims of an operation that nobody drives any more. One that cannot be read does not hide
 /// the others.
 pub(in crate::store) async fn stale(
@@ -209,7 +215,7 @@ pub(in crate::store) async fn stale(
     let mut stale = Vec::new();
     for row in store.reader().await?.rows(stale_of(operation, limit)).await? {
         match look_of(&*row) {
-            Ok(look) => stale.extend(look.record),
+            Ok(look) => stale.extend(look.record.filter(|record| !is_fresh(record.lease, look.now))),
             Err(error) => tracing::error!(%operation, %error, "a claim that nobody drives any more cannot be read"),
         }
     }
