@@ -36,8 +36,9 @@ pub struct SenderOptions {
     pub attempts_max: u32,
     /// Whether to end when nothing is left to send.
     pub until_empty: bool,
-    /// How long recipient, subject, body and error of an e-mail are kept after it was sent or
-    /// failed; then they are blanked. Default 7 days: time for a person to look at one that failed.
+    /// How long recipient, subject, body and error of an e-mail are kept after it was sent; then
+    /// they are blanked. One that failed stays whole, because it may have to be sent yet. Default 7
+    /// days.
     pub content_kept: Duration,
     /// How long the rest of the row is kept after that, counted from the same moment: the unique
     /// key, which allows one e-mail for an effect. It must exceed the time after which the effect

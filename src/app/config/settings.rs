@@ -552,7 +552,7 @@ pub struct EmailSettings {
     pub smtp_url: Option<Secret>,
     /// How many attempts one e-mail gets before it is failed.
     pub attempts_max: u32,
-    /// How long recipient, subject and body of an e-mail are kept after it was sent or failed.
+    /// How long recipient, subject and body of an e-mail are kept after it was sent.
     pub content_kept: Span,
     /// How long its row with the unique key is kept, from the same moment.
     pub keys_kept: SpanOrNever,

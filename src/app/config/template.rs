@@ -139,7 +139,7 @@ const SECTIONS: &[Section] = &[
             ("attempts_max", "tries of one e-mail; then it is failed"),
             (
                 "content_kept",
-                "how long recipient, subject, body and error are kept of what was sent or failed; then they are blank",
+                "how long recipient, subject, body and error are kept of what was sent; then they are blank",
             ),
             (
                 "keys_kept",

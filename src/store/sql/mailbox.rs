@@ -43,6 +43,7 @@ const PENDING: &str = "select count(*) from (select 1 from oncebox.email where s
 /// Rows that were settled longest ago, with or without their content.
 pub(in crate::store) const OLD: &str = "{pg: /* planned anew */ }select email_id from oncebox.email {my: force index (email_settled)} \
     where {pg lite: state <> 'pending' and} has_content = :content and settled_at <= {now} - {span :kept} \
+      and (not :content or state = 'sent') \
     order by settled_at limit :most";
 
 /// The rows `:rows`, as `e`, by their numbers.

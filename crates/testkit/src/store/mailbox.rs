@@ -130,9 +130,9 @@ pub async fn r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over<
 /// that is forgotten too. What is pending, or was settled later, stays whole.
 pub async fn g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
-    for (key, outcome) in
-        [("1", EmailOutcome::Sent), ("2", EmailOutcome::Failed("550 no such user".into())), ("3", EmailOutcome::Sent)]
-    {
+    let failed = || EmailOutcome::Failed("550 no such user".into());
+    let sent = || EmailOutcome::Sent;
+    for (key, outcome) in [("failed", failed()), ("1", sent()), ("2", sent()), ("3", sent())] {
         queue(trial, key).await;
         let leased = store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
         assert!(store.settle_email(&leased, &outcome).await.unwrap());
@@ -150,17 +150,17 @@ pub async fn g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten
     assert_eq!(store.blank_emails(Duration::from_secs(600), 10).await.unwrap(), 0);
     assert_eq!(store.blank_emails(Duration::MAX, 10).await.unwrap(), 0);
     assert_eq!(store.forget_emails(Duration::ZERO, 10).await.unwrap(), 0, "only what is blank is forgotten");
-    assert_eq!(whole(4).await, 0);
+    assert_eq!(whole(5).await, 0);
     assert_eq!(store.blank_emails(Duration::ZERO, 2).await.unwrap(), 2, "a page is bounded");
-    assert_eq!(whole(2).await, 2);
+    assert_eq!(whole(3).await, 2);
     assert!(!queue(trial, "1").await && !queue(trial, "2").await, "a blank one keeps its key");
     assert_eq!(store.blank_emails(Duration::ZERO, 10).await.unwrap(), 1);
     assert_eq!(store.blank_emails(Duration::ZERO, 10).await.unwrap(), 0, "it is blank");
-    assert_eq!(whole(1).await, 3);
+    assert_eq!(whole(2).await, 3, "what failed may have to be sent yet");
     assert_eq!(store.forget_emails(Duration::from_secs(600), 10).await.unwrap(), 0);
     assert_eq!(store.forget_emails(Duration::ZERO, 2).await.unwrap(), 2);
     assert_eq!(store.forget_emails(Duration::ZERO, 10).await.unwrap(), 1);
     assert!(queue(trial, "1").await, "its key is free again");
-    assert!(!queue(trial, "pending").await);
+    assert!(!queue(trial, "pending").await && !queue(trial, "failed").await);
     assert_eq!(store.emails_pending().await.unwrap(), 2);
 }
