@@ -77,9 +77,9 @@ pub trait Mailbox: Debug + Send + Sync {
     /// Records how a try ended; false where the lease is not ours any more.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
-    /// Blanks recipient, subject, body and error of up to `rows_max` e-mails that were sent at least
-    /// this long ago, the oldest first, and returns their number. The rows stay, with their unique
-    /// keys. What failed stays whole, because it may have to be sent yet.
+    /// Blanks recipient, subject, body and error of up to `rows_max` e-mails that were sent at
+    /// least this long ago, the oldest first, and returns their number. The rows stay, with their
+    /// unique keys. What failed stays whole, because it may have to be sent yet.
     async fn blank_emails(&self, settled_for: Duration, rows_max: usize) -> Result<u64, StoreError>;
 
     /// Deletes up to `rows_max` blank rows of e-mails that were sent at least this long

@@ -41,7 +41,8 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
             operation_id: record.operation_id,
         };
         let limit = endpoint.route().lease.saturating_sub(endpoint.route().completion_budget);
-        // A panic must not leave the claim behind: the next sweep would take it over and panic again.
+        // A panic must not leave the claim behind: the next sweep would take it over and panic
+        // again.
         let asking = AssertUnwindSafe(async move { ask(asked).await }).catch_unwind();
         let found = match tokio::time::timeout(limit.max(Duration::from_millis(1)), asking).await {
             Ok(Ok(Ok(found))) => found,

@@ -199,8 +199,8 @@ pub(in crate::store) fn stale_of(operation: &OperationName, limit: u32) -> State
     sql(STALE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit))
 }
 
-/// Whether a lease ended so short a time ago that its owner may still renew it: a store that was away
-/// for longer than the lease is back for the sweep and for the heartbeat at the same moment.
+/// Whether a lease ended so short a time ago that its owner may still renew it: a store that was
+/// away for longer than the lease is back for the sweep and for the heartbeat at the same moment.
 fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
     lease.is_some_and(|lease| lease.until <= now && lease.until.until(now) < lease.length / 2)
 }
