@@ -6,7 +6,7 @@ create table ledger_entry (
     account_id        text        not null,
     amount_minor      bigint      not null,
     created_at        timestamptz not null default now(),
-    -- The same payment under a second message id (enqueued again, or `oncebox dead redrive --new-id`) is a new message to the
-    -- inbox; this key keeps it from being booked twice.
+    -- The same payment under a second message id is a new message to the inbox: enqueued again, or
+    -- after `oncebox dead redrive --new-id`. This key keeps it from being booked twice.
     unique (entry_type, source_payment_id)
 );

@@ -7,9 +7,10 @@ create table if not exists payment (
     currency     varchar(3)  not null
 );
 
--- Without a unique key on purpose: nothing but the inbox keeps a second pair out, and that is what this example shows. A ledger
--- of your own has one, here (payment_id, account_id), and its handler `on conflict do nothing`: the same payment under a second
--- message id, as after `oncebox dead redrive --new-id`, would be booked twice.
+-- It has no unique key on purpose: only the inbox keeps a second pair out, which is what this
+-- example shows. Give a ledger of your own a key, here (payment_id, account_id), and write `on
+-- conflict do nothing` in its handler. Without it the same payment under a second message id, as
+-- after `oncebox dead redrive --new-id`, is booked twice.
 create table if not exists ledger_entry (
     payment_id   varchar(64) not null,
     account_id   varchar(64) not null,

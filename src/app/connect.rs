@@ -1,5 +1,6 @@
 //! Opens stores and brokers by URL. A URL that needs a missing feature is refused with its name.
 
+use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -136,6 +137,31 @@ impl<'a> Wait<'a> {
     pub(super) fn new(part: &'static str, health: &'a Health, stop: Option<&CancellationToken>) -> Self {
         let stop = stop.cloned().unwrap_or_default();
         Self { part, health, stop, pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
+    }
+
+    /// Asks until the server is there, and returns its answer. `name` is the server's, for
+    /// messages.
+    ///
+    /// # Errors
+    /// The first error that does not say that it is away; the stop.
+    pub(super) async fn until<T, E, F>(
+        &mut self,
+        name: &str,
+        is_away: impl Fn(&E) -> bool,
+        ask: impl Fn() -> F,
+    ) -> Result<T, AppError>
+    where
+        AppError: From<E>,
+        E: Display,
+        F: Future<Output = Result<T, E>>,
+    {
+        loop {
+            match ask().await {
+                Ok(answer) => return Ok(answer),
+                Err(error) if is_away(&error) => self.on(&format!("{name}: {error}")).await?,
+                Err(error) => return Err(AppError::from(error).on(name)),
+            }
+        }
     }
 
     /// Waits until the next attempt.

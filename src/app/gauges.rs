@@ -16,16 +16,13 @@ use super::exit::AppError;
 use crate::observe;
 use crate::operator::Status;
 use crate::store::Duties;
+use crate::time::pace::rest_after;
 
 /// The shortest pause between two reads.
 const EVERY: Duration = Duration::from_secs(2);
 
 /// The shortest pause between two counts of inbox rows, which change slowly and take longer.
 const INBOX_EVERY: Duration = Duration::from_secs(60);
-
-/// After a slow read the pause is this many times as long as the read: reads take at most a
-/// fiftieth of the time.
-const PAUSE: u32 = 50;
 
 /// The task that updates the gauges of one database.
 #[derive(Debug)]
@@ -81,10 +78,10 @@ async fn keep(store: Arc<dyn Duties>) {
             let took = began.elapsed();
             // A count that failed is not begun again at once: it failed because it is slow.
             if counts_inbox {
-                counts_inbox_at = Instant::now() + INBOX_EVERY.max(PAUSE * took);
+                counts_inbox_at = Instant::now() + rest_after(took, INBOX_EVERY);
             }
             // A long count of inbox rows puts off the next one only.
-            let pause = if counts_inbox && read.is_ok() { EVERY } else { PAUSE * took };
+            let pause = if counts_inbox && read.is_ok() { EVERY } else { rest_after(took, EVERY) };
             match read {
                 Ok(status) => {
                     shown.show(&status);
@@ -93,7 +90,7 @@ async fn keep(store: Arc<dyn Duties>) {
                 }
                 Err(error) => tracing::debug!(%error, "the status could not be read"),
             }
-            tokio::time::sleep(EVERY.max(pause)).await;
+            tokio::time::sleep(pause).await;
         }
     };
     tokio::join!(ages, looks);

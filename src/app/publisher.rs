@@ -14,7 +14,7 @@ use super::beside::Beside;
 use super::config::Settings;
 use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
-use crate::error::redact;
+use crate::error::{BrokerError, StoreError, redact};
 use crate::observe::Health;
 use crate::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
 use crate::operator::Status;
@@ -206,15 +206,8 @@ async fn shards(
     stop: &CancellationToken,
     health: &Health,
 ) -> Result<Vec<i32>, AppError> {
-    let name = redact(&settings.database.url.0);
     let mut wait = Wait::new("database", health, Some(stop));
-    loop {
-        match store.shards().await {
-            Ok(shards) => return Ok(shards),
-            Err(error) if error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
-            Err(error) => return Err(AppError::from(error).on(&name)),
-        }
-    }
+    wait.until(&redact(&settings.database.url.0), StoreError::is_transient, || store.shards()).await
 }
 
 /// Declares the exchange of RabbitMQ; waits for a broker that is away.
@@ -224,17 +217,9 @@ async fn declare(
     stop: &CancellationToken,
     health: &Health,
 ) -> Result<(), AppError> {
-    let name = redact(&settings.broker.url.0);
+    let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
     let mut wait = Wait::new("broker", health, Some(stop));
-    loop {
-        match broker.declare(&[]).await {
-            Ok(()) => return Ok(()),
-            Err(error @ (crate::BrokerError::Refused(_) | crate::BrokerError::Untrusted(_))) => {
-                return Err(AppError::from(error).on(&name));
-            }
-            Err(error) => wait.on(&format!("{name}: {error}")).await?,
-        }
-    }
+    wait.until(&redact(&settings.broker.url.0), is_away, || broker.declare(&[])).await
 }
 
 /// The name of an owner: host, process and a random part.

@@ -171,18 +171,13 @@ impl Sender {
     }
 
     async fn forget_round(&self, stop: &CancellationToken) -> Result<(), StoreError> {
-        while self.store.blank_emails(self.options.content_kept, PAGE).await? == PAGE as u64 {
-            if !sleep_unless(stop, BETWEEN_PAGES).await {
-                return Ok(());
+        in_pages(stop, || self.store.blank_emails(self.options.content_kept, PAGE)).await?;
+        match self.options.keys_kept {
+            Some(keys_kept) if !stop.is_cancelled() => {
+                in_pages(stop, || self.store.forget_emails(keys_kept, PAGE)).await
             }
+            _ => Ok(()),
         }
-        let Some(keys_kept) = self.options.keys_kept else { return Ok(()) };
-        while self.store.forget_emails(keys_kept, PAGE).await? == PAGE as u64 {
-            if !sleep_unless(stop, BETWEEN_PAGES).await {
-                return Ok(());
-            }
-        }
-        Ok(())
     }
 
     async fn send_all(&self, stop: &CancellationToken) -> Result<(), StoreError> {
@@ -295,6 +290,15 @@ impl Failure {
         let settled = (self.permanent && doubtful == 0).then_some(Settled::Failed);
         Delivery::of(settled, self.permanent || last, doubtful)
     }
+}
+
+/// Changes one page after the other, until one is not full or the stop comes.
+async fn in_pages<F: Future<Output = Result<u64, StoreError>>>(
+    stop: &CancellationToken,
+    page: impl Fn() -> F,
+) -> Result<(), StoreError> {
+    while page().await? == PAGE as u64 && sleep_unless(stop, BETWEEN_PAGES).await {}
+    Ok(())
 }
 
 #[cfg(test)]

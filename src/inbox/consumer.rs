@@ -22,6 +22,7 @@ mod aside;
 mod batch;
 mod blame;
 mod calls;
+mod failing;
 mod handlers;
 mod intake;
 mod item;
@@ -166,7 +167,7 @@ impl Consumer {
                 move |shared, stop| retries::run(shared, consumer, stop, abandon.clone(), Arc::clone(desk), number);
             shared.keep_up("retrier", &beside, run)
         };
-        let retriers = (0..shared.options.retriers.max(1)).map(retrier);
+        let retriers = (0..shared.options.retriers).map(retrier);
         let retriers = futures::future::join_all(retriers);
         let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
         let stored_rows = shared

@@ -45,7 +45,7 @@ use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
 use crate::operation::port::{Basis, Fenced, KeptBody, KeyClaim};
 use crate::operation::rules::decide::{Asked, InProgress, KeyFound, Lost, Request, TakeOver};
-use crate::operation::rules::route::{AfterExpiry, WhileRunning};
+use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
     Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
 };
@@ -329,14 +329,15 @@ impl Front {
     }
 
     /// The same request under a key that the server makes: for an operation that must claim when
-    /// the client sent no key (M17).
+    /// the client sent no key (M17). `None` where the route uses no key, whoever made it.
     #[must_use]
-    pub fn under_own_key(&self) -> Self {
-        let mut asking = self.asking.clone();
-        if let Ok(key) = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque) {
-            asking.key = KeyGiven::Given(key);
+    pub fn under_own_key(&self) -> Option<Self> {
+        if self.endpoint.route().requirement == Requirement::Off {
+            return None;
         }
-        Self::new(self.engine.clone(), self.endpoint.clone(), asking)
+        let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque).ok()?;
+        let asking = Asking { key: KeyGiven::Given(key), ..self.asking.clone() };
+        Some(Self::new(self.engine.clone(), self.endpoint.clone(), asking))
     }
 
     /// Reads the record again in the next turn: after a recovery, or when the answer of a commit

@@ -162,7 +162,6 @@ impl<S: Operations + Base> Engine<S> {
         let command = Arc::new(command);
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = self.front(endpoint, asking);
-        let mut has_own_key = false;
         // A request that executes nothing needs no task.
         let begin = loop {
             if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
@@ -170,11 +169,10 @@ impl<S: Operations + Base> Engine<S> {
             }
             match front.turn().await {
                 Turn::Begin(begin) => break Start::Seen(begin),
-                Turn::Unkeyed if !has_own_key => {
-                    front = front.under_own_key();
-                    has_own_key = true;
-                }
-                Turn::Unkeyed => return front.no_use_of_keys(),
+                Turn::Unkeyed => match front.under_own_key() {
+                    Some(keyed) => front = keyed,
+                    None => return front.no_use_of_keys(),
+                },
                 Turn::Recover(record) => return front.pending(&record),
                 Turn::Answer(answered) => return answered,
             }

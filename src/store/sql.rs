@@ -47,6 +47,7 @@ pub(in crate::store) mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
 pub(in crate::store) mod operator;
+pub(in crate::store) mod outbox;
 pub(in crate::store) mod phases;
 mod pieces;
 pub(in crate::store) mod records;

@@ -38,6 +38,13 @@ impl Pace {
     }
 }
 
+/// The pause after something that is done again and again and took so long: at least `least`, and
+/// so long that it takes a fiftieth of the time at most.
+#[must_use]
+pub fn rest_after(took: Duration, least: Duration) -> Duration {
+    least.max(50 * took)
+}
+
 /// Sleeps for this time. Returns false if the stop came first.
 pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
     tokio::select! {

@@ -1,7 +1,6 @@
 //! A consumer on a real RabbitMQ: a handler that outlasts the server's patience, and one that kills
 //! its process.
 
-use std::process::Command;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -21,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::fixture::{Corner, SOON, message, number, numbered, publish};
 use crate::private::Private;
-use crate::support::eventually;
+use crate::support::{deaths_of, eventually};
 
 /// A database with a table of effects, in which a second one would stand too.
 async fn database(directory: &tempfile::TempDir) -> (SqliteStore, String) {
@@ -173,19 +172,9 @@ async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_i
     let rows = [("b", 1), ("a", 2), ("a", 3)];
     publish(&broker, rows.map(|(key, number)| (number, message(&corner.topic, Some(key), number))).to_vec()).await;
     let values = [url, server, corner.config.exchange.clone(), corner.topic.clone()];
-    let mut kills = 0;
-    let ended = loop {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "consumer::a_child_whose_handler_aborts", "--nocapture"]);
-        child.envs(CHILD.iter().map(|name| variable(name)).zip(&values));
-        let output = tokio::task::spawn_blocking(move || child.output().unwrap()).await.unwrap();
-        if output.status.success() {
-            break output;
-        }
-        kills += 1;
-        assert!(kills < 8, "it kills without end: {}", String::from_utf8_lossy(&output.stderr));
-    };
-    assert_eq!(kills, 3, "{}", String::from_utf8_lossy(&ended.stderr));
+    let variables = CHILD.iter().map(|name| variable(name)).zip(values).collect();
+    let (kills, said) = deaths_of("consumer::a_child_whose_handler_aborts", variables).await;
+    assert_eq!(kills, 3, "{said}");
     // The first kill took the batch of 1 with it; then 1 ran, once, and 3 stands behind the dead
     // one.
     assert_eq!(effects(&store).await, [1]);

@@ -6,10 +6,19 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use oncebox::store::OperatorAct;
+use oncebox::store::sqlite::SqliteStore;
 use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError};
 
-use super::kit::{Act, Does, SOON, consumer_options, fails, sqlite};
+use super::kit::{Act, Does, SOON, World, consumer_options, fails, sqlite};
 use super::support::eventually;
+
+/// Waits until the health names this setting as a limit that is reached, or does not.
+async fn until_health(world: &World<SqliteStore>, names: &str, wanted: bool) {
+    eventually("the health says so", SOON, || async {
+        (format!("{:?}", world.health.lines()).contains(names) == wanted).then_some(())
+    })
+    .await;
+}
 
 /// Shown by: what the mark had no room for was left out, as a full mark was answered before, and
 /// never ran.
@@ -65,11 +74,7 @@ async fn g11_at_dead_rows_max_nothing_more_is_taken_visibly_and_nothing_is_lost(
     };
     world.deliver_all(&["a1", "b1"]);
     let consumer = world.consumer(ConsumerOptions { dead_rows_max: 2, ..consumer_options() }, Does(act));
-    let says = |wanted: bool| {
-        let lines = world.health.lines();
-        (format!("{lines:?}").contains("dead_rows_max") == wanted).then_some(())
-    };
-    eventually("it is full and says so", SOON, || async { says(true) }).await;
+    until_health(&world, "dead_rows_max", true).await;
     world.deliver_all(&["c1"]);
     // Another consumer has it: it was there to be taken.
     let other = ConsumerOptions { name: "other".into(), group: None, ..consumer_options() };
@@ -78,7 +83,7 @@ async fn g11_at_dead_rows_max_nothing_more_is_taken_visibly_and_nothing_is_lost(
     assert!(!met.load(Ordering::Relaxed), "the ledger takes nothing more");
     world.act(OperatorAct::Discard).await;
     eventually("the third is met", SOON, || async { met.load(Ordering::Relaxed).then_some(()) }).await;
-    eventually("it is ready", SOON, || async { says(false) }).await;
+    until_health(&world, "dead_rows_max", false).await;
     world.until_status("it is dead", |status| status.consumers.iter().any(|one| one.dead == 1)).await;
     let dead = world.dead().await;
     assert_eq!(dead.iter().map(|dead| dead.payload.as_slice()).collect::<Vec<_>>(), [b"c1"]);
@@ -101,11 +106,7 @@ async fn g11_at_waiting_rows_max_nothing_more_is_taken_visibly_and_what_waits_is
     options.retry.max_attempts = u32::MAX;
     world.deliver_all(&["a1", "a2", "a3"]);
     let consumer = world.consumer(options, Does(act));
-    let says = |wanted: bool| {
-        let lines = world.health.lines();
-        (format!("{lines:?}").contains("waiting_rows_max") == wanted).then_some(())
-    };
-    eventually("it is full and says so", SOON, || async { says(true) }).await;
+    until_health(&world, "waiting_rows_max", true).await;
     world.deliver_all(&["b1"]);
     // Another consumer has it: it was there to be taken.
     let other = ConsumerOptions { name: "other".into(), group: None, ..consumer_options() };
@@ -114,7 +115,7 @@ async fn g11_at_waiting_rows_max_nothing_more_is_taken_visibly_and_what_waits_is
     assert!(!met.load(Ordering::Relaxed), "the ledger takes nothing more");
     works.store(true, Ordering::Relaxed);
     world.until_effects(&["a1", "a2", "a3", "b1", "a1", "a2", "a3", "b1"]).await;
-    eventually("it is ready", SOON, || async { says(false) }).await;
+    until_health(&world, "waiting_rows_max", false).await;
     consumer.end().await;
     other.end().await;
 }

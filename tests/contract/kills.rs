@@ -1,6 +1,5 @@
 //! A handler that kills its process (R26): a process of its own, this same program.
 
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -11,7 +10,7 @@ use oncebox::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
 use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
-use super::support::eventually;
+use super::support::{deaths_of, eventually};
 
 const DATABASE: &str = "ONCEBOX_CONTRACT_KILL_DATABASE";
 const IDS: [Uuid; 3] = [
@@ -40,19 +39,9 @@ async fn a_child_whose_handler_aborts() {
 #[tokio::test]
 async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_it_has_attempts() {
     let world = sqlite().await;
-    let url = world.url.clone();
-    let mut kills = 0;
-    let ended = loop {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "kills::a_child_whose_handler_aborts", "--nocapture"]).env(DATABASE, &url);
-        let output = tokio::task::spawn_blocking(move || child.output().unwrap()).await.unwrap();
-        if output.status.success() {
-            break output;
-        }
-        kills += 1;
-        assert!(kills < 8, "it kills without end: {}", String::from_utf8_lossy(&output.stderr));
-    };
-    assert_eq!(kills, 3, "{}", String::from_utf8_lossy(&ended.stderr));
+    let database = (DATABASE.to_owned(), world.url.clone());
+    let (kills, said) = deaths_of("kills::a_child_whose_handler_aborts", vec![database]).await;
+    assert_eq!(kills, 3, "{said}");
     // The first kill took the batch of b1 with it; then b1 ran, once, and a2 stands behind the dead
     // one.
     assert_eq!(world.effects().await, ["b1"]);

@@ -45,6 +45,23 @@ where
     }
 }
 
+/// Runs a test of this program in processes of its own, one after the other, until one ends well.
+/// Returns how many died before it, and what it said.
+pub(crate) async fn deaths_of(test: &'static str, variables: Vec<(String, String)>) -> (u32, String) {
+    let mut deaths = 0;
+    loop {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", test, "--nocapture"]).envs(variables.clone());
+        let output = tokio::task::spawn_blocking(move || child.output().unwrap()).await.unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        if output.status.success() {
+            return (deaths, said);
+        }
+        deaths += 1;
+        assert!(deaths < 8, "it dies without end: {said}");
+    }
+}
+
 /// An example, which cargo builds beside this test. `cargo test --test NAME` builds none, and what
 /// lies there may be of other sources: then it says so.
 pub(crate) fn example(name: &str) -> String {

@@ -6,7 +6,7 @@ use std::io::Write;
 
 use clap::Args;
 
-use oncebox::app::AppError;
+use oncebox::app::{AppError, say};
 use oncebox::store::ActContext;
 
 /// The most items that an act changes without a confirmation.
@@ -66,6 +66,16 @@ impl Act {
         }
         Err(AppError::refused("nothing was done"))
     }
+}
+
+/// What the question names: `many`, or of how many they are where more match. A hint says then that
+/// these stay.
+pub(super) fn of_all(meant: usize, remaining: usize, many: &str) -> String {
+    if remaining == 0 {
+        return many.to_owned();
+    }
+    say("INFO", &format!("hint: {remaining} more match and stay as they are; `--all` without `--limit` takes all"));
+    format!("of {} {many}", meant + remaining)
 }
 
 /// The user of this shell, or its number: a container may have no name for it.

@@ -11,7 +11,7 @@ use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
-use super::act::{Act, refused, to_json};
+use super::act::{Act, of_all, refused, to_json};
 use super::common::{CommonArgs, Output, table};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
@@ -416,14 +416,7 @@ async fn act_on<S: Store>(
     if matches!(how, OperatorAct::RedriveAs { .. }) && found > 1 {
         return Err(AppError::usage(format!("{found} messages match; only one at a time gets a new id")));
     }
-    if remaining > 0 {
-        say("INFO", &format!("hint: {remaining} more match and stay as they are; `--all` without `--limit` takes all"));
-    }
-    let what = match (found, remaining) {
-        (1, 0) => "message".to_owned(),
-        (_, 0) => "messages".to_owned(),
-        (_, _) => format!("of {} messages", found + remaining),
-    };
+    let what = of_all(found, remaining, if found + remaining == 1 { "message" } else { "messages" });
     match how {
         OperatorAct::Discard => act.confirm_loss(found, &what, "discarded")?,
         OperatorAct::Bury => act.confirm(found, &what, "buried")?,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use super::act::{Act, refused, to_json};
+use super::act::{Act, of_all, refused, to_json};
 use super::answer::AnswerArgs;
 use super::common::{CommonArgs, Output, table};
 use super::progress::{Batches, shown};
@@ -451,14 +451,7 @@ async fn act_on<S: Store>(
         KeyChange::Purge { .. } => ("purge", "purged"),
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
-    let what = match remaining {
-        0 => "keys".to_owned(),
-        _ => {
-            say("INFO", &format!("hint: {remaining} more match and stay; `--all` without `--limit` takes all"));
-            format!("of {} keys", meant.len() + remaining)
-        }
-    };
-    act.confirm(meant.len(), &what, done)?;
+    act.confirm(meant.len(), &of_all(meant.len(), remaining, "keys"), done)?;
     // Runs everything as a dry run first: if one key is refused, the others stay as they are.
     for dry_run in [true, false] {
         if dry_run || !act.dry_run {

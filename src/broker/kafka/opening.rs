@@ -28,7 +28,8 @@ pub(super) struct Opening {
     /// Partitions whose first row was settled: rows that wait for it may go on.
     opened: Vec<Place>,
     proofs_since: Option<Instant>,
-    /// The lowest number of partitions that a topic has; below it no row shows that one has grown.
+    /// The lowest number of partitions that a topic has had; below it no row shows that one has
+    /// grown.
     least: Option<usize>,
     /// Topics with a row on a partition beyond their number: the client learned of new ones.
     outgrown: HashSet<String>,
@@ -68,7 +69,7 @@ impl Opening {
         partitions.count = count;
         partitions.proven.clear();
         self.incomplete += usize::from(!partitions.is_complete());
-        self.least = self.topics.values().map(|partitions| partitions.count).min();
+        self.least = Some(self.least.map_or(count, |least| least.min(count)));
     }
 
     /// Takes the topics that have more partitions than was learned.

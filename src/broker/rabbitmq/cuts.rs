@@ -32,7 +32,7 @@ struct Row {
     times: u32,
     /// The ids of the messages that had no confirm at each of them.
     ids: HashSet<String>,
-    /// The sets of ids that were suspected since the last confirm, each with what followed it.
+    /// What was suspected since the last confirm: for each suspicion, the ids at that time.
     suspects: Vec<HashSet<String>>,
 }
 

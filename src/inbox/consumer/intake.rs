@@ -107,7 +107,7 @@ pub(super) async fn run(
     let (done_sender, mut done) = mpsc::unbounded_channel();
     let (lanes_stop, abandon) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
-    let lanes = (0..shared.options.lanes.max(1))
+    let lanes = (0..shared.options.lanes)
         .map(|number| {
             // The channels are unbounded, but the intake sends at most `in_flight_max` plus
             // `aside_max` items.
@@ -152,7 +152,7 @@ pub(super) async fn run(
             in_disorder(shared, &format!("the keeper of positions ended unexpectedly; restarting: {why}"))
         }
     };
-    let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
+    let lane_is_gone = tasks.len() < shared.options.lanes;
     shared.health.trouble(&shared.part, "broker", None);
     shared.health.trouble(&shared.part, WORK, None);
     // Nothing more is started. What runs may finish within the grace, and is acknowledged if the

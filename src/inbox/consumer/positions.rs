@@ -17,6 +17,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use uuid::Uuid;
 
 use super::Shared;
+use super::failing::Failing;
 use crate::inbox::port::{ConsumerId, Holding};
 use crate::inbox::rules::position::Position;
 use crate::observe::Trouble;
@@ -27,9 +28,8 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// Writes the last position that it receives of each partition, until the channel closes.
 pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: UnboundedReceiver<(Holding, Position)>) {
-    let show = |trouble| shared.health.trouble(&shared.part, "positions", trouble);
+    let mut failing = Failing::new(&shared, "positions", String::new());
     let mut due: HashMap<Uuid, (Holding, Position)> = HashMap::new();
-    let mut failed = 0_u32;
     while let Some(first) = told.recv().await {
         due.insert(first.0.owner, first);
         tokio::time::sleep(EVERY).await;
@@ -39,18 +39,14 @@ pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: Un
         let positions: Vec<_> = due.values().cloned().collect();
         match shared.store.keep_positions(consumer, &positions).await {
             Ok(()) => {
-                failed = 0;
                 due.clear();
-                show(None);
+                failing.is_well();
             }
             Err(error) => {
-                failed += 1;
                 tracing::debug!(consumer = %shared.options.name, %error, "positions could not be written; with the next ones");
-                if failed >= 2 {
-                    show(Some(Trouble::Shown(format!("positions cannot be written: {error}"))));
-                }
+                failing.fails(Trouble::Shown(format!("positions cannot be written: {error}")));
             }
         }
     }
-    show(None);
+    failing.is_well();
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
+use super::failing::Failing;
 use crate::inbox::port::ConsumerId;
 use crate::observe::Trouble;
 use crate::time::pace::sleep_unless;
@@ -19,30 +20,23 @@ const SAYS_EVERY: Duration = Duration::from_secs(10);
 /// Runs until the stop. If the database is away, the next round tries again.
 pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let id_rule = shared.options.id_rule_text();
-    let show = |trouble| shared.health.trouble(&shared.part, "presence", trouble);
-    let mut failed = 0_u32;
+    let mut failing = Failing::new(&shared, "presence", String::new());
     loop {
         // A stop must not wait for a database that does not answer.
         let said = tokio::select! {
             said = shared.store.seen(consumer, &id_rule) => said,
-            () = stop.cancelled() => return show(None),
+            () = stop.cancelled() => return failing.is_well(),
         };
         match said {
-            Ok(true) => {
-                failed = 0;
-                show(None);
-            }
+            Ok(true) => failing.is_well(),
             Ok(false) => return shared.is_forgotten.store(true, Ordering::Relaxed),
             Err(error) => {
-                failed += 1;
                 tracing::debug!(consumer = %shared.options.name, %error, "its presence was not noted");
-                if failed >= 2 {
-                    show(Some(Trouble::Stops(format!("it cannot note that it is there: {error}"))));
-                }
+                failing.fails(Trouble::Stops(format!("it cannot note that it is there: {error}")));
             }
         }
         if !sleep_unless(&stop, SAYS_EVERY).await {
-            return show(None);
+            return failing.is_well();
         }
     }
 }

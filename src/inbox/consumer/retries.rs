@@ -23,6 +23,7 @@ use super::Shared;
 use super::batch::{SWALLOWED, roll_back, undo};
 use super::blame::{self, Blame, Fault};
 use super::calls::{self, Call, Failure, Wanted, call};
+use super::failing::Failing;
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::waiting::{LeasedMessage, RowLease};
@@ -98,9 +99,7 @@ struct Retrier {
     in_doubt: Option<RowLease>,
     owed: Option<Owed>,
     desk: Arc<Desk>,
-    number: usize,
-    /// How many steps in a row failed.
-    failed: u32,
+    failing: Failing,
 }
 
 /// What must be written after a run that is not done.
@@ -160,12 +159,13 @@ pub(super) async fn run(
 ) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     let (stopped, in_doubt, owed) = (stop.clone(), None, None);
-    let mut retrier = Retrier { shared, consumer, stop: stopped, abandon, in_doubt, owed, desk, number, failed: 0 };
+    let failing = Failing::new(&shared, "retries", format!("retrier {number}"));
+    let mut retrier = Retrier { shared, consumer, stop: stopped, abandon, in_doubt, owed, desk, failing };
     while !stop.is_cancelled() {
         match retrier.step().await {
             Ok(()) => {
                 pace.worked();
-                retrier.is_well();
+                retrier.failing.is_well();
             }
             Err(error) => {
                 retrier.fails(&error);
@@ -173,7 +173,7 @@ pub(super) async fn run(
             }
         }
     }
-    retrier.is_well();
+    retrier.failing.is_well();
     // What is stored nowhere else is written if the database comes back within the grace.
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     while let Err(error) = retrier.settle_up().await {
@@ -189,24 +189,9 @@ pub(super) async fn run(
 }
 
 impl Retrier {
-    /// Shows a trouble from the second failure in a row on: the first may be a deadlock.
     fn fails(&mut self, error: &StoreError) {
-        self.failed += 1;
         tracing::debug!(consumer = %self.shared.options.name, %error, "the retrier waits for the database");
-        if self.failed >= 2 {
-            self.show(Some(Trouble::Stops(format!("messages that wait are not tried again: {error}"))));
-        }
-    }
-
-    fn is_well(&mut self) {
-        if std::mem::take(&mut self.failed) > 0 {
-            self.show(None);
-        }
-    }
-
-    fn show(&self, trouble: Option<Trouble>) {
-        let whose = format!("retrier {}", self.number);
-        self.shared.health.trouble_of(&self.shared.part, "retries", whose, trouble);
+        self.failing.fails(Trouble::Stops(format!("messages that wait are not tried again: {error}")));
     }
 
     /// Waits for due messages and runs them.
@@ -219,14 +204,14 @@ impl Retrier {
                 () = self.stop.cancelled() => return Ok(()),
                 swept = desk.look.lock() => break swept,
                 // This retrier has no work, and another one searches.
-                () = tokio::time::sleep(IN_PEACE) => self.is_well(),
+                () = tokio::time::sleep(IN_PEACE) => self.failing.is_well(),
             }
         };
         let (run, _busy) = loop {
             match self.look(&mut swept).await? {
                 Due::Run(run, busy) => break (run, busy),
                 Due::NothingFor(time) => {
-                    self.is_well();
+                    self.failing.is_well();
                     tokio::select! {
                         biased;
                         () = self.stop.cancelled() => return Ok(()),

@@ -13,10 +13,11 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
+use super::failing::Failing;
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::observe::{PartState, Trouble};
-use crate::time::pace::sleep_unless;
+use crate::time::pace::{rest_after, sleep_unless};
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -60,14 +61,13 @@ async fn look(shared: &Shared, consumer: ConsumerId, was: Option<Full>) -> Resul
 
 pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let part = format!("{} stored messages", shared.part);
-    let show = |trouble| shared.health.trouble(&shared.part, "stored messages", trouble);
-    let (mut full, mut failed) = (None, 0_u32);
+    let mut failing = Failing::new(&shared, "stored messages", String::new());
+    let mut full = None;
     loop {
         let began = Instant::now();
         match look(&shared, consumer, full).await {
             Ok(now) => {
-                failed = 0;
-                show(None);
+                failing.is_well();
                 shared.is_full.store(now.is_some(), Ordering::Relaxed);
                 match now.map(|now| now.why(&shared)) {
                     Some(why) => {
@@ -86,17 +86,13 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
                 full = now;
             }
             Err(error) => {
-                failed += 1;
                 tracing::debug!(consumer = %shared.options.name, %error, "stored messages could not be counted");
-                if failed >= 2 {
-                    show(Some(Trouble::Stops(format!("stored messages cannot be counted: {error}"))));
-                }
+                failing.fails(Trouble::Stops(format!("stored messages cannot be counted: {error}")));
             }
         }
-        // With many rows a look takes long: it costs the database 2 % of a core at most.
-        if !sleep_unless(&stop, LOOK_EVERY.max(50 * began.elapsed())).await {
+        if !sleep_unless(&stop, rest_after(began.elapsed(), LOOK_EVERY)).await {
             shared.health.done(&part);
-            return show(None);
+            return failing.is_well();
         }
     }
 }

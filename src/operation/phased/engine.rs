@@ -192,15 +192,13 @@ impl PhasedEngine {
         };
         let command: AnyCommand = command;
         let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget);
-        let mut has_own_key = false;
         loop {
             match front.turn().await {
                 Turn::Answer(answered) => return shown(answered),
-                Turn::Unkeyed if !has_own_key => {
-                    front = front.under_own_key();
-                    has_own_key = true;
-                }
-                Turn::Unkeyed => return front.no_use_of_keys(),
+                Turn::Unkeyed => match front.under_own_key() {
+                    Some(keyed) => front = keyed,
+                    None => return front.no_use_of_keys(),
+                },
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
                     Ok(Recovered::Pending) => return shown(front.pending(&record)),

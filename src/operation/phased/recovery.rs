@@ -32,7 +32,7 @@ use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
-use crate::time::pace::{Pace, Since, sleep_unless};
+use crate::time::pace::{Pace, Since, rest_after, sleep_unless};
 
 const PART: &str = "recovery";
 /// The pause after the worker has seen that the database belongs to another deployment.
@@ -40,10 +40,6 @@ const FOREIGN: Duration = Duration::from_secs(30);
 
 /// The shortest pause between two counts of what is open and unknown.
 const MEASURED_EVERY: Duration = Duration::from_secs(2);
-/// After a slow count the pause is this many times as long as the count, as with the gauges of a
-/// program: counts take at most a fiftieth of the time.
-const PAUSE: u32 = 50;
-
 /// Settings of a recovery worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveryOptions {
@@ -145,7 +141,7 @@ impl Recovery {
             if let Err(error) = self.phased.engine.measure().await {
                 tracing::debug!(%error, "what is open and unknown could not be counted");
             }
-            tokio::time::sleep(MEASURED_EVERY.max(PAUSE * began.elapsed())).await;
+            tokio::time::sleep(rest_after(began.elapsed(), MEASURED_EVERY)).await;
         }
     }
 

@@ -46,8 +46,8 @@ pub struct DriveSettings {
     pub refused_max: Duration,
     /// How long a driver whose worker or service was stopped tries to store each thing that it
     /// still has to say (what a provider said, where it leaves the operation), while the database
-    /// is away. What is not stored then is lost: the send counts as
-    /// one that may have arrived. Default 10 s.
+    /// is away. What is not stored then is lost: the send counts as one that may have arrived.
+    /// Default 10 s.
     pub shutdown_grace: Duration,
 }
 

@@ -36,6 +36,7 @@ use crate::outbox::port::{
 };
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
+use crate::store::sql::outbox;
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
@@ -229,11 +230,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
-        let last = sqlx::query(
-            "select 1 from oncebox_outbox_dead force index (outbox_dead_state) where state = 'dead' limit 1 offset ?",
-        );
-        let last = last.bind(i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX));
-        Ok(last.optional(&self.pool).await?.is_some())
+        outbox::has_dead(&mut self.pool.acquire().await?, rows).await
     }
 
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {

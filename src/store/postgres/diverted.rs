@@ -168,16 +168,6 @@ pub(super) async fn rows(
         .collect()
 }
 
-/// Whether so many messages are dead. The order makes the server count entries of the index.
-pub(super) async fn has_dead(connection: &mut Bounded<Postgres>, rows: usize) -> Result<bool, StoreError> {
-    let last = sqlx::query(
-        "select 1 from oncebox.outbox_dead where state between 'dead' and 'dead'
-          order by state, cause, position limit 1 offset $1",
-    );
-    let last = last.bind(i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX));
-    Ok(last.optional(connection).await?.is_some())
-}
-
 /// Up to 1,000 requests of operators that are still to be carried out, in position order.
 pub(super) async fn requests(
     connection: &mut Bounded<Postgres>,

@@ -20,6 +20,7 @@ use crate::outbox::port::{
 };
 use crate::outbox::rules::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::outbox;
 use crate::time::lease::Fence;
 
 /// A gap that is still open this long after it got its fence is judged by the locks of its possible
@@ -262,7 +263,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
-        diverted::has_dead(&mut self.connection, rows).await
+        outbox::has_dead(&mut self.connection, rows).await
     }
 
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {

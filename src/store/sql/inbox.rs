@@ -15,6 +15,7 @@ use std::fmt::Debug;
 use async_trait::async_trait;
 
 pub(in crate::store) use self::attempts::clear as clear_attempts;
+use super::outbox::skipped;
 use super::{Rows, Session, SqlStore, sql};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
@@ -73,8 +74,7 @@ pub(in crate::store) const STORED: &str = "\
  limit 1 offset :skipped";
 
 async fn has_stored<S: OwnInbox>(store: &S, consumer: ConsumerId, rows: usize, all: bool) -> Result<bool, StoreError> {
-    let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX).min(i64::MAX - 1);
-    let last = sql(STORED).bind("consumer", consumer).bind("skipped", skipped).bind("all", all);
+    let last = sql(STORED).bind("consumer", consumer).bind("skipped", skipped(rows)).bind("all", all);
     Ok(!store.reader().await?.rows(last).await?.is_empty())
 }
 

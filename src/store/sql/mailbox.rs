@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::pieces::exact_rows;
 use super::{SqlStore, Statement, sql};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
@@ -46,24 +47,16 @@ pub(in crate::store) const OLD: &str = "{pg: /* planned anew */ }select email_id
       and (not :content or state = 'sent') \
     order by settled_at limit :most";
 
-/// The rows `:rows`, as `e`, by their numbers.
-macro_rules! exact_rows {
-    () => {
-        "{my: json_table(:rows, '$[*]' columns (email_id bigint path '$')) j \
-           straight_join oncebox.email e force index (primary) on e.email_id = j.email_id}{pg lite: oncebox.email as e}"
-    };
-}
-
 pub(in crate::store) const BLANK: &str = concat!(
     "{pg: /* planned anew */ }update ",
-    exact_rows!(),
+    exact_rows!("email", "e", "email_id"),
     " set recipient = '', subject = '', body = '', error = null, has_content = false \
       where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = true"
 );
 
 pub(in crate::store) const FORGET: &str = concat!(
     "{pg: /* planned anew */ }delete {my: e} from ",
-    exact_rows!(),
+    exact_rows!("email", "e", "email_id"),
     " where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = false"
 );
 

@@ -1,5 +1,6 @@
 //! The two longer words of texts: `{piece NAME}` and `{each ..}`. Pieces are texts that several
-//! statements share; `each` stands for the rows of a table that a list names.
+//! statements share; `each` stands for the rows of a table that a list names. The macro
+//! [`exact_rows`] is for such rows where exactly they are to be locked.
 //!
 //! Guarantee: every piece can be written for every database. Not here: the short words (`sql`).
 
@@ -21,6 +22,34 @@ macro_rules! none_late {
         )
     };
 }
+
+/// The rows `:rows` of a table, under a short name, by their numbers. MySQL and MariaDB would lock
+/// others too, so they read them by the key, in the order of the list; elsewhere the condition
+/// `in ints :rows` selects them.
+macro_rules! exact_rows {
+    ($table:literal, $row:literal, $number:literal) => {
+        concat!(
+            "{my: json_table(:rows, '$[*]' columns (",
+            $number,
+            " bigint path '$')) j straight_join oncebox.",
+            $table,
+            " ",
+            $row,
+            " force index (primary) on ",
+            $row,
+            ".",
+            $number,
+            " = j.",
+            $number,
+            "}{pg lite: oncebox.",
+            $table,
+            " as ",
+            $row,
+            "}"
+        )
+    };
+}
+pub(super) use exact_rows;
 
 /// What `{piece NAME}` becomes.
 const PIECES: [(&str, &str); 8] = [

@@ -21,6 +21,7 @@ use uuid::Uuid;
 
 use super::inbox::OwnInbox;
 use super::message::{error_text, message_columns, message_of};
+use super::pieces::exact_rows;
 use super::{Row, Session, Statement, Value, sql};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
@@ -80,9 +81,9 @@ macro_rules! heads {
 macro_rules! update_rows {
     ($set:literal, $only:literal) => {
         concat!(
-            "{pg: /* planned anew */ }update {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
-               straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}\
-             {pg lite: oncebox.waiting as w} set ",
+            "{pg: /* planned anew */ }update ",
+            exact_rows!("waiting", "w", "sequence"),
+            " set ",
             $set,
             " where {pg lite: w.sequence {in ints :rows} and }",
             $only
@@ -151,9 +152,11 @@ const BURY: &str = "update oncebox.waiting set state = 'dead', lease = null, due
       attempts = :attempts, history = {history history :attempts} \
     where sequence = :sequence";
 
-const REMOVE: &str = "{pg: /* planned anew */ }delete {my: w} from {my: json_table(:rows, '$[*]' columns (sequence bigint path '$')) j \
-      straight_join oncebox.waiting w force index (primary) on w.sequence = j.sequence}{pg lite: oncebox.waiting as w} \
-    where {pg lite: w.sequence {in ints :rows} and }w.lease = :lease and w.consumer_id = :consumer";
+const REMOVE: &str = concat!(
+    "{pg: /* planned anew */ }delete {my: w} from ",
+    exact_rows!("waiting", "w", "sequence"),
+    " where {pg lite: w.sequence {in ints :rows} and }w.lease = :lease and w.consumer_id = :consumer"
+);
 
 /// The first row of each of these keys, if it waits without a due time.
 pub(in crate::store) const TO_WAKE: &str = concat!(

@@ -11,7 +11,7 @@ use crate::store::base::{Base, StoreOptions};
 use crate::store::schema::Schema;
 use crate::store::sql::inbox::{STORED, purge};
 use crate::store::sql::operator::{OperatorSql, list, status};
-use crate::store::sql::{mailbox, phases, records, sql, waiting};
+use crate::store::sql::{mailbox, outbox, phases, records, sql, waiting};
 use crate::store::statements::Dialect;
 
 /// The text for SQLite. It gets a value for every name that these texts use.
@@ -44,15 +44,27 @@ fn words(text: &'static str) -> &'static str {
     ones.into_iter().fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
 }
 
+/// A database of its own, as long as the directory is kept.
+async fn empty() -> (tempfile::TempDir, SqliteStore) {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("plans.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+    store.migrate().await.unwrap();
+    (directory, store)
+}
+
+/// What the database would do for a statement, step by step.
+async fn plan_of(store: &SqliteStore, text: &str) -> Vec<String> {
+    let plan = query(AssertSqlSafe(format!("explain query plan {text}"))).fetch_all(store.pool()).await.unwrap();
+    plan.iter().map(|row| row.get("detail")).collect()
+}
+
 /// Shown to fail: without the index `oncebox_waiting_lane` two statements scanned the rows of a
 /// consumer (R25); without `oncebox_operation_due`, recovery scanned all operations; without
 /// `oncebox_idempotency_request_kept`, the quota scanned all records.
 #[tokio::test]
 async fn r25_no_poll_and_no_batch_walks_over_a_table() {
-    let directory = tempfile::tempdir().unwrap();
-    let url = format!("sqlite://{}", directory.path().join("plans.db").display());
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-    store.migrate().await.unwrap();
+    let (_directory, store) = empty().await;
     let kept = sql(records::KEPT_OF_TENANT).bind("tenant", &b"t"[..]);
     let due_operations = phases::due("flow", &[1], 1, &[vec![0]]);
     let of_operation = |text| {
@@ -74,7 +86,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("blocked", inbox::BLOCKED),
         ("read", relay::READ),
         ("delete", relay::DELETE),
-        ("dead", relay::HAS_DEAD),
+        ("dead", words(outbox::HAS_DEAD)),
         ("emails", words(mailbox::DUE)),
         ("old emails", words(mailbox::OLD)),
         ("blank emails", words(mailbox::BLANK)),
@@ -88,8 +100,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     ];
     let mut walks = Vec::new();
     for (name, sql) in statements {
-        let plan = query(AssertSqlSafe(format!("explain query plan {sql}"))).fetch_all(store.pool()).await.unwrap();
-        let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
+        let steps = plan_of(&store, sql).await;
         assert!(!steps.is_empty(), "{name}");
         // A scan of all rows of a consumer counts as a scan too.
         let is_walk = |step: &&String| {
@@ -105,13 +116,9 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
 /// records are read).
 #[tokio::test]
 async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
-    let directory = tempfile::tempdir().unwrap();
-    let url = format!("sqlite://{}", directory.path().join("stale.db").display());
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-    store.migrate().await.unwrap();
+    let (_directory, store) = empty().await;
     let text = records::stale_of(&"put".parse().unwrap(), 100).in_words_of(Dialect::Sqlite).unwrap().0;
-    let plan = query(AssertSqlSafe(format!("explain query plan {text}"))).fetch_all(store.pool()).await.unwrap();
-    let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
+    let steps = plan_of(&store, text).await;
     let walks = |step: &&String| step.starts_with("SCAN oncebox_") || step.starts_with("SCAN r");
     let walks: Vec<&String> = steps.iter().filter(walks).collect();
     assert_eq!(walks, ["SCAN oncebox_idempotency_request USING INDEX oncebox_idempotency_request_open"], "{steps:#?}");
@@ -122,13 +129,8 @@ async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
 /// were read).
 #[tokio::test]
 async fn g11_stored_messages_are_counted_by_entries_of_indexes() {
-    let directory = tempfile::tempdir().unwrap();
-    let url = format!("sqlite://{}", directory.path().join("stored.db").display());
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-    store.migrate().await.unwrap();
-    let plan =
-        query(AssertSqlSafe(format!("explain query plan {}", words(STORED)))).fetch_all(store.pool()).await.unwrap();
-    let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
+    let (_directory, store) = empty().await;
+    let steps = plan_of(&store, words(STORED)).await;
     let reads: Vec<&String> = steps.iter().filter(|step| step.contains("oncebox_waiting")).collect();
     assert_eq!(reads.len(), 2, "{steps:#?}");
     let counts = |step: &&String| step.starts_with("SEARCH") && step.contains("COVERING INDEX");
@@ -139,17 +141,12 @@ async fn g11_stored_messages_are_counted_by_entries_of_indexes() {
 /// the page scans the ids of a consumer by the key.
 #[tokio::test]
 async fn a_purge_of_ids_without_a_time_reads_what_was_received_first() {
-    let directory = tempfile::tempdir().unwrap();
-    let url = format!("sqlite://{}", directory.path().join("purge.db").display());
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-    store.migrate().await.unwrap();
+    let (_directory, store) = empty().await;
     for (sql, page) in [
         (purge::PAGE_TIMED, "PRIMARY KEY (consumer_id=? AND message_id>? AND message_id<?)"),
         (purge::PAGE_RECEIVED, "INDEX oncebox_inbox_untimed (consumer_id=? AND "),
     ] {
-        let plan =
-            query(AssertSqlSafe(format!("explain query plan {}", words(sql)))).fetch_all(store.pool()).await.unwrap();
-        let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
+        let steps = plan_of(&store, words(sql)).await;
         assert!(steps[0].contains(page), "{steps:#?}");
         assert!(steps.iter().all(|step| !step.contains("B-TREE")), "{steps:#?}");
     }
@@ -159,10 +156,7 @@ async fn a_purge_of_ids_without_a_time_reads_what_was_received_first() {
 /// all rows behind one (some millions of steps each).
 #[tokio::test]
 async fn a_list_costs_no_more_the_more_is_held() {
-    let directory = tempfile::tempdir().unwrap();
-    let url = format!("sqlite://{}", directory.path().join("list.db").display());
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-    store.migrate().await.unwrap();
+    let (_directory, store) = empty().await;
     let row = |from: &str, lane: &str, state: &str, due: &str| {
         let dead = if state == "dead" { "'terminal', 0" } else { "null, null" };
         format!(
@@ -202,10 +196,7 @@ async fn a_list_costs_no_more_the_more_is_held() {
 /// pending rows with `min` and `max` in one statement (all rows are read).
 #[tokio::test]
 async fn g11_the_gauges_cost_no_more_the_more_there_is() {
-    let directory = tempfile::tempdir().unwrap();
-    let url = format!("sqlite://{}", directory.path().join("gauges.db").display());
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-    store.migrate().await.unwrap();
+    let (_directory, store) = empty().await;
     let many = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000)";
     let mut connection = store.pool().acquire().await.unwrap();
     for sql in [

@@ -14,7 +14,7 @@ mod held;
 mod mark;
 
 #[cfg(test)]
-pub(super) use {held::HAS_DEAD, mark::DELETE};
+pub(super) use mark::DELETE;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -33,6 +33,7 @@ use crate::outbox::port::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 use crate::store::base::Base;
+use crate::store::sql::{SqlStore, outbox};
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
 
@@ -191,7 +192,7 @@ impl RelaySession for SqliteSession {
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
-        held::has_dead(self.store.pool(), rows).await
+        outbox::has_dead(&mut *self.store.reader().await?, rows).await
     }
 
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {

@@ -11,9 +11,6 @@ use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, OutboxRow, Re
 /// The most requests of one read. The next read returns the others.
 const REQUESTS_MAX: i64 = 1_000;
 
-pub(in crate::store::sqlite) const HAS_DEAD: &str =
-    "select 1 from oncebox_outbox_dead where state = 'dead' limit 1 offset ?";
-
 pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
     let rows = query_as::<_, (i64, String, Option<String>, String, bool, Option<String>)>(
         "select position, topic, key, state, holds, reason from oncebox_outbox_dead \
@@ -31,12 +28,6 @@ pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<Di
         Ok(DivertedRow { position, topic, key, diversion })
     };
     rows.into_iter().map(row).collect()
-}
-
-/// Whether so many messages are dead: counts entries of an index.
-pub(super) async fn has_dead(pool: &Pool<Sqlite>, rows: usize) -> Result<bool, StoreError> {
-    let last = query(HAS_DEAD).bind(limit_of(rows.saturating_sub(1)));
-    Ok(last.fetch_optional(pool).await?.is_some())
 }
 
 pub(super) async fn requests(pool: &Pool<Sqlite>) -> Result<Vec<OperatorRequest>, StoreError> {
