@@ -6,12 +6,16 @@ use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, StoreOptions};
 use oncebox_testkit::store::Fixture;
 
-use crate::postgres::{empty_database, with_path};
+use crate::postgres::{empty_database, migrated_database, with_path};
 use crate::support::service;
 
 struct OnPostgres {
     server: String,
     name: String,
+}
+
+fn server() -> Option<String> {
+    service("the suite of stores on PostgreSQL", "ONCEBOX_TEST_POSTGRES")
 }
 
 impl Fixture for OnPostgres {
@@ -25,9 +29,13 @@ impl Fixture for OnPostgres {
     const UNDOES_WHAT_FOLLOWS: bool = false;
 
     async fn empty() -> Option<Self> {
-        let server = service("the suite of stores on PostgreSQL", "ONCEBOX_TEST_POSTGRES")?;
-        let name = empty_database(&server).await;
-        Some(Self { server, name })
+        let server = server()?;
+        Some(Self { name: empty_database(&server).await, server })
+    }
+
+    async fn migrated() -> Option<Self> {
+        let server = server()?;
+        Some(Self { name: migrated_database(&server).await, server })
     }
 
     async fn connect(&self) -> PostgresStore {

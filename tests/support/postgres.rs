@@ -3,6 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::future::Future;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -61,9 +62,9 @@ pub(crate) async fn on_server<F>(server: &str, body: impl FnOnce(Database) -> F)
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    let name = empty_database(server).await;
+    let name = migrated_database(server).await;
     let url = with_path(server, &name);
-    let outcome = match migrated(&url).await {
+    let outcome = match PostgresStore::connect(&StoreOptions::new(url.clone())).await {
         Ok(store) => {
             let database = Database { url, name: name.clone(), store: store.clone() };
             let outcome = tokio::spawn(body(database)).await;
@@ -83,14 +84,61 @@ where
 
 /// Makes a database without the schema; the answer is its name.
 pub(crate) async fn empty_database(server: &str) -> String {
+    // Copies of template0 do not disturb each other.
+    copy_of(server, "template0 encoding 'UTF8'").await
+}
+
+/// Makes a database with the schema; the answer is its name. It is a copy of one that was migrated
+/// for all tests: to migrate each costs as much as everything else that a short test does. As a
+/// database that was not copied, it has a deployment of its own.
+pub(crate) async fn migrated_database(server: &str) -> String {
+    let name = copy_of(server, &format!("{} strategy file_copy", template(server).await)).await;
+    let mut connection = PgConnection::connect(&with_path(server, &name)).await.unwrap();
+    connection.execute("update oncebox.deployment set deployment_id = gen_random_uuid()").await.unwrap();
+    connection.close().await.unwrap();
+    name
+}
+
+async fn copy_of(server: &str, template: &str) -> String {
     let name = unique("oncebox_test").replace('-', "_");
-    // Copies of template0 do not disturb each other; a busy server may still ask for a second try.
+    // A busy server may ask for a second try.
     eventually("a database of its own", Duration::from_secs(60), || async {
         let mut admin = PgConnection::connect(server).await.ok()?;
-        let create = format!("create database {name} template template0 encoding 'UTF8'");
+        let create = format!("create database {name} template {template}");
         admin.execute(AssertSqlSafe(create)).await.ok()
     })
     .await;
+    name
+}
+
+/// The database that [`migrated_database`] copies, made where it is not there. Its name is that of
+/// its schema: a server that outlives a run of the tests may meet another. It gets this name when it
+/// is complete.
+async fn template(server: &str) -> String {
+    let mut hasher = DefaultHasher::new();
+    PostgresStore::script().hash(&mut hasher);
+    let name = format!("oncebox_template_{:016x}", hasher.finish());
+    let mut admin = PgConnection::connect(server).await.unwrap();
+    let is_there = format!("select exists (select 1 from pg_database where datname = '{name}')");
+    let is_there = async |admin: &mut PgConnection| -> bool {
+        admin.fetch_one(AssertSqlSafe(is_there.clone())).await.unwrap().try_get(0).unwrap()
+    };
+    if is_there(&mut admin).await {
+        return name;
+    }
+    // Ends with the connection.
+    admin.execute("select pg_advisory_lock(hashtext('the template of the tests'))").await.unwrap();
+    if !is_there(&mut admin).await {
+        let new = format!("{name}_new");
+        for statement in [
+            format!("drop database if exists {new} with (force)"),
+            format!("create database {new} template template0 encoding 'UTF8'"),
+        ] {
+            admin.execute(AssertSqlSafe(statement)).await.unwrap();
+        }
+        migrated(&with_path(server, &new)).await.unwrap().close().await;
+        admin.execute(AssertSqlSafe(format!("alter database {new} rename to {name}"))).await.unwrap();
+    }
     name
 }
 

@@ -47,7 +47,7 @@ use sqlx::{Database, Transaction};
 pub use limits::{LimitCase, RawMessage, RawValue, limit_cases};
 pub use trial::Trial;
 
-use oncebox::store::{Base, Keys, Store};
+use oncebox::store::{Base, Keys, Schema, Store};
 
 /// The connection of a fixture's database.
 pub type Connection<F> = <<<F as Fixture>::Store as Base>::Db as Database>::Connection;
@@ -75,6 +75,17 @@ pub trait Fixture: Sized + Send + Sync + 'static {
     /// Makes a private, empty database, without the schema. None where the service that it needs
     /// does not run.
     fn empty() -> impl Future<Output = Option<Self>> + Send;
+
+    /// Makes a private database with the schema. None as for [`Fixture::empty`].
+    fn migrated() -> impl Future<Output = Option<Self>> + Send {
+        async {
+            let fixture = Self::empty().await?;
+            let store = fixture.connect().await;
+            store.migrate().await.unwrap();
+            store.close().await;
+            Some(fixture)
+        }
+    }
 
     /// Connects another store to the database, as another process would.
     fn connect(&self) -> impl Future<Output = Self::Store> + Send;

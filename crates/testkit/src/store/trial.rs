@@ -9,7 +9,7 @@ use super::{Connection, Fixture, KeysFixture};
 use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId, NewMessage};
 use oncebox::store::{
     Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow,
-    ParkAs, Parked, RelaySession, Schema, Scope,
+    ParkAs, Parked, RelaySession, Scope,
 };
 
 /// How long a case waits for something that must happen.
@@ -35,23 +35,18 @@ impl<F: Fixture> Trial<F> {
     /// Makes a database with the schema, and a table `effect (message, note)` for the effects of
     /// handlers. None, with a line on stderr, where the service does not run.
     pub async fn start(case: &str) -> Option<Self> {
-        let trial = Self::start_empty(case).await?;
         // The cases of the schema begin without a schema.
         let without = ["a_new_database_has_no_schema", "migrat"];
-        if !without.iter().any(|prefix| case.starts_with(prefix)) {
-            trial.store.migrate().await.unwrap();
-            trial.run("create table effect (message varchar(64) not null, note varchar(64) not null)").await;
-        }
-        Some(trial)
-    }
-
-    async fn start_empty(case: &str) -> Option<Self> {
-        let Some(fixture) = F::empty().await else {
+        let has_schema = !without.iter().any(|prefix| case.starts_with(prefix));
+        let Some(fixture) = (if has_schema { F::migrated().await } else { F::empty().await }) else {
             eprintln!("SKIPPED: {case} (the service of {} is not there)", F::Store::NAME);
             return None;
         };
-        let store = fixture.connect().await;
-        Some(Self { fixture, store })
+        let trial = Self { store: fixture.connect().await, fixture };
+        if has_schema {
+            trial.run("create table effect (message varchar(64) not null, note varchar(64) not null)").await;
+        }
+        Some(trial)
     }
 
     /// Drops the database. Not called when a case fails, so that its rows can be examined.
