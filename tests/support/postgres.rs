@@ -177,7 +177,7 @@ impl Server {
     /// not there.
     pub(crate) async fn start(test: &str, settings: &str) -> Option<Self> {
         let bin = PathBuf::from(service(test, "ONCEBOX_TEST_PG_BIN")?);
-        let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir_in("/var/tmp").unwrap();
+        let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir().unwrap();
         let port = free_port();
         let mut server = Self { bin, directory, port, process: None };
         if is_root() {
@@ -206,7 +206,7 @@ impl Server {
     /// A standby of this server, which streams from it.
     #[allow(dead_code, reason = "not every test program needs one")]
     pub(crate) async fn standby(&self) -> Self {
-        let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir_in("/var/tmp").unwrap();
+        let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir().unwrap();
         let mut standby = Self { bin: self.bin.clone(), directory, port: free_port(), process: None };
         if is_root() {
             let path = standby.directory.path().to_str().unwrap();
