@@ -1,12 +1,13 @@
 //! The traits that a broker adapter implements, for publishing and for consuming.
 //!
 //! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
-//! `topology` where the broker has one). The suite in `oncebox-testkit` is the executable
-//! definition and runs on any adapter.
+//! `topology` if the broker has one). The suite in `oncebox-testkit` defines how an adapter behaves;
+//! every adapter must pass it.
 //!
-//! Guarantees: a row is settled only by the broker's own proof. Within a session the broker takes,
-//! for each key, a prefix of what was sent (R15). An acknowledgement is sent only for deliveries
-//! that the runtime reported as committed.
+//! Guarantees: a row is settled only when the broker has confirmed or refused it. Within a session
+//! the broker takes the messages of a key in order and without gaps, until it refuses one; it gets
+//! later ones only after the runtime has received that refusal (R15). An acknowledgement is sent only
+//! for deliveries that the runtime reported as committed.
 //!
 //! Not here: SQL of the outbox or inbox, decisions about refusals (`outbox::rules`), retries across
 //! sessions (`outbox::relay`, `inbox::consumer`).
@@ -23,6 +24,7 @@ pub(crate) mod share;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -32,30 +34,31 @@ use crate::inbox::rules::horizon::TopicRetention;
 use crate::inbox::rules::position::{Position, Start};
 use crate::message::{Arrived, OutgoingMessage};
 
-/// Whether a topic can be sent to. The relay asks before it sends anything to the topic (R19).
+/// Whether the relay can send to a topic. It asks before it sends anything to the topic (R19).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TopicState {
     /// The topic exists and can be sent to, as far as the broker shows it.
     Ready,
-    /// The topic cannot be sent to. Its rows are diverted, and this is the reason.
+    /// The topic cannot be sent to, for this reason. The relay holds its rows back.
     NotReady(String),
 }
 
-/// Why the broker did not take a message.
+/// Why a message is not confirmed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// The broker refuses the message itself (too large, invalid), or it refuses a batch because of
-    /// another message in it: only a refusal of a message that was sent alone is certain. Later
-    /// messages of its key that are not on their way yet are not sent: each gets `Behind`.
+    /// The broker refused the message (too large, invalid), or the batch that it was in. Only if it
+    /// was sent alone is it certain that the refusal is about this message. Later messages of its key
+    /// that are not sent yet get `Behind`.
     Message(String),
     /// The message was not sent, because an earlier message of its key was refused. Messages that
     /// the runtime sends after it received this outcome are sent normally.
     Behind(String),
-    /// The broker refuses the destination: unknown topic, no route, access denied. It says nothing
-    /// against the message. Messages of this topic that are not on their way yet are not sent until
-    /// the runtime received this outcome. Other topics go on.
+    /// The broker refused the destination: unknown topic, no route, access denied. That says nothing
+    /// against the message. Messages of this topic that are not sent yet are not sent until the
+    /// runtime has received this outcome and has asked for the topic again
+    /// ([`Publisher::topics`]). Other topics are not concerned.
     Destination(String),
-    /// Any other failure, also a nack. What happened is not known, so the session must end.
+    /// Any other failure, also a nack. The broker may have taken the message; the session must end.
     Session(String),
 }
 
@@ -64,7 +67,7 @@ pub enum Refusal {
 pub struct Settled {
     /// The tag that [`Publisher::send`] was given for the row.
     pub tag: u64,
-    /// Where the message went, or why the broker did not take it.
+    /// Where the message went, or why it is not confirmed.
     pub outcome: Result<Receipt, Refusal>,
 }
 
@@ -78,7 +81,7 @@ pub enum Receipt {
         /// The position of the record in its partition.
         offset: i64,
     },
-    /// A publisher confirm without a return.
+    /// RabbitMQ confirmed the message and did not return it as unroutable.
     Confirm,
 }
 
@@ -88,8 +91,8 @@ pub trait Broker: Debug + Send + Sync {
     /// `kafka`, `rabbitmq`, `embedded` or `memory`, for metric labels and messages.
     fn name(&self) -> &'static str;
 
-    /// True for a log, whose coordinates never change their meaning (Kafka, embedded). False for a
-    /// queue (RabbitMQ), which itself marks what it delivers again.
+    /// True for a log (Kafka, embedded): topic, partition and offset always mean the same message.
+    /// False for a queue (RabbitMQ), which itself marks what it delivers again.
     fn is_log(&self) -> bool {
         true
     }
@@ -97,7 +100,7 @@ pub trait Broker: Debug + Send + Sync {
     /// Opens a new publishing session. It is warmed up, so that the first message does not wait.
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError>;
 
-    /// The topics or queues of this broker in which the messages of a subscription are.
+    /// The topics or queues of this broker that have the messages of a subscription.
     fn places(&self, subscription: &Subscription) -> Vec<String> {
         subscription.topics.clone()
     }
@@ -111,12 +114,10 @@ pub trait Broker: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Creates what belongs to the publisher's side: the exchange on RabbitMQ, and topics where
-    /// `create_topics` is on.
+    /// Creates what publishing needs: the exchange on RabbitMQ, and topics if `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
-    /// Examines the broker for anything that breaks or weakens a promise. Each [`BrokerFinding`]
-    /// has a name, what was found, and the remedy where one is needed.
+    /// Looks for settings and states that break or weaken what is promised about delivery.
     async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError>;
 
     /// Reads every message that a topic holds now, from the beginning, without a group and without
@@ -151,57 +152,61 @@ pub struct BrokerFinding {
 /// The pause between two looks at a group or queue that has members and messages. It is many times
 /// longer than a working consumer needs to make progress.
 #[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
-pub(crate) const BETWEEN_LOOKS: std::time::Duration = std::time::Duration::from_secs(2);
+pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
 
 /// The remedy where messages make no progress although a consumer is connected.
 #[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const STANDS_STILL: &str =
-    "see `/readyz` and the log of its processes: the database, a lock, or a slow handler";
+    "see `/readyz` and the log of the consumer's processes: is the database away, is there a lock, is a handler slow?";
 
 /// One publishing session. Any error ends it: drop it, open a new one and start again from the
-/// first row that is not proven.
+/// first row that is not confirmed.
 #[async_trait]
 pub trait Publisher: Send {
-    /// The state of each of these topics, in the order of the names; no name may be given twice.
-    /// States are cached: a topic that is known to be ready costs nothing; the broker is asked
-    /// again about the others, in one request where it allows that. If a topic was refused in this
-    /// session and the runtime received that outcome, asking for the topic lifts the block:
-    /// messages that are handed over from now on are sent.
+    /// Returns the state of each of these topics, in the order of the names (no name twice), and lets
+    /// a topic be sent to again whose refusal the runtime has received.
+    ///
+    /// States are cached: a topic that is known to be ready costs nothing; the broker is asked again
+    /// about the others, in one request where it allows that.
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError>;
 
     /// The state of one topic, as [`topics`](Self::topics) tells it.
     async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
         let states = self.topics(&[topic.to_owned()]).await?;
-        states.into_iter().next().ok_or_else(|| BrokerError::Session(format!("nothing is known of topic `{topic}`")))
+        states
+            .into_iter()
+            .next()
+            .ok_or_else(|| BrokerError::Session(format!("the adapter returned no state of topic `{topic}`")))
     }
 
     /// Hands rows over in order, each with a tag that ascends within the session. Returns when the
-    /// client holds all of them; waits only while a bound of the client is reached.
+    /// client has buffered all of them; waits only while its buffer is full.
     ///
     /// # Cancel safety
     /// Not cancel safe: when this future is dropped, drop the session too.
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError>;
 
     /// Waits until the broker confirmed or refused at least one row, and appends these outcomes.
-    /// Returns without outcomes where nothing is in flight.
+    /// Returns without outcomes if nothing is in flight.
     ///
     /// # Cancel safety
     /// Safe: no outcome is lost when the future is dropped.
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError>;
 
-    /// Why the broker accepts no messages for now (a memory alarm). This is no failure.
+    /// Why the broker accepts no messages for now (for example a memory alarm), which is no failure;
+    /// `None` if it accepts them.
     fn blocked(&self) -> Option<String> {
         None
     }
 
-    /// Ends the session, within a deadline of its own.
+    /// Ends the session, within a deadline of its own. Rows without an outcome stay unconfirmed.
     async fn close(self: Box<Self>);
 }
 
 /// What a consumer subscribes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Subscription {
-    /// The consumer's name: the group on Kafka and embedded.
+    /// The consumer's name; on Kafka and embedded also that of the group, unless `group` is set.
     pub consumer: String,
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
@@ -209,8 +214,9 @@ pub struct Subscription {
     pub group: Option<String>,
     /// Queue names by topic, where they are not `<topic>.<consumer>`.
     pub queues: BTreeMap<String, String>,
-    /// Upper bound of deliveries that are neither acknowledged nor
-    /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside).
+    /// The adapter stops reading at so many deliveries that are neither acknowledged nor
+    /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside). It may have a bound
+    /// in bytes too.
     pub in_flight_max: usize,
     /// How long the runtime may take to finish the work of a revoked partition.
     pub drain: Duration,
@@ -269,48 +275,39 @@ pub struct Delivery {
 /// What a subscriber reports to the runtime.
 #[derive(Debug)]
 pub enum Event {
-    /// These sources belong to this consumer from now on.
+    /// These sources belong to this subscriber from now on.
     Assigned(Vec<PartitionId>),
     /// Deliveries; those of one source are in its order.
     Deliveries(Vec<Delivery>),
-    /// These sources go to another consumer. The runtime starts nothing more of them, finishes what
-    /// runs, acknowledges it, and then drops `done`.
+    /// The broker takes these sources away, usually for another process of the consumer. The runtime
+    /// starts nothing more of them, finishes what runs, acknowledges it, and then drops `done`.
     Revoked {
-        /// The sources that this consumer loses.
+        /// The sources that this subscriber loses.
         sources: Vec<PartitionId>,
-        /// True where the broker gave them to another consumer already: nothing can be
-        /// acknowledged.
+        /// True if another process has them already: nothing can be acknowledged.
         lost: bool,
         /// The runtime drops it when it has finished; the adapter waits at most the drain time.
         done: RevokeGuard,
     },
 }
 
-/// Tells the adapter, when dropped, that the runtime is done with revoked sources.
-#[derive(Debug)]
-pub struct RevokeGuard {
-    _sender: Option<std::sync::mpsc::SyncSender<()>>,
-    _shared: Option<Arc<RevokeGuard>>,
-}
+/// Tells the adapter, when its last clone is dropped, that the runtime is done with revoked sources.
+#[derive(Debug, Clone)]
+pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] Option<SyncSender<()>>);
 
 impl RevokeGuard {
-    /// A guard, and the receiver to wait on: `recv_timeout` ends when the guard is dropped.
+    /// A guard, and the receiver to wait on: `recv_timeout` says that it is disconnected when the
+    /// guard is dropped.
     #[must_use]
-    pub fn pair() -> (Self, std::sync::mpsc::Receiver<()>) {
-        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-        (Self { _sender: Some(sender), _shared: None }, receiver)
+    pub fn pair() -> (Self, Receiver<()>) {
+        let (sender, receiver) = sync_channel(1);
+        (Self(Some(sender)), receiver)
     }
 
     /// A guard that no adapter waits for.
     #[must_use]
     pub fn idle() -> Self {
-        Self { _sender: None, _shared: None }
-    }
-
-    /// One share of a guard: the guard is dropped with its last share.
-    #[must_use]
-    pub fn shared(guard: Arc<Self>) -> Self {
-        Self { _sender: None, _shared: Some(guard) }
+        Self(None)
     }
 }
 
@@ -319,9 +316,9 @@ impl RevokeGuard {
 pub struct Begun {
     /// The source that began.
     pub source: PartitionId,
-    /// The id of the topic that now has this name, where the broker tells it.
+    /// The broker's id of the topic, if it tells it. It changes when the topic is made anew.
     pub topic_id: Option<String>,
-    /// The first position, and the reason where it is not the position that was remembered.
+    /// Where reading begins, and why, if that is not the position that was remembered.
     pub start: Start,
 }
 
@@ -340,12 +337,12 @@ pub trait Subscriber: Send {
 
     /// Decides where sources that were just assigned begin (`inbox::rules::position`), and returns
     /// it. `remembered` is what the consumer's database knows of each. A source for which this is
-    /// not called before the following `next` begins at the group's offset. Empty for a queue.
+    /// not called before the following `next` begins at the group's offset. A queue returns nothing.
     async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
         Ok(Vec::new())
     }
 
-    /// Why nothing is delivered for now: the broker is away and the client waits for it.
+    /// Why nothing is delivered for now: the broker cannot be reached. `None` if it can.
     fn away(&self) -> Option<String> {
         None
     }
@@ -353,8 +350,8 @@ pub trait Subscriber: Send {
     /// Says that all deliveries of this source up to and including `through` are committed.
     ///
     /// # Errors
-    /// An acknowledgement that does not arrive loses nothing: the delivery comes again, and the
-    /// inbox knows it. Errors that end the subscriber come from `next`.
+    /// The caller may log it and continue: the broker delivers again, and the inbox knows the message.
+    /// Errors that end the subscriber come from `next`.
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
 
     /// Says that these deliveries are committed while an older one of their source is not, so that
@@ -367,12 +364,12 @@ pub trait Subscriber: Send {
     fn set_aside(&mut self, _source: &PartitionId, _sequence: i64) {}
 
     /// Says that the runtime handles nothing of this source, which has just begun and stays
-    /// assigned: from now on it is not read, nothing of it takes room, and it counts as caught up.
-    /// Deliveries that are on their way may still come. An adapter of a log must do this, or the
-    /// source stops all others once the bounds are reached; of a queue nothing is refused.
+    /// assigned: the adapter reads no more of it, nothing of it takes room, and it counts as caught
+    /// up. Deliveries that are on their way may still arrive. An adapter of a log must do this, or the
+    /// source stops all others once a bound is reached. Queues never get this call.
     fn refuse(&mut self, _source: &PartitionId) {}
 
-    /// True where the group has assigned nothing to this member, for want of partitions.
+    /// True if the group has more members than partitions, and this one got none.
     fn has_no_share(&self) -> bool {
         false
     }
@@ -384,7 +381,7 @@ pub trait Subscriber: Send {
     /// True once sources were assigned and each has delivered what it held then.
     async fn caught_up(&mut self) -> Result<bool, BrokerError>;
 
-    /// A planned end: when it returns, acknowledgements have arrived. Nothing goes back to the
-    /// broker out of order (R29).
+    /// A planned end: waits, within a deadline of its own, until acknowledgements have arrived.
+    /// Deliveries without one go back to the broker in their order (R29).
     async fn close(self: Box<Self>);
 }

@@ -1,19 +1,22 @@
-//! Turns for processes that write to one SQLite database: a lock file beside the database (R14).
+//! A fair lock for processes that write to one SQLite database: a file beside the database. One
+//! process writes at a time, and none waits for ever (R14).
 //!
-//! SQLite's own busy handler is unfair: beside two consumers, a writer and a relay got one
-//! transaction each in twelve seconds. So every process of oncebox takes a turn around each write
-//! transaction. Programs that do not take turns get in because a busy file rests: when the stamp in
-//! the lock file is a second old, the holder keeps the turn for 120 ms after its transaction. If
-//! the file was idle for most of that second, such programs could get in already, and there is no
-//! rest.
+//! SQLite's own busy handler is unfair: in a test with two consumers, a writer and a relay, the
+//! writer and the relay got one transaction each in twelve seconds. So every process of oncebox
+//! takes a turn around each write transaction.
 //!
-//! A second file, `<lock file>-next`, makes turns go round between processes (`next`). Within one
-//! process turns are given in the order of the requests.
+//! Other programs take no turns. So that they can write too, the lock pauses: once a second, if it
+//! was busy for most of that second, the holder keeps its turn for 120 ms after its transaction.
+//! The lock file stores when the last pause was (`stamp`).
+//!
+//! Whoever locks a second file, `<lock file>-next`, gets the next turn (`next`). Clones of one
+//! [`Turn`] get turns in the order of their requests.
 //!
 //! Guarantees: one turn at a time, over all processes and within each. When a process dies, the
-//! kernel releases its locks. A process that is frozen while it waits delays others for a second.
-//! Waiting never blocks an executor thread; it ends with an error that names the process that holds
-//! the turn. A thread is started only to wait.
+//! kernel releases its locks. A process that is frozen while it waits delays the others for a second
+//! once, and then by five milliseconds a turn. Waiting blocks no executor thread: where another
+//! process has the turn, a thread waits. After `patience` it ends with an error that names the last
+//! process known to have had the turn.
 //!
 //! Not here: the work in a turn. A process frozen inside its turn keeps it until it ends (R28).
 
@@ -34,21 +37,21 @@ use self::stamp::Stamp;
 /// How long a busy file rests while the turn is still held.
 const REST: Duration = Duration::from_millis(120);
 
-/// Takes turns at one file. Clones share the queue within the process.
+/// The lock of one database. Clones share one queue.
 #[derive(Debug, Clone)]
 pub(crate) struct Turn {
     path: PathBuf,
     files: Arc<Mutex<Files>>,
 }
 
-/// The two lock files of a process.
+/// The two open lock files of a [`Turn`] and its clones.
 #[derive(Debug)]
 struct Files {
     turn: File,
     queue: Queue,
 }
 
-/// A turn. Dropping it releases the turn, after the rest where one is due.
+/// A turn. Dropping it releases the turn: at once, or after a pause if one is due.
 #[derive(Debug)]
 pub(crate) struct Held {
     lock: Option<Lock>,
@@ -79,18 +82,20 @@ impl Turn {
     /// `TimedOut`, with the process that holds the turn, or an I/O error of the lock files.
     ///
     /// # Cancel safety
-    /// Safe: if the future is dropped, the turn is released as soon as it comes, and so is the
-    /// place in the queue.
+    /// Safe: if the future is dropped, its thread may wait on, and releases the turn as soon as it
+    /// gets it. Until then other takes of this [`Turn`] wait behind it.
     pub(crate) async fn take(&self, patience: Duration) -> io::Result<Held> {
         let taken = tokio::time::timeout(patience, async {
             let files = Arc::clone(&self.files).lock_owned().await;
+            // An earlier take of ours may still wait to be next. The process that is next gets a
+            // moment to run; if it does not, it is frozen, and we go past it.
             if files.queue.is_next_away() {
                 tokio::time::sleep(STEP_ASIDE).await;
             }
             let away = files.queue.is_next_away();
             let next = if away { None } else { files.queue.try_take() };
-            // If another process is next, do not ask for the turn: it may be free only because that
-            // process has not run yet.
+            // Ask for the turn only if we are next, or if the process that is next does not run.
+            // Otherwise the turn may be free only because that process has not woken up yet.
             if away || next.is_some() {
                 match files.turn.try_lock() {
                     Ok(()) => {
@@ -114,23 +119,22 @@ impl Turn {
                 // If the future was dropped, sending fails, and the turn is released.
                 let _ = sender.send(locked.map(|()| Held::new(files)));
             })?;
-            receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that waits for a turn ended")))
+            receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that waited for a turn panicked")))
         });
         match taken.await {
             Ok(held) => held,
             Err(_) => Err(io::Error::new(
                 io::ErrorKind::TimedOut,
                 format!(
-                    "no turn at `{}` within {} s; process {} holds it",
+                    "no turn at `{}` within {patience:?}; process {} had it last",
                     self.path.display(),
-                    patience.as_secs(),
                     self.holder()
                 ),
             )),
         }
     }
 
-    /// The id of the process that holds the turn, or held it last.
+    /// The id of the process that holds the turn, or held it last; 0 if the file does not say.
     pub(crate) fn holder(&self) -> u32 {
         std::fs::read(&self.path).map(|text| Stamp::parse(&text)).unwrap_or_default().process
     }
@@ -155,7 +159,7 @@ impl Drop for Held {
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
         stamp.write(&mut lock.0.turn);
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            // The transaction is over and its caller goes on. Only the turn is kept.
+            // The caller continues, as its transaction is over; only the turn is kept for the pause.
             runtime.spawn(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);

@@ -1,5 +1,5 @@
-//! Duty: what an operator reads and changes. Each act has one implementation, which command line,
-//! dashboard and library call.
+//! What an operator can see and do. The command line, the dashboard and users of the library call the
+//! same implementation of each act.
 
 pub(crate) mod keys;
 
@@ -18,16 +18,16 @@ use crate::inbox::rules::horizon::Verdict;
 pub struct ShardStatus {
     /// The number of the shard, from 0.
     pub shard: i32,
-    /// First and last bucket.
+    /// First and last bucket, both included. A bucket is a range of hashes of keys.
     pub buckets: (u8, u8),
-    /// The cursor: every committed position up to here is proven, dead, held or decided, or
-    /// stands in an open gap.
+    /// The cursor. Every committed row up to this position was stored by the broker, is dead or held,
+    /// or was decided by an operator, unless its position is in an open gap.
     pub scanned_to: i64,
     /// Number of open gap ranges.
     pub gaps: u64,
     /// Raised by every new owner; a write under an older epoch changes nothing.
     pub epoch: i64,
-    /// The owner, where the lease is not over.
+    /// The owner; `None` if the lease has expired.
     pub owner: Option<String>,
     /// What is left of the lease, seconds.
     pub lease_seconds_left: f64,
@@ -39,24 +39,24 @@ pub struct ShardStatus {
 /// bounded.
 pub(crate) const COUNTED_MAX: i64 = 10_000;
 
-/// Everything that `oncebox status` and `/metrics` show of a database. Rows are counted up to
-/// 10,000, which means 10,000 or more; `pending` and `inbox_rows` are estimates above that. Of n
-/// shards each looks at 10,000/n rows, also those of other shards.
+/// Everything that `oncebox status` and `/metrics` show of a database. A count of 10,000 means 10,000
+/// or more, so that the cost of a status is bounded; `pending` and `inbox_rows` are estimates above
+/// that, on SQLite `inbox_rows` too ends at 10,000.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
     /// The state of every shard of the outbox.
     pub shards: Vec<ShardStatus>,
-    /// Rows not yet proven, diverted rows not counted.
+    /// Rows that the broker has not yet stored, without held and dead ones.
     pub pending: u64,
     /// Age of the oldest of them, seconds.
     pub oldest_pending_age_seconds: f64,
-    /// Outbox rows held behind a dead one, or because their topic cannot be sent to.
+    /// Held rows of the outbox ([`DeadState::Held`]).
     pub held: u64,
     /// How long ago the first of them was enqueued, seconds.
     pub oldest_held_age_seconds: f64,
     /// Dead outbox rows: messages that could not be sent.
     pub dead: u64,
-    /// Per consumer: name, waiting, dead, inbox rows (an estimate on large tables).
+    /// The state of each consumer.
     pub consumers: Vec<ConsumerStatus>,
     /// E-mails not yet sent, up to 10,000.
     pub emails_pending: u64,
@@ -69,7 +69,7 @@ pub struct ConsumerStatus {
     pub name: String,
     /// Messages that wait for a retry, or behind one.
     pub waiting: u64,
-    /// Waiting messages that stand behind a dead one.
+    /// Messages behind a dead one of their key. They are not counted in `waiting`.
     pub held: u64,
     /// How long ago the first message that waits or is held was stored, seconds.
     pub oldest_waiting_age_seconds: f64,
@@ -82,8 +82,8 @@ pub struct ConsumerStatus {
     pub seen_seconds_ago: f64,
 }
 
-/// The indexes of the first row of each topic, in a list in position order. Rows that are held for
-/// their destination stand behind the first one of their topic.
+/// For each topic the index of its first row, in a list in position order; rows without a topic are
+/// passed over. Rows that are held for their destination wait behind the first one of their topic.
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<usize> {
     let mut seen = std::collections::HashSet::new();
@@ -92,14 +92,15 @@ pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<u
 }
 
 /// The numbers of waiting and of held messages, from three counts: all rows in state `waiting`,
-/// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`].
-pub(crate) fn waiting_and_held(stand: i64, held: i64, due: i64) -> (u64, u64) {
-    let others = stand - held;
-    let waiting = if stand < COUNTED_MAX { others } else { others.max(due) };
+/// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`]. If
+/// `all` has reached it, the number of waiting ones is a lower bound: at least those that are due.
+pub(crate) fn waiting_and_held(all: i64, held: i64, due: i64) -> (u64, u64) {
+    let others = all - held;
+    let waiting = if all < COUNTED_MAX { others } else { others.max(due) };
     (u64::try_from(waiting).unwrap_or(0), u64::try_from(held).unwrap_or(0))
 }
 
-/// Where a message is dead: in the outbox, or with a consumer.
+/// Where a message is dead, held or waiting: in the outbox, or with a consumer.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeadPlace {
@@ -109,17 +110,17 @@ pub enum DeadPlace {
     Consumer(String),
 }
 
-/// Why a message is not sent or not handled.
+/// The state of a message that is not sent or not handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeadState {
     /// Refused because of the message itself, or given up after its last try.
     #[default]
     Dead,
-    /// Stands behind a dead message of its key, in the outbox also behind a held one, or its topic
-    /// cannot be sent to.
+    /// It waits for a dead message of its key, in the outbox also for a held one, or its topic cannot
+    /// be sent to.
     Held,
-    /// Only of a consumer: it is tried again when it is due, or stands behind such a message.
+    /// Only of a consumer: it is tried again when it is due, or waits for such a message of its key.
     Waiting,
 }
 
@@ -127,9 +128,9 @@ impl DeadState {
     /// The reason of a consumer's message that is not dead: its row stores none.
     pub(crate) fn reason_of_consumer(self, has_next_try: bool) -> &'static str {
         match (self, has_next_try) {
-            (Self::Held, _) => "stands behind a dead one of its key",
+            (Self::Held, _) => "behind a dead message of its key",
             (_, true) => "retry",
-            (_, false) => "stands behind a waiting one of its key",
+            (_, false) => "behind a waiting message of its key",
         }
     }
 }
@@ -188,11 +189,11 @@ pub struct DeadMessage {
     pub number: String,
     /// Whether it is dead, held or waiting.
     pub state: DeadState,
-    /// On which side it stands: in the outbox, or with a consumer.
+    /// Where it is: in the outbox, or with a consumer.
     pub place: DeadPlace,
     /// The id under which it is published or deduplicated.
     pub message_id: Uuid,
-    /// The id as its producer sent it, where its text is not that of `message_id`.
+    /// The id as its producer wrote it; `None` if that is the UUID `message_id`.
     pub sent_id: Option<String>,
     /// The topic that the message belongs to.
     pub topic: String,
@@ -208,9 +209,9 @@ pub struct DeadMessage {
     pub attempts: u32,
     /// When it became dead or held; for a waiting message, when it was stored.
     pub dead_at: DateTime<Utc>,
-    /// When it is tried next. None for a held message: it goes on with the message before it, or,
-    /// if held for its destination, when a trial of its topic succeeds. A trial is made after 30 s,
-    /// or after the publisher's probe interval where that is longer.
+    /// When it is tried next. None if it is dead, if it waits for an earlier message of its key, or
+    /// if its topic cannot be sent to. The relay tries such a topic every 30 s, or at the probe
+    /// interval of the publisher if that is longer, and sends its messages when that succeeds.
     pub next_try: Option<DateTime<Utc>>,
     /// How many messages of its key stand behind it. For the first message of a topic that is held
     /// for its destination: how many of the topic are held behind it. Counted up to 10,000, which
@@ -229,9 +230,10 @@ pub struct DeadMessage {
     pub content_type: Option<String>,
 }
 
-/// An act of an operator on dead, held or waiting messages. A consumer's message that waits or is
-/// held is buried first, in the same transaction, and then treated as dead. A message that a
-/// process is handling now is refused.
+/// An act of an operator on dead, held or waiting messages. Where a consumer's message is not dead,
+/// [`Redrive`](Self::Redrive) and [`Discard`](Self::Discard) bury it first, in the same transaction.
+/// Refused are a redrive of one that waits for an earlier message of its key, and a new id for one
+/// that is not dead. A message that a process is handling now is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OperatorAct {
     /// Send or handle it again, with the same id: inboxes still deduplicate.
@@ -246,7 +248,7 @@ pub enum OperatorAct {
     },
     /// No more tries: it is dead until another act.
     Bury,
-    /// Delete it; the messages behind it go on.
+    /// Delete it; the messages behind it are sent or handled.
     Discard,
 }
 
@@ -273,11 +275,11 @@ impl OperatorAct {
             (DeadPlace::Outbox, Self::Bury) => refused("only a message of a consumer is buried"),
             (DeadPlace::Outbox, Self::Discard) => Ok(false),
             (DeadPlace::Outbox, _) if !is_dead => refused(
-                "it is held, and goes on by itself with what holds it; mend that, or act on the dead message before it",
+                "it is held: repair its topic, or act on the dead message of its key before it; then it is sent by itself",
             ),
             (DeadPlace::Consumer(_), Self::Bury) if is_dead => refused("it is dead already"),
             (DeadPlace::Consumer(_), Self::Redrive) if !is_dead && message.next_try.is_none() => {
-                refused("it stands behind another message of its key, and goes on with that one")
+                refused("it waits for an earlier message of its key, and is tried after that one")
             }
             (DeadPlace::Consumer(_), Self::RedriveAs { .. }) if !is_dead => {
                 refused("only a dead message gets a new id; bury it first")
@@ -286,10 +288,10 @@ impl OperatorAct {
         }
     }
 
-    /// The error for a message that cannot be buried now.
+    /// The error for a message that cannot be buried now, because it runs or a copy of it is dead.
     pub(crate) fn runs_now(message: &DeadMessage) -> StoreError {
         StoreError::Refused(format!(
-            "{}: a process handles it at this moment, or another copy of it is dead; look again with `oncebox dead list`",
+            "{}: a process is handling it now, or another copy of it is dead; look again with `oncebox dead list`",
             message.number
         ))
     }
@@ -317,11 +319,11 @@ impl Redriven {
     }
 }
 
-/// Decides what a redrive does. `stood` tells of the inbox row that was there before the act
-/// inserted one: none, or whether it has the content of the message.
+/// Decides what a redrive does. `stood` is about the inbox row of the id before the act inserted one:
+/// none, or whether it has the same content as the message.
 ///
-/// A message that was too old or from the future has no inbox row; every other dead message has its
-/// own.
+/// A message that died as too old or from the future has no inbox row; every other dead message has
+/// its own.
 pub(crate) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool>) -> Result<Redriven, StoreError> {
     let is_renamed = matches!(act, OperatorAct::RedriveAs { .. });
     match stood {
@@ -331,7 +333,7 @@ pub(crate) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool
             Ok(if has_own_row { Redriven::Waits } else { Redriven::AlreadyHandled })
         }
         Some(_) => Err(StoreError::Refused(format!(
-            "{}: the inbox has this message id already, from another message, so this one would never run under it; \
+            "{}: the inbox has this message id already, so this message would be skipped; \
              choose another id by `--new-id`",
             dead.number
         ))),
@@ -341,11 +343,11 @@ pub(crate) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool
 /// The result of an act.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct OperatorOutcome {
-    /// Numbers of the messages that were acted on.
+    /// Numbers of the messages that the act is for.
     pub numbers: Vec<String>,
     /// Those of them that a redrive discarded: another copy was handled since.
     pub already_handled: Vec<String>,
-    /// True where nothing was written.
+    /// True if this only reports what would be done.
     pub dry_run: bool,
 }
 
@@ -359,7 +361,7 @@ impl OperatorOutcome {
     }
 }
 
-/// Who acts, why, and within which limits. Every act writes an audit row.
+/// Who acts, why, and within which limits. Every act writes an audit row, unless it only reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ActContext {
     /// The person or program that acts, for the audit row.
@@ -368,7 +370,8 @@ pub struct ActContext {
     pub reason: String,
     /// Only report what would be done.
     pub dry_run: bool,
-    /// Longest age of a dead outbox row that may be redriven with its own id.
+    /// A row of the outbox that has been dead for longer is not redriven with its own id, because
+    /// inboxes may have forgotten it. `None`: no limit.
     pub redrive_age_max: Option<Duration>,
 }
 
@@ -386,8 +389,8 @@ pub struct Forgotten {
 }
 
 impl Forgotten {
-    /// The name of a consumer that is being forgotten. A process that starts with the old name
-    /// registers a new consumer.
+    /// The name that a consumer has while its rows are deleted. A process that starts with the old
+    /// name meanwhile registers a new consumer.
     pub(crate) fn name(consumer: i32) -> String {
         format!("(forgotten {consumer})")
     }
@@ -398,13 +401,15 @@ impl Forgotten {
             return Ok(());
         }
         Err(StoreError::Refused(format!(
-            "a process of consumer `{name}` was there {seen_seconds_ago:.0} s ago; stop it, and come back when it was gone for {}",
+            "consumer `{name}` was seen {seen_seconds_ago:.0} s ago; stop its processes, and try again when it was away for {}",
             humantime::format_duration(CONSUMER_PRESENT)
         )))
     }
 
     pub(crate) fn unknown(name: &str) -> StoreError {
-        StoreError::Refused(format!("there is no consumer `{name}`; `oncebox consumers list` shows them"))
+        StoreError::Refused(format!(
+            "there is no consumer `{name}`; `oncebox consumers list` shows those that are there"
+        ))
     }
 }
 
@@ -421,9 +426,9 @@ pub struct AuditEntry {
     pub reason: String,
     /// What the act was on: a topic, the outbox, a consumer, an operation.
     pub place: String,
-    /// The number that a list showed, or the hash of a key; empty where neither was named.
+    /// The number of the message, or the hash of the key; empty if the act was on neither.
     pub number: String,
-    /// The message or the operation; nil where the act was on neither.
+    /// The id of the message or the operation; nil if the act was on neither.
     pub message_id: Uuid,
     /// Further details, such as the state before the act.
     pub detail: String,
@@ -432,9 +437,9 @@ pub struct AuditEntry {
 /// A connection that waits for a lock.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LockWait {
-    /// Its number on the server.
+    /// Its id on the server.
     pub connection: String,
-    /// What it runs, without values.
+    /// The statement that waits, without values.
     pub statement: String,
     /// For how long, seconds.
     pub seconds: f64,
@@ -444,24 +449,24 @@ pub struct LockWait {
 }
 
 impl DeadMessage {
-    /// The text of an id, where it does not parse to the id that we use.
+    /// The id as its producer wrote it; `None` if that is the UUID `id`.
     pub(crate) fn sent_id(id: Uuid, text: String) -> Option<String> {
         (text.parse() != Ok(id)).then_some(text)
     }
 }
 
-/// Duty: what an operator sees of a database, and the acts on it.
+/// What an operator sees of a database, and the acts on it.
 #[async_trait]
 pub trait Operator: Debug + Send + Sync {
     /// The current state of shards, consumers, dead messages and e-mails.
     async fn status(&self) -> Result<Status, StoreError>;
 
-    /// As [`Operator::status`], but the inbox rows of consumers are those of an earlier status, or
-    /// 0: to count them takes longer than all the rest.
+    /// As [`Operator::status`], but with the inbox rows of an earlier status (0 for a consumer that is
+    /// not in it), because to count them takes longer than all the rest.
     async fn status_since(&self, earlier: &Status) -> Result<Status, StoreError>;
 
-    /// Connections that have waited for a lock for longer than this, as far as the server tells. No
-    /// table shows a handler that hangs in a lock.
+    /// Connections that have waited for a lock for longer than this, as far as the server tells. It
+    /// shows handlers that wait for a lock, which no table of oncebox does.
     async fn lock_waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError>;
 
     /// The acts of operators, newest first; with an id only those on this message or operation.
@@ -476,28 +481,33 @@ pub trait Operator: Debug + Send + Sync {
     /// [`CONSUMER_PRESENT`].
     async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError>;
 
-    /// Messages that could not be sent or handled, oldest first.
+    /// Messages that match the filter: those with the lowest numbers, sorted by the time at which
+    /// they became dead or were stored. Of those that wait, the ones that are due first.
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError>;
 
     /// The numbers of all messages that match, oldest first, whatever the limit of the filter is.
-    /// Left out is what has a request of an operator already. So an act on very many is done some
-    /// at a time, on those that were there when it began.
+    /// Messages with an open request of an operator are left out. With this list a caller acts on
+    /// very many messages in batches, and not on those that arrive meanwhile.
     async fn dead_numbers(&self, filter: &DeadFilter) -> Result<Vec<String>, StoreError>;
 
     /// For each topic that cannot be sent to, the first message that the outbox holds for it; at
     /// most this many.
     async fn held_topics(&self, limit: usize) -> Result<Vec<DeadMessage>, StoreError>;
 
-    /// Repairs positions that the relay would never read: a sequence that is behind the cursor is
-    /// set above it, and messages at positions that the relay has passed are put before it again,
-    /// in order. Some messages may be sent a second time, none is lost. Returns a sentence for each
-    /// repair and writes an audit row; with `dry_run` nothing is written.
+    /// Repairs positions that the relay would never read. If the sequence of the database is behind
+    /// the cursor, it is set above it. Messages that the relay has passed get new positions, in order.
+    /// Some messages may be sent a second time, none is lost. Returns a sentence for each repair and
+    /// writes an audit row; with `dry_run` nothing is written.
     async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError>;
 
-    /// Acts on the messages that match a filter, with an audit row for each. For outbox rows it
-    /// writes a request that the owner of the shard carries out. Consumer rows change at once
-    /// (redrive: due now, or behind an earlier message of its key; discard: deleted, and the next
-    /// message is due).
+    /// Acts on the messages that [`dead`](Self::dead) finds by this filter, with an audit row for each.
+    /// For outbox rows it writes a request that the owner of the shard carries out. Consumer rows
+    /// change at once (redrive: due now, or behind an earlier message of its key; discard: deleted,
+    /// and the next message is due).
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] if the act has no meaning for one of the messages in its state, or a
+    /// process is handling it: then nothing is changed.
     async fn act(
         &self,
         filter: &DeadFilter,

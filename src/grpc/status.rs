@@ -1,7 +1,7 @@
-//! Converts answers between their stored form and gRPC, and tells a client what a result means.
+//! Converts stored replies to gRPC responses and back, and tells a client whether to call again.
 //!
-//! A stored answer has the number of its gRPC status. Its body is the message, or for a refusal the
-//! message and the details of the status.
+//! [`Reply::status`] is the code of the gRPC status. If it is 0, the body is the response message;
+//! otherwise it is the text and the details of the status.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::operation::rules::problem::KeyState;
 use crate::operation::rules::resend::Seen;
 use crate::operation::{Problem, Reply};
 
-/// Marks an answer as the answer of an earlier call.
+/// Metadata of a response that repeats the response of an earlier call; its value is `true`.
 pub const REPLAYED_METADATA: &str = "idempotent-replayed";
-/// The domain of the reasons that the engine sends.
+/// The domain of `google.rpc.ErrorInfo` in the errors of the engine.
 const DOMAIN: &str = "oncebox";
 
 /// The body of a stored refusal.
@@ -30,18 +30,19 @@ struct Refused {
     details: Vec<u8>,
 }
 
-/// An answer of a handler with this message.
+/// A successful reply of a handler, with this response message.
+#[must_use]
 pub fn reply(message: &impl Message) -> Reply {
     Reply { body: message.encode_to_vec(), ..Reply::new(0) }
 }
 
-/// A refusal of a handler with this status and its details. Metadata is kept if the endpoint keeps
-/// headers of these names.
+/// An error reply of a handler, with this status and its details. Metadata that is text is kept if
+/// the endpoint keeps headers of these names. The status `OK` is no error, and is replied as `UNKNOWN`.
 #[must_use]
 pub fn refusal(status: &Status) -> Reply {
     let refused = Refused { message: status.message().to_owned(), details: status.details().to_vec() };
-    let number = u16::try_from(i32::from(status.code())).unwrap_or_default();
-    let mut reply = Reply { body: refused.encode_to_vec(), ..Reply::new(number) };
+    let code = if status.code() == tonic::Code::Ok { tonic::Code::Unknown } else { status.code() };
+    let mut reply = Reply { body: refused.encode_to_vec(), ..Reply::new(code as u16) };
     for entry in status.metadata().iter() {
         if let tonic::metadata::KeyAndValueRef::Ascii(name, value) = entry {
             reply = reply.header(name.as_str(), value.as_bytes());
@@ -50,7 +51,7 @@ pub fn refusal(status: &Status) -> Reply {
     reply
 }
 
-/// Converts a stored or first answer to a response.
+/// Converts a reply, new or stored before, to a response.
 pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> Result<Response<R>, Status> {
     let mut metadata = MetadataMap::new();
     for (name, value) in &reply.headers {
@@ -65,7 +66,8 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
     match reply.status {
         0 => {
             let message = R::decode(reply.body.as_slice());
-            // Another program wrote it: the outcome is known, but the answer cannot be shown.
+            // Not an `R`: another program wrote it. The call was done, but its response cannot be
+            // shown.
             let message = message.map_err(|_| of_problem(&Problem::new(Code::ResultNotRetained)))?;
             let mut response = Response::new(message);
             *response.metadata_mut() = metadata;
@@ -76,11 +78,12 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
             let code = tonic::Code::from_i32(number.into());
             Err(Status::with_details_and_metadata(code, refused.message, refused.details.into(), metadata))
         }
-        // The answer of another transport, such as a reference to a resource.
+        // Not a gRPC code: the reply was stored by another transport, for example HTTP.
         _ => Err(of_problem(&Problem::new(Code::ResultNotRetained))),
     }
 }
 
+/// The gRPC error for a problem: its reason as `ErrorInfo`, and how long to wait as `RetryInfo`.
 pub(super) fn of_problem(problem: &Problem) -> Status {
     let mut facts = HashMap::from([
         ("key_state".to_owned(), problem.key_state.to_string()),
@@ -97,9 +100,9 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
     Status::with_error_details(tonic::Code::from_i32(problem.code.grpc()), message, details)
 }
 
-/// The result of a unary call, for
-/// [`after_attempt`](crate::operation::resend::after_attempt). A deadline and a cancellation say
-/// nothing about the server (O27).
+/// What a client saw of a unary call, for
+/// [`after_attempt`](crate::operation::resend::after_attempt). `DEADLINE_EXCEEDED` and `CANCELLED`
+/// count as no answer: the server may have done the work or not (O27).
 pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let Err(status) = result else { return Seen::Success };
     let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN);

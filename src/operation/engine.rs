@@ -361,10 +361,10 @@ impl Core {
     /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
     /// regularly, in as many processes as you like.
     ///
-    /// It also ends claims that nobody drives any more, so that a process that died leaves no
-    /// operation in progress when its clients do not return: at most `limit` of each operation.
-    /// After the end of its lease a claim of mode `edge` is reconciled where the route can, and is
-    /// unknown otherwise (O11); one of mode `bridged` is deleted (O2). No handler runs.
+    /// It also ends abandoned claims, so that a process that died leaves no operation in progress if
+    /// its clients do not return: at most `limit` of each operation. After the end of its lease a
+    /// claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN (O11); one
+    /// of mode `bridged` is deleted (O2). No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.

@@ -1,19 +1,19 @@
-//! Ends the claims that nobody drives any more: their process died, and their clients do not return
-//! (O1, O2, O11).
+//! Ends abandoned claims: their process died, and no client sends the request again. Without it they
+//! would stay open for ever and count in the quota of their tenant (O11).
 //!
-//! Promises: no handler runs. Each claim is ended by fenced calls, as the turn of a request would
-//! end it, so of many sweeps and requests one does it:
+//! Guarantees: the sweep never calls a handler. Every write is fenced, so if several sweeps and
+//! requests end the same claim, one of them does. The end is what a repeated request would get:
 //!
 //! | mode of the claim | its end |
 //! |---|---|
-//! | `edge` | the route is asked, where it reconciles; otherwise UNKNOWN |
-//! | `bridged` | nothing happened: the key is free |
-//! | `same_tx` | UNKNOWN, with the alarm: a handler ended its transaction |
+//! | `edge` | the reconciliation of the route decides, if it has one; otherwise UNKNOWN |
+//! | `bridged` | deleted, because nothing took effect; what its run has reported meanwhile is stored |
+//! | `same_tx` | UNKNOWN, with an alarm: only a handler that commits by itself leaves such a claim |
 //!
-//! A run of this process is left alone, and so is a claim whose lease ended less than half its
-//! length ago: where the store was away, the heartbeats of its process may come again.
+//! A claim that runs in this process is left alone. So is one whose lease ended less than half its
+//! length ago, which the store does not return: after an outage its process may renew it yet.
 //!
-//! Not here: operations in phases, which their workers take up, and what a request gets
+//! Not here: phased operations, which recovery workers continue, and the answer to a request
 //! ([`Front`](super::Front)).
 
 use std::future::ready;
@@ -31,20 +31,21 @@ use crate::operation::port::{Basis, Claimed, Fenced};
 use crate::operation::rules::{Mode, Record};
 
 /// How many claims of a route are reconciled at once.
-const AT_ONCE: usize = 8;
-/// How long one sweep begins reconciliations of a route. The next sweep continues, so a route that
-/// answers slowly does not hold a sweep up for long.
-const BEGINS_FOR: Duration = Duration::from_secs(10);
+const RECONCILED_AT_ONCE: usize = 8;
+/// After this time a sweep starts no more reconciliations of a route; the next sweep continues. So a
+/// route that answers slowly does not hold a sweep up for long.
+const STARTS_FOR: Duration = Duration::from_secs(10);
 
-/// Ends at most `limit` such claims of an operation. A record that somebody has locked for long
-/// does not hold the others up.
+/// Reads at most `limit` abandoned claims of an operation and ends them. Where one fails, for
+/// example because its record is locked, the others are ended all the same.
 ///
 /// # Errors
-/// The first error of the store, after all others were ended; at once where the store is away.
+/// The first error of the store, after all claims were tried; at once if the store is away. A
+/// reconciliation that fails is only logged: the next sweep starts it again.
 pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Result<(), StoreError> {
     let (mut asked, mut all) = (Vec::new(), Ok(()));
     for record in engine.store().stale(endpoint.operation(), limit).await? {
-        // After an outage a heartbeat of this process may come later than this sweep.
+        // It runs here. After an outage its next heartbeat may come later than this sweep.
         if engine.running().get(&record.identity.digest()).is_some() {
             continue;
         }
@@ -55,24 +56,25 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
             }
             Mode::Edge | Mode::Transactional => mark_unknown(engine, endpoint, &record).await,
             Mode::Bridged => free(engine, endpoint, &record).await,
-            // The store returns none of these.
+            // `stale` returns no phased claim.
             Mode::Phased => continue,
         };
         if let Err(error) = &ended {
             let key = record.identity.key().short_hash();
-            tracing::warn!(operation = %endpoint.operation(), key, %error, "a claim that nobody drives any more could not be ended");
+            tracing::warn!(operation = %endpoint.operation(), key, %error, "an abandoned claim could not be ended; the next sweep tries again");
         }
         if let Err(StoreError::Unavailable(_)) = ended {
             return ended;
         }
         all = all.and(ended);
     }
-    let until = Instant::now() + BEGINS_FOR;
+    let until = Instant::now() + STARTS_FOR;
     let asks = stream::iter(asked).take_while(|_| ready(Instant::now() < until));
-    asks.for_each_concurrent(AT_ONCE, |record| async move {
-        let asking = reconcile::wake(engine, endpoint, &record);
-        if let Some(Err(error)) = futures::future::OptionFuture::from(asking).await {
-            tracing::error!(operation = %endpoint.operation(), %error, "a reconciliation died: its lease runs out");
+    asks.for_each_concurrent(RECONCILED_AT_ONCE, |record| async move {
+        let Some(task) = reconcile::wake(engine, endpoint, &record) else { return };
+        if let Err(error) = task.await {
+            let key = record.identity.key().short_hash();
+            tracing::error!(operation = %endpoint.operation(), key, %error, "a reconciliation panicked; it is repeated when its lease ends");
         }
     })
     .await;
@@ -87,21 +89,22 @@ async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> 
     if record.mode == Mode::Transactional {
         observe::noted(operation, &key, Noted::TransactionEnded);
     }
-    tracing::warn!(operation, key, mode = %record.mode, "nobody drives a claim any more: its outcome is unknown");
+    tracing::warn!(operation, key, mode = %record.mode, "an abandoned claim was marked: its outcome is unknown");
     Ok(())
 }
 
-/// Deletes a claim whose effects would have been committed together with its outcome (O2). The
-/// former owner is fenced out before, because its token is not known here.
+/// Deletes a bridged claim. Its effects are committed together with its outcome (O2), so without an
+/// outcome nothing took effect. It is taken over first, because only an owner may delete it.
 async fn free(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(), StoreError> {
     let claim = reconcile::claim_of(endpoint, record);
     let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::TakeOver(record)).await? else { return Ok(()) };
     if engine.store().release(&owned).await? == Fenced::Done {
         let (operation, key) = (endpoint.operation(), record.identity.key().short_hash());
-        tracing::info!(%operation, key, "nobody drives a bridged claim any more, and nothing happened: its key is free");
+        tracing::info!(%operation, key, "an abandoned bridged claim was deleted: nothing took effect, and its key is free");
         return Ok(());
     }
-    // A run that lost its lease has said how it ended, so its key is not freed.
+    // Refused, because the run that lost its lease has reported how it ended: that is stored. Where
+    // somebody else took the claim over meanwhile, this write is refused too.
     let outcome = reconcile::ended(engine, endpoint, record).await?;
     engine.store().finish(&owned, &outcome, &endpoint.route().retention).await.map(drop)
 }

@@ -378,8 +378,8 @@ pub trait KeyOperator: Phases {
         context: &ActContext,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Releases, purges or resolves a key. Before `resolve`, a claim in progress that nobody drives
-    /// any more is made unknown, in a transaction of its own; a dry run leaves it as it is.
+    /// Releases, purges or resolves a key. Before `resolve`, an abandoned claim in progress is
+    /// made UNKNOWN, in a transaction of its own; a dry run leaves it as it is.
     ///
     /// # Errors
     /// [`StoreError::Refused`]: the key is in progress, and `resolve` finds a lease that is not

@@ -1,13 +1,17 @@
-//! Duty: the outbox as its relay sees it.
+//! What the relay needs of a store: the port of the outbox.
 //!
-//! A session owns one shard, from the lease that raised the epoch to the first doubt. It reads new
-//! rows in position order, makes a checkpoint (a synchronous commit that begins after the read,
-//! R5), and marks the rows in order once the broker has proven them. Each adapter has its own kind
-//! of cursor (gaps and fences, rows that are present, plain position).
+//! A session owns one shard: from the moment at which it takes the lease, which raises the epoch,
+//! until its first error but [`StoreError::Limit`]. It reads new rows in position order. Before they
+//! are sent it commits a checkpoint, synchronously and begun after the read (R5: so what was read is
+//! as durable as that commit). A checkpoint also carries the mark: the rows that are proven, that is,
+//! the broker has said that it stored them.
 //!
-//! Guarantees: every write is fenced by epoch and revision ([`StoreError::Fenced`] ends the
-//! session, and nothing was changed). A committed message is read again until a mark has recorded
-//! it as proven, or moved it as a whole to the dead and held table.
+//! How a store remembers what was proven differs: PostgreSQL by a cursor and the gaps before it,
+//! MySQL by the rows that are present, SQLite by a position.
+//!
+//! Guarantees: every write compares epoch and revision with the row of the lease; if they differ, it
+//! changes nothing and returns [`StoreError::Fenced`]. A committed message is read again until a mark
+//! has recorded it as proven, or has copied the whole row to the table of dead and held rows.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -24,15 +28,15 @@ pub struct LeaseRequest {
     pub shard: i32,
     /// Host, process and a random part: unique to one relay of one process.
     pub owner: String,
-    /// Length of the lease, in database time.
+    /// Length of the lease, measured by the clock of the database.
     pub length: Duration,
-    /// How many bytes of messages one read returns at most, unless the first message alone is
-    /// larger. It bounds memory for any number of rows (G11).
+    /// A read ends with the message that reaches so many bytes. So memory is bounded by this and one
+    /// message, for any number of rows.
     pub read_bytes: usize,
 }
 
 impl LeaseRequest {
-    /// A request for the first shard, with reads of 4 MiB.
+    /// A request for shard 0, with reads of about 4 MiB.
     pub fn new(owner: impl Into<String>, length: Duration) -> Self {
         Self { shard: 0, owner: owner.into(), length, read_bytes: 4 << 20 }
     }
@@ -41,7 +45,7 @@ impl LeaseRequest {
 /// The answer to a request for a lease.
 #[derive(Debug)]
 pub enum LeaseAnswer {
-    /// The shard is ours: the epoch was raised in a synchronous transaction.
+    /// The caller owns the shard: a synchronous transaction has raised the epoch.
     Taken(Box<dyn RelaySession>),
     /// Another owner has the lease, for at most this long unless it is renewed.
     HeldBy {
@@ -57,7 +61,7 @@ pub enum LeaseAnswer {
 /// A row to publish.
 #[derive(Debug, Clone)]
 pub struct OutboxRow {
-    /// The position of the row, which is its order and its identity.
+    /// The position of the row: its place in the order, and what identifies it.
     pub position: i64,
     /// The first byte of the hash of its key, or of its id; a shard owns a range of buckets.
     pub bucket: u8,
@@ -65,33 +69,35 @@ pub struct OutboxRow {
     pub message: OutgoingMessage,
 }
 
-/// The result of one read: a batch of the window, possibly without rows of this shard.
+/// The result of one read. It may have no row of this shard.
 #[derive(Debug)]
 pub struct ReadBatch {
     /// Number of this batch within the session, ascending by one.
     pub batch: u64,
-    /// New rows of this shard, in position order, none of them in flight.
+    /// New rows of this shard, in position order; none that an earlier read of this session has
+    /// returned.
     pub rows: Vec<OutboxRow>,
-    /// True where there was more to read.
+    /// True if there was more to read.
     pub more: bool,
-    /// True where a checkpoint must follow within a second although there are no rows (gaps were
-    /// found, or rows of other shards).
+    /// True if a checkpoint must follow within a second although there are no rows: gaps were found,
+    /// which it has to store, or rows of other shards.
     pub needs_checkpoint: bool,
 }
 
 /// Why a row is not sent for now: dead or held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Diversion {
-    /// The broker refused the message itself; with `holds` later rows of its key become held.
+    /// The broker refused the message itself. If `holds` is true, later rows of its key are held.
     Dead {
         /// Why the broker refused it.
         reason: String,
-        /// Policy `hold` (true) or `skip`.
+        /// True under policy `hold`, false under `skip`.
         holds: bool,
     },
-    /// Stands behind a dead or held row of its key.
+    /// An earlier row of its key is dead or held.
     HeldBehind,
-    /// Its topic is not there, not routed or denied; released by the relay itself.
+    /// Its topic does not exist, has no route or is denied. The relay tries the topic again and sends
+    /// the row then; no operator is needed.
     HeldDestination {
         /// What the broker said of the destination.
         reason: String,
@@ -101,8 +107,7 @@ pub enum Diversion {
 /// The changes that a mark makes in one fenced transaction.
 #[derive(Debug, Clone, Default)]
 pub struct Mark {
-    /// The cursor moves to the end of this batch; all batches up to it are wholly proven or
-    /// diverted here.
+    /// The cursor moves to the end of this batch: every row up to there is proven, or in `diverted`.
     pub through: Option<u64>,
     /// Rows of those batches that are copied as a whole to the dead and held table.
     pub diverted: Vec<(i64, Diversion)>,
@@ -110,12 +115,13 @@ pub struct Mark {
     pub released: Vec<i64>,
     /// Rows of the dead and held table whose state changes (a released row that was refused again).
     pub changed: Vec<(i64, Diversion)>,
-    /// Rows of that table that an operator discarded; the decision is kept.
+    /// Rows of that table that an operator discarded. They leave it; that they were discarded stays
+    /// recorded until their partition is dropped.
     pub discarded: Vec<i64>,
 }
 
 impl Mark {
-    /// True where there is nothing to write.
+    /// True if there is nothing to write.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.through.is_none()
@@ -126,8 +132,8 @@ impl Mark {
     }
 }
 
-/// A row of the dead and held table without its message: what
-/// `crate::outbox::rules::diversion` needs.
+/// A row of the dead and held table without its message: enough to decide which later rows have to
+/// wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DivertedRow {
     /// The position of the row in the outbox.
@@ -140,19 +146,18 @@ pub struct DivertedRow {
     pub diversion: Diversion,
 }
 
-/// What an operator requested for a dead row. For a held row only `Self::Discard` can be
-/// requested.
+/// What an operator requested: both for a dead row, only [`Self::Discard`] for a held one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestedAct {
-    /// Publish it again, with its id or the new id that the operator's command wrote, then the rows
-    /// behind it.
+    /// Publish it again, then the rows behind it. Its id is that of the row, which the operator's
+    /// command may have changed.
     Redrive,
     /// Delete it, then publish the rows behind it.
     Discard,
 }
 
-/// A request that a command wrote into the dead and held table; only the owner of the shard acts on
-/// it (R17).
+/// A request that a command wrote into the dead and held table. Only the owner of the shard carries
+/// it out, so that nobody else sends rows of its keys (R17).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorRequest {
     /// Position of the row.
@@ -165,63 +170,64 @@ pub struct OperatorRequest {
     pub act: RequestedAct,
 }
 
-/// Duty: giving out sessions.
+/// The outbox of one store, which opens sessions.
 ///
-/// The relay is compiled once, for any store: a call costs a boxed future beside its round trip.
+/// The relay is not generic over the store. So each call makes a boxed future, which is little beside
+/// its round trip.
 #[async_trait]
 pub trait Outbox: Debug + Send + Sync {
-    /// Takes the lease of a shard in one synchronous transaction, or returns its current owner. A
-    /// lease that ends later than now plus its length counts as expired, because the clock went
-    /// back (R22). The same owner can take its own lease again at once.
+    /// Takes the lease of a shard in one synchronous transaction, or says who has it, or that there
+    /// is no such shard. When a lease has expired is what `time::lease` decides. The same owner can
+    /// take its own lease again at once.
     ///
     /// # Cancel safety
     /// A dropped call may have taken the lease; the next one of the same owner takes it again.
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError>;
 
-    /// How long proven rows are kept, so that they can be sent again.
+    /// How long proven rows are kept; until then an operator can have them sent again.
     async fn proven_kept(&self) -> Result<Duration, StoreError>;
 
     /// The ids of all shards.
     async fn shards(&self) -> Result<Vec<i32>, StoreError>;
 }
 
-/// One ownership of one shard. Any error but [`StoreError::Limit`] is a doubt: drop the session and
-/// open a new one.
+/// The ownership of one shard. After any error but [`StoreError::Limit`] (a message or a bound is too
+/// large, and nothing was written) nobody knows what took effect: drop the session and open another.
 ///
 /// # Cancel safety
-/// No method may be dropped before it returns unless the session is dropped with it.
+/// Do not drop the future of a method before it is done, unless you drop the session with it.
 #[async_trait]
 pub trait RelaySession: Debug + Send {
     /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach `read_bytes` of the
     /// request. It is fenced: the same statement checks the epoch.
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError>;
 
-    /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark
-    /// where one is due.
+    /// Commits synchronously, after the read: renews the lease, stores the new gaps, closes those that
+    /// no transaction can fill any more, and writes the mark, which may be empty.
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError>;
 
     /// Rows of the dead and held table that hold later rows, in position order, at most `limit`.
     /// They are loaded at the start of a session. A row that is dead under policy `skip` holds
-    /// nothing, and is neither returned nor counted.
+    /// nothing: it is not returned and does not count for `limit`.
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError>;
 
-    /// Whether at least `rows` messages of the outbox are dead, of any shard and under any policy.
+    /// Whether at least `rows` rows of the outbox are dead, in any shard and under any policy.
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError>;
 
     /// Requests of operators that are not carried out yet, in position order.
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError>;
 
-    /// These dead and held rows with their messages, in position order, to be published again. Rows
-    /// that are gone are left out. So are the last ones, where the rows before them reach
-    /// `read_bytes`.
+    /// These dead and held rows with their messages, in position order, to be published again. It
+    /// ends where `read_bytes` is reached: ask again for the rest. A position that is missing before
+    /// the last one returned has no row any more.
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError>;
 
-    /// Housekeeping between reads: makes partitions ahead, and deletes proven rows. It is bounded
+    /// Housekeeping between reads: makes the next partitions, and deletes proven rows. It is bounded
     /// and does not block the application.
     async fn tidy(&mut self) -> Result<(), StoreError>;
 
-    /// The open gaps, where there are at least half as many as the bound allows; none otherwise,
-    /// and always none in a store whose positions have no gaps.
+    /// The open gaps, once there are half as many as the bound allows; otherwise none. Always none in
+    /// a store whose positions have no gaps.
     async fn open_gaps(&mut self) -> Result<Option<OpenGaps>, StoreError> {
         Ok(None)
     }
@@ -237,19 +243,19 @@ pub struct OpenGaps {
     pub open: usize,
     /// The bound: when it is reached, reads return no new positions.
     pub max: usize,
-    /// The oldest transaction that may still write, in words, where one is seen.
+    /// The oldest transaction that may still fill a gap, in words, if one is seen.
     pub held_by: Option<String>,
 }
 
-/// From pairs of position and message size, the first positions until their sizes reach
-/// `bytes_max`; at least one.
+/// From pairs of position and message size, the first positions, up to the one whose size reaches
+/// `bytes_max`.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(crate) fn first_within(weights: Vec<(i64, i64)>, bytes_max: usize) -> Vec<i64> {
+pub(crate) fn first_within(sizes: Vec<(i64, i64)>, bytes_max: usize) -> Vec<i64> {
     let mut bytes = 0;
-    let room = |(_, weight): &(i64, i64)| {
+    let room = |(_, size): &(i64, i64)| {
         let has_room = bytes < bytes_max;
-        bytes += usize::try_from(*weight).unwrap_or(0);
+        bytes += usize::try_from(*size).unwrap_or(0);
         has_room
     };
-    weights.into_iter().take_while(room).map(|(position, _)| position).collect()
+    sizes.into_iter().take_while(room).map(|(position, _)| position).collect()
 }

@@ -1,13 +1,15 @@
 //! Pure: no I/O, no clock.
-//! Who owns a shard or a partition, and whether a session still holds its lease (R7, R22).
+//! Decides whether the lease of a shard or a partition has expired, and whether a session still owns
+//! what it leased.
 //!
 //! Guarantees:
 //!
-//! * A lease is judged in database time only. A lease that ends later than now plus its length was
-//!   written before the clock went back, and counts as expired. Otherwise nobody could take it
-//!   until the clock has caught up.
-//! * A session has ended when the epoch or revision in the row is not the one that it wrote last,
-//!   whatever the lease says.
+//! * Only database time decides whether a lease has expired. A lease that ends later than now plus
+//!   its length was written before the clock went back, and counts as expired. Otherwise nobody
+//!   could take it until the clock has caught up (R22).
+//! * A session has ended when the epoch or the revision in the row is not the one that it wrote last,
+//!   whatever the lease says (R7). Who takes the lease raises the epoch; each write of the owner
+//!   raises the revision.
 //!
 //! Not here: writing the row, and comparing the epoch in every fenced statement (`store`). A lease
 //! only decides which process may try; the epoch decides whose write takes effect.
@@ -17,7 +19,7 @@ use std::time::Duration;
 
 use super::db_time::DbTime;
 
-/// A lease as it stands in its row.
+/// A lease as the row in the database has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lease {
     /// Database time at which the lease ends.
@@ -27,15 +29,16 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Whether another process may take the lease.
+    /// Whether another owner may take the lease: it has ended, or it ends later than now plus its
+    /// length.
     #[must_use]
     pub fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }
 
-    /// The time after the grant at which the owner renews the lease: a third of its length, so that
-    /// two renewals may fail. The owner may measure it with its own clock, because it only decides
-    /// when to ask.
+    /// The time after which the owner renews the lease: a third of its length, so that one renewal
+    /// may fail and the next still comes in time. The owner may measure it with its own clock,
+    /// because it only decides when to ask.
     #[must_use]
     pub fn renewed_after(length: Duration) -> Duration {
         length / 3
@@ -48,13 +51,13 @@ impl Lease {
     }
 }
 
-/// The values that fence a session's writes: the epoch that it raised and its last revision.
+/// What each write of a session is compared with, so that a former owner cannot write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Fence {
-    /// The number that every change of owner raises.
-    pub epoch: i64,
-    /// The number that every write of the owner raises.
-    pub revision: i64,
+    /// Raised each time that the lease is taken, also by the same owner.
+    pub(crate) epoch: i64,
+    /// Raised by each write of the owner.
+    pub(crate) revision: i64,
 }
 
 impl Fence {
@@ -62,7 +65,7 @@ impl Fence {
     ///
     /// # Errors
     ///
-    /// The values differ: another owner took over, or another server answers. The session ends.
+    /// The values differ: the lease was taken again, or a failover lost a write. The session ends.
     pub(crate) fn check(self, seen: Self) -> Result<(), FenceLost> {
         if seen.epoch > self.epoch {
             Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })
@@ -76,16 +79,15 @@ impl Fence {
 
 /// Why a session has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
 pub(crate) enum FenceLost {
-    /// Another owner took the lease.
+    /// The lease was taken again, as a rule by another owner.
     TakenOver {
         /// The epoch of this session.
         mine: i64,
         /// The epoch in the row.
         seen: i64,
     },
-    /// The row is not as this session left it: after a failover, another server answers.
+    /// The row is not as this session wrote it: for example after a failover that lost a write.
     NotMine {
         /// What this session wrote last.
         mine: Fence,
@@ -98,11 +100,11 @@ impl fmt::Display for FenceLost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TakenOver { mine, seen } => {
-                write!(f, "the lease was taken over: epoch {seen} follows {mine}")
+                write!(f, "the lease was taken over: the row has epoch {seen}, this session has {mine}")
             }
             Self::NotMine { mine, seen } => write!(
                 f,
-                "the row says epoch {} revision {}, this session wrote epoch {} revision {}",
+                "the row of the lease has epoch {} revision {}, this session wrote epoch {} revision {}",
                 seen.epoch, seen.revision, mine.epoch, mine.revision
             ),
         }
@@ -132,15 +134,16 @@ mod tests {
     #[test]
     fn r22_a_lease_that_ends_later_than_now_plus_its_length_counts_as_expired() {
         let lease = Lease { until: at(110), length: LENGTH };
-        assert!(!lease.is_expired(at(100)), "the clock stands");
+        assert!(!lease.is_expired(at(100)), "the clock has not moved");
         assert!(lease.is_expired(DbTime::from_micros(at(100).micros() - 1)), "the clock went back");
         assert!(lease.is_expired(at(-5_000)));
         assert_eq!(lease.remaining(at(-5_000)), Duration::ZERO);
     }
 
     #[test]
-    fn two_renewals_may_fail() {
-        assert!(Lease::renewed_after(LENGTH) * 3 <= LENGTH);
+    fn one_renewal_may_fail() {
+        let granted = Lease { until: at(110), length: LENGTH };
+        assert!(!granted.is_expired(at(100).after(Lease::renewed_after(LENGTH) * 2)));
     }
 
     #[test]

@@ -144,7 +144,7 @@ impl Confirms {
             refused_keys: HashMap::new(),
             ending: None,
             is_cut: false,
-            careful: if cuts.ask_for_care() { CAREFUL_ROWS } else { 0 },
+            careful: if cuts.wants_one_by_one() { CAREFUL_ROWS } else { 0 },
             cuts,
         })
     }

@@ -1,85 +1,91 @@
-//! Whether the same message was on its way each time that a connection was cut.
+//! Counts connections that were cut in a row while the same message was unconfirmed.
 //!
-//! Why: a server or a proxy that resets the connection because of one message sends no reply, and
-//! the end looks like that of a server that is away. If no message were suspected, the sessions at
-//! that message would never end (R16).
+//! Why: a server or a proxy may reset the connection because of one message, without any reply.
+//! That looks like an outage. Without this count the relay would send that message again for ever,
+//! and the messages behind it would wait (R16: a message that ends the connection is found).
 //!
-//! Guarantees: a server that cannot be reached, that closes the connection itself or falls silent,
-//! and a connection that is cut with nothing on its way, begin the count anew. Where no message at
-//! all is confirmed, at most two are suspected: then not the messages are at fault but the way.
+//! Guarantees:
+//!
+//! * Only cuts in a row count. The caller ends the row by [`Cuts::forget`] when the server cannot be
+//!   reached, closes the connection itself or falls silent; a cut with nothing unconfirmed ends it
+//!   too.
+//! * Between two confirms at most two messages are suspected. If every message fails, the network is
+//!   the likely cause, not the messages.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// After so many cuts in a row at the same message the server counts as reachable, and the session
-/// as ended by what was sent. Fewer may be one outage: a load balancer that still accepts, or the
-/// nodes of a cluster that are restarted in turn.
+/// The cuts in a row with the same message unconfirmed, after which the message is suspected. Fewer
+/// may be one outage: a load balancer that still accepts connections, or the nodes of a cluster
+/// that restart in turn.
 const CUTS_BEFORE_SUSPECT: u32 = 3;
 
-/// After so many, and while nobody knows at which message, a session begins carefully.
-const CUTS_BEFORE_CARE: u32 = CUTS_BEFORE_SUSPECT - 1;
+/// The cuts in a row after which a new session publishes one message at a time.
+const CUTS_BEFORE_ONE_BY_ONE: u32 = CUTS_BEFORE_SUSPECT - 1;
 
-/// So many messages are suspected in a row without a confirm in between. A path that cuts each
-/// connection at whatever is published would otherwise make one message after the other dead.
+/// The most suspicions between two confirms. Without this bound a network that cuts every
+/// connection would make all messages dead, one after the other.
 const SUSPECTS_MAX: usize = 2;
 
-/// The cuts in a row; all publishing sessions of a broker share them.
+/// The present row of cuts. All publishing sessions of a broker share it.
 #[derive(Debug, Default)]
-pub(super) struct Cuts(Mutex<Row>);
+pub(super) struct Cuts(Mutex<Streak>);
 
 #[derive(Debug, Default)]
-struct Row {
-    times: u32,
-    /// The ids of the messages that had no confirm at each of them.
+struct Streak {
+    cuts: u32,
+    /// The ids of the messages that were unconfirmed at every one of these cuts.
     ids: HashSet<String>,
-    /// What was suspected since the last confirm: for each suspicion, the ids at that time.
+    /// The suspicions since the last confirm, each with the ids that it was about.
     suspects: Vec<HashSet<String>>,
 }
 
 impl Cuts {
-    fn row(&self) -> MutexGuard<'_, Row> {
+    fn streak(&self) -> MutexGuard<'_, Streak> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a cut of a connection that had worked, while these messages had no confirm. Returns
-    /// the number of cuts where they are too many for an outage.
+    /// Counts a cut of a connection that had worked, while these messages were unconfirmed. Returns
+    /// the number of cuts if one of the messages is suspected now. None if the cuts may be one
+    /// outage, or if so much is suspected already that the network is the likely cause.
     pub(super) fn count(&self, mut ids: HashSet<String>) -> Option<u32> {
-        let mut row = self.row();
-        let again = !row.ids.is_disjoint(&ids);
-        if again {
-            ids.retain(|id| row.ids.contains(id));
+        let mut streak = self.streak();
+        let overlaps = !streak.ids.is_disjoint(&ids);
+        if overlaps {
+            ids.retain(|id| streak.ids.contains(id));
         }
-        row.times = if again { row.times + 1 } else { 1 };
-        row.ids = ids;
-        if !again || row.times < CUTS_BEFORE_SUSPECT {
+        streak.cuts = if overlaps { streak.cuts + 1 } else { 1 };
+        streak.ids = ids;
+        if streak.cuts < CUTS_BEFORE_SUSPECT {
             return None;
         }
-        let Row { ids, suspects, times } = &mut *row;
+        let Streak { ids, suspects, cuts } = &mut *streak;
+        // What overlaps with an earlier suspicion is that suspicion.
         if suspects.iter().all(|suspect| suspect.is_disjoint(ids)) {
             if suspects.len() >= SUSPECTS_MAX {
                 return None;
             }
             suspects.push(ids.clone());
         }
-        Some(*times)
+        Some(*cuts)
     }
 
-    /// A message was confirmed: publishing works.
+    /// Ends the suspicions, because a confirm shows that publishing works. The row of cuts stays.
     pub(super) fn confirmed(&self) {
-        self.row().suspects.clear();
+        self.streak().suspects.clear();
     }
 
-    /// Whether a new session is to publish one row after the other at first, so that a cut shows
-    /// the message.
-    pub(super) fn ask_for_care(&self) -> bool {
-        self.row().times >= CUTS_BEFORE_CARE
+    /// Whether a new session should begin with one message at a time, so that the next cut shows
+    /// which message it is.
+    pub(super) fn wants_one_by_one(&self) -> bool {
+        self.streak().cuts >= CUTS_BEFORE_ONE_BY_ONE
     }
 
-    /// Begins anew: the server is away, or ended the connection for a reason of its own. What was
-    /// suspected stays so until a confirm.
+    /// Ends the row of cuts: the server is away, or ended the connection for a reason of its own.
+    /// The suspicions stay until a confirm.
     pub(super) fn forget(&self) {
-        let mut row = self.row();
-        (row.times, row.ids) = (0, HashSet::new());
+        let mut streak = self.streak();
+        (streak.cuts, streak.ids) = (0, HashSet::new());
     }
 }
 
@@ -92,22 +98,23 @@ mod tests {
     }
 
     #[test]
-    fn r16_only_cuts_in_a_row_with_the_same_message_on_its_way_suspect_what_was_sent() {
+    fn r16_a_message_is_suspected_after_three_cuts_in_a_row_while_it_was_unconfirmed() {
         let cuts = Cuts::default();
         assert_eq!(cuts.count(ids(&["a", "b", "bad"])), None);
-        assert!(!cuts.ask_for_care());
+        assert!(!cuts.wants_one_by_one());
         assert_eq!(cuts.count(ids(&["b", "bad", "c"])), None);
-        assert!(cuts.ask_for_care());
+        assert!(cuts.wants_one_by_one());
         assert_eq!(cuts.count(ids(&["bad", "d"])), Some(3));
         assert_eq!(cuts.count(ids(&["bad"])), Some(4));
         assert_eq!(cuts.count(ids(&["d"])), None, "d was not there each time");
-        assert!(!cuts.ask_for_care());
+        assert!(!cuts.wants_one_by_one());
     }
 
-    /// Shown by: no bound on suspects: on a path that cuts each publish all messages become dead.
+    /// It fails without the bound on suspicions: then all messages become dead, one after the other.
     #[test]
     fn r16_where_nothing_is_confirmed_two_messages_are_suspected_and_no_third() {
         let cuts = Cuts::default();
+        // Of nine cuts the first two suspect nothing.
         let suspected = |id: &str| (0..9).filter(|_| cuts.count(ids(&[id])).is_some()).count();
         assert_eq!([suspected("a"), suspected("b"), suspected("c"), suspected("d")], [7, 7, 0, 0]);
         cuts.forget();

@@ -248,10 +248,8 @@ impl Intake<'_> {
             }
             Event::Deliveries(deliveries) => self.deliveries(deliveries),
             Event::Revoked { sources, lost, done } => {
-                // One guard for several partitions: it is dropped with the last of them.
-                let guard = Arc::new(done);
                 for id in sources {
-                    self.revoke(&id, lost, Arc::clone(&guard)).await;
+                    self.revoke(&id, lost, done.clone()).await;
                 }
             }
         }
@@ -403,14 +401,14 @@ impl Intake<'_> {
         self.shared.health.trouble(&self.shared.part, "ids", why.map(Trouble::Stops));
     }
 
-    async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: Arc<RevokeGuard>) {
+    async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: RevokeGuard) {
         if self.refused.remove(id).is_some() {
             self.show_refused();
         }
         let Some(assigned) = self.sources.get_mut(id) else { return };
         assigned.source.revoke();
         assigned.backlog.clear();
-        assigned.giving_up = Some(GivingUp { lost, _guard: RevokeGuard::shared(guard) });
+        assigned.giving_up = Some(GivingUp { lost, _guard: guard });
         self.give_up_if_drained(id).await;
     }
 

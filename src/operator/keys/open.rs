@@ -1,7 +1,8 @@
-//! Claims without an outcome that an operator resolves: only one that nobody drives any more.
+//! Claims without an outcome that an operator resolves. Only an abandoned claim can be resolved: its
+//! lease is over, or a handler of mode `same_tx` has committed it by itself.
 //!
-//! Not here: which acts there are ([`KeyOperator`]), and the sweep that ends such claims by itself
-//! (`operation::stale`).
+//! Not here: which acts there are ([`KeyOperator`]), and the sweep that ends abandoned claims by
+//! itself (`operation::stale`).
 
 use super::{CHANGED, KeyOperator, changed, ended_late, refused};
 use crate::error::StoreError;
@@ -27,7 +28,7 @@ pub(super) async fn refuse_opposite<K: KeyOperator + ?Sized>(
     Ok(())
 }
 
-/// Makes a claim UNKNOWN that nobody drives any more, and returns its record. In a dry run it only
+/// Makes an abandoned claim UNKNOWN, and returns its record. In a dry run it only
 /// checks, and returns the record as it would be.
 pub(super) async fn given_up<K: KeyOperator + ?Sized>(
     keys: &K,

@@ -194,7 +194,7 @@ pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) 
     Ok(Fenced::rows(changed))
 }
 
-/// The statement for the claims of an operation that nobody drives any more.
+/// The statement for the abandoned claims of an operation.
 pub(in crate::store) fn stale_of(operation: &OperationName, limit: u32) -> Statement {
     sql(STALE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit))
 }
@@ -205,7 +205,7 @@ fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
     lease.is_some_and(|lease| lease.until <= now && lease.until.until(now) < lease.length / 2)
 }
 
-/// The claims of an operation that nobody drives any more. One that cannot be read does not hide
+/// The abandoned claims of an operation. One that cannot be read does not hide
 /// the others.
 pub(in crate::store) async fn stale(
     store: &dyn SqlStore,
@@ -216,7 +216,7 @@ pub(in crate::store) async fn stale(
     for row in store.reader().await?.rows(stale_of(operation, limit)).await? {
         match look_of(&*row) {
             Ok(look) => stale.extend(look.record.filter(|record| !is_fresh(record.lease, look.now))),
-            Err(error) => tracing::error!(%operation, %error, "a claim that nobody drives any more cannot be read"),
+            Err(error) => tracing::error!(%operation, %error, "an abandoned claim cannot be read"),
         }
     }
     Ok(stale)

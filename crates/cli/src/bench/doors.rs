@@ -1,8 +1,8 @@
-//! Operations behind requests: what each kind costs beside the same work without it.
+//! Measures what a transactional operation costs, beside the same transaction without the engine.
 //!
-//! The work is a payment by the statements of the example service and one message, in a
-//! transaction, by as many clients as a service has. Both sides use one pool, synchronous commits,
-//! and take turns.
+//! Each request is one transaction: a payment by the statements of the example service, and one
+//! message. [`CLIENTS`] clients send at the same time. Both sides use the same pool, commit
+//! synchronously, and are measured in turns.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::operation::{
-    Answered, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven, Mode, Outcome,
+    Answered, Code, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven, Mode, Outcome,
     Registered, Reply, Route, Scope,
 };
 
@@ -57,6 +57,23 @@ impl Pay {
     }
 }
 
+/// How a request was answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    Executed,
+    Replayed,
+    InProgress,
+}
+
+impl Seen {
+    fn must_be(self, expected: Self) -> Result<(), AppError> {
+        if self == expected {
+            return Ok(());
+        }
+        Err(AppError::failed(format!("a request that should be {expected:?} was {self:?}")))
+    }
+}
+
 /// A typed operation in one transaction, and all that its requests need.
 struct DoorA<S: Yard> {
     engine: Engine<S>,
@@ -75,8 +92,8 @@ impl<S: Yard> DoorA<S> {
         Ok(Self { engine, pay, maker: Arc::clone(maker), scope })
     }
 
-    /// Sends one request. Returns whether its answer was replayed.
-    async fn ask(&self, key: &str, command: Pay) -> Result<bool, AppError> {
+    /// Sends one request.
+    async fn ask(&self, key: &str, command: Pay) -> Result<Seen, AppError> {
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| AppError::failed(error.to_string()))?;
         let maker = Arc::clone(&self.maker);
         let answered = self
@@ -101,7 +118,10 @@ impl<S: Yard> DoorA<S> {
             )
             .await;
         match answered {
-            Answered::Reply { reply, replayed } if reply.status == 201 => Ok(replayed),
+            Answered::Reply { reply, replayed } if reply.status == 201 => {
+                Ok(if replayed { Seen::Replayed } else { Seen::Executed })
+            }
+            Answered::Problem(problem) if problem.code == Code::InProgress => Ok(Seen::InProgress),
             Answered::Reply { reply, .. } => Err(AppError::failed(format!("a payment was answered {}", reply.status))),
             Answered::Problem(problem) => Err(AppError::failed(format!("a payment was answered {}", problem.code))),
         }
@@ -169,61 +189,56 @@ async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, App
     let door = Arc::clone(door);
     let one = move |_| {
         let door = Arc::clone(&door);
-        async move { first(door.ask(&Uuid::now_v7().to_string(), Pay::any()).await?) }
+        async move { door.ask(&Uuid::now_v7().to_string(), Pay::any()).await?.must_be(Seen::Executed) }
     };
     clients(count, one).await
-}
-
-fn first(replayed: bool) -> Result<(), AppError> {
-    if replayed { Err(AppError::failed("a first request was answered as a second one")) } else { Ok(()) }
 }
 
 /// Replays per second: repeats requests of payments that were made before.
 async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
     let keys: Arc<Vec<String>> = Arc::new((0..CLIENTS * 8).map(|_| Uuid::now_v7().to_string()).collect());
-    let ask = |expected: bool| {
+    let ask = |expected: Seen| {
         let (door, keys) = (Arc::clone(door), Arc::clone(&keys));
         move |at: usize| {
             let (door, key) = (Arc::clone(&door), keys[at % keys.len()].clone());
             async move {
                 let pay = Pay { account: 7, amount: 1_000, note: String::new() };
-                match door.ask(&key, pay).await? == expected {
-                    true => Ok(()),
-                    false => Err(AppError::failed("a replay ran, or a first request did not")),
-                }
+                door.ask(&key, pay).await?.must_be(expected)
             }
         }
     };
-    clients(keys.len(), ask(false)).await?;
-    clients(count, ask(true)).await
+    clients(keys.len(), ask(Seen::Executed)).await?;
+    clients(count, ask(Seen::Replayed)).await
 }
 
-/// The megabytes by which a thousand duplicates of one request with a body of 1 KB raise the memory
-/// of this process while the first runs.
+/// By how many megabytes the memory of this process, which is that of the clients too, grows while a
+/// thousand equal requests of 1 KB are answered.
 async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
     let key = Uuid::now_v7().to_string();
     let before = resident(std::process::id())?;
     let mut tasks = JoinSet::new();
     for _ in 0..DUPLICATES {
         let (door, key) = (Arc::clone(door), key.clone());
-        // Some duplicates come while the first runs and are answered as in progress. The others get
-        // its answer.
+        // Those that come while the first runs are answered as in progress, later ones by a replay.
         tasks.spawn(async move {
             let pay = Pay { account: 7, amount: 1_000, note: "x".repeat(1_024) };
-            door.ask(&key, pay).await.is_ok_and(|replayed| !replayed)
+            door.ask(&key, pay).await
         });
     }
     let (mut peak, mut ran) = (before, 0);
-    while !tasks.is_empty() {
-        match tokio::time::timeout(Duration::from_millis(1), tasks.join_next()).await {
-            Ok(Some(ended)) => ran += usize::from(ended.unwrap_or(false)),
-            Ok(None) => break,
-            Err(_) => peak = peak.max(resident(std::process::id())?),
+    let mut looks = tokio::time::interval(Duration::from_millis(1));
+    loop {
+        tokio::select! {
+            _ = looks.tick() => peak = peak.max(resident(std::process::id())?),
+            ended = tasks.join_next() => {
+                let Some(ended) = ended else { break };
+                let seen = ended.map_err(|error| AppError::failed(error.to_string()))??;
+                ran += usize::from(seen == Seen::Executed);
+            }
         }
     }
-    peak = peak.max(resident(std::process::id())?);
     if ran != 1 {
-        return Err(AppError::failed(format!("of {DUPLICATES} duplicates {ran} ran")));
+        return Err(AppError::failed(format!("of {DUPLICATES} equal requests {ran} were executed, not 1")));
     }
     Ok((peak - before) / 1e6)
 }

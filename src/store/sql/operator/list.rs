@@ -16,7 +16,7 @@ use crate::operator::{COUNTED_MAX, DeadFilter, DeadMessage, DeadPlace, DeadState
 use crate::store::headers::parse_headers;
 use crate::store::sql::{Row, Session, Statement, Value, sql};
 
-/// The length of a list where the filter has no limit.
+/// The length of a list whose filter has the limit 0.
 const LIMIT: usize = 100;
 
 /// Which rows of the outbox are meant: those in one state that match the filter.
@@ -42,7 +42,7 @@ select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', 
     " order by t.position limit :limit"
 );
 
-/// The positions of those that no operator has acted on yet.
+/// Position and time of the rows of the outbox that match and have no request of an operator.
 const OUTBOX_NUMBERS: &str =
     concat!("select t.position, t.diverted_at ", of_outbox!(), " and t.requested is null order by t.position");
 
@@ -59,7 +59,7 @@ select count(*) from (select 1 from oncebox.outbox_dead \
         {my: lane_id = :lane and state = 'held'}{lite: topic = :topic and key = :key and state <> 'dead'} \
     and position > :position limit :max) b";
 
-/// How many rows of a topic are held behind a position.
+/// Counts the rows of a topic that are held behind a position, up to `:max`.
 const HELD_OF_TOPIC: &str = "\
 select count(*) from (select 1 from oncebox.outbox_dead \
   where topic = :topic and position > :position and {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) b";
@@ -77,8 +77,8 @@ macro_rules! of_consumers {
     };
 }
 
-/// Rows of consumers in one state. The last column is the lane id, for rows that others can stand
-/// behind.
+/// Rows of consumers in one state. The last column is the lane, that is, the hash of topic and key,
+/// if other rows can wait behind this one; otherwise null.
 const CONSUMERS: &str = concat!(
     "\
 select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.reason, \
@@ -93,31 +93,34 @@ select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{k
     " order by w.sequence limit :limit"
 );
 
-/// The numbers of rows of consumers, and since when they are there.
+/// The sequences of rows of consumers, and when each became dead or was stored.
 const CONSUMERS_NUMBERS: &str =
     concat!("select w.sequence, coalesce(w.dead_at, w.stored_at) ", of_consumers!(), " order by w.sequence");
 
 const CONSUMER_IDS: &str = "select consumer_id from oncebox.consumer {if consumer: where name = :consumer}";
 
-/// The rows of a consumer that have a due time, first due first.
+/// The heads of a consumer: rows that have a next try, the earliest first. Other rows wait behind
+/// them.
 const HEADS: &str = "\
 select w.sequence, w.due_at, w.lane_id \
   from oncebox.waiting w {my: force index (waiting_due)}{lite: indexed by oncebox_waiting_due} \
  where w.consumer_id = :of and w.due_at is not null {if topic: and w.topic = :topic }{if key: and w.{key} = :key }\
  order by w.due_at, w.sequence limit :limit";
 
+/// The rows that wait behind a head, in order.
 const BEHIND_A_HEAD: &str = "\
 select sequence from oncebox.waiting {my: force index (waiting_lane)} \
  where consumer_id = :of and lane_id = :lane and sequence > :head and state = 'waiting' {lite: and blocks = 1} \
  order by sequence limit :left";
 
-/// How many rows stand behind a row of a consumer.
+/// Counts the rows that wait behind a row of a consumer, up to `:max`.
 const BEHIND: &str = "\
 select count(*) from (select 1 from oncebox.waiting {my: force index (waiting_lane)} \
   where consumer_id = :of and lane_id = :lane and sequence > :sequence and state = 'waiting' {lite: and blocks = 1} \
   limit :max) b";
 
-/// A number that `dead list` shows, such as `o17` or `c9`.
+/// The number of a message, as `oncebox dead list` shows it: `o17` is a position of the outbox, `c9`
+/// a sequence of a consumer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Number {
     Outbox(i64),
@@ -163,7 +166,8 @@ struct Look<'a> {
     limit: usize,
 }
 
-/// Finds messages in the outbox and of consumers, oldest first.
+/// Finds messages in the outbox and of consumers: those with the lowest numbers, sorted by the time
+/// at which they became dead or were stored. Of those that wait, the ones that are due first.
 pub(in crate::store) async fn find(
     session: &mut dyn Session,
     texts: Texts,
@@ -184,7 +188,8 @@ pub(in crate::store) async fn find(
     Ok(found)
 }
 
-/// The numbers of all messages that match and that no operator has acted on yet, oldest first.
+/// The numbers of all messages that match, oldest first. Messages of the outbox with a request of an
+/// operator are left out.
 pub(super) async fn numbers(
     session: &mut dyn Session,
     texts: Texts,
@@ -208,7 +213,7 @@ pub(super) async fn numbers(
     Ok(found.into_iter().map(|(_, number)| number).collect())
 }
 
-/// The first message that is held of each topic that cannot be sent to.
+/// For each topic that cannot be sent to, its first held message.
 pub(super) async fn held_topics(
     session: &mut dyn Session,
     texts: Texts,
@@ -262,7 +267,7 @@ impl<'a> Look<'a> {
             .bind("limit", rows_max(self.limit))
     }
 
-    /// A statement on the rows of consumers that are meant; with heads only on these.
+    /// A statement on the rows of consumers that are meant. If `heads` is not empty, only on these.
     fn asks_consumers(&self, text: &'static str, state: DeadState, heads: Vec<i64>) -> Statement {
         self.of_message(sql(text))
             .bind("is_dead", state == DeadState::Dead)
@@ -300,8 +305,8 @@ impl<'a> Look<'a> {
     }
 
     async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
-        // To check each row for a dead one before it would cost more the more rows are held. So
-        // waiting messages are found from the heads, which have a due time.
+        // To check for each row whether a dead one is before it would cost more the more rows are
+        // held. So waiting messages are found from the heads, which have a due time.
         let is_named = !self.filter.numbers.is_empty() || self.filter.message_id.is_some();
         let of_heads = state == DeadState::Waiting && !is_named;
         let heads = if of_heads { self.waiting_of_heads(session).await? } else { Vec::new() };
@@ -321,7 +326,8 @@ impl<'a> Look<'a> {
         Ok(found)
     }
 
-    /// The numbers of the heads that are due first, and of the rows behind them, up to the limit.
+    /// The sequences of the heads that are due first and, if there are fewer than the limit, of rows
+    /// behind them.
     async fn waiting_of_heads(&self, session: &mut dyn Session) -> Result<Vec<i64>, StoreError> {
         let mut heads: Vec<(DateTime<Utc>, i64, i64, Option<Uuid>)> = Vec::new();
         for consumer in session.rows(sql(CONSUMER_IDS).bind("consumer", self.consumer())).await? {
@@ -376,7 +382,7 @@ fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError
         key: row.get_opt(3)?,
         kind: row.get(4)?,
         error: reason.clone(),
-        reason: reason.unwrap_or_else(|| "stands behind another one of its key".to_owned()),
+        reason: reason.unwrap_or_else(|| "behind another message of its key".to_owned()),
         attempts: row.get(6)?,
         dead_at: row.get(7)?,
         next_try: None,
