@@ -13,10 +13,10 @@
 //! [`Turn`] get turns in the order of their requests.
 //!
 //! Guarantees: one turn at a time, over all processes and within each. When a process dies, the
-//! kernel releases its locks. A process that is frozen while it waits delays the others for a second
-//! once, and then by five milliseconds a turn. Waiting blocks no executor thread: where another
-//! process has the turn, a thread waits. After `patience` it ends with an error that names the last
-//! process known to have had the turn.
+//! kernel releases its locks. A process that is frozen while it waits delays the others for a
+//! second once, and then by five milliseconds a turn. Waiting blocks no executor thread: where
+//! another process has the turn, a thread waits. After `patience` it ends with an error that names
+//! the last process known to have had the turn.
 //!
 //! Not here: the work in a turn. A process frozen inside its turn keeps it until it ends (R28).
 
@@ -159,7 +159,8 @@ impl Drop for Held {
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
         stamp.write(&mut lock.0.turn);
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            // The caller continues, as its transaction is over; only the turn is kept for the pause.
+            // The caller continues, as its transaction is over; only the turn is kept for the
+            // pause.
             runtime.spawn(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);

@@ -1,5 +1,5 @@
-//! What an operator can see and do. The command line, the dashboard and users of the library call the
-//! same implementation of each act.
+//! What an operator can see and do. The command line, the dashboard and users of the library call
+//! the same implementation of each act.
 
 pub(crate) mod keys;
 
@@ -20,8 +20,8 @@ pub struct ShardStatus {
     pub shard: i32,
     /// First and last bucket, both included. A bucket is a range of hashes of keys.
     pub buckets: (u8, u8),
-    /// The cursor. Every committed row up to this position was stored by the broker, is dead or held,
-    /// or was decided by an operator, unless its position is in an open gap.
+    /// The cursor. Every committed row up to this position was stored by the broker, is dead or
+    /// held, or was decided by an operator, unless its position is in an open gap.
     pub scanned_to: i64,
     /// Number of open gap ranges.
     pub gaps: u64,
@@ -39,9 +39,9 @@ pub struct ShardStatus {
 /// bounded.
 pub(crate) const COUNTED_MAX: i64 = 10_000;
 
-/// Everything that `oncebox status` and `/metrics` show of a database. A count of 10,000 means 10,000
-/// or more, so that the cost of a status is bounded; `pending` and `inbox_rows` are estimates above
-/// that, on SQLite `inbox_rows` too ends at 10,000.
+/// Everything that `oncebox status` and `/metrics` show of a database. A count of 10,000 means
+/// 10,000 or more, so that the cost of a status is bounded; `pending` and `inbox_rows` are
+/// estimates above that, on SQLite `inbox_rows` too ends at 10,000.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
     /// The state of every shard of the outbox.
@@ -92,7 +92,8 @@ pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<u
 }
 
 /// The numbers of waiting and of held messages, from three counts: all rows in state `waiting`,
-/// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`]. If
+/// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`].
+/// If
 /// `all` has reached it, the number of waiting ones is a lower bound: at least those that are due.
 pub(crate) fn waiting_and_held(all: i64, held: i64, due: i64) -> (u64, u64) {
     let others = all - held;
@@ -117,10 +118,11 @@ pub enum DeadState {
     /// Refused because of the message itself, or given up after its last try.
     #[default]
     Dead,
-    /// It waits for a dead message of its key, in the outbox also for a held one, or its topic cannot
-    /// be sent to.
+    /// It waits for a dead message of its key, in the outbox also for a held one, or its topic
+    /// cannot be sent to.
     Held,
-    /// Only of a consumer: it is tried again when it is due, or waits for such a message of its key.
+    /// Only of a consumer: it is tried again when it is due, or waits for such a message of its
+    /// key.
     Waiting,
 }
 
@@ -231,9 +233,9 @@ pub struct DeadMessage {
 }
 
 /// An act of an operator on dead, held or waiting messages. Where a consumer's message is not dead,
-/// [`Redrive`](Self::Redrive) and [`Discard`](Self::Discard) bury it first, in the same transaction.
-/// Refused are a redrive of one that waits for an earlier message of its key, and a new id for one
-/// that is not dead. A message that a process is handling now is refused.
+/// [`Redrive`](Self::Redrive) and [`Discard`](Self::Discard) bury it first, in the same
+/// transaction. Refused are a redrive of one that waits for an earlier message of its key, and a
+/// new id for one that is not dead. A message that a process is handling now is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OperatorAct {
     /// Send or handle it again, with the same id: inboxes still deduplicate.
@@ -319,8 +321,8 @@ impl Redriven {
     }
 }
 
-/// Decides what a redrive does. `stood` is about the inbox row of the id before the act inserted one:
-/// none, or whether it has the same content as the message.
+/// Decides what a redrive does. `stood` is about the inbox row of the id before the act inserted
+/// one: none, or whether it has the same content as the message.
 ///
 /// A message that died as too old or from the future has no inbox row; every other dead message has
 /// its own.
@@ -461,8 +463,8 @@ pub trait Operator: Debug + Send + Sync {
     /// The current state of shards, consumers, dead messages and e-mails.
     async fn status(&self) -> Result<Status, StoreError>;
 
-    /// As [`Operator::status`], but with the inbox rows of an earlier status (0 for a consumer that is
-    /// not in it), because to count them takes longer than all the rest.
+    /// As [`Operator::status`], but with the inbox rows of an earlier status (0 for a consumer that
+    /// is not in it), because to count them takes longer than all the rest.
     async fn status_since(&self, earlier: &Status) -> Result<Status, StoreError>;
 
     /// Connections that have waited for a lock for longer than this, as far as the server tells. It
@@ -495,15 +497,15 @@ pub trait Operator: Debug + Send + Sync {
     async fn held_topics(&self, limit: usize) -> Result<Vec<DeadMessage>, StoreError>;
 
     /// Repairs positions that the relay would never read. If the sequence of the database is behind
-    /// the cursor, it is set above it. Messages that the relay has passed get new positions, in order.
-    /// Some messages may be sent a second time, none is lost. Returns a sentence for each repair and
-    /// writes an audit row; with `dry_run` nothing is written.
+    /// the cursor, it is set above it. Messages that the relay has passed get new positions, in
+    /// order. Some messages may be sent a second time, none is lost. Returns a sentence for each
+    /// repair and writes an audit row; with `dry_run` nothing is written.
     async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError>;
 
-    /// Acts on the messages that [`dead`](Self::dead) finds by this filter, with an audit row for each.
-    /// For outbox rows it writes a request that the owner of the shard carries out. Consumer rows
-    /// change at once (redrive: due now, or behind an earlier message of its key; discard: deleted,
-    /// and the next message is due).
+    /// Acts on the messages that [`dead`](Self::dead) finds by this filter, with an audit row for
+    /// each. For outbox rows it writes a request that the owner of the shard carries out. Consumer
+    /// rows change at once (redrive: due now, or behind an earlier message of its key; discard:
+    /// deleted, and the next message is due).
     ///
     /// # Errors
     /// [`StoreError::Refused`] if the act has no meaning for one of the messages in its state, or a

@@ -37,7 +37,8 @@ pub fn reply(message: &impl Message) -> Reply {
 }
 
 /// An error reply of a handler, with this status and its details. Metadata that is text is kept if
-/// the endpoint keeps headers of these names. The status `OK` is no error, and is replied as `UNKNOWN`.
+/// the endpoint keeps headers of these names. The status `OK` is no error, and is replied as
+/// `UNKNOWN`.
 #[must_use]
 pub fn refusal(status: &Status) -> Reply {
     let refused = Refused { message: status.message().to_owned(), details: status.details().to_vec() };

@@ -38,7 +38,7 @@ use super::front::{Asking, Begin, Front, Turn};
 use super::reply::{Answered, Problem};
 use crate::inbox::handler::panic_text;
 use crate::observe::Noted;
-use crate::operation::port::{Claimed, Fenced, Keys, Owned};
+use crate::operation::port::{Claimed, Fenced, Keys, Owned, RunOutcome};
 use crate::operation::rules::classify::{Run, Settle, Untagged};
 use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
@@ -181,12 +181,15 @@ async fn claim_and_drive<S, T, R, W>(
             // A retry is judged by the record in the store, once the store answers again.
             begin.has_ended();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
+            // The search below may last a lease. It needs neither a place nor the request's body.
+            drop((place, run));
             release_lost(&front, &begin).await;
         }
     }
 }
 
 /// Releases a claim whose answer was lost. The handler was not called, so the claim has no effect.
+/// A claim that repeats a run of unknown outcome is not deleted: the record becomes UNKNOWN again.
 ///
 /// "There is no such claim" does not end the search: the claim may still be queued in the server,
 /// commit later, and then become unknown. So the release is tried until it has removed a claim, or
@@ -196,7 +199,15 @@ async fn release_lost(front: &Front, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
     let (mut pause, mut answered) = (RELEASE_AGAIN, false);
     while Instant::now() < until {
-        match front.engine().store().take_back(&begin.claim, begin.basis()).await {
+        let store = front.engine().store();
+        let released = match begin.repeats() {
+            false => store.take_back(&begin.claim, begin.basis()).await,
+            true => {
+                let owned = begin.claim.owned(begin.basis());
+                store.finish(&owned, &RunOutcome::Unknown, &front.endpoint().route().retention).await
+            }
+        };
+        match released {
             Ok(Fenced::Done) => return,
             Ok(Fenced::LostOwnership) => answered = true,
             Err(error) => tracing::debug!(%error, "a claim whose answer was lost could not be released"),
@@ -227,9 +238,9 @@ impl Edge {
     {
         let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
         let route = endpoint.route();
-        let heart = Heart::start(&self.front, self.owned.clone());
         let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone());
         let progress = guard.progress().clone();
+        let heart = Heart::start(&self.front, self.owned.clone(), progress.clone());
         // The closure itself may panic, not only its future.
         let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
         engine.has_run(endpoint.operation(), self.begin.ran());

@@ -361,10 +361,10 @@ impl Core {
     /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
     /// regularly, in as many processes as you like.
     ///
-    /// It also ends abandoned claims, so that a process that died leaves no operation in progress if
-    /// its clients do not return: at most `limit` of each operation. After the end of its lease a
-    /// claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN (O11); one
-    /// of mode `bridged` is deleted (O2). No handler is called.
+    /// It also ends abandoned claims, so that a process that died leaves no operation in progress
+    /// if its clients do not return: at most `limit` of each operation. After the end of its lease
+    /// a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN (O11);
+    /// one of mode `bridged` is deleted (O2). No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.
@@ -376,13 +376,16 @@ impl Core {
         for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
-            let keys = purged.await?;
-            observe::forgotten(Forgotten::Keys, keys);
-            forgotten += keys;
-            match stale::end(self, endpoint, limit).await {
-                Err(error @ StoreError::Unavailable(_)) => return Err(error),
-                // A record that somebody has locked does not hold up the other operations.
-                other => ended = ended.and(other),
+            let purged = purged.await.map(|keys| {
+                observe::forgotten(Forgotten::Keys, keys);
+                forgotten += keys;
+            });
+            // A record that somebody has locked does not hold up the other operations.
+            for done in [purged, stale::end(self, endpoint, limit).await] {
+                match done {
+                    Err(error @ StoreError::Unavailable(_)) => return Err(error),
+                    other => ended = ended.and(other),
+                }
             }
         }
         ended.map(|()| forgotten)

@@ -391,11 +391,11 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// nothing any more.
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError>;
 
-    /// The abandoned claims of an operation, at most `limit`: IN_PROGRESS in mode `bridged` or `edge`
-    /// with a lease that ended at least half its length ago, and committed claims of mode `same_tx`,
-    /// which have no lease (O1). It reads only records without an outcome. Phased operations are
-    /// left out: recovery workers continue them. A guard returns none: there a claim waits for the
-    /// next request.
+    /// The abandoned claims of an operation, at most `limit`: IN_PROGRESS in mode `bridged` or
+    /// `edge` with a lease that ended at least half its length ago, and committed claims of mode
+    /// `same_tx`, which have no lease (O1). It reads only records without an outcome. Phased
+    /// operations are left out: recovery workers continue them. A guard returns none: there a claim
+    /// waits for the next request.
     async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError>;
 
     /// Deletes about `limit` bodies at most whose time is over, and returns their number; the

@@ -1,15 +1,14 @@
-//! Pure: no I/O, no clock.
-//! Decides whether the lease of a shard or a partition has expired, and whether a session still owns
-//! what it leased.
+//! Pure: no I/O, no clock. Decides whether the lease of a shard or a partition has expired, and
+//! whether a session still owns what it leased.
 //!
 //! Guarantees:
 //!
 //! * Only database time decides whether a lease has expired. A lease that ends later than now plus
 //!   its length was written before the clock went back, and counts as expired. Otherwise nobody
 //!   could take it until the clock has caught up (R22).
-//! * A session has ended when the epoch or the revision in the row is not the one that it wrote last,
-//!   whatever the lease says (R7). Who takes the lease raises the epoch; each write of the owner
-//!   raises the revision.
+//! * A session has ended when the epoch or the revision in the row is not the one that it wrote
+//!   last, whatever the lease says (R7). Who takes the lease raises the epoch; each write of the
+//!   owner raises the revision.
 //!
 //! Not here: writing the row, and comparing the epoch in every fenced statement (`store`). A lease
 //! only decides which process may try; the epoch decides whose write takes effect.

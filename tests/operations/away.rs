@@ -151,7 +151,12 @@ async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_so
     let door = |gate: &Gate| door(&world, oncebox::operation::Endpoint::typed::<Put>(same_tx()), gate);
     let (slow, quick) = (serve(door(&gate)).await + "/put", serve(door(&open)).await + "/put");
     let ask = async |url: &str, key: &str| send(post(url, key, r#"{"text":"a"}"#)).await;
-    assert_eq!(ask(&quick, K1).await.status, 201);
+    // Where a busy machine gives no connection in time the answer is 503, and a client asks again.
+    let is_made = |key: String| {
+        let quick = quick.clone();
+        async move { until("it is made", || async { ask(&quick, &key).await.status == 201 }).await }
+    };
+    is_made(K1.to_owned()).await;
     let mut running = tokio::task::JoinSet::new();
     for number in 0..3 {
         running.spawn(send(post(&slow, &format!("{K2}-{number}"), r#"{"text":"a"}"#)));
@@ -165,13 +170,17 @@ async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_so
     // Many at once wait no longer than one.
     let keys: Vec<String> = (0..20).map(|number| format!("{K2}-refused-{number}")).collect();
     futures::future::join_all(keys.iter().map(|key| refused(key))).await;
-    // Where no connection is free in time the answer is 503, and a client asks again.
     let replay = until("a replay", || async { ask(&quick, K1).await.is_replayed() });
     answered("a replay", enough, replay).await;
     answered("a duplicate", enough, ask(&quick, &format!("{K2}-0"))).await.is(Code::InProgress);
     for _ in 0..3 {
         gate.let_go();
     }
-    assert!(running.join_all().await.iter().all(|answer| answer.status == 201));
-    assert_eq!(ask(&quick, &keys[0]).await.status, 201, "its key is free");
+    let ended = running.join_all().await;
+    assert!(ended.iter().all(|answer| [201, 503].contains(&answer.status)), "{ended:?}");
+    for number in 0..3 {
+        is_made(format!("{K2}-{number}")).await;
+    }
+    // The keys of those that were refused are free.
+    is_made(keys[0].clone()).await;
 }

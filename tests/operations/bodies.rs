@@ -85,7 +85,7 @@ async fn o2_a_guard_takes_back_what_it_cannot_answer_with_and_its_key_runs_again
         let refused = in_time(post(&url, &key, "{}").header("test-body", told)).await;
         let text = String::from_utf8(refused.body.clone()).unwrap();
         assert_eq!(refused.status, 500, "{text}");
-        assert!(text.contains(why) && text.ends_with("everything was rolled back"), "{text}");
+        assert!(text.contains(why) && text.ends_with("the guard committed nothing"), "{text}");
         assert_eq!(world.effects().await, number, "{told}");
         assert_eq!(world.record("t1", &key).await.unwrap().state, Remembered::FailedRetryable, "{told}");
         let again = send(post(&url, &key, "{}")).await;

@@ -7,7 +7,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
-use oncebox::operation::{Code, Endpoint, Mode, Outcome, Reconciled, Record, Route, State as Remembered};
+use oncebox::operation::{Code, Effects, Endpoint, Mode, Outcome, Reconciled, Record, Route, State as Remembered};
 use oncebox::store::{ActContext, Basis, Claimed, Fenced, KeyChange, KeyClaim};
 
 use super::kit::*;
@@ -17,6 +17,9 @@ on_all! {
     o11_a_sweep_leaves_what_this_process_runs_to_its_heartbeats,
     what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find_it,
     a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same,
+    a_late_run_that_does_not_know_what_it_did_leaves_no_free_key,
+    a_late_run_that_did_nothing_says_nothing_of_the_run_after_it,
+    a_repeated_run_of_which_nothing_is_stored_keeps_the_id_of_the_operation,
     a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
     what_a_late_run_did_is_not_executed_again_though_its_process_died_after_it_said_so,
     a_release_and_a_late_word_at_once_leave_one_of_them_seen,
@@ -26,9 +29,14 @@ on_all! {
 
 /// A run that stands still with its handler called, and whose lease is over.
 async fn stands_still<S: Sql>(world: &World<S>) -> (Gate, tokio::task::JoinHandle<Http>) {
+    stands_still_told(world, "{}").await
+}
+
+/// The same of a handler that then does what it is told.
+async fn stands_still_told<S: Sql>(world: &World<S>, told: &'static str) -> (Gate, tokio::task::JoinHandle<Http>) {
     let gate = Gate::closed();
     let url = layered(world, Endpoint::raw("put", edge()), &gate).await + "/put";
-    let asked = tokio::spawn(async move { send(post(&url, K1, "{}")).await });
+    let asked = tokio::spawn(async move { send(post(&url, K1, told)).await });
     gate.begun().await;
     let long_ago = match S::NAME {
         "sqlite" => "strftime('%s', '2020-01-01') * 1000",
@@ -104,6 +112,56 @@ async fn a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same<S: 
     assert_eq!((again.status, again.is_replayed()), (201, true));
     assert_eq!((slow.calls(), other.calls(), world.effects().await), (1, 0, 1));
     assert_eq!(late_runs(&world).await, 1);
+}
+
+// Shown by: remembering only late successes and failures (the key is free).
+async fn a_late_run_that_does_not_know_what_it_did_leaves_no_free_key<S: Sql>(world: World<S>) {
+    const BREAKS: &str = r#"{"status":500}"#;
+    let (slow, answer) = stands_still_told(&world, BREAKS).await;
+    let (asked, other, url) = not_found(&world).await;
+    send(post(&url, K1, BREAKS)).await.is(Code::RecoveryPending);
+    asked.begun().await;
+    asked.let_go();
+    until("its key is free", || async { world.record("t1", K1).await.is_none() }).await;
+    slow.let_go();
+    assert_eq!(answer.await.unwrap().status, 500);
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::UnknownRequiresRecovery);
+    assert_eq!((slow.calls(), other.calls(), late_runs(&world).await), (1, 0, 1));
+}
+
+// Shown by: freeing whatever is unknown under the operation id of the late run.
+async fn a_late_run_that_did_nothing_says_nothing_of_the_run_after_it<S: Sql>(world: World<S>) {
+    let (slow, answer) = stands_still_told(&world, r#"{"tag":"retryable"}"#).await;
+    let seen = world.record("t1", K1).await.unwrap();
+    assert_eq!(world.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
+    // The operation runs again under its id, and nobody knows how that run ended.
+    let seen = world.record("t1", K1).await.unwrap();
+    let endpoint = world.another_process().engine.protect(Endpoint::raw("put", edge())).unwrap();
+    let again = KeyClaim { operation_id: seen.operation_id, ..claim(&endpoint, K1, Mode::Edge, SOON) };
+    let Claimed::Owned(owned) = world.store.claim(&again, Basis::TakeOver(&seen)).await.unwrap() else {
+        panic!("not taken")
+    };
+    let unknown = oncebox::store::RunOutcome::Unknown;
+    assert_eq!(world.store.finish(&owned, &unknown, &edge().retention).await.unwrap(), Fenced::Done);
+    slow.let_go();
+    answer.await.unwrap();
+    assert_eq!(late_runs(&world).await, 1, "the first run ended late");
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::UnknownRequiresRecovery);
+}
+
+// What removes duplicates downstream knows the operation by its id. Shown by: deleting the record of
+// the run before (the next request has another id).
+async fn a_repeated_run_of_which_nothing_is_stored_keeps_the_id_of_the_operation<S: Sql>(world: World<S>) {
+    const NOTHING: &str = r#"{"tag":"dont_store"}"#;
+    let (_slow, _answer) = stands_still_told(&world, NOTHING).await;
+    let first = world.record("t1", K1).await.unwrap();
+    let (gate, route) = (Gate::open(), Route { effects: Effects::Repeatable, ..edge() });
+    let url = layered(&world.another_process(), Endpoint::raw("put", route), &gate).await + "/put";
+    assert_eq!(send(post(&url, K1, NOTHING)).await.status, 201);
+    let second = world.record("t1", K1).await.expect("the first run may have had an effect");
+    assert_eq!((second.state, second.operation_id), (Remembered::UnknownRequiresRecovery, first.operation_id));
+    send(post(&url, K1, "{}")).await.is(Code::KeyReused);
+    assert_eq!(gate.calls(), 1);
 }
 
 // Shown by: `resolve` that does not look at the evidence.

@@ -112,8 +112,8 @@ async fn copy_of(server: &str, template: &str) -> String {
 }
 
 /// The database that [`migrated_database`] copies, made where it is not there. Its name is that of
-/// its schema: a server that outlives a run of the tests may meet another. It gets this name when it
-/// is complete.
+/// its schema: a server that outlives a run of the tests may meet another. It gets this name when
+/// it is complete.
 async fn template(server: &str) -> String {
     let mut hasher = DefaultHasher::new();
     PostgresStore::script().hash(&mut hasher);

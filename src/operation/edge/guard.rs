@@ -109,8 +109,9 @@ pub enum GuardError {
     #[error(transparent)]
     Seal(#[from] SealError),
     /// The answer is a stream, or its body failed or did not end within the route's completion
-    /// budget. Everything was rolled back.
-    #[error("{0}: everything was rolled back")]
+    /// budget, so the guard committed nothing. If the handler had not ended the transaction itself,
+    /// everything was rolled back; otherwise the outcome is unknown.
+    #[error("{0}: the guard committed nothing")]
     Unread(String),
     /// An error of the database. After [`StoreError::CommitUnknown`] the request gets 503, and the
     /// retry finds the outcome.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::observe::{self, Noted};
+use crate::operation::edge::guard::Progress;
 use crate::operation::front::Front;
 use crate::operation::port::{Fenced, Owned};
 use crate::time::lease::Lease;
@@ -22,7 +23,7 @@ pub(super) struct Heart {
 }
 
 impl Heart {
-    pub(super) fn start(front: &Front, owned: Owned) -> Self {
+    pub(super) fn start(front: &Front, owned: Owned, progress: Progress) -> Self {
         let (engine, lease) = (front.engine().clone(), front.endpoint().route().lease);
         let (operation, key) = (front.endpoint().operation().clone(), front.short_key());
         let stop = CancellationToken::new();
@@ -39,8 +40,8 @@ impl Heart {
                         pause = beats;
                     }
                     Ok(Fenced::LostOwnership) => {
-                        // The outcome removes the claim; the loss after it is no loss.
-                        if !stopped.is_cancelled() {
+                        // An outcome that was written ends the claim, which is no loss.
+                        if !stopped.is_cancelled() && progress.stored().is_none() {
                             observe::noted(operation.as_str(), &key, Noted::HeartbeatLost);
                         }
                         return;

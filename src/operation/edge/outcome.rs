@@ -84,10 +84,11 @@ impl Edge {
         tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
     }
 
-    /// The outcome to write; `None`: the record is deleted.
+    /// The outcome to write; `None`: the record is deleted. A run that repeats one of unknown
+    /// outcome does not delete the record of it: the next run must have the same operation id.
     fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<RunOutcome> {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
-        let Settle::Finish(state) = settle else { return None };
+        let Settle::Finish(state) = settle else { return self.begin.repeats().then_some(RunOutcome::Unknown) };
         let code = match kept {
             Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
             _ => None,
@@ -163,13 +164,15 @@ impl Edge {
                 return false;
             }
         };
-        let ended = matches!(outcome, Some(RunOutcome::Completed(_) | RunOutcome::FailedReplayable { .. }));
+        let did_nothing = matches!(outcome, Some(RunOutcome::FailedRetryable { .. }) | None);
         let basis = match &record {
-            None if !ended => return outcome.is_none(),
+            None if did_nothing => return outcome.is_none(),
             None => Basis::New,
             Some(record) if !ours(record) || record.mode != Mode::Edge => return self.anothers(record),
+            // That this run did nothing says nothing of a later run, which left the record UNKNOWN.
+            Some(record) if did_nothing && record.attempts != self.owned.attempts => return self.anothers(record),
             Some(record) if record.state == State::UnknownRequiresRecovery => Basis::TakeOver(record),
-            Some(record) if record.state == State::FailedRetryable && ended => Basis::Late(record),
+            Some(record) if record.state == State::FailedRetryable && !did_nothing => Basis::Late(record),
             Some(record) => return self.anothers(record),
         };
         let claim = KeyClaim {

@@ -1,5 +1,5 @@
-//! Claims without an outcome that an operator resolves. Only an abandoned claim can be resolved: its
-//! lease is over, or a handler of mode `same_tx` has committed it by itself.
+//! Claims without an outcome that an operator resolves. Only an abandoned claim can be resolved:
+//! its lease is over, or a handler of mode `same_tx` has committed it by itself.
 //!
 //! Not here: which acts there are ([`KeyOperator`]), and the sweep that ends abandoned claims by
 //! itself (`operation::stale`).

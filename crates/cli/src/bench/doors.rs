@@ -92,7 +92,7 @@ impl<S: Yard> DoorA<S> {
         Ok(Self { engine, pay, maker: Arc::clone(maker), scope })
     }
 
-    /// Sends one request.
+    /// Sends one request and returns how it was answered.
     async fn ask(&self, key: &str, command: Pay) -> Result<Seen, AppError> {
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| AppError::failed(error.to_string()))?;
         let maker = Arc::clone(&self.maker);
@@ -211,8 +211,8 @@ async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, Ap
     clients(count, ask(Seen::Replayed)).await
 }
 
-/// By how many megabytes the memory of this process, which is that of the clients too, grows while a
-/// thousand equal requests of 1 KB are answered.
+/// By how many megabytes the memory of this process, which is that of the clients too, grows while
+/// a thousand equal requests of 1 KB are answered.
 async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
     let key = Uuid::now_v7().to_string();
     let before = resident(std::process::id())?;

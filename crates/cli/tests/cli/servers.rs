@@ -284,7 +284,7 @@ fn an_operator_acts_the_same_on_every_server() {
         crate::kit::eventually("what stood behind it", || (world.place.entries() == ["p1", "p2"]).then_some(()));
         consumer.stop().ok();
         let forget = ["consumers", "forget", &world.name, "--why", "replaced"];
-        world.oncebox(&forget).run().fails(4, &["a process of consumer", "was there"]);
+        world.oncebox(&forget).run().fails(4, &["stop its processes", "was seen"]);
         world.place.sql(an_hour_ago);
         let status = world.oncebox(&["status"]).run().ok();
         let gone = format!("stuck: consumer {}: no process of it runs", world.name);

@@ -119,8 +119,8 @@ select count(*) from (select 1 from oncebox.waiting {my: force index (waiting_la
   where consumer_id = :of and lane_id = :lane and sequence > :sequence and state = 'waiting' {lite: and blocks = 1} \
   limit :max) b";
 
-/// The number of a message, as `oncebox dead list` shows it: `o17` is a position of the outbox, `c9`
-/// a sequence of a consumer.
+/// The number of a message, as `oncebox dead list` shows it: `o17` is a position of the outbox,
+/// `c9` a sequence of a consumer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Number {
     Outbox(i64),
@@ -188,8 +188,8 @@ pub(in crate::store) async fn find(
     Ok(found)
 }
 
-/// The numbers of all messages that match, oldest first. Messages of the outbox with a request of an
-/// operator are left out.
+/// The numbers of all messages that match, oldest first. Messages of the outbox with a request of
+/// an operator are left out.
 pub(super) async fn numbers(
     session: &mut dyn Session,
     texts: Texts,
@@ -326,8 +326,8 @@ impl<'a> Look<'a> {
         Ok(found)
     }
 
-    /// The sequences of the heads that are due first and, if there are fewer than the limit, of rows
-    /// behind them.
+    /// The sequences of the heads that are due first and, if there are fewer than the limit, of
+    /// rows behind them.
     async fn waiting_of_heads(&self, session: &mut dyn Session) -> Result<Vec<i64>, StoreError> {
         let mut heads: Vec<(DateTime<Utc>, i64, i64, Option<Uuid>)> = Vec::new();
         for consumer in session.rows(sql(CONSUMER_IDS).bind("consumer", self.consumer())).await? {
