@@ -1,13 +1,13 @@
 //! The traits that a broker adapter implements, for publishing and for consuming.
 //!
 //! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
-//! `topology` if the broker has one). The suite in `oncebox-testkit` defines how an adapter behaves;
-//! every adapter must pass it.
+//! `topology` if the broker has one). The suite in `oncebox-testkit` defines how an adapter
+//! behaves; every adapter must pass it.
 //!
 //! Guarantees: a row is settled only when the broker has confirmed or refused it. Within a session
 //! the broker takes the messages of a key in order and without gaps, until it refuses one; it gets
-//! later ones only after the runtime has received that refusal (R15). An acknowledgement is sent only
-//! for deliveries that the runtime reported as committed.
+//! later ones only after the runtime has received that refusal (R15). An acknowledgement is sent
+//! only for deliveries that the runtime reported as committed.
 //!
 //! Not here: SQL of the outbox or inbox, decisions about refusals (`outbox::rules`), retries across
 //! sessions (`outbox::relay`, `inbox::consumer`).
@@ -47,15 +47,15 @@ pub enum TopicState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
     /// The broker refused the message (too large, invalid), or the batch that it was in. Only if it
-    /// was sent alone is it certain that the refusal is about this message. Later messages of its key
-    /// that are not sent yet get `Behind`.
+    /// was sent alone is it certain that the refusal is about this message. Later messages of its
+    /// key that are not sent yet get `Behind`.
     Message(String),
     /// The message was not sent, because an earlier message of its key was refused. Messages that
     /// the runtime sends after it received this outcome are sent normally.
     Behind(String),
-    /// The broker refused the destination: unknown topic, no route, access denied. That says nothing
-    /// against the message. Messages of this topic that are not sent yet are not sent until the
-    /// runtime has received this outcome and has asked for the topic again
+    /// The broker refused the destination: unknown topic, no route, access denied. That says
+    /// nothing against the message. Messages of this topic that are not sent yet are not sent until
+    /// the runtime has received this outcome and has asked for the topic again
     /// ([`Publisher::topics`]). Other topics are not concerned.
     Destination(String),
     /// Any other failure, also a nack. The broker may have taken the message; the session must end.
@@ -114,7 +114,8 @@ pub trait Broker: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Creates what publishing needs: the exchange on RabbitMQ, and topics if `create_topics` is on.
+    /// Creates what publishing needs: the exchange on RabbitMQ, and topics if `create_topics` is
+    /// on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
     /// Looks for settings and states that break or weaken what is promised about delivery.
@@ -163,11 +164,11 @@ pub(crate) const STANDS_STILL: &str =
 /// first row that is not confirmed.
 #[async_trait]
 pub trait Publisher: Send {
-    /// Returns the state of each of these topics, in the order of the names (no name twice), and lets
-    /// a topic be sent to again whose refusal the runtime has received.
+    /// Returns the state of each of these topics, in the order of the names (no name twice), and
+    /// lets a topic be sent to again whose refusal the runtime has received.
     ///
-    /// States are cached: a topic that is known to be ready costs nothing; the broker is asked again
-    /// about the others, in one request where it allows that.
+    /// States are cached: a topic that is known to be ready costs nothing; the broker is asked
+    /// again about the others, in one request where it allows that.
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError>;
 
     /// The state of one topic, as [`topics`](Self::topics) tells it.
@@ -193,7 +194,8 @@ pub trait Publisher: Send {
     /// Safe: no outcome is lost when the future is dropped.
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError>;
 
-    /// Why the broker accepts no messages for now (for example a memory alarm), which is no failure;
+    /// Why the broker accepts no messages for now (for example a memory alarm), which is no
+    /// failure;
     /// `None` if it accepts them.
     fn blocked(&self) -> Option<String> {
         None
@@ -215,8 +217,8 @@ pub struct Subscription {
     /// Queue names by topic, where they are not `<topic>.<consumer>`.
     pub queues: BTreeMap<String, String>,
     /// The adapter stops reading at so many deliveries that are neither acknowledged nor
-    /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside). It may have a bound
-    /// in bytes too.
+    /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside). It may have a
+    /// bound in bytes too.
     pub in_flight_max: usize,
     /// How long the runtime may take to finish the work of a revoked partition.
     pub drain: Duration,
@@ -279,8 +281,9 @@ pub enum Event {
     Assigned(Vec<PartitionId>),
     /// Deliveries; those of one source are in its order.
     Deliveries(Vec<Delivery>),
-    /// The broker takes these sources away, usually for another process of the consumer. The runtime
-    /// starts nothing more of them, finishes what runs, acknowledges it, and then drops `done`.
+    /// The broker takes these sources away, usually for another process of the consumer. The
+    /// runtime starts nothing more of them, finishes what runs, acknowledges it, and then drops
+    /// `done`.
     Revoked {
         /// The sources that this subscriber loses.
         sources: Vec<PartitionId>,
@@ -291,7 +294,8 @@ pub enum Event {
     },
 }
 
-/// Tells the adapter, when its last clone is dropped, that the runtime is done with revoked sources.
+/// Tells the adapter, when its last clone is dropped, that the runtime is done with revoked
+/// sources.
 #[derive(Debug, Clone)]
 pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] Option<SyncSender<()>>);
 
@@ -337,7 +341,8 @@ pub trait Subscriber: Send {
 
     /// Decides where sources that were just assigned begin (`inbox::rules::position`), and returns
     /// it. `remembered` is what the consumer's database knows of each. A source for which this is
-    /// not called before the following `next` begins at the group's offset. A queue returns nothing.
+    /// not called before the following `next` begins at the group's offset. A queue returns
+    /// nothing.
     async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
         Ok(Vec::new())
     }
@@ -350,8 +355,8 @@ pub trait Subscriber: Send {
     /// Says that all deliveries of this source up to and including `through` are committed.
     ///
     /// # Errors
-    /// The caller may log it and continue: the broker delivers again, and the inbox knows the message.
-    /// Errors that end the subscriber come from `next`.
+    /// The caller may log it and continue: the broker delivers again, and the inbox knows the
+    /// message. Errors that end the subscriber come from `next`.
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
 
     /// Says that these deliveries are committed while an older one of their source is not, so that
@@ -365,8 +370,8 @@ pub trait Subscriber: Send {
 
     /// Says that the runtime handles nothing of this source, which has just begun and stays
     /// assigned: the adapter reads no more of it, nothing of it takes room, and it counts as caught
-    /// up. Deliveries that are on their way may still arrive. An adapter of a log must do this, or the
-    /// source stops all others once a bound is reached. Queues never get this call.
+    /// up. Deliveries that are on their way may still arrive. An adapter of a log must do this, or
+    /// the source stops all others once a bound is reached. Queues never get this call.
     fn refuse(&mut self, _source: &PartitionId) {}
 
     /// True if the group has more members than partitions, and this one got none.

@@ -88,7 +88,6 @@ create table if not exists oncebox_outbox_dead (
   constraint oncebox_outbox_dead_cause check (cause in ('refused', 'behind', 'destination') and (state = 'dead') = (cause = 'refused')),
   constraint oncebox_outbox_dead_holds check (state = 'dead' or holds = 0),
   constraint oncebox_outbox_dead_reason check ((reason is null) = (cause = 'behind')),
-  constraint oncebox_outbox_dead_behind check (cause <> 'behind' or lane_id is not null),
   constraint oncebox_outbox_dead_lane check ((lane_id is null) = (`key` is null)),
   constraint oncebox_outbox_dead_requested check ((requested is null) = (requested_at is null)
     and (requested is null) = (requested_by is null)

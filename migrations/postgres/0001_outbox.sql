@@ -187,7 +187,6 @@ create table oncebox.outbox_dead (
   constraint outbox_dead_cause check (case state when 'dead' then cause = 'refused' else cause in ('behind', 'destination') end),
   constraint outbox_dead_holds check (state = 'dead' or not holds),
   constraint outbox_dead_reason check ((reason is null) = (cause = 'behind')),
-  constraint outbox_dead_behind check (cause <> 'behind' or key is not null),
   constraint outbox_dead_requested check (case when requested is null
     then requested_at is null and requested_by is null
     else (requested = 'discard' or (state = 'dead' and requested = 'redrive')) and requested_at is not null and requested_by is not null end)

@@ -21,7 +21,7 @@ use crate::time::pace::rest_after;
 /// The shortest pause between two reads.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// The shortest pause between two counts of inbox rows, which change slowly and take longer.
+/// The pause between two counts of inbox rows, which change slowly and take longer.
 const INBOX_EVERY: Duration = Duration::from_secs(60);
 
 /// The task that updates the gauges of one database.
@@ -78,10 +78,10 @@ async fn keep(store: Arc<dyn Duties>) {
             let took = began.elapsed();
             // A count that failed is not begun again at once: it failed because it is slow.
             if counts_inbox {
-                counts_inbox_at = Instant::now() + rest_after(took, INBOX_EVERY);
+                counts_inbox_at = Instant::now() + INBOX_EVERY;
             }
-            // A long count of inbox rows puts off the next one only.
-            let pause = if counts_inbox && read.is_ok() { EVERY } else { rest_after(took, EVERY) };
+            // A long count of inbox rows does not put off the next read, which is without one.
+            let pause = if counts_inbox { EVERY } else { rest_after(&read, took, EVERY) };
             match read {
                 Ok(status) => {
                     shown.show(&status);

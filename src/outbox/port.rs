@@ -1,17 +1,17 @@
 //! What the relay needs of a store: the port of the outbox.
 //!
 //! A session owns one shard: from the moment at which it takes the lease, which raises the epoch,
-//! until its first error but [`StoreError::Limit`]. It reads new rows in position order. Before they
-//! are sent it commits a checkpoint, synchronously and begun after the read (R5: so what was read is
-//! as durable as that commit). A checkpoint also carries the mark: the rows that are proven, that is,
-//! the broker has said that it stored them.
+//! until its first error but [`StoreError::Limit`]. It reads new rows in position order. Before
+//! they are sent it commits a checkpoint, synchronously and begun after the read (R5: so what was
+//! read is as durable as that commit). A checkpoint also carries the mark: the rows that are
+//! proven, that is, the broker has said that it stored them.
 //!
 //! How a store remembers what was proven differs: PostgreSQL by a cursor and the gaps before it,
 //! MySQL by the rows that are present, SQLite by a position.
 //!
-//! Guarantees: every write compares epoch and revision with the row of the lease; if they differ, it
-//! changes nothing and returns [`StoreError::Fenced`]. A committed message is read again until a mark
-//! has recorded it as proven, or has copied the whole row to the table of dead and held rows.
+//! Guarantees: every write compares epoch and revision with the row of the lease; if they differ,
+//! it changes nothing and returns [`StoreError::Fenced`]. A committed message is read again until a
+//! mark has recorded it as proven, or has copied the whole row to the table of dead and held rows.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -30,8 +30,8 @@ pub struct LeaseRequest {
     pub owner: String,
     /// Length of the lease, measured by the clock of the database.
     pub length: Duration,
-    /// A read ends with the message that reaches so many bytes. So memory is bounded by this and one
-    /// message, for any number of rows.
+    /// A read ends with the message that reaches so many bytes. So memory is bounded by this and
+    /// one message, for any number of rows.
     pub read_bytes: usize,
 }
 
@@ -79,8 +79,8 @@ pub struct ReadBatch {
     pub rows: Vec<OutboxRow>,
     /// True if there was more to read.
     pub more: bool,
-    /// True if a checkpoint must follow within a second although there are no rows: gaps were found,
-    /// which it has to store, or rows of other shards.
+    /// True if a checkpoint must follow within a second although there are no rows: gaps were
+    /// found, which it has to store, or rows of other shards.
     pub needs_checkpoint: bool,
 }
 
@@ -96,8 +96,8 @@ pub enum Diversion {
     },
     /// An earlier row of its key is dead or held.
     HeldBehind,
-    /// Its topic does not exist, has no route or is denied. The relay tries the topic again and sends
-    /// the row then; no operator is needed.
+    /// Its topic does not exist, has no route or is denied. The relay tries the topic again and
+    /// sends the row then; no operator is needed.
     HeldDestination {
         /// What the broker said of the destination.
         reason: String,
@@ -107,7 +107,8 @@ pub enum Diversion {
 /// The changes that a mark makes in one fenced transaction.
 #[derive(Debug, Clone, Default)]
 pub struct Mark {
-    /// The cursor moves to the end of this batch: every row up to there is proven, or in `diverted`.
+    /// The cursor moves to the end of this batch: every row up to there is proven, or in
+    /// `diverted`.
     pub through: Option<u64>,
     /// Rows of those batches that are copied as a whole to the dead and held table.
     pub diverted: Vec<(i64, Diversion)>,
@@ -172,8 +173,8 @@ pub struct OperatorRequest {
 
 /// The outbox of one store, which opens sessions.
 ///
-/// The relay is not generic over the store. So each call makes a boxed future, which is little beside
-/// its round trip.
+/// The relay is not generic over the store. So each call makes a boxed future, which is little
+/// beside its round trip.
 #[async_trait]
 pub trait Outbox: Debug + Send + Sync {
     /// Takes the lease of a shard in one synchronous transaction, or says who has it, or that there
@@ -191,8 +192,9 @@ pub trait Outbox: Debug + Send + Sync {
     async fn shards(&self) -> Result<Vec<i32>, StoreError>;
 }
 
-/// The ownership of one shard. After any error but [`StoreError::Limit`] (a message or a bound is too
-/// large, and nothing was written) nobody knows what took effect: drop the session and open another.
+/// The ownership of one shard. After any error but [`StoreError::Limit`] (a message or a bound is
+/// too large, and nothing was written) nobody knows what took effect: drop the session and open
+/// another.
 ///
 /// # Cancel safety
 /// Do not drop the future of a method before it is done, unless you drop the session with it.
@@ -202,8 +204,8 @@ pub trait RelaySession: Debug + Send {
     /// request. It is fenced: the same statement checks the epoch.
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError>;
 
-    /// Commits synchronously, after the read: renews the lease, stores the new gaps, closes those that
-    /// no transaction can fill any more, and writes the mark, which may be empty.
+    /// Commits synchronously, after the read: renews the lease, stores the new gaps, closes those
+    /// that no transaction can fill any more, and writes the mark, which may be empty.
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError>;
 
     /// Rows of the dead and held table that hold later rows, in position order, at most `limit`.
@@ -218,16 +220,16 @@ pub trait RelaySession: Debug + Send {
     async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError>;
 
     /// These dead and held rows with their messages, in position order, to be published again. It
-    /// ends where `read_bytes` is reached: ask again for the rest. A position that is missing before
-    /// the last one returned has no row any more.
+    /// ends where `read_bytes` is reached: ask again for the rest. A position that is missing
+    /// before the last one returned has no row any more.
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError>;
 
-    /// Housekeeping between reads: makes the next partitions, and deletes proven rows. It is bounded
-    /// and does not block the application.
+    /// Housekeeping between reads: makes the next partitions, and deletes proven rows. It is
+    /// bounded and does not block the application.
     async fn tidy(&mut self) -> Result<(), StoreError>;
 
-    /// The open gaps, once there are half as many as the bound allows; otherwise none. Always none in
-    /// a store whose positions have no gaps.
+    /// The open gaps, once there are half as many as the bound allows; otherwise none. Always none
+    /// in a store whose positions have no gaps.
     async fn open_gaps(&mut self) -> Result<Option<OpenGaps>, StoreError> {
         Ok(None)
     }

@@ -96,6 +96,8 @@ struct Memory {
 
 /// The name of the health trouble of a relay whose topics are all blocked.
 const TOPICS: &str = "topics";
+/// The name of the health trouble of a relay that has many open gaps.
+const GAPS: &str = "gaps";
 /// After so many sessions in a row that ended in doubt without a mark, the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;
 
@@ -149,7 +151,7 @@ impl Relay {
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             let Some(publisher) = self.connect(stop).await? else { return Ok(RelayEnd::Stopped) };
-            let Some(session) = self.lease(stop, memory.refused || memory.doubts >= DOUBTS_SHOWN).await? else {
+            let Some(session) = self.lease(stop, &mut memory).await? else {
                 publisher.close().await;
                 return Ok(RelayEnd::Stopped);
             };
@@ -197,7 +199,7 @@ impl Relay {
     async fn lease(
         &self,
         stop: &CancellationToken,
-        in_trouble: bool,
+        memory: &mut Memory,
     ) -> Result<Option<Box<dyn RelaySession>>, StoreError> {
         let request = LeaseRequest {
             shard: self.options.shard,
@@ -212,14 +214,20 @@ impl Relay {
             }
             match self.store.open(&request).await {
                 Ok(LeaseAnswer::Taken(session)) => {
-                    if !in_trouble {
+                    if !memory.refused && memory.doubts < DOUBTS_SHOWN {
                         self.health.set(&self.part, PartState::Ready);
                     }
                     return Ok(Some(session));
                 }
                 Ok(LeaseAnswer::HeldBy { owner, left }) => {
                     self.health.set(&self.part, PartState::Standby(format!("{owner} has the lease")));
-                    self.health.trouble(&self.part, TOPICS, None);
+                    // These are now the other owner's to show.
+                    for trouble in [TOPICS, GAPS] {
+                        self.health.trouble(&self.part, trouble, None);
+                    }
+                    // That owner draws its own conclusions. An operator may redrive a row that ours
+                    // are about.
+                    *memory = Memory::default();
                     let wait = left.clamp(Duration::from_millis(50), self.options.lease / 4);
                     if !sleep_unless(stop, wait).await {
                         return Ok(None);

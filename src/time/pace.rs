@@ -38,11 +38,16 @@ impl Pace {
     }
 }
 
+/// The longest pause of [`rest_after`]. What was slow once may be fast again, and a part of the
+/// health must beat well within the 120 s after which its process counts as stuck.
+const REST_MAX: Duration = Duration::from_secs(60);
+
 /// The pause after something that is done again and again and took so long: at least `least`, and
-/// so long that it takes a fiftieth of the time at most.
+/// so long that it takes a fiftieth of the time, up to a minute. After a failure it is `least`: the
+/// time was spent on waiting for a server that was away, and says nothing about the work.
 #[must_use]
-pub fn rest_after(took: Duration, least: Duration) -> Duration {
-    least.max(50 * took)
+pub fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Duration) -> Duration {
+    if end.is_ok() { least.max((50 * took).min(REST_MAX)) } else { least }
 }
 
 /// Sleeps for this time. Returns false if the stop came first.
@@ -68,6 +73,18 @@ mod tests {
         assert_eq!(pace.failures, 41);
         pace.worked();
         assert!(pace.next_wait() <= Duration::from_millis(100));
+    }
+
+    // Shown by: a rest without a bound, and one that takes a failure for slow work. Either lasted
+    // 25 minutes.
+    #[test]
+    fn a_rest_is_short_after_a_failure_and_bounded_after_slow_work() {
+        let (worked, failed) = (Ok::<(), ()>(()), Err::<(), ()>(()));
+        let (took, least) = (Duration::from_secs(30), Duration::from_secs(2));
+        assert_eq!(rest_after(&worked, took / 1_000, least), least);
+        assert_eq!(rest_after(&worked, took / 100, least), took / 2, "a fiftieth of the time");
+        assert_eq!(rest_after(&worked, took, least), REST_MAX);
+        assert_eq!(rest_after(&failed, took, least), least);
     }
 }
 

@@ -262,6 +262,36 @@ async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat_and_by_the_qui
     corner.clean(&[&queue]).await;
 }
 
+/// It fails where the check begins again with each call of `next`. The runtime drops the call at
+/// every tick, so the check never ended.
+#[tokio::test]
+async fn a_server_that_falls_silent_is_found_out_by_the_quiet_check_also_where_next_is_dropped_again_and_again() {
+    let Some(mut corner) = Corner::of("a_server_that_falls_silent_where_next_is_dropped").await else { return };
+    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
+    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    // Only the quiet check can find it out.
+    corner.config.heartbeat = Duration::from_secs(600);
+    corner.config.connect_deadline = Duration::from_secs(3);
+    corner.config.close_deadline = Duration::from_millis(300);
+    corner.config.quiet_check = Duration::from_millis(100);
+    let mut subscriber = corner.broker().subscriber(&corner.subscription()).await.unwrap();
+    assert!(matches!(subscriber.next().await, Ok(Event::Assigned(_))));
+    proxy.line.send(Line::Frozen).unwrap();
+    let found_out = async {
+        loop {
+            if let Ok(event) = tokio::time::timeout(Duration::from_millis(5), subscriber.next()).await {
+                return event;
+            }
+        }
+    };
+    let error = tokio::time::timeout(SOON, found_out).await.expect("the check ends").unwrap_err();
+    assert!(matches!(&error, BrokerError::Unavailable(why) if why.contains("no answer")), "{error}");
+    tokio::time::timeout(SOON, subscriber.close()).await.expect("a close has a deadline");
+    proxy.line.send(Line::Cut).unwrap();
+    let queue = corner.queue();
+    corner.clean(&[&queue]).await;
+}
+
 #[tokio::test]
 async fn g11_send_waits_at_the_bound_of_held_bytes_and_goes_on_when_there_is_room() {
     let Some(mut corner) = Corner::of("g11_send_waits_at_the_bound").await else { return };

@@ -240,6 +240,7 @@ macro_rules! store_conformance {
             held: [
                 r17_a_dead_row_is_copied_whole_in_the_mark,
                 dead_and_held_rows_come_back_in_position_order,
+                a_row_without_a_key_is_held_behind_and_comes_back,
                 a_released_row_leaves_and_a_changed_one_stays,
                 a_discarded_row_is_gone_for_good,
                 g11_dead_rows_of_every_policy_are_counted_up_to_a_bound,

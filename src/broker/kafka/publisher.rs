@@ -136,6 +136,8 @@ impl KafkaPublisher {
             )));
         }
         self.session = Session::open(&self.config, needed).await?;
+        // The new producer has seen no topic, and its window knows no partition.
+        self.ready.clear();
         Ok(true)
     }
 
@@ -290,13 +292,15 @@ impl Publisher for KafkaPublisher {
         self.go_on();
         self.distrust_refused_topics();
         self.session.window.forgive_topics(topics);
-        let unseen: Vec<String> = topics.iter().filter(|topic| !self.ready.contains(*topic)).cloned().collect();
+        let mut unseen: Vec<String> = topics.iter().filter(|topic| !self.ready.contains(*topic)).cloned().collect();
         if unseen.is_empty() {
             return Ok(vec![TopicState::Ready; topics.len()]);
         }
         let mut states = self.session.ask(&unseen, &self.limits, &self.config).await?;
         if self.fit(&unseen).await? {
-            // The producer is new: it must see the topics in its own metadata.
+            // The producer is new: it must see the topics in its own metadata, also those that were
+            // ready before.
+            unseen = topics.to_vec();
             states = self.session.ask(&unseen, &self.limits, &self.config).await?;
         }
         // Their partitions may be others now.
@@ -370,6 +374,11 @@ impl Publisher for KafkaPublisher {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
         loop {
             self.go_on();
+            // A refusal that came before any doubt is not the cause of a later one. If the guilty
+            // report comes between this check and `take`, it costs one wait at most.
+            if self.session.window.has_refused() && self.doubt().is_none() {
+                self.session.window.forget_refusal();
+            }
             if self.session.window.take(settled) {
                 return Ok(());
             }

@@ -48,9 +48,10 @@ struct State {
     refused_topics: HashMap<String, RefusedTopic>,
     /// Topics that refused a message as too large.
     too_small: Vec<String>,
-    /// True once a row was refused in this session.
+    /// True where a row was refused since the session was last seen to work.
     has_refused: bool,
-    /// Set where a refusal may be due to this session's batch size. Then the session must end.
+    /// Set where a refusal may be due to this session's batch size, or where a report of success
+    /// proves nothing. Then the session must end.
     stale: Option<String>,
     opening: Opening,
     waiting: Option<Wait>,
@@ -219,12 +220,18 @@ impl PublishWindow {
         std::mem::take(&mut self.state().too_small)
     }
 
-    /// Whether a row was refused in this session.
+    /// Whether a row was refused since `forget_refusal`.
     pub(super) fn has_refused(&self) -> bool {
         self.state().has_refused
     }
 
-    /// Why the session must start anew: a topic takes smaller batches than this session makes.
+    /// Forgets that a row was refused: the session goes on in spite of it.
+    pub(super) fn forget_refusal(&self) {
+        self.state().has_refused = false;
+    }
+
+    /// Why the session must start anew: a topic takes smaller batches than this session makes, or a
+    /// row was reported as delivered without a proof.
     pub(super) fn stale(&self) -> Option<String> {
         self.state().stale.clone()
     }
@@ -243,6 +250,18 @@ impl PublishWindow {
         drop(state);
         self.changed.notify_one();
         true
+    }
+
+    /// Handles a report of success. Without a proof the row stays unsettled and the session ends,
+    /// so that the next one sends the row again.
+    fn delivered(&self, slot: usize, topic: &str, key: Option<&[u8]>, partition: i32, offset: i64) {
+        if let Some(receipt) = receipt(partition, offset) {
+            self.settle(slot, topic, key, Ok(receipt));
+            return;
+        }
+        let why = || format!("kafka topic `{topic}`: a message was reported as delivered without an offset");
+        self.state().stale.get_or_insert_with(why);
+        self.changed.notify_one();
     }
 
     /// The topics that refused messages as destinations.
@@ -355,6 +374,14 @@ impl State {
     }
 }
 
+/// What a report of success proves. When Kafka takes a batch, librdkafka also reports the earlier
+/// rows that it still had to send again as delivered, without asking Kafka. Kafka never stored them
+/// if it did not know the producer on that partition. Such a report has no offset, and with
+/// `acks=all` Kafka gives one for every row that it stored.
+fn receipt(partition: i32, offset: i64) -> Option<Receipt> {
+    (offset >= 0).then_some(Receipt::Offset { partition, offset })
+}
+
 /// The callbacks that librdkafka calls on the thread that polls the producer.
 #[derive(Debug)]
 pub(super) struct PublishContext {
@@ -382,8 +409,7 @@ impl ProducerContext for PublishContext {
         match result {
             Ok(record) => {
                 self.reports.works();
-                let receipt = Receipt::Offset { partition: record.partition(), offset: record.offset() };
-                self.window.settle(slot, record.topic(), record.key(), Ok(receipt));
+                self.window.delivered(slot, record.topic(), record.key(), record.partition(), record.offset());
             }
             // Purged with the session, whose end is reported elsewhere.
             Err((KafkaError::MessageProduction(Code::Fatal | Code::PurgeQueue | Code::PurgeInflight), _)) => {}
@@ -476,6 +502,25 @@ mod tests {
         assert!(window.stands_behind("t", None).is_some(), "nobody asked for it");
         window.forgive_topics(&["t".to_owned()]);
         assert!(window.stands_behind("t", None).is_none());
+    }
+
+    /// It fails where every report of success is believed: the row is then lost.
+    #[test]
+    fn g2_a_row_that_was_reported_as_delivered_without_an_offset_is_not_proven_and_ends_the_session() {
+        let window = PublishWindow::new(10, 1_000, 10);
+        let [doubtful, stored] = [1, 2].map(|tag| window.reserve(tag, 1).unwrap());
+        // `RD_KAFKA_OFFSET_INVALID`, and what Kafka answers where it knows no offset.
+        for offset in [-1_001, -1] {
+            assert_eq!(receipt(0, offset), None);
+        }
+        window.delivered(doubtful, "t", None, 0, -1_001);
+        assert!(window.stale().is_some_and(|why| why.contains("`t`")));
+        window.delivered(stored, "t", None, 0, 0);
+        let mut settled = Vec::new();
+        assert!(window.take(&mut settled));
+        assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [2]);
+        assert_eq!(settled[0].outcome, Ok(Receipt::Offset { partition: 0, offset: 0 }));
+        assert_eq!(window.in_flight(), 1, "the next session sends the other one again");
     }
 
     #[tokio::test]

@@ -208,7 +208,7 @@ impl Confirms {
         match self.cuts.count(unconfirmed) {
             None => BrokerError::Unavailable(why),
             Some(times) => BrokerError::Session(format!(
-                "{times} connections in a row worked until a message was sent that had no confirm yet: {why}"
+                "the last {times} connections were cut while the same message waited for its confirm: {why}"
             )),
         }
     }
@@ -353,6 +353,9 @@ impl Confirms {
         let returned = std::mem::take(&mut self.channels[at].returned);
         for Confirmed { tag, flight, acked } in std::mem::take(&mut self.channels[at].confirmed) {
             let InFlight { lane, topic, id, weight, .. } = flight;
+            if acked {
+                self.cuts.confirmed(&id);
+            }
             let place = (id, topic);
             if let Some(why) = returned.get(&place) {
                 let why = format!(
@@ -419,9 +422,6 @@ impl Confirms {
     }
 
     fn say(&self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
-        if matches!(outcome, Ok(Receipt::Confirm)) {
-            self.cuts.confirmed();
-        }
         self.shared.lock().settle(tag, weight, outcome);
     }
 

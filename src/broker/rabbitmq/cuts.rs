@@ -8,11 +8,12 @@
 //!
 //! * Only cuts in a row count. The caller ends the row by [`Cuts::forget`] when the server cannot be
 //!   reached, closes the connection itself or falls silent; a cut with nothing unconfirmed ends it
-//!   too.
+//!   too, and so does the confirm of the last message that was unconfirmed at all of them.
 //! * Between two confirms at most two messages are suspected. If every message fails, the network is
 //!   the likely cause, not the messages.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The cuts in a row with the same message unconfirmed, after which the message is suspected. Fewer
@@ -29,7 +30,11 @@ const SUSPECTS_MAX: usize = 2;
 
 /// The present row of cuts. All publishing sessions of a broker share it.
 #[derive(Debug, Default)]
-pub(super) struct Cuts(Mutex<Streak>);
+pub(super) struct Cuts {
+    streak: Mutex<Streak>,
+    /// False where a confirm changes nothing, so that it needs no lock.
+    counts: AtomicBool,
+}
 
 #[derive(Debug, Default)]
 struct Streak {
@@ -42,7 +47,7 @@ struct Streak {
 
 impl Cuts {
     fn streak(&self) -> MutexGuard<'_, Streak> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.streak.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a cut of a connection that had worked, while these messages were unconfirmed. Returns
@@ -50,6 +55,7 @@ impl Cuts {
     /// outage, or if so much is suspected already that the network is the likely cause.
     pub(super) fn count(&self, mut ids: HashSet<String>) -> Option<u32> {
         let mut streak = self.streak();
+        self.counts.store(true, Ordering::Relaxed);
         let overlaps = !streak.ids.is_disjoint(&ids);
         if overlaps {
             ids.retain(|id| streak.ids.contains(id));
@@ -70,9 +76,19 @@ impl Cuts {
         Some(*cuts)
     }
 
-    /// Ends the suspicions, because a confirm shows that publishing works. The row of cuts stays.
-    pub(super) fn confirmed(&self) {
-        self.streak().suspects.clear();
+    /// Ends the suspicions, because the confirm of this message shows that publishing works. The
+    /// row of cuts stays while another message may be its cause.
+    pub(super) fn confirmed(&self, id: &str) {
+        if !self.counts.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut streak = self.streak();
+        streak.suspects.clear();
+        streak.ids.remove(id);
+        if streak.ids.is_empty() {
+            streak.cuts = 0;
+            self.counts.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Whether a new session should begin with one message at a time, so that the next cut shows
@@ -119,8 +135,25 @@ mod tests {
         assert_eq!([suspected("a"), suspected("b"), suspected("c"), suspected("d")], [7, 7, 0, 0]);
         cuts.forget();
         assert_eq!(suspected("e"), 0, "a server that was away proves nothing");
-        cuts.confirmed();
+        cuts.confirmed("another");
         assert_eq!(suspected("f"), 7);
+    }
+
+    /// It fails where a confirm ends only the suspicions: then every later session begins with one
+    /// message at a time.
+    #[test]
+    fn the_row_of_cuts_ends_when_every_message_that_may_be_its_cause_is_confirmed() {
+        let cuts = Cuts::default();
+        for _ in 0..CUTS_BEFORE_ONE_BY_ONE {
+            assert_eq!(cuts.count(ids(&["a", "b"])), None);
+        }
+        cuts.confirmed("another");
+        cuts.confirmed("a");
+        assert!(cuts.wants_one_by_one(), "it may be b");
+        cuts.confirmed("b");
+        assert!(!cuts.wants_one_by_one());
+        assert_eq!(cuts.count(ids(&["b"])), None, "the first cut of a new row");
+        assert!(!cuts.wants_one_by_one());
     }
 
     #[test]

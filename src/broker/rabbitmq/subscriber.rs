@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use futures::Stream;
+use futures::future::BoxFuture;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};
@@ -28,7 +29,7 @@ use lapin::{Channel, Consumer};
 use super::config::RabbitConfig;
 use super::error::{streaming, within};
 use super::socket::Link;
-use super::topology::Topology;
+use super::topology::{QueueState, Topology};
 use super::wire;
 use crate::broker::{Delivery, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
@@ -40,6 +41,9 @@ const CAUGHT_UP_PAUSE: Duration = Duration::from_millis(100);
 
 /// Tells channels apart, also those of later subscribers in the same process.
 static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+/// What the server tells about each queue; `None` where it is gone.
+type Found = Vec<Option<QueueState>>;
 
 /// One queue on its channel.
 struct Source {
@@ -84,7 +88,7 @@ impl InFlight {
 /// Keeps the order of dropping: the socket is cut first, then the library's handles are dropped
 /// (R29).
 struct Guard {
-    link: Link,
+    link: Arc<Link>,
     sources: Vec<Source>,
 }
 
@@ -106,6 +110,9 @@ pub(super) struct RabbitSubscriber {
     /// The source that the next poll begins with, so that each source gets its turn.
     turn: usize,
     last_delivery: Instant,
+    /// A look at quiet queues that waits for the server. It is kept here, because the runtime drops
+    /// `next` more often than the server may answer.
+    look: Option<BoxFuture<'static, Result<Found, BrokerError>>>,
     /// True if the last look at quiet queues found one that should have delivered.
     suspected: bool,
     last_look: Option<Instant>,
@@ -119,7 +126,7 @@ impl RabbitSubscriber {
         unlimited: bool,
     ) -> Result<Self, BrokerError> {
         let link = Link::open(config, &format!("oncebox consumer {}", subscription.consumer)).await?;
-        let mut guard = Guard { link, sources: Vec::new() };
+        let mut guard = Guard { link: Arc::new(link), sources: Vec::new() };
         let mut queues = Vec::new();
         let mut topology = Topology::new(&guard.link, config);
         // The publisher declares it in the same way, so that either may start first, and other
@@ -165,6 +172,7 @@ impl RabbitSubscriber {
             waiting: VecDeque::new(),
             turn: 0,
             last_delivery: Instant::now(),
+            look: None,
             suspected: false,
             last_look: None,
         })
@@ -238,13 +246,28 @@ impl RabbitSubscriber {
         Ok(())
     }
 
-    /// Checks, after a long silence, that the server is there and still knows this consumer.
-    async fn look_at_quiet_queues(&mut self) -> Result<(), BrokerError> {
-        let mut topology = Topology::new(&self.guard.link, &self.config);
+    /// Waits for deliveries, or for the end of a look at quiet queues, which is then returned.
+    fn poll_arrived(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Found>, BrokerError>> {
+        if let Poll::Ready(arrived) = self.poll_deliveries(context) {
+            return Poll::Ready(arrived.map(|()| None));
+        }
+        match &mut self.look {
+            Some(look) => look.as_mut().poll(context).map(|found| found.map(Some)),
+            None => Poll::Pending,
+        }
+    }
+
+    /// Asks, after a long silence, whether the server is there and still knows this consumer.
+    fn look_at_quiet_queues(&mut self) {
+        let places = self.guard.sources.iter().map(|source| Arc::clone(&source.id.place)).collect();
+        self.look = Some(Box::pin(ask(Arc::clone(&self.guard.link), self.config.clone(), places)));
+    }
+
+    /// Judges what the server told about the quiet queues.
+    fn judge_quiet_queues(&mut self, found: Found) -> Result<(), BrokerError> {
         let mut stuck = None;
-        for source in &self.guard.sources {
+        for (source, found) in self.guard.sources.iter().zip(found) {
             let place = &source.id.place;
-            let found = topology.queue_as_it_stands(place).await?;
             let found = found.ok_or_else(|| BrokerError::Destination(format!("queue `{place}` is gone")))?;
             if found.consumers == 0 {
                 let why = format!("queue `{place}`: the server does not know this consumer any more");
@@ -263,6 +286,16 @@ impl RabbitSubscriber {
             }
         }
     }
+}
+
+/// What the server tells about these queues, asked on a channel of its own.
+async fn ask(link: Arc<Link>, config: RabbitConfig, places: Vec<Arc<str>>) -> Result<Found, BrokerError> {
+    let mut topology = Topology::new(&link, &config);
+    let mut found = Vec::with_capacity(places.len());
+    for place in &places {
+        found.push(topology.queue_as_it_stands(place).await?);
+    }
+    Ok(found)
 }
 
 impl Source {
@@ -322,23 +355,33 @@ impl Subscriber for RabbitSubscriber {
             return Ok(Event::Assigned(self.guard.sources.iter().map(|source| source.id.clone()).collect()));
         }
         loop {
-            let quiet = self.config.quiet_check.saturating_sub(self.last_delivery.elapsed());
-            // Cancel safety: taken deliveries stay in `waiting` until they are returned.
-            let arrived = std::future::poll_fn(|context| self.poll_deliveries(context));
+            let quiet = match self.look {
+                // Each of its questions has a deadline.
+                Some(_) => Duration::MAX,
+                None => self.config.quiet_check.saturating_sub(self.last_delivery.elapsed()),
+            };
+            // Cancel safety: taken deliveries stay in `waiting` until they are returned, and a look
+            // stays in `look` until it has ended.
+            let arrived = std::future::poll_fn(|context| self.poll_arrived(context));
             match tokio::time::timeout(quiet, arrived).await {
-                Ok(Ok(())) => {
+                Ok(Ok(None)) => {
                     self.last_delivery = Instant::now();
-                    self.suspected = false;
+                    (self.look, self.suspected) = (None, false);
                     let count = self.waiting.len().min(DELIVERIES_MAX);
                     return Ok(Event::Deliveries(self.waiting.drain(..count).collect()));
                 }
-                Ok(Err(error)) => return Err(error),
-                Err(_) => {
-                    if !self.paused {
-                        self.look_at_quiet_queues().await?;
-                    }
+                Ok(Ok(Some(found))) => {
+                    self.look = None;
+                    self.judge_quiet_queues(found)?;
                     self.last_delivery = Instant::now();
                 }
+                Ok(Err(error)) => {
+                    // A look that has ended must not be polled again.
+                    self.look = None;
+                    return Err(error);
+                }
+                Err(_) if self.paused => self.last_delivery = Instant::now(),
+                Err(_) => self.look_at_quiet_queues(),
             }
         }
     }

@@ -47,17 +47,19 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
     if failure.is_none() {
         // Do not wait here for the transaction of another process: that would block the lane, and a
         // suspect would block the whole process.
-        match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
-            Ok(true) => {
-                if was_counted {
-                    lane.uncount(std::slice::from_ref(&item)).await;
+        loop {
+            match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
+                Ok(true) => {
+                    if was_counted {
+                        lane.uncount(std::slice::from_ref(&item)).await;
+                    }
+                    return lane.set_aside(item);
                 }
-                return lane.set_aside(item);
-            }
-            Ok(false) => {}
-            Err(away) => {
-                if leave(lane, &item, &away, was_counted).await {
-                    return;
+                Ok(false) => break,
+                Err(away) => {
+                    if leave(lane, &item, &away, was_counted).await {
+                        return;
+                    }
                 }
             }
         }
@@ -128,6 +130,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
+                lane.wake_parked(std::slice::from_ref(&item), &outcomes).await;
                 for outcome in outcomes {
                     observe::delivered(&lane.shared.options.name, outcome, 1);
                 }

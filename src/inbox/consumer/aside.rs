@@ -48,11 +48,16 @@ impl Aside {
         }
     }
 
-    /// Returns one of the oldest messages, another one each time, and delays the next check.
+    /// Returns one of the oldest messages, another one each time.
     pub(super) fn look(&mut self) -> Option<&Item> {
         self.turn = self.turn.wrapping_add(1);
-        self.again = (!self.items.is_empty()).then(|| Instant::now() + AGAIN);
         self.heads.get(self.turn % self.heads.len().max(1)).and_then(|head| self.items.get(*head))
+    }
+
+    /// Delays the next check. Called at the end of a check, which may be slow: new messages of the
+    /// lane come before the next one.
+    pub(super) fn rest(&mut self) {
+        self.again = (!self.items.is_empty()).then(|| Instant::now() + AGAIN);
     }
 
     /// Removes and returns all messages, in order.

@@ -81,7 +81,9 @@ impl Failure {
             [first, ..] => match error.message_index().and_then(|index| items.get(index)) {
                 Some(its) if error.is_transient() => Self::Of(*its, error),
                 Some(its) => Self::InSet(*its, error.message().to_owned()),
-                None if error.is_transient() => Self::Of(*first, error),
+                // One statement of all waited for a lock, on any of their rows. Halving finds whose
+                // it is: an error of one message that waited stores that message untried.
+                None if error.is_transient() && !error.is_late() => Self::Of(*first, error),
                 None => Self::Unclear(error.message().to_owned()),
             },
             [] => Self::Unclear(error.message().to_owned()),
@@ -183,5 +185,55 @@ mod tests {
             }
             assert_eq!(called.len(), messages.len());
         }
+    }
+
+    /// What a database says of a statement that gave up waiting for a lock.
+    #[derive(Debug)]
+    struct Locked;
+
+    impl std::fmt::Display for Locked {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("lock timeout")
+        }
+    }
+
+    impl std::error::Error for Locked {}
+
+    impl sqlx::error::DatabaseError for Locked {
+        fn message(&self) -> &str {
+            "lock timeout"
+        }
+
+        fn code(&self) -> Option<std::borrow::Cow<'_, str>> {
+            Some("55P03".into())
+        }
+
+        fn as_error(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
+            self
+        }
+
+        fn as_error_mut(&mut self) -> &mut (dyn std::error::Error + Send + Sync + 'static) {
+            self
+        }
+
+        fn into_error(self: Box<Self>) -> Box<dyn std::error::Error + Send + Sync + 'static> {
+            self
+        }
+
+        fn kind(&self) -> sqlx::error::ErrorKind {
+            sqlx::error::ErrorKind::Other
+        }
+    }
+
+    /// Shown by: with the first of a set to blame, it was stored as waiting without a try.
+    #[test]
+    fn a_set_that_waited_for_a_lock_blames_a_message_only_where_it_is_known() {
+        let locked = || HandlerError::from(sqlx::Error::Database(Box::new(Locked)));
+        assert!(locked().is_transient() && locked().is_late());
+        assert!(matches!(Failure::of_call(&[3, 5], locked()), Failure::Unclear(_)));
+        assert!(matches!(Failure::of_call(&[3, 5], locked().of_message(1)), Failure::Of(5, _)));
+        assert!(matches!(Failure::of_call(&[3], locked()), Failure::Of(3, _)));
+        let deadlock = HandlerError::transient("deadlock");
+        assert!(matches!(Failure::of_call(&[3, 5], deadlock), Failure::Of(3, _)), "the set runs again as it is");
     }
 }

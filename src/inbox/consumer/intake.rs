@@ -32,6 +32,8 @@ pub(super) const HAND_BACK: Duration = Duration::from_secs(4);
 
 /// The name of the trouble of a consumer that makes no progress.
 const WORK: &str = "work";
+/// The name of the trouble of partitions that must not be consumed.
+const IDS: &str = "ids";
 
 /// After how long without a finished message a consumer counts as standing still: two timeouts of a
 /// handler, but not so short that a busy disk looks like a standstill, and not so long that nobody
@@ -155,6 +157,8 @@ pub(super) async fn run(
     let lane_is_gone = tasks.len() < shared.options.lanes;
     shared.health.trouble(&shared.part, "broker", None);
     shared.health.trouble(&shared.part, WORK, None);
+    // Another process may get the refused partitions; this one shows them again if it does.
+    shared.health.trouble(&shared.part, IDS, None);
     // Nothing more is started. What runs may finish within the grace, and is acknowledged if the
     // subscriber still works. Revoke first: a lane that the stop wakes from a pause leaves its
     // message, and must not start the next one of the key.
@@ -398,7 +402,7 @@ impl Intake<'_> {
     /// Shows the partitions whose deliveries are dropped: neither handled nor acknowledged.
     fn show_refused(&self) {
         let why = (!self.refused.is_empty()).then(|| self.refused.values().cloned().collect::<Vec<_>>().join("; "));
-        self.shared.health.trouble(&self.shared.part, "ids", why.map(Trouble::Stops));
+        self.shared.health.trouble(&self.shared.part, IDS, why.map(Trouble::Stops));
     }
 
     async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: RevokeGuard) {

@@ -230,7 +230,7 @@ impl Lane {
 
     /// Wakes keys of messages that were stored behind their head: a retrier may have removed the
     /// head meanwhile.
-    async fn wake_parked(&self, items: &[Item], outcomes: &[DeliveryOutcome]) {
+    pub(super) async fn wake_parked(&self, items: &[Item], outcomes: &[DeliveryOutcome]) {
         let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == DeliveryOutcome::Retried);
         let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.lane_id).collect();
         if lanes.is_empty() {
@@ -315,6 +315,7 @@ impl Lane {
             }
             Err(away) => self.wait_out(&away).await,
         }
+        self.aside.rest();
     }
 
     /// Sets aside the messages that follow one of their key that is set aside.

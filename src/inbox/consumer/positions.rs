@@ -30,9 +30,17 @@ const EVERY: Duration = Duration::from_secs(1);
 pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: UnboundedReceiver<(Holding, Position)>) {
     let mut failing = Failing::new(&shared, "positions", String::new());
     let mut due: HashMap<Uuid, (Holding, Position)> = HashMap::new();
-    while let Some(first) = told.recv().await {
-        due.insert(first.0.owner, first);
-        tokio::time::sleep(EVERY).await;
+    loop {
+        // What could not be written is tried again, also when no further message comes.
+        let wait = if due.is_empty() { Duration::MAX } else { EVERY };
+        match tokio::time::timeout(wait, told.recv()).await {
+            Ok(Some(first)) => {
+                due.insert(first.0.owner, first);
+                tokio::time::sleep(EVERY).await;
+            }
+            Ok(None) => break,
+            Err(_) => {}
+        }
         while let Ok(next) = told.try_recv() {
             due.insert(next.0.owner, next);
         }
@@ -43,7 +51,7 @@ pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: Un
                 failing.is_well();
             }
             Err(error) => {
-                tracing::debug!(consumer = %shared.options.name, %error, "positions could not be written; with the next ones");
+                tracing::debug!(consumer = %shared.options.name, %error, "positions could not be written yet");
                 failing.fails(Trouble::Shown(format!("positions cannot be written: {error}")));
             }
         }

@@ -66,7 +66,9 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
         match store(lane, &item, &parked, unstorable.as_deref()).await {
             Ok(stored) => {
                 lane.went_well();
-                observe::delivered(&lane.shared.options.name, say(lane, stored.as_ref()), 1);
+                let outcome = say(lane, stored.as_ref());
+                observe::delivered(&lane.shared.options.name, outcome, 1);
+                lane.wake_parked(std::slice::from_ref(&item), &[outcome]).await;
                 lane.shared.parked.notify_one();
                 return lane.report(&item, true);
             }

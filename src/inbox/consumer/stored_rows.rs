@@ -64,8 +64,12 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
     let mut failing = Failing::new(&shared, "stored messages", String::new());
     let mut full = None;
     loop {
+        // At a limit the part stays while the database is away; then only this says that it turns.
+        shared.health.beat(&part);
         let began = Instant::now();
-        match look(&shared, consumer, full).await {
+        let looked = look(&shared, consumer, full).await;
+        let rest = rest_after(&looked, began.elapsed(), LOOK_EVERY);
+        match looked {
             Ok(now) => {
                 failing.is_well();
                 shared.is_full.store(now.is_some(), Ordering::Relaxed);
@@ -90,9 +94,44 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
                 failing.fails(Trouble::Stops(format!("stored messages cannot be counted: {error}")));
             }
         }
-        if !sleep_unless(&stop, rest_after(began.elapsed(), LOOK_EVERY)).await {
+        if !sleep_unless(&stop, rest).await {
             shared.health.done(&part);
             return failing.is_well();
         }
+    }
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+    use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers};
+    use crate::observe::Health;
+    use crate::store::base::{Base, StoreOptions};
+    use crate::store::sqlite::SqliteStore;
+
+    /// The tables are not there, so each look fails. Shown by: a beat after successful looks only.
+    #[tokio::test]
+    async fn a_part_at_its_limit_beats_while_messages_cannot_be_counted() {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("stored.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
+        let (options, health) = (ConsumerOptions::new("ledger", vec!["t".into()]), Health::default());
+        let shared = Consumer::new(store, Arc::new(broker), Handlers::new(), options, health).0;
+        shared.health.set(&format!("{} stored messages", shared.part), PartState::Waiting("full".into()));
+        let stop = CancellationToken::new();
+        let looks = tokio::spawn(run(Arc::clone(&shared), ConsumerId(1), stop.clone()));
+        for is_late in [true, false] {
+            let turns = async {
+                while shared.health.stuck(LOOK_EVERY / 2).is_empty() == is_late {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(60), turns).await.unwrap();
+        }
+        stop.cancel();
+        looks.await.unwrap();
     }
 }

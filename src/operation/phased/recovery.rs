@@ -138,10 +138,11 @@ impl Recovery {
     async fn measure(&self) -> Infallible {
         loop {
             let began = Instant::now();
-            if let Err(error) = self.phased.engine.measure().await {
+            let measured = self.phased.engine.measure().await;
+            if let Err(error) = &measured {
                 tracing::debug!(%error, "what is open and unknown could not be counted");
             }
-            tokio::time::sleep(rest_after(began.elapsed(), MEASURED_EVERY)).await;
+            tokio::time::sleep(rest_after(&measured, began.elapsed(), MEASURED_EVERY)).await;
         }
     }
 

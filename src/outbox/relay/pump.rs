@@ -409,7 +409,7 @@ impl<'a> Pump<'a> {
             tracing::warn!(shard = self.relay.options.shard, %why, "many gaps in the outbox");
         }
         self.shown_gaps = trouble.is_some();
-        self.relay.health.trouble(&self.relay.part, "gaps", trouble);
+        self.relay.health.trouble(&self.relay.part, super::GAPS, trouble);
         Ok(())
     }
 
@@ -433,6 +433,7 @@ impl<'a> Pump<'a> {
         for position in gone {
             self.diverted.leave(position);
             self.memory.alone.remove(&position);
+            self.memory.isolation.on_settled(position);
             self.release.left(position);
         }
         for position in stored {

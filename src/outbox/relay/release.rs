@@ -207,7 +207,9 @@ impl Pump<'_> {
                     self.memory.alone.insert(position);
                     self.opened(topic);
                 }
-                TrialResult::Blocked { position: Some(position), reason, is_new: true, .. } => {
+                TrialResult::Blocked { position: Some(position), reason, is_new: true, .. }
+                    if self.stays_in_table(position) =>
+                {
                     self.window.changed_beside(position, Diversion::HeldDestination { reason });
                 }
                 TrialResult::Blocked { topic, reason, is_new: true, .. } => {
@@ -226,6 +228,12 @@ impl Pump<'_> {
         let why = first.map(|first| format!("no topic takes messages, {} blocked: {first}", blocked.len()));
         self.show_blocked(why);
         Ok(moved)
+    }
+
+    /// Whether a row is in the table, and nothing is under way that takes it out. An operator may
+    /// have discarded the row while its trial ran.
+    fn stays_in_table(&self, position: i64) -> bool {
+        self.diverted.get(position).is_some() && !self.diverted.is_on_way(position)
     }
 
     /// Shows in the health whether every topic with work is blocked: then the relay is not ready.
@@ -342,6 +350,7 @@ impl Pump<'_> {
                 tracing::warn!(position, "a held message is gone from the table, and not by this program");
                 self.diverted.leave(*position);
                 self.memory.alone.remove(position);
+                self.memory.isolation.on_settled(*position);
                 self.release.left(*position);
             }
         }

@@ -261,6 +261,12 @@ impl Window {
             mark.changed.extend(batch.changed);
             mark.discarded.extend(batch.discarded);
         }
+        // A trial may refuse a row again before its first change is marked. A store changes each
+        // row of a mark once.
+        let mut later = HashSet::new();
+        mark.changed.reverse();
+        mark.changed.retain(|(position, _)| later.insert(*position));
+        mark.changed.reverse();
         mark
     }
 
@@ -478,5 +484,20 @@ mod tests {
         let mark = window.take_done();
         assert_eq!((mark.through, mark.released, mark.discarded), (None, vec![9, 10], vec![12]));
         assert_eq!(mark.changed, vec![(11, Diversion::HeldBehind)]);
+    }
+
+    #[test]
+    fn a_row_that_is_refused_twice_before_a_mark_is_changed_once_to_what_was_said_last() {
+        let mut window = Window::default();
+        let silent = window.open(Some(1), 1);
+        let tag = send(&mut window, 1, silent, "s", false);
+        let released = window.open(None, 2);
+        let blocked = |reason: &str| Diversion::HeldDestination { reason: reason.to_owned() };
+        window.change(released, 8, blocked("no route"));
+        window.change(released, 9, Diversion::HeldBehind);
+        window.changed_beside(8, blocked("denied"));
+        assert!(window.take_done().is_empty(), "a row before them is not proven");
+        window.prove(tag);
+        assert_eq!(window.take_done().changed, vec![(9, Diversion::HeldBehind), (8, blocked("denied"))]);
     }
 }

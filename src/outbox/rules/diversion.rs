@@ -15,8 +15,8 @@
 //!   is sent after them: within a session the broker takes a prefix of what was sent (R15).
 //!
 //! A session loads the rows in the table, adds the rows that it diverts, and drops this state at
-//! its end. *Key* means topic and key. A row without a key holds no other row, and is held only for
-//! its destination.
+//! its end. *Key* means topic and key. A row without a key holds no other row. It is held for its
+//! destination, or until it is sent alone.
 //!
 //! Not here: rows that are dead under policy `skip`, which hold no other row and are not passed to
 //! this module, and the bound on held rows (`held_rows_max`), which is compared with
@@ -245,8 +245,8 @@ impl Diversion {
         })
     }
 
-    /// What was decided about the row at this position; the models compare it with what they know.
-    #[cfg(test)]
+    /// The row at this position; `None` where it is not diverted.
+    #[must_use]
     pub(crate) fn get(&self, position: i64) -> Option<&DivertedRow> {
         self.rows.get(&position)
     }

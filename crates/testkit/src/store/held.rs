@@ -80,6 +80,21 @@ pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &
     assert!(session.held(&[]).await.unwrap().is_empty());
 }
 
+/// The relay holds a row that was refused among others until it is sent alone, also a row without a
+/// key. If the store refused it, that mark would end every session.
+pub async fn a_row_without_a_key_is_held_behind_and_comes_back<F: Fixture>(trial: &Trial<F>) {
+    let messages = vec![NewMessage::text("payments", "k", "{}"), new_message("k", "1")];
+    let (session, rows) = diverted(trial, messages, &[(0, Diversion::HeldBehind)]).await;
+    drop(session);
+    let mut session = trial.session("a").await;
+    let position = rows[0].position;
+    let held = DivertedRow { position, topic: "payments".into(), key: None, diversion: Diversion::HeldBehind };
+    assert_eq!(session.diverted(100).await.unwrap(), [held]);
+    session.checkpoint(Mark { changed: vec![(position, dead(true))], ..Mark::default() }).await.unwrap();
+    let status = trial.store.status().await.unwrap();
+    assert_eq!((status.dead, status.held, status.pending), (1, 0, 0), "it was refused again, alone");
+}
+
 /// A released row was published and is gone. A changed row was refused again and stays, with its
 /// new state.
 pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &Trial<F>) {
