@@ -134,12 +134,6 @@ impl Begin {
         self.ground.basis()
     }
 
-    /// Whether the claim repeats a run of mode `edge` whose outcome is unknown. That run may have
-    /// had an effect under its operation id, so the record must not be deleted.
-    pub(super) fn repeats(&self) -> bool {
-        matches!(&self.ground, Ground::TakeOver(record) if record.mode == Mode::Edge)
-    }
-
     /// Returns true the first time the claim succeeds, so that a rerun after a deadlock counts
     /// once.
     pub(super) fn is_first_claim(&self) -> bool {

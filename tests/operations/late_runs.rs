@@ -149,8 +149,8 @@ async fn a_late_run_that_did_nothing_says_nothing_of_the_run_after_it<S: Sql>(wo
     assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::UnknownRequiresRecovery);
 }
 
-// What removes duplicates downstream knows the operation by its id. Shown by: deleting the record of
-// the run before (the next request has another id).
+// What removes duplicates downstream knows the operation by its id. Shown by: deleting the record
+// of the run before (the next request has another id).
 async fn a_repeated_run_of_which_nothing_is_stored_keeps_the_id_of_the_operation<S: Sql>(world: World<S>) {
     const NOTHING: &str = r#"{"tag":"dont_store"}"#;
     let (_slow, _answer) = stands_still_told(&world, NOTHING).await;

@@ -6,11 +6,11 @@
 //!
 //! Guarantees:
 //!
-//! * Only cuts in a row count. The caller ends the row by [`Cuts::forget`] when the server cannot be
-//!   reached, closes the connection itself or falls silent; a cut with nothing unconfirmed ends it
-//!   too, and so does the confirm of the last message that was unconfirmed at all of them.
-//! * Between two confirms at most two messages are suspected. If every message fails, the network is
-//!   the likely cause, not the messages.
+//! * Only cuts in a row count. The caller ends the row by [`Cuts::forget`] when the server cannot
+//!   be reached, closes the connection itself or falls silent; a cut with nothing unconfirmed ends
+//!   it too, and so does the confirm of the last message that was unconfirmed at all of them.
+//! * Between two confirms at most two messages are suspected. If every message fails, the network
+//!   is the likely cause, not the messages.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -126,7 +126,7 @@ mod tests {
         assert!(!cuts.wants_one_by_one());
     }
 
-    /// It fails without the bound on suspicions: then all messages become dead, one after the other.
+    /// It fails without the bound on suspicions: then all messages become dead, one by one.
     #[test]
     fn r16_where_nothing_is_confirmed_two_messages_are_suspected_and_no_third() {
         let cuts = Cuts::default();

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Edge, EdgeAnswer};
+use super::{Edge, EdgeAnswer, repeats};
 use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
@@ -88,7 +88,7 @@ impl Edge {
     /// outcome does not delete the record of it: the next run must have the same operation id.
     fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<RunOutcome> {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
-        let Settle::Finish(state) = settle else { return self.begin.repeats().then_some(RunOutcome::Unknown) };
+        let Settle::Finish(state) = settle else { return repeats(self.begin.basis()).then_some(RunOutcome::Unknown) };
         let code = match kept {
             Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
             _ => None,
