@@ -55,8 +55,8 @@ pub enum Refusal {
     Behind(String),
     /// The broker refused the destination: unknown topic, no route, access denied. That says
     /// nothing against the message. Messages of this topic that are not sent yet are not sent until
-    /// the runtime has received this outcome and has asked for the topic again
-    /// ([`Publisher::topics`]). Other topics are not concerned.
+    /// the runtime has received this outcome and, on Kafka, has asked for the topic
+    /// again ([`Publisher::topics`]). Other topics are not concerned.
     Destination(String),
     /// Any other failure, also a nack. The broker may have taken the message; the session must end.
     Session(String),

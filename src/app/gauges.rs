@@ -76,7 +76,8 @@ async fn keep(store: Arc<dyn Duties>) {
             let counts_inbox = began >= counts_inbox_at;
             let read = if counts_inbox { store.status().await } else { store.status_since(&last).await };
             let took = began.elapsed();
-            // A count that failed is not begun again at once: it failed because it is slow.
+            // A count that failed is not begun again at once: it may have failed because it is
+            // slow.
             if counts_inbox {
                 counts_inbox_at = Instant::now() + INBOX_EVERY;
             }

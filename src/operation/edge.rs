@@ -38,7 +38,7 @@ use super::front::{Asking, Begin, Front, Turn};
 use super::reply::{Answered, Problem};
 use crate::inbox::handler::panic_text;
 use crate::observe::Noted;
-use crate::operation::port::{Basis, Claimed, Fenced, Keys, Owned, RunOutcome};
+use crate::operation::port::{Claimed, Fenced, Keys, Owned};
 use crate::operation::rules::classify::{Run, Settle, Untagged};
 use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
@@ -199,15 +199,7 @@ async fn release_lost(front: &Front, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
     let (mut pause, mut answered) = (RELEASE_AGAIN, false);
     while Instant::now() < until {
-        let store = front.engine().store();
-        let released = match repeats(begin.basis()) {
-            false => store.take_back(&begin.claim, begin.basis()).await,
-            true => {
-                let owned = begin.claim.owned(begin.basis());
-                store.finish(&owned, &RunOutcome::Unknown, &front.endpoint().route().retention).await
-            }
-        };
-        match released {
+        match front.engine().store().take_back(&begin.claim, begin.basis()).await {
             Ok(Fenced::Done) => return,
             Ok(Fenced::LostOwnership) => answered = true,
             Err(error) => tracing::debug!(%error, "a claim whose answer was lost could not be released"),
@@ -221,12 +213,6 @@ async fn release_lost(front: &Front, begin: &Begin) {
     if !answered {
         tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may become unknown");
     }
-}
-
-/// Whether a claim on this basis repeats a run of mode `edge` whose outcome is unknown. That run
-/// may have had an effect under its operation id, so the record must not be deleted.
-fn repeats(basis: Basis<'_>) -> bool {
-    matches!(basis, Basis::TakeOver(record) if record.mode == Mode::Edge)
 }
 
 struct Edge {

@@ -376,16 +376,18 @@ impl Core {
         for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
-            let purged = purged.await.map(|keys| {
+            let purged = purged.await;
+            if let Err(error @ StoreError::Unavailable(_)) = purged {
+                return Err(error);
+            }
+            // A record that somebody has locked does not hold up the other operations.
+            ended = ended.and(purged.map(|keys| {
                 observe::forgotten(Forgotten::Keys, keys);
                 forgotten += keys;
-            });
-            // A record that somebody has locked does not hold up the other operations.
-            for done in [purged, stale::end(self, endpoint, limit).await] {
-                match done {
-                    Err(error @ StoreError::Unavailable(_)) => return Err(error),
-                    other => ended = ended.and(other),
-                }
+            }));
+            match stale::end(self, endpoint, limit).await {
+                Err(error @ StoreError::Unavailable(_)) => return Err(error),
+                other => ended = ended.and(other),
             }
         }
         ended.map(|()| forgotten)

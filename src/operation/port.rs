@@ -99,6 +99,14 @@ pub enum Basis<'a> {
     Anew(&'a Record),
 }
 
+impl Basis<'_> {
+    /// Whether the claim repeats a run of mode `edge` whose outcome is unknown. That run may have
+    /// had an effect under its operation id, so its record must not be deleted.
+    pub(crate) fn repeats(self) -> bool {
+        matches!(self, Self::TakeOver(record) if record.mode == Mode::Edge)
+    }
+}
+
 /// A claim that this process owns. Its epoch and token fence everything that it writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Owned {
@@ -380,10 +388,15 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// unless an operator has overruled it.
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError>;
 
-    /// Releases a claim whose answer was lost, by the values that were sent.
+    /// Takes back a claim whose answer was lost, by the values that were sent. It is deleted,
+    /// unless it repeats a run of unknown outcome: then the record becomes UNKNOWN again.
     /// [`Fenced::LostOwnership`] also where the claim never arrived.
     async fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Fenced, StoreError> {
-        self.release(&claim.owned(basis)).await
+        let owned = claim.owned(basis);
+        if basis.repeats() {
+            return self.finish(&owned, &RunOutcome::Unknown, &Retention::default()).await;
+        }
+        self.release(&owned).await
     }
 
     /// Makes a claim UNKNOWN whose outcome will not come: in mode `edge` once its lease is over

@@ -16,9 +16,11 @@
 //! Not here: phased operations, which recovery workers continue, and the answer to a request
 //! ([`Front`](super::Front)).
 
+use std::future::ready;
 use std::time::Duration;
 
 use futures::{StreamExt, stream};
+use tokio::time::Instant;
 
 use super::endpoint::Registered;
 use super::engine::Core;
@@ -30,8 +32,8 @@ use crate::operation::rules::{Mode, Record};
 
 /// How many claims of a route are reconciled at once.
 const RECONCILED_AT_ONCE: usize = 8;
-/// How long one sweep starts reconciliations of a route and waits for them, so that a route that
-/// answers slowly does not hold the others up. Those that run continue; the next sweep starts more.
+/// How long one sweep starts reconciliations of a route; the next sweep continues. It waits for
+/// those that it has started, each of which takes at most the lease less the completion budget.
 const STARTS_FOR: Duration = Duration::from_secs(10);
 
 /// Reads at most `limit` abandoned claims of an operation and ends them. Where one fails, for
@@ -66,14 +68,16 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
         }
         all = all.and(ended);
     }
-    let asks = stream::iter(asked).for_each_concurrent(RECONCILED_AT_ONCE, |record| async move {
+    let until = Instant::now() + STARTS_FOR;
+    let asks = stream::iter(asked).take_while(|_| ready(Instant::now() < until));
+    asks.for_each_concurrent(RECONCILED_AT_ONCE, |record| async move {
         let Some(task) = reconcile::wake(engine, endpoint, &record) else { return };
         if let Err(error) = task.await {
             let key = record.identity.key().short_hash();
             tracing::error!(operation = %endpoint.operation(), key, %error, "a reconciliation panicked; it is repeated when its lease ends");
         }
-    });
-    let _ = tokio::time::timeout(STARTS_FOR, asks).await;
+    })
+    .await;
     all
 }
 

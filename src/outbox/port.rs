@@ -94,7 +94,8 @@ pub enum Diversion {
         /// True under policy `hold`, false under `skip`.
         holds: bool,
     },
-    /// An earlier row of its key is dead or held.
+    /// An earlier row of its key is dead or held, or it was refused among others and waits to be
+    /// sent alone.
     HeldBehind,
     /// Its topic does not exist, has no route or is denied. The relay tries the topic again and
     /// sends the row then; no operator is needed.

@@ -227,7 +227,7 @@ impl Relay {
                     }
                     // That owner draws its own conclusions. An operator may redrive a row that ours
                     // are about.
-                    *memory = Memory::default();
+                    *memory = Memory { refused: memory.refused, doubts: memory.doubts, ..Memory::default() };
                     let wait = left.clamp(Duration::from_millis(50), self.options.lease / 4);
                     if !sleep_unless(stop, wait).await {
                         return Ok(None);

@@ -43,11 +43,12 @@ impl Pace {
 const REST_MAX: Duration = Duration::from_secs(60);
 
 /// The pause after something that is done again and again and took so long: at least `least`, and
-/// so long that it takes a fiftieth of the time, up to a minute. After a failure it is `least`: the
-/// time was spent on waiting for a server that was away, and says nothing about the work.
+/// so long that it takes a fiftieth of the time, up to a minute. After a failure it takes half of
+/// the time: perhaps the server was away, perhaps the work was too slow for a limit.
 #[must_use]
 pub fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Duration) -> Duration {
-    if end.is_ok() { least.max((50 * took).min(REST_MAX)) } else { least }
+    let times = if end.is_ok() { 50 } else { 1 };
+    least.max((times * took).min(REST_MAX))
 }
 
 /// Sleeps for this time. Returns false if the stop came first.
@@ -84,7 +85,8 @@ mod tests {
         assert_eq!(rest_after(&worked, took / 1_000, least), least);
         assert_eq!(rest_after(&worked, took / 100, least), took / 2, "a fiftieth of the time");
         assert_eq!(rest_after(&worked, took, least), REST_MAX);
-        assert_eq!(rest_after(&failed, took, least), least);
+        assert_eq!(rest_after(&failed, took, least), took, "30 s, and not 25 minutes");
+        assert_eq!(rest_after(&failed, took / 100, least), least);
     }
 }
 

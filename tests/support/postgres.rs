@@ -117,6 +117,8 @@ async fn copy_of(server: &str, template: &str) -> String {
 async fn template(server: &str) -> String {
     let mut hasher = DefaultHasher::new();
     PostgresStore::script().hash(&mut hasher);
+    // The schema has partitions for the days to come.
+    (std::time::UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400).hash(&mut hasher);
     let name = format!("oncebox_template_{:016x}", hasher.finish());
     let mut admin = PgConnection::connect(server).await.unwrap();
     let is_there = format!("select exists (select 1 from pg_database where datname = '{name}')");

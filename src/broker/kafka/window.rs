@@ -260,7 +260,11 @@ impl PublishWindow {
             return;
         }
         let why = || format!("kafka topic `{topic}`: a message was reported as delivered without an offset");
-        self.state().stale.get_or_insert_with(why);
+        let mut state = self.state();
+        state.stale.get_or_insert_with(why);
+        // No other report tells more of it.
+        state.has_refused = true;
+        drop(state);
         self.changed.notify_one();
     }
 
@@ -375,9 +379,9 @@ impl State {
 }
 
 /// What a report of success proves. When Kafka takes a batch, librdkafka also reports the earlier
-/// rows that it still had to send again as delivered, without asking Kafka. Kafka never stored them
-/// if it did not know the producer on that partition. Such a report has no offset, and with
-/// `acks=all` Kafka gives one for every row that it stored.
+/// rows that it still had to send again as delivered, without asking Kafka. They may not be stored,
+/// if Kafka did not know the producer on that partition. Such a report has no offset. One that has
+/// none for another reason, such as a batch that Kafka has twice, is sent again, which is harmless.
 fn receipt(partition: i32, offset: i64) -> Option<Receipt> {
     (offset >= 0).then_some(Receipt::Offset { partition, offset })
 }

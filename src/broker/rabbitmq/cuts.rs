@@ -24,6 +24,10 @@ const CUTS_BEFORE_SUSPECT: u32 = 3;
 /// The cuts in a row after which a new session publishes one message at a time.
 const CUTS_BEFORE_ONE_BY_ONE: u32 = CUTS_BEFORE_SUSPECT - 1;
 
+/// A row of cuts ends after so many confirms, which is many windows of a session: what comes then
+/// is not in a row any more.
+const CONFIRMS_END: u32 = 20_000;
+
 /// The most suspicions between two confirms. Without this bound a network that cuts every
 /// connection would make all messages dead, one after the other.
 const SUSPECTS_MAX: usize = 2;
@@ -39,6 +43,8 @@ pub(super) struct Cuts {
 #[derive(Debug, Default)]
 struct Streak {
     cuts: u32,
+    /// The confirms since the last of these cuts.
+    confirms: u32,
     /// The ids of the messages that were unconfirmed at every one of these cuts.
     ids: HashSet<String>,
     /// The suspicions since the last confirm, each with the ids that it was about.
@@ -62,6 +68,7 @@ impl Cuts {
         }
         streak.cuts = if overlaps { streak.cuts + 1 } else { 1 };
         streak.ids = ids;
+        streak.confirms = 0;
         if streak.cuts < CUTS_BEFORE_SUSPECT {
             return None;
         }
@@ -85,8 +92,10 @@ impl Cuts {
         let mut streak = self.streak();
         streak.suspects.clear();
         streak.ids.remove(id);
-        if streak.ids.is_empty() {
-            streak.cuts = 0;
+        streak.confirms += 1;
+        // What is suspected may never be confirmed, because it is dead.
+        if streak.ids.is_empty() || streak.confirms >= CONFIRMS_END {
+            (streak.cuts, streak.ids) = (0, HashSet::new());
             self.counts.store(false, Ordering::Relaxed);
         }
     }
@@ -153,6 +162,13 @@ mod tests {
         cuts.confirmed("b");
         assert!(!cuts.wants_one_by_one());
         assert_eq!(cuts.count(ids(&["b"])), None, "the first cut of a new row");
+        assert!(!cuts.wants_one_by_one());
+        // A message that is dead is never confirmed.
+        for _ in 0..CUTS_BEFORE_SUSPECT {
+            cuts.count(ids(&["dead"]));
+        }
+        assert!(cuts.wants_one_by_one());
+        (0..CONFIRMS_END).for_each(|_| cuts.confirmed("another"));
         assert!(!cuts.wants_one_by_one());
     }
 

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Edge, EdgeAnswer, repeats};
+use super::{Edge, EdgeAnswer};
 use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
@@ -45,7 +45,7 @@ impl Edge {
                 self.begin.has_ended();
                 return tell(answer);
             }
-            Ok(Ok(Fenced::LostOwnership)) if self.late(write.as_ref()).await => {
+            Ok(Ok(Fenced::LostOwnership)) if self.late(settle, write.as_ref()).await => {
                 self.begin.has_ended();
                 return tell(answer);
             }
@@ -72,7 +72,7 @@ impl Edge {
             match self.write(&self.owned, write.as_ref()).await {
                 Ok(Fenced::Done) => return,
                 Ok(Fenced::LostOwnership) => {
-                    self.late(write.as_ref()).await;
+                    self.late(settle, write.as_ref()).await;
                     return;
                 }
                 Err(error) => {
@@ -84,11 +84,15 @@ impl Edge {
         tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
     }
 
-    /// The outcome to write; `None`: the record is deleted. A run that repeats one of unknown
-    /// outcome does not delete the record of it: the next run must have the same operation id.
+    /// The outcome to write; `None`: the record is deleted. If a run that repeats one of unknown
+    /// outcome did nothing, the outcome stays unknown: the next run must have the same operation
+    /// id.
     fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<RunOutcome> {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
-        let Settle::Finish(state) = settle else { return repeats(self.begin.basis()).then_some(RunOutcome::Unknown) };
+        if did_nothing(settle) && self.begin.basis().repeats() {
+            return Some(RunOutcome::Unknown);
+        }
+        let Settle::Finish(state) = settle else { return None };
         let code = match kept {
             Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
             _ => None,
@@ -115,12 +119,12 @@ impl Edge {
     }
 
     /// Stores how this run ended as evidence for an operator, whoever owns the record (O8).
-    async fn observe(&self, outcome: Option<&RunOutcome>) {
+    async fn observe(&self, settle: Settle, outcome: Option<&RunOutcome>) {
         let (verdict, status) = match outcome {
+            _ if did_nothing(settle) => ("not-sent", None),
             Some(RunOutcome::Completed(answer)) => ("success", Some(answer.status)),
             Some(RunOutcome::FailedReplayable { answer, .. }) => ("failure", Some(answer.status)),
-            Some(RunOutcome::FailedRetryable { .. }) | None => ("not-sent", None),
-            Some(RunOutcome::Unknown) => ("indefinite", None),
+            Some(RunOutcome::FailedRetryable { .. } | RunOutcome::Unknown) | None => ("indefinite", None),
         };
         let evidence = NewEvidence {
             operation_id: self.owned.operation_id,
@@ -144,7 +148,7 @@ impl Edge {
     /// evidence. So either that process sees the evidence, or this run sees the freed record. If
     /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
     /// If this process dies before that, a retry is answered from the evidence.
-    async fn late(&self, outcome: Option<&RunOutcome>) -> bool {
+    async fn late(&self, settle: Settle, outcome: Option<&RunOutcome>) -> bool {
         let store = self.front.engine().store();
         let look = store.find(&self.owned.identity).await;
         // An earlier write whose answer was lost has succeeded.
@@ -156,7 +160,7 @@ impl Edge {
         {
             return true;
         }
-        self.observe(outcome).await;
+        self.observe(settle, outcome).await;
         let record = match self.settled().await {
             Ok(look) => look.record,
             Err(error) => {
@@ -164,7 +168,7 @@ impl Edge {
                 return false;
             }
         };
-        let did_nothing = matches!(outcome, Some(RunOutcome::FailedRetryable { .. }) | None);
+        let did_nothing = did_nothing(settle);
         let basis = match &record {
             None if did_nothing => return outcome.is_none(),
             None => Basis::New,
@@ -206,6 +210,11 @@ impl Edge {
         tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
         false
     }
+}
+
+/// Whether a run that ended so had no effect.
+fn did_nothing(settle: Settle) -> bool {
+    matches!(settle, Settle::Release | Settle::Finish(State::FailedRetryable))
 }
 
 /// After an error that is not transient, removes the parts of the outcome that the store may have

@@ -90,16 +90,8 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("whole", filter.after.is_none())
             .bind("after", filter.after.clone())
             .bind("limit", i64::from(filter.limit));
-        let mut found = Vec::new();
-        for row in self.reader().await?.rows(keys).await? {
-            match records::look_of(&*row) {
-                // One that cannot be read, perhaps because a newer version wrote it, hides no
-                // other.
-                Err(error @ StoreError::Corrupt(_)) => tracing::error!(%error, "a key is left out of the list"),
-                looked => found.push(looked?),
-            }
-        }
-        Ok(found)
+        let rows = self.reader().await?.rows(keys).await?;
+        rows.iter().map(|row| records::look_of(&**row)).collect()
     }
 
     async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError> {

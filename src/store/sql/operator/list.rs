@@ -382,7 +382,7 @@ fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError
         key: row.get_opt(3)?,
         kind: row.get(4)?,
         error: reason.clone(),
-        reason: reason.unwrap_or_else(|| "behind another message of its key".to_owned()),
+        reason: reason.unwrap_or_else(|| "behind another message of its key, or to be sent alone".to_owned()),
         attempts: row.get(6)?,
         dead_at: row.get(7)?,
         next_try: None,
