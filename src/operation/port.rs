@@ -25,6 +25,7 @@
 //! Not here: what is decided from a record ([`decide`](crate::operation::rules::decide())), and
 //! encryption of bodies.
 
+mod basis;
 pub(crate) mod evidence;
 pub(crate) mod phases;
 pub(crate) mod stored;
@@ -38,6 +39,7 @@ use async_trait::async_trait;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
+pub use self::basis::Basis;
 use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::message::NewMessage;
@@ -77,34 +79,6 @@ pub struct KeyClaim {
     /// The length of the lease without a heartbeat. Mode `same_tx` has no lease and ignores it; in
     /// mode `phased` it is the lease of the operation row.
     pub lease: Duration,
-}
-
-/// What a claim requires to succeed: no record, or a record that is exactly as it was read.
-#[derive(Debug, Clone, Copy)]
-pub enum Basis<'a> {
-    /// No record: insert first.
-    New,
-    /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of
-    /// mode `edge`. Whether it may be executed again is decided before (O2, O11).
-    TakeOver(&'a Record),
-    /// FAILED_RETRYABLE whose time is not over: attempts are raised. Refused where a run that lost
-    /// its lease has left evidence that it succeeded or failed ([`Keys::observe_run`]), and no
-    /// operator has overruled it: what happened is not executed again.
-    Reclaim(&'a Record),
-    /// As `Self::Reclaim`, but only to write the outcome of such a late run: the claimer executes
-    /// nothing.
-    Late(&'a Record),
-    /// A terminal state whose time is over: the generation is raised, the operation id is a new one
-    /// (O4).
-    Anew(&'a Record),
-}
-
-impl Basis<'_> {
-    /// Whether the claim repeats a run of mode `edge` whose outcome is unknown. That run may have
-    /// had an effect under its operation id, so its record must not be deleted.
-    pub(crate) fn repeats(self) -> bool {
-        matches!(self, Self::TakeOver(record) if record.mode == Mode::Edge)
-    }
 }
 
 /// A claim that this process owns. Its epoch and token fence everything that it writes.

@@ -72,7 +72,7 @@ impl Cuts {
         if streak.cuts < CUTS_BEFORE_SUSPECT {
             return None;
         }
-        let Streak { ids, suspects, cuts } = &mut *streak;
+        let Streak { ids, suspects, cuts, .. } = &mut *streak;
         // What overlaps with an earlier suspicion is that suspicion.
         if suspects.iter().all(|suspect| suspect.is_disjoint(ids)) {
             if suspects.len() >= SUSPECTS_MAX {
