@@ -216,7 +216,7 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     let leased = RowLease::new(Duration::from_secs(600));
     let running = store.lease_due(consumer, &everything(), &leased).await.unwrap().unwrap();
     for wanted in [OperatorAct::Redrive, OperatorAct::Bury, OperatorAct::Discard] {
-        is_refused(act(head, wanted).await, "handles it at this moment");
+        is_refused(act(head, wanted).await, "is handling it now");
     }
     assert!(store.postpone(&running, Duration::from_secs(3_600), "no").await.unwrap(), "its lease stands");
     // It is buried: it is dead, and the message behind it is held.
