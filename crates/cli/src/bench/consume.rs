@@ -18,7 +18,7 @@ use super::figure::Figure;
 use super::relay::rate;
 use super::watched::Watched;
 use super::work::{KIND, Maker, account};
-use super::yard::Yard;
+use super::yard::{Effects, Yard};
 use crate::progress::Rounds;
 use oncebox::app::{AnyBroker, AppError};
 use oncebox::error::HandlerError;
@@ -45,10 +45,10 @@ impl<S: Yard> MessageHandler<S> for Effect {
 
 /// The same for a set, in one statement.
 #[derive(Debug)]
-struct Effects;
+struct InSets;
 
 #[async_trait]
-impl<S: Yard> BatchMessageHandler<S> for Effects {
+impl<S: Yard> BatchMessageHandler<S> for InSets {
     async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
         let accounts: Vec<i64> = messages.iter().map(|message| account(&message.payload)).collect();
         Ok(S::business_all(tx.connection(), &accounts).await?)
@@ -76,6 +76,8 @@ struct Round {
 
 struct Lanes {
     by_hand: f64,
+    /// By hand, with a statement a message.
+    each_by_hand: f64,
     one: f64,
     sets: f64,
     sql: f64,
@@ -88,33 +90,37 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     let mut rounds = Vec::new();
     for _ in 0..load.rounds {
         let numbers: &[usize] = if S::WRITERS > 1 { &[1, 4] } else { &[1] };
-        let sides = ["loop", "hand1", "one1", "sets1", "sql1", "hand4", "one4", "sets4", "sql4"];
-        let (topic, names) = bed.topic("consume", &sides[..1 + 4 * numbers.len()]).await?;
+        let sides = ["loop", "hand1", "each1", "one1", "sets1", "sql1", "hand4", "each4", "one4", "sets4", "sql4"];
+        let (topic, names) = bed.topic("consume", &sides[..1 + 5 * numbers.len()]).await?;
         let raw = bed.raw(LINGER).await?;
         let messages = Arc::new(Maker::new(&topic, load).rows(load.messages));
         raw.send_all(Arc::clone(&messages)).await?;
         let loop_by_hand = by_hand::one_by_one(bed, &names[0], &topic, load.messages / SLOW_SHARE).await?;
         bed.store.forget_by_hand().await?;
         let mut of_lanes = Vec::new();
-        for (lanes, names) in numbers.iter().copied().zip(names[1..].chunks(4)) {
+        for (lanes, names) in numbers.iter().copied().zip(names[1..].chunks(5)) {
             let side = Side { store: &bed.store, broker: &bed.broker, topic: &topic, count: load.messages, lanes };
             let before = bed.store.effects().await?;
-            let by_hand = by_hand::in_batches(bed, &names[0], &topic, load.messages, lanes).await?;
-            bed.store.forget_by_hand().await?;
-            let one = side.run(&names[1], Handlers::new().on(KIND, Effect)).await?;
-            let sets = side.run(&names[2], Handlers::new().on_batch(KIND, Effects)).await?;
-            let sql_handler = side.run(&names[3], sql(&bed.store).await?).await?;
-            let done = bed.store.effects().await? - before;
-            if done != 4 * load.messages {
-                return Err(AppError::failed(format!("{done} effects came of {} messages", 4 * load.messages)));
+            let mut hands = [0.0; 2];
+            for (at, effects) in [Effects::Together, Effects::Each].into_iter().enumerate() {
+                hands[at] = by_hand::in_batches(bed, &names[at], &topic, load.messages, lanes, effects).await?;
+                bed.store.forget_by_hand().await?;
             }
-            of_lanes.push(Lanes { by_hand, one, sets, sql: sql_handler, duplicates: 0.0 });
+            let [by_hand, each_by_hand] = hands;
+            let one = side.run(&names[2], Handlers::new().on(KIND, Effect)).await?;
+            let sets = side.run(&names[3], Handlers::new().on_batch(KIND, InSets)).await?;
+            let sql_handler = side.run(&names[4], sql(&bed.store).await?).await?;
+            let done = bed.store.effects().await? - before;
+            if done != 5 * load.messages {
+                return Err(AppError::failed(format!("{done} effects came of {} messages", 5 * load.messages)));
+            }
+            of_lanes.push(Lanes { by_hand, each_by_hand, one, sets, sql: sql_handler, duplicates: 0.0 });
         }
         raw.send_all(messages).await?;
         let before = bed.store.effects().await?;
-        for (lanes, (of, names)) in numbers.iter().copied().zip(of_lanes.iter_mut().zip(names[1..].chunks(4))) {
+        for (lanes, (of, names)) in numbers.iter().copied().zip(of_lanes.iter_mut().zip(names[1..].chunks(5))) {
             let side = Side { store: &bed.store, broker: &bed.broker, topic: &topic, count: load.messages, lanes };
-            of.duplicates = side.run(&names[3], sql(&bed.store).await?).await?;
+            of.duplicates = side.run(&names[4], sql(&bed.store).await?).await?;
         }
         if bed.store.effects().await? != before {
             return Err(AppError::failed("a message that came twice had a second effect"));
@@ -129,10 +135,18 @@ fn figures(rounds: &[Round]) -> Vec<Figure> {
     const LOOP: &str = "one transaction a message, by hand, on one connection";
     const BATCH: &str = "by hand: 100 a transaction, ids and effects each in one statement";
     const EFFECT: &str = "an effect of the sql handler";
-    // For each number of lanes: against the loop, one, sets, sql, a duplicate.
-    const NAMES: [[&str; 5]; 2] = [
-        ["consume.batches", "consume.one", "consume.sets", "consume.sql", "consume.duplicate"],
-        ["consume.lanes", "consume.one.lanes", "consume.sets.lanes", "consume.sql.lanes", "consume.duplicate.lanes"],
+    const EACH: &str = "by hand: 100 a transaction, ids in one statement, effects in one each";
+    // For each number of lanes: against the loop, one, one against a statement each, sets, sql, a duplicate.
+    const NAMES: [[&str; 6]; 2] = [
+        ["consume.batches", "consume.one", "consume.one.of_each", "consume.sets", "consume.sql", "consume.duplicate"],
+        [
+            "consume.lanes",
+            "consume.one.lanes",
+            "consume.one.of_each.lanes",
+            "consume.sets.lanes",
+            "consume.sql.lanes",
+            "consume.duplicate.lanes",
+        ],
     ];
     let numbers = rounds.first().map_or(0, |round| round.lanes.len());
     let mut figures = Vec::new();
@@ -145,12 +159,14 @@ fn figures(rounds: &[Round]) -> Vec<Figure> {
         figures.push(if at == 0 { looped.wanted(">= 3.5") } else { looped });
         let one = pairs(&|_, lanes| (lanes.one, lanes.by_hand));
         figures.push(Figure::beside(names[1], "effects/s", BATCH, &one).wanted(">= 0.5"));
+        let each = pairs(&|_, lanes| (lanes.one, lanes.each_by_hand));
+        figures.push(Figure::beside(names[2], "effects/s", EACH, &each));
         let sets = pairs(&|_, lanes| (lanes.sets, lanes.by_hand));
-        figures.push(Figure::beside(names[2], "effects/s", BATCH, &sets).wanted(">= 0.9"));
+        figures.push(Figure::beside(names[3], "effects/s", BATCH, &sets).wanted(">= 0.9"));
         let sql = pairs(&|_, lanes| (lanes.sql, lanes.by_hand));
-        figures.push(Figure::beside(names[3], "effects/s", BATCH, &sql).wanted(">= 0.9"));
+        figures.push(Figure::beside(names[4], "effects/s", BATCH, &sql).wanted(">= 0.9"));
         let again = pairs(&|_, lanes| (1e6 / lanes.duplicates, 1e6 / lanes.sql));
-        figures.push(Figure::beside(names[4], "us", EFFECT, &again).wanted("<= 0.2"));
+        figures.push(Figure::beside(names[5], "us", EFFECT, &again).wanted("<= 0.2"));
     }
     if numbers > 1 {
         // A partition has one worker by hand; here the lanes share its keys.

@@ -69,14 +69,21 @@ macro_rules! plain_sql {
             }
         }
 
-        async fn handle_all_by_hand(&self, batch: &[(Uuid, i64)]) -> Result<(), StoreError> {
+        async fn handle_all_by_hand(&self, batch: &[(Uuid, i64)], effects: Effects) -> Result<(), StoreError> {
             let (ids, accounts): (Vec<Uuid>, Vec<i64>) = batch.iter().copied().unzip();
             let mut tx = self.pool().begin().await?;
             let new = sqlx::query($ids).bind($list(&ids)).execute(&mut *tx).await?.rows_affected();
             if new != batch.len() as u64 {
                 return Err(StoreError::Corrupt(format!("{} messages have {new} new ids", batch.len())));
             }
-            Self::business_all(&mut tx, &accounts).await?;
+            match effects {
+                Effects::Together => Self::business_all(&mut tx, &accounts).await?,
+                Effects::Each => {
+                    for account in accounts {
+                        Self::business(&mut tx, account).await?;
+                    }
+                }
+            }
             tx.commit().await?;
             Ok(())
         }

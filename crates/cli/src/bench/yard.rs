@@ -14,6 +14,16 @@ pub(super) const ACCOUNTS: i64 = 1_000;
 /// The first balance of an account that pays: enough for every payment.
 pub(super) const BALANCE: i64 = 1_000_000_000_000_000;
 
+/// How a batch that is handled by hand writes its effects.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Effects {
+    /// All in one statement.
+    Together,
+    /// A statement each, which is awaited before the next: all that a handler of single messages
+    /// can do.
+    Each,
+}
+
 /// A store that can be measured.
 pub(super) trait Yard: Ground {
     /// The number of writers that make sense at once: SQLite has one.
@@ -78,8 +88,12 @@ pub(super) trait Yard: Ground {
     fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Handles messages by hand, all in one transaction: begin, the ids in one statement, the
-    /// effects in one statement, commit. None of them may have come before.
-    fn handle_all_by_hand(&self, batch: &[(uuid::Uuid, i64)]) -> impl Future<Output = Result<(), StoreError>> + Send;
+    /// effects, commit. None of them may have come before.
+    fn handle_all_by_hand(
+        &self,
+        batch: &[(uuid::Uuid, i64)],
+        effects: Effects,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Empties the inbox by hand, for the next side that handles the same messages.
     fn forget_by_hand(&self) -> impl Future<Output = Result<(), StoreError>> + Send;

@@ -10,7 +10,7 @@ use uuid::Uuid;
 use crate::bench::bed::Bed;
 use crate::bench::relay::rate;
 use crate::bench::work::account;
-use crate::bench::yard::Yard;
+use crate::bench::yard::{Effects, Yard};
 use oncebox::app::AppError;
 use oncebox::broker::{Delivery, Event, PartitionId, Subscription};
 
@@ -55,13 +55,14 @@ pub(super) async fn one_by_one<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, c
 }
 
 /// Measures batches: each worker has its keys, and takes what is there, up to a hundred, into one
-/// transaction of four round trips. What is committed without a gap is acknowledged.
+/// transaction. What is committed without a gap is acknowledged.
 pub(super) async fn in_batches<S: Yard>(
     bed: &Bed<S>,
     name: &str,
     topic: &str,
     count: usize,
     workers: usize,
+    effects: Effects,
 ) -> Result<f64, AppError> {
     let mut subscriber = bed.broker.subscriber(&Subscription::new(name, vec![topic.to_owned()])).await?;
     let (finished, mut done) = mpsc::unbounded_channel();
@@ -69,7 +70,7 @@ pub(super) async fn in_batches<S: Yard>(
     let workers: Vec<UnboundedSender<Note>> = (0..workers)
         .map(|_| {
             let (sender, receiver) = mpsc::unbounded_channel();
-            tasks.spawn(work(bed.store.clone(), receiver, finished.clone()));
+            tasks.spawn(work(bed.store.clone(), receiver, effects, finished.clone()));
             sender
         })
         .collect();
@@ -116,12 +117,13 @@ pub(super) async fn in_batches<S: Yard>(
 async fn work<S: Yard>(
     store: S,
     mut messages: UnboundedReceiver<Note>,
+    effects: Effects,
     finished: UnboundedSender<Vec<Place>>,
 ) -> Result<(), AppError> {
     let mut batch = Vec::with_capacity(BATCH_MAX);
     while messages.recv_many(&mut batch, BATCH_MAX).await > 0 {
         let (places, messages): (Vec<_>, Vec<_>) = batch.drain(..).unzip();
-        store.handle_all_by_hand(&messages).await?;
+        store.handle_all_by_hand(&messages, effects).await?;
         if finished.send(places).is_err() {
             break;
         }
