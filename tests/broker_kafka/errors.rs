@@ -80,6 +80,26 @@ async fn g3_a_row_that_waits_for_room_stays_behind_an_earlier_one_that_is_refuse
     publisher.close().await;
 }
 
+/// The answer for such a batch has no offset, and librdkafka counts the offsets of its rows up from
+/// -1. It fails where each offset is judged by itself: then all rows but the first are believed, and
+/// this cluster has stored none.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g2_no_row_of_a_batch_that_the_broker_calls_a_duplicate_is_proven() {
+    let (mock, _) = mock("t");
+    let mut config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+    // So that the rows share a batch.
+    config.linger = Duration::from_millis(100);
+    let mut publisher = KafkaBroker::new(config).unwrap().publisher().await.unwrap();
+    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    mock.request_errors(RDKafkaApiKey::Produce, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_DUPLICATE_SEQUENCE_NUMBER; 10]);
+    publisher.send((0..10).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
+    let mut settled = Vec::new();
+    let ends = async { while publisher.settle(&mut settled).await.is_ok() {} };
+    tokio::time::timeout(SOON, ends).await.expect("the session ends");
+    assert!(settled.is_empty(), "{settled:?}");
+    publisher.close().await;
+}
+
 #[tokio::test]
 async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     let (mock, broker) = mock("t");

@@ -274,6 +274,25 @@ async fn r19_a_session_that_sent_already_starts_anew_for_a_smaller_topic() {
     publisher.close().await;
 }
 
+/// Shown to fail on the code before: the session took another producer, and the outcome was lost
+/// with the one before it.
+#[tokio::test]
+async fn g2_the_outcome_of_a_message_that_was_never_sent_is_kept_when_a_smaller_topic_is_asked_for() {
+    let Some(kafka) = Kafka::without_topic("g2_the_outcome_of_a_message_that_was_never_sent") else { return };
+    let smaller = unique("kafka");
+    for (topic, limit) in [(&kafka.topic, "20000"), (&smaller, "10000")] {
+        kafka.create(topic, 1, &[("max.message.bytes", limit)]).await;
+    }
+    let mut publisher = kafka.broker().publisher().await.unwrap();
+    assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+    publisher.send(vec![(7, message(&kafka.topic, Some("k"), vec![b'x'; 30_000]))]).await.unwrap();
+    let error = publisher.topic(&smaller).await.unwrap_err();
+    assert!(matches!(&error, BrokerError::Session(why) if why.contains(&smaller)), "{error}");
+    let settled = outcomes(&mut publisher, 1).await;
+    assert!(settled[0].tag == 7 && matches!(settled[0].outcome, Err(Refusal::Message(_))), "{settled:?}");
+    publisher.close().await;
+}
+
 /// Shown to fail on the code before: sessions ended one after the other with batches that were too
 /// large, and rows of a producer that had ended were blamed on their topic, which was then blocked.
 #[tokio::test]

@@ -57,7 +57,6 @@ pub(super) struct KafkaPublisher {
     limits: Arc<TopicLimits>,
     session: Session,
     ready: HashSet<String>,
-    sent: bool,
     /// Rows that have a slot and wait for the first row of their partition (`opening`).
     waiting: HashMap<Place, VecDeque<(usize, OutgoingMessage)>>,
     /// How long `send` may still wait for first rows. Once it is used up, rows that wait are put
@@ -94,15 +93,7 @@ impl KafkaPublisher {
     pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
         let session = Session::open(config, limits.sizes()).await?;
         let (config, limits) = (Arc::clone(config), Arc::clone(limits));
-        Ok(Self {
-            config,
-            limits,
-            session,
-            ready: HashSet::new(),
-            sent: false,
-            waiting: HashMap::new(),
-            patience: PATIENCE,
-        })
+        Ok(Self { config, limits, session, ready: HashSet::new(), waiting: HashMap::new(), patience: PATIENCE })
     }
 
     fn doubt(&self) -> Option<BrokerError> {
@@ -126,7 +117,9 @@ impl KafkaPublisher {
         if self.session.sizes.covers(needed) {
             return Ok(false);
         }
-        if self.sent {
+        // Another producer has another window: rows in flight and outcomes that the relay did not
+        // take would be lost with this one.
+        if !self.session.window.is_unused() {
             return Err(BrokerError::Session(format!(
                 "kafka topics take other sizes than those before them ({}): the session starts anew with batches of {} bytes \
                  and messages up to {} bytes",
@@ -345,7 +338,6 @@ impl Publisher for KafkaPublisher {
                 continue;
             }
             let mut slot = self.reserve(tag, message.weight()).await?;
-            self.sent = true;
             if let Some(key) = key
                 && let Some(partition) = self.wait_for_first(slot, &message.topic, key).await
             {
@@ -556,18 +548,28 @@ impl fmt::Debug for KafkaPublisher {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::used_underscore_binding)]
+    use futures::FutureExt;
     use rdkafka::mocking::MockCluster;
     use rdkafka::producer::DefaultProducerContext;
 
     use super::*;
+    use crate::broker::Refusal;
+
+    type Mock = MockCluster<'static, DefaultProducerContext>;
+
+    /// A session on a mock cluster that has the topics `t` and `u`.
+    async fn opened() -> (Mock, KafkaPublisher) {
+        let mock = Mock::new(1).unwrap();
+        ["t", "u"].iter().for_each(|topic| mock.create_topic(topic, 1, 1).unwrap());
+        let config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+        let publisher = KafkaPublisher::open(&Arc::new(config), &Arc::default()).await.unwrap();
+        (mock, publisher)
+    }
 
     /// Shown by: waiting for the window alone (`settle` waits for ever).
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_session_that_nobody_polls_any_more_ends_within_a_second() {
-        let mock = MockCluster::<DefaultProducerContext>::new(1).unwrap();
-        let config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
-        let mut publisher = KafkaPublisher::open(&Arc::new(config), &Arc::default()).await.unwrap();
-        mock.create_topic("t", 1, 1).unwrap();
+        let (mock, mut publisher) = opened().await;
         assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
         mock.broker_round_trip_time(1, Duration::from_secs(60)).unwrap();
         let message = OutgoingMessage {
@@ -590,6 +592,45 @@ mod tests {
         };
         let ended = tokio::time::timeout(Duration::from_secs(1), ends).await.expect("it ends");
         assert!(matches!(ended, Err(BrokerError::Session(why)) if why.contains("nobody polls")));
+        Box::new(publisher).close().await;
+    }
+
+    /// It fails where `fit` keeps `ready`: the new producer then sends to a topic that it has not
+    /// seen, and keeps nothing behind the first row of a partition.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn r19_another_producer_sees_every_topic_again() {
+        let (_mock, mut publisher) = opened().await;
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        assert!(publisher.session.window.partition_of("t", b"k").is_some());
+        // As of a session that was opened for smaller messages.
+        publisher.session.sizes.message_max = 1;
+        assert_eq!(publisher.topic("u").await.unwrap(), TopicState::Ready);
+        assert!(publisher.session.sizes.message_max > 1, "another producer");
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        assert!(publisher.session.window.partition_of("t", b"k").is_some());
+        Box::new(publisher).close().await;
+    }
+
+    /// It fails where an earlier refusal is not forgotten: it is then taken for the cause, and the
+    /// session ends before the report of the row that ended it.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn r16_a_session_that_ends_waits_for_the_report_of_its_cause_also_after_an_earlier_refusal() {
+        let (_mock, mut publisher) = opened().await;
+        let (window, ended) = (Arc::clone(&publisher.session.window), publisher.session.ended.clone());
+        let [early, cause, _other] = [1, 2, 3].map(|tag| window.reserve(tag, 1).unwrap());
+        let refused = || Err(Refusal::Message("too large".to_owned()));
+        let mut settled = Vec::new();
+        window.settle(early, "t", None, refused());
+        publisher.settle(&mut settled).await.unwrap();
+        publisher.session._stop.0.store(true, Ordering::Relaxed);
+        ended.cancelled().await;
+        {
+            let mut settling = publisher.settle(&mut settled);
+            assert!((&mut settling).now_or_never().is_none(), "it waits for the report");
+            window.settle(cause, "t", None, refused());
+            settling.await.unwrap();
+        }
+        assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1, 2]);
         Box::new(publisher).close().await;
     }
 }

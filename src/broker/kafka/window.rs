@@ -7,7 +7,7 @@
 //!
 //! Not here: the meaning of errors (`errors`).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -42,10 +42,12 @@ struct State {
     rows: usize,
     bytes: usize,
     settled: Vec<Settled>,
-    refused_keys: HashSet<(String, Vec<u8>)>,
-    /// True where the relay took outcomes since a key was last refused: it knows them all.
-    keys_are_known: bool,
-    refused_topics: HashMap<String, RefusedTopic>,
+    /// How often the relay took outcomes. It knows of every refusal that came before the last time.
+    handovers: u64,
+    /// Keys of refused messages, each with `handovers` at its last refusal.
+    refused_keys: HashMap<(String, Vec<u8>), u64>,
+    /// Refused topics, each with `handovers` at its last refusal, and the reason.
+    refused_topics: HashMap<String, (u64, String)>,
     /// Topics that refused a message as too large.
     too_small: Vec<String>,
     /// True where a row was refused since the session was last seen to work.
@@ -64,13 +66,6 @@ struct Slot {
     weight: usize,
     /// The partition that it is the first row of (`opening`).
     first_of: Option<i32>,
-}
-
-#[derive(Debug)]
-struct RefusedTopic {
-    reason: String,
-    /// True once the relay has taken outcomes after the refusal.
-    is_known: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,10 +127,10 @@ impl PublishWindow {
         if state.refused_keys.is_empty() && state.refused_topics.is_empty() {
             return None;
         }
-        if let Some(refused) = state.refused_topics.get(topic) {
-            return Some(Refusal::Destination(refused.reason.clone()));
+        if let Some((_, reason)) = state.refused_topics.get(topic) {
+            return Some(Refusal::Destination(reason.clone()));
         }
-        let behind_key = key.is_some_and(|key| state.refused_keys.contains(&(topic.to_owned(), key.to_vec())));
+        let behind_key = key.is_some_and(|key| state.refused_keys.contains_key(&(topic.to_owned(), key.to_vec())));
         behind_key.then(|| {
             Refusal::Behind(format!("not sent to kafka topic `{topic}`: an earlier message of its key was refused"))
         })
@@ -187,15 +182,14 @@ impl PublishWindow {
         !opened
     }
 
-    /// Forgets refused keys if the relay took outcomes since, and refused topics once every row is
-    /// settled and every outcome was taken. Called at the start of `send`: rows that come now were
-    /// sent with that knowledge.
+    /// Forgets refused keys of which the relay knows, and refused topics once every row is settled
+    /// and every outcome was taken. Called at the start of `send`: rows that come now were sent with
+    /// that knowledge.
     pub(super) fn forget_what_is_known(&self) {
         let mut state = self.state();
         state.opening.forget_old_proofs(Instant::now());
-        if std::mem::take(&mut state.keys_are_known) {
-            state.refused_keys.clear();
-        }
+        let now = state.handovers;
+        state.refused_keys.retain(|_, refused| *refused == now);
         if state.rows == 0 && state.settled.is_empty() {
             state.refused_topics.clear();
         }
@@ -205,9 +199,8 @@ impl PublishWindow {
     /// wants to send to them.
     pub(super) fn forgive_topics(&self, topics: &[String]) {
         let mut state = self.state();
-        if !state.refused_topics.is_empty() {
-            state.refused_topics.retain(|topic, refused| !(refused.is_known && topics.contains(topic)));
-        }
+        let now = state.handovers;
+        state.refused_topics.retain(|topic, (refused, _)| *refused == now || !topics.contains(topic));
     }
 
     /// Takes the topics that were found to have more partitions than was learned.
@@ -253,14 +246,17 @@ impl PublishWindow {
     }
 
     /// Handles a report of success. Without a proof the row stays unsettled and the session ends,
-    /// so that the next one sends the row again.
+    /// so that the next one sends the row again. Once the session is in doubt, no report of success
+    /// is a proof: where Kafka gives no offset for a batch, librdkafka counts the offsets of its rows
+    /// up from -1.
     fn delivered(&self, slot: usize, topic: &str, key: Option<&[u8]>, partition: i32, offset: i64) {
-        if let Some(receipt) = receipt(partition, offset) {
+        let mut state = self.state();
+        if let Some(receipt) = receipt(partition, offset).filter(|_| state.stale.is_none()) {
+            drop(state);
             self.settle(slot, topic, key, Ok(receipt));
             return;
         }
         let why = || format!("kafka topic `{topic}`: a message was reported as delivered without an offset");
-        let mut state = self.state();
         state.stale.get_or_insert_with(why);
         // No other report tells more of it.
         state.has_refused = true;
@@ -341,14 +337,19 @@ impl PublishWindow {
             state.waiting = Some(Wait::Outcome);
             return state.rows == 0;
         }
-        state.refused_topics.values_mut().for_each(|refused| refused.is_known = true);
-        state.keys_are_known = true;
+        state.handovers += 1;
         if settled.is_empty() {
             std::mem::swap(settled, &mut state.settled);
         } else {
             settled.append(&mut state.settled);
         }
         true
+    }
+
+    /// True where no row was given to the client, and no outcome waits for the relay.
+    pub(super) fn is_unused(&self) -> bool {
+        let state = self.state();
+        state.slots.is_empty() && state.settled.is_empty()
     }
 
     /// Rows that the broker has not answered.
@@ -367,14 +368,12 @@ impl State {
 
     fn refuse_key(&mut self, topic: &str, key: Option<&[u8]>) {
         if let Some(key) = key {
-            self.refused_keys.insert((topic.to_owned(), key.to_vec()));
-            self.keys_are_known = false;
+            self.refused_keys.insert((topic.to_owned(), key.to_vec()), self.handovers);
         }
     }
 
     fn refuse_topic(&mut self, topic: &str, reason: &str) {
-        let refused = || RefusedTopic { reason: reason.to_owned(), is_known: false };
-        self.refused_topics.entry(topic.to_owned()).or_insert_with(refused);
+        self.refused_topics.insert(topic.to_owned(), (self.handovers, reason.to_owned()));
     }
 }
 
@@ -493,6 +492,25 @@ mod tests {
         assert_eq!(window.refused_topics(), ["t"]);
     }
 
+    /// It fails where one flag serves all keys: the key stays refused as long as others are.
+    #[test]
+    fn r15_what_the_relay_knows_of_is_told_key_by_key_and_a_later_refusal_is_not_known() {
+        let window = PublishWindow::new(10, 1_000, 10);
+        let slots = [1, 2, 3].map(|tag| window.reserve(tag, 1).unwrap());
+        window.settle(slots[0], "t", Some(b"a"), refused());
+        window.settle(slots[1], "t", None, Err(Refusal::Destination("gone".into())));
+        window.take(&mut Vec::new());
+        window.settle(slots[2], "t", Some(b"b"), refused());
+        window.refuse_topic(4, "t", "still gone".into());
+        window.forget_what_is_known();
+        window.forgive_topics(&["t".to_owned()]);
+        assert_eq!(window.stands_behind("t", Some(b"a")), Some(Refusal::Destination("still gone".into())));
+        window.take(&mut Vec::new());
+        window.forgive_topics(&["t".to_owned()]);
+        assert!(window.stands_behind("t", Some(b"a")).is_none());
+        assert!(window.stands_behind("t", Some(b"b")).is_some(), "nothing was sent with that knowledge yet");
+    }
+
     /// Shown by: forgetting refused topics only when nothing is in flight. A topic that worked
     /// again was then refused for as long as other topics had rows in flight.
     #[test]
@@ -512,19 +530,21 @@ mod tests {
     #[test]
     fn g2_a_row_that_was_reported_as_delivered_without_an_offset_is_not_proven_and_ends_the_session() {
         let window = PublishWindow::new(10, 1_000, 10);
-        let [doubtful, stored] = [1, 2].map(|tag| window.reserve(tag, 1).unwrap());
+        let [stored, doubtful, counted] = [1, 2, 3].map(|tag| window.reserve(tag, 1).unwrap());
         // `RD_KAFKA_OFFSET_INVALID`, and what Kafka answers where it knows no offset.
         for offset in [-1_001, -1] {
             assert_eq!(receipt(0, offset), None);
         }
-        window.delivered(doubtful, "t", None, 0, -1_001);
+        window.delivered(stored, "t", None, 0, 7);
+        window.delivered(doubtful, "t", None, 0, -1);
         assert!(window.stale().is_some_and(|why| why.contains("`t`")));
-        window.delivered(stored, "t", None, 0, 0);
+        // The next one of the same batch.
+        window.delivered(counted, "t", None, 0, 0);
         let mut settled = Vec::new();
         assert!(window.take(&mut settled));
-        assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [2]);
-        assert_eq!(settled[0].outcome, Ok(Receipt::Offset { partition: 0, offset: 0 }));
-        assert_eq!(window.in_flight(), 1, "the next session sends the other one again");
+        assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1]);
+        assert_eq!(settled[0].outcome, Ok(Receipt::Offset { partition: 0, offset: 7 }));
+        assert_eq!(window.in_flight(), 2, "the next session sends the others again");
     }
 
     #[tokio::test]
