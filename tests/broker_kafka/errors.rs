@@ -81,8 +81,8 @@ async fn g3_a_row_that_waits_for_room_stays_behind_an_earlier_one_that_is_refuse
 }
 
 /// The answer for such a batch has no offset, and librdkafka counts the offsets of its rows up from
-/// -1. It fails where each offset is judged by itself: then all rows but the first are believed, and
-/// this cluster has stored none.
+/// -1. It fails where each offset is judged by itself: then all rows but the first are believed,
+/// and this cluster has stored none.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g2_no_row_of_a_batch_that_the_broker_calls_a_duplicate_is_proven() {
     let (mock, _) = mock("t");

@@ -183,8 +183,8 @@ impl PublishWindow {
     }
 
     /// Forgets refused keys of which the relay knows, and refused topics once every row is settled
-    /// and every outcome was taken. Called at the start of `send`: rows that come now were sent with
-    /// that knowledge.
+    /// and every outcome was taken. Called at the start of `send`: rows that come now were sent
+    /// with that knowledge.
     pub(super) fn forget_what_is_known(&self) {
         let mut state = self.state();
         state.opening.forget_old_proofs(Instant::now());
@@ -247,8 +247,8 @@ impl PublishWindow {
 
     /// Handles a report of success. Without a proof the row stays unsettled and the session ends,
     /// so that the next one sends the row again. Once the session is in doubt, no report of success
-    /// is a proof: where Kafka gives no offset for a batch, librdkafka counts the offsets of its rows
-    /// up from -1.
+    /// is a proof: where Kafka gives no offset for a batch, librdkafka counts the offsets of its
+    /// rows up from -1.
     fn delivered(&self, slot: usize, topic: &str, key: Option<&[u8]>, partition: i32, offset: i64) {
         let mut state = self.state();
         if let Some(receipt) = receipt(partition, offset).filter(|_| state.stale.is_none()) {
