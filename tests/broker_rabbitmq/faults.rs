@@ -29,13 +29,16 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     // Two of them are shorter than the alarm will last: no heartbeat may end the session. On a
     // machine that is busy with other tests the server sends none for four seconds.
     corner.config.heartbeat = Duration::from_secs(4);
+    corner.config.route_retry = Duration::from_millis(1);
     let broker = corner.broker();
     broker.subscriber(&corner.subscription()).await.unwrap().close().await;
     let mut publisher = broker.publisher().await.unwrap();
     assert!(send_all(&mut *publisher, numbered(&corner.topic, 2, 10)).await.iter().all(|one| one.outcome.is_ok()));
+    let unrouted = format!("{}-unrouted", corner.topic);
+    assert!(send_all(&mut *publisher, vec![(10, message(&unrouted, None, 10))]).await[0].outcome.is_err());
     assert_eq!(publisher.blocked(), None);
     assert!(private.control(&["set_vm_memory_high_watermark", "0.00001"]));
-    publisher.send((10..400).map(|tag| (tag, message(&corner.topic, Some("k"), tag))).collect()).await.unwrap();
+    publisher.send((10..400).map(|n| (n + 1, message(&corner.topic, Some("k"), n))).collect()).await.unwrap();
     let mut settled = Vec::new();
     let (start, mut blocked_since) = (Instant::now(), None);
     while blocked_since.is_none_or(|since: Instant| since.elapsed() < Duration::from_secs(12)) {
@@ -48,6 +51,14 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
         }
     }
     assert!(settled.len() < 390, "nothing was held back: nothing is shown");
+    // The server answers no question on this connection, so none is asked.
+    let asked = tokio::time::timeout(Duration::from_secs(5), publisher.topic(&unrouted)).await;
+    assert_eq!(asked.expect("nothing waits for the server").unwrap(), TopicState::Ready);
+    let mut other = broker.publisher().await.unwrap();
+    assert_eq!(other.topic(&corner.topic).await.unwrap(), TopicState::Ready, "it has published nothing yet");
+    other.send(vec![(0, message(&unrouted, None, 0))]).await.unwrap();
+    eventually("it is blocked too", SOON, async || other.blocked()).await;
+    tokio::time::timeout(Duration::from_secs(4), other.close()).await.expect("a close waits for no answer");
     // Consuming goes on meanwhile.
     let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
     let deliveries = receive(&mut *subscriber, 10).await;

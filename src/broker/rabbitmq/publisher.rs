@@ -11,17 +11,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use lapin::ExchangeKind;
-use lapin::options::ExchangeDeclareOptions;
-use lapin::types::FieldTable;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 
 use super::config::RabbitConfig;
 use super::confirms::{Confirms, Rows};
 use super::cuts::Cuts;
-use super::error::{NOT_FOUND, again, within};
+use super::error::again;
 use super::socket::Link;
+use super::topology::Topology;
 use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
@@ -54,6 +52,19 @@ pub(super) struct State {
 }
 
 impl State {
+    /// Whether a topic can be sent to. After a message was returned the topic is not ready for this
+    /// time.
+    fn state_of(&mut self, topic: &str, route_retry: Duration) -> TopicState {
+        if let Some((at, why)) = self.no_route.get(topic)
+            && at.elapsed() < route_retry
+        {
+            return TopicState::NotReady(why.clone());
+        }
+        // AMQP does not show routes in advance: only sending a row shows whether there is one.
+        self.no_route.remove(topic);
+        TopicState::Ready
+    }
+
     /// Records the outcome of a row.
     pub(super) fn settle(&mut self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
         self.outcomes.push(Settled { tag, outcome });
@@ -95,13 +106,9 @@ pub(super) struct RabbitPublisher {
     shared: Arc<Unsettled>,
     rows: Option<mpsc::UnboundedSender<Rows>>,
     task: JoinHandle<()>,
-    exchange: String,
+    config: RabbitConfig,
     /// True once the exchange was seen in this session.
     exchange_seen: bool,
-    held_bytes_max: usize,
-    deadline: Duration,
-    close_deadline: Duration,
-    route_retry: Duration,
 }
 
 impl RabbitPublisher {
@@ -116,80 +123,37 @@ impl RabbitPublisher {
             shared,
             rows: Some(rows),
             task: tokio::spawn(confirms.run(receiver)),
-            exchange: config.exchange.clone(),
+            config: config.clone(),
             exchange_seen: false,
-            held_bytes_max: config.held_bytes_max,
-            deadline: config.connect_deadline,
-            close_deadline: config.close_deadline,
-            route_retry: config.route_retry,
         })
     }
 
     fn ended(&self) -> Result<(), BrokerError> {
         self.shared.lock().ended.as_ref().map_or(Ok(()), |error| Err(again(error)))
     }
-
-    /// Asks on a new channel, with a passive declare, whether the exchange exists (R16 needs this
-    /// to tell a missing destination from a lost broker). Returns what is wrong, or `None`.
-    async fn probe(&self) -> Result<Option<String>, BrokerError> {
-        let channel = self.link.channel().await?;
-        let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
-        let exchange = self.exchange.as_str().into();
-        let asked = channel.exchange_declare(exchange, ExchangeKind::Topic, passive, FieldTable::default());
-        match within(self.deadline, "exchange.declare", asked).await {
-            Ok(()) => {
-                // Dropping the channel closes it too, but without a deadline.
-                let _ = within(self.close_deadline, "channel.close", channel.close(200, "OK".into())).await;
-                Ok(None)
-            }
-            Err(fault) if fault.code() == Some(NOT_FOUND) => {
-                Ok(Some(format!("the exchange `{}` is not there; `publisher` declares it at its start", self.exchange)))
-            }
-            Err(fault) => Err(fault.into()),
-        }
-    }
-
-    /// Whether a topic can be sent to. After a message was returned the topic is not ready for
-    /// `route_retry`; then, and for other topics, the exchange must exist.
-    async fn state_of(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
-        self.ended()?;
-        let returned = self.shared.lock().no_route.get(topic).cloned();
-        if let Some((at, why)) = &returned
-            && at.elapsed() < self.route_retry
-        {
-            return Ok(TopicState::NotReady(why.clone()));
-        }
-        if self.exchange_seen && returned.is_none() {
-            return Ok(TopicState::Ready);
-        }
-        if let Some(why) = self.probe().await? {
-            self.exchange_seen = false;
-            return Ok(TopicState::NotReady(why));
-        }
-        // AMQP does not show routes in advance: only sending a row shows whether there is one.
-        self.exchange_seen = true;
-        let mut state = self.shared.lock();
-        if state.no_route.get(topic).map(|(at, _)| *at) == returned.map(|(at, _)| at) {
-            state.no_route.remove(topic);
-            return Ok(TopicState::Ready);
-        }
-        // A message was returned while the probe ran.
-        Ok(state.no_route.get(topic).map_or(TopicState::Ready, |(_, why)| TopicState::NotReady(why.clone())))
-    }
 }
 
 #[async_trait]
 impl Publisher for RabbitPublisher {
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
-        let mut states = Vec::with_capacity(topics.len());
-        for topic in topics {
-            states.push(self.state_of(topic).await?);
+        self.ended()?;
+        // Asked only before the session sends anything: a server that blocks the connection answers
+        // nothing on it, and one that returns a message has the exchange. R16 needs this to tell a
+        // missing destination from a lost broker.
+        if !self.exchange_seen {
+            let exchange = &self.config.exchange;
+            self.exchange_seen = Topology::new(&self.link, &self.config).exchange_exists(exchange).await?;
+            if !self.exchange_seen {
+                let why = format!("the exchange `{exchange}` is not there; `publisher` declares it at its start");
+                return Ok(vec![TopicState::NotReady(why); topics.len()]);
+            }
         }
-        Ok(states)
+        let mut state = self.shared.lock();
+        Ok(topics.iter().map(|topic| state.state_of(topic, self.config.route_retry)).collect())
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
-        let held_bytes_max = self.held_bytes_max;
+        let held_bytes_max = self.config.held_bytes_max;
         let bytes: usize = rows.iter().map(|(_, message)| message.weight()).sum();
         let known = self
             .shared
@@ -232,8 +196,11 @@ impl Publisher for RabbitPublisher {
     async fn close(mut self: Box<Self>) {
         // The task ends when its sender is dropped.
         self.rows = None;
-        let _ = tokio::time::timeout(self.close_deadline, &mut self.task).await;
-        self.link.close(self.close_deadline).await;
+        let _ = tokio::time::timeout(self.config.close_deadline, &mut self.task).await;
+        // A server that blocks the connection does not read the request. The drop cuts it.
+        if self.blocked().is_none() {
+            self.link.close(self.config.close_deadline).await;
+        }
     }
 }
 
