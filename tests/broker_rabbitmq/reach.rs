@@ -79,6 +79,14 @@ async fn carry(
     }
 }
 
+/// A corner whose connections go through a proxy.
+async fn behind_a_proxy(test: &str) -> Option<(Corner, Proxy)> {
+    let mut corner = Corner::of(test).await?;
+    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
+    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    Some((corner, proxy))
+}
+
 /// Host and port of a URL.
 fn address(url: &str) -> String {
     let rest = url.split_once('@').unwrap().1;
@@ -205,9 +213,7 @@ async fn c6_a_server_that_takes_the_connection_and_says_nothing_is_given_up() {
 
 #[tokio::test]
 async fn a_connection_that_ends_is_told_and_work_goes_on_over_a_new_one() {
-    let Some(mut corner) = Corner::of("a_connection_that_ends").await else { return };
-    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
-    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    let Some((corner, proxy)) = behind_a_proxy("a_connection_that_ends").await else { return };
     let broker = corner.broker();
     let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
     let mut publisher = broker.publisher().await.unwrap();
@@ -237,9 +243,7 @@ async fn a_connection_that_ends_is_told_and_work_goes_on_over_a_new_one() {
 
 #[tokio::test]
 async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat_and_by_the_quiet_check() {
-    let Some(mut corner) = Corner::of("a_server_that_falls_silent").await else { return };
-    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
-    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    let Some((mut corner, proxy)) = behind_a_proxy("a_server_that_falls_silent").await else { return };
     corner.config.heartbeat = Duration::from_secs(2);
     corner.config.connect_deadline = Duration::from_secs(20);
     corner.config.close_deadline = Duration::from_millis(300);
@@ -266,9 +270,9 @@ async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat_and_by_the_qui
 /// every tick, so the check never ended.
 #[tokio::test]
 async fn a_server_that_falls_silent_is_found_out_by_the_quiet_check_also_where_next_is_dropped_again_and_again() {
-    let Some(mut corner) = Corner::of("a_server_that_falls_silent_where_next_is_dropped").await else { return };
-    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
-    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    let Some((mut corner, proxy)) = behind_a_proxy("a_server_that_falls_silent_where_next_is_dropped").await else {
+        return;
+    };
     // Only the quiet check can find it out.
     corner.config.heartbeat = Duration::from_secs(600);
     corner.config.connect_deadline = Duration::from_secs(3);
@@ -294,9 +298,7 @@ async fn a_server_that_falls_silent_is_found_out_by_the_quiet_check_also_where_n
 
 #[tokio::test]
 async fn g11_send_waits_at_the_bound_of_held_bytes_and_goes_on_when_there_is_room() {
-    let Some(mut corner) = Corner::of("g11_send_waits_at_the_bound").await else { return };
-    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
-    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    let Some((mut corner, proxy)) = behind_a_proxy("g11_send_waits_at_the_bound").await else { return };
     corner.config.held_bytes_max = 10_000;
     let queue = corner.queue();
     corner.queue_of(&queue, &corner.topic, &[]).await;
@@ -322,9 +324,7 @@ async fn g11_send_waits_at_the_bound_of_held_bytes_and_goes_on_when_there_is_roo
 
 #[tokio::test]
 async fn what_is_dropped_leaves_no_connection_behind() {
-    let Some(mut corner) = Corner::of("what_is_dropped_leaves_no_connection").await else { return };
-    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
-    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    let Some((corner, proxy)) = behind_a_proxy("what_is_dropped_leaves_no_connection").await else { return };
     let broker = corner.broker();
     let subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
     let mut publisher = broker.publisher().await.unwrap();
