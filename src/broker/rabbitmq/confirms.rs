@@ -9,15 +9,18 @@
 //!
 //! Why returns need care: the client library keeps returned messages in one queue and attaches the
 //! first of them to whichever confirm completes next. A confirm without a return is safe: the queue
-//! was empty, so if its own message was returned, that return came with an earlier confirm, which
-//! is already collected. A confirm *with* a return tells nothing about its own row. So the channel
-//! publishes nothing new until all its confirms are in; then all returns are in too.
+//! was empty, so if its own message was returned, that return came with a confirm that completed
+//! earlier, and every confirm that is complete is collected before one is believed. A confirm
+//! *with* a return tells nothing about its own row. So the channel publishes nothing new until all
+//! its confirms are in; then all returns are in too.
 //!
 //! Not here: what the runtime does about a refusal (`outbox::rules`), and how long it waits for a
 //! missing confirm.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
@@ -169,9 +172,7 @@ impl Confirms {
                 },
                 Some(done) = self.publishing.next() => {
                     let mut all = vec![done];
-                    while let Some(Some(done)) = self.publishing.next().now_or_never() {
-                        all.push(done);
-                    }
+                    all.extend(take_ready(&mut self.publishing));
                     self.collect(all);
                 }
                 Some(event) = events.next() => self.heard(event),
@@ -463,10 +464,67 @@ fn behind() -> Refusal {
     Refusal::Behind("an earlier message of its key was refused".to_owned())
 }
 
+/// Takes the results of all futures that are ready. The set may say `Pending` while some are: after
+/// futures that were woken while it polled them. Then it wakes its own task too, so it is polled
+/// until it does not.
+fn take_ready<F: Future>(set: &mut FuturesUnordered<F>) -> Vec<F::Output> {
+    let woken = Arc::new(Woken(AtomicBool::new(false)));
+    let waker = Waker::from(Arc::clone(&woken));
+    let mut ready = Vec::new();
+    loop {
+        match set.poll_next_unpin(&mut Context::from_waker(&waker)) {
+            Poll::Ready(Some(result)) => ready.push(result),
+            Poll::Pending if woken.0.swap(false, Ordering::SeqCst) => {}
+            Poll::Ready(None) | Poll::Pending => return ready,
+        }
+    }
+}
+
+/// Remembers that a task was woken.
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
 struct EndOnDrop(Arc<Unsettled>);
 
 impl Drop for EndOnDrop {
     fn drop(&mut self) {
         self.0.end(BrokerError::Session("the publishing session has ended".to_owned()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A future that is ready when it is polled for the second time, and wakes itself before.
+    fn woken_while_polled(result: u32) -> BoxFuture<'static, u32> {
+        let mut polled = false;
+        std::future::poll_fn(move |context| {
+            if std::mem::replace(&mut polled, true) {
+                return Poll::Ready(result);
+            }
+            context.waker().wake_by_ref();
+            Poll::Pending
+        })
+        .boxed()
+    }
+
+    /// It fails where collecting ends when the set says `Pending` for the first time: the first
+    /// confirm is then believed, and its own return, which came with the last one, is not seen.
+    #[test]
+    fn g2_r21_every_confirm_that_is_complete_is_collected_also_where_the_set_yields() {
+        let ready = |result: u32| std::future::ready(result).boxed();
+        let mut set: FuturesUnordered<_> =
+            [ready(0), woken_while_polled(1), woken_while_polled(2), ready(3)].into_iter().collect();
+        set.push(std::future::pending::<u32>().boxed());
+        let mut taken = take_ready(&mut set);
+        taken.sort_unstable();
+        assert_eq!(taken, [0, 1, 2, 3]);
+        assert_eq!(set.len(), 1);
     }
 }
