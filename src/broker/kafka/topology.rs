@@ -263,7 +263,8 @@ pub(super) fn how_to_create(config: &KafkaConfig, topic: &str) -> String {
         copies => format!("--replication-factor {copies}"),
     };
     format!(
-        "`kafka-topics.sh --bootstrap-server {servers} --create --topic {topic} --partitions {partitions} {copies}`, or          `[broker.kafka] create_topics = true`"
+        "`kafka-topics.sh --bootstrap-server {servers} --create --topic {topic} --partitions {partitions} {copies}`, \
+         or `[broker.kafka] create_topics = true`"
     )
 }
 
