@@ -80,8 +80,7 @@ fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, Broke
 
 /// The smallest number of copies that a partition of the topic has.
 fn copies(metadata: &Metadata, name: &str) -> usize {
-    let topic = metadata.topics().iter().find(|topic| topic.name() == name);
-    let partitions = topic.map_or(&[][..], |topic| topic.partitions());
+    let partitions = topology::find(metadata, name).map_or(&[][..], |topic| topic.partitions());
     partitions.iter().map(|partition| partition.replicas().len()).min().unwrap_or(0)
 }
 

@@ -26,7 +26,7 @@ use super::config::KafkaConfig;
 use super::context::Reports;
 use super::opening::Place;
 use super::properties;
-use super::topology::{self, ASKED_ONE_BY_ONE, Grown, Sizes, TopicLimits};
+use super::topology::{self, Grown, Sizes, TopicLimits};
 use super::window::{PublishContext, PublishWindow};
 use super::{errors, wire};
 use crate::broker::{Publisher, Settled, TopicState};
@@ -443,8 +443,7 @@ impl Session {
     }
 
     /// Asks the broker through this producer, so that the producer knows the topics before their
-    /// first rows. More than `ASKED_ONE_BY_ONE` topics are asked for with one request for all
-    /// topics.
+    /// first rows.
     async fn ask(
         &self,
         topics: &[String],
@@ -454,12 +453,10 @@ impl Session {
         let (producer, reports, topics) = (Arc::clone(&self.producer), Arc::clone(&self.reports), topics.to_vec());
         let (limits, config, window) = (Arc::clone(limits), Arc::clone(config), Arc::clone(&self.window));
         let (states, grown) = blocking::run(move || {
-            let ask = |name| blocking::metadata(producer.client(), &reports, name, ASK_DEADLINE, || {});
-            let answers = if topics.len() > ASKED_ONE_BY_ONE {
-                vec![ask(None)?]
-            } else {
-                topics.iter().map(|topic| ask(Some(topic.as_str()))).collect::<Result<_, _>>()?
-            };
+            let names: Vec<&str> = topics.iter().map(String::as_str).collect();
+            let answers = topology::asked(&names, |name| {
+                blocking::metadata(producer.client(), &reports, name, ASK_DEADLINE, || {})
+            })?;
             let all: HashMap<&str, &MetadataTopic> =
                 answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect();
             let found: Vec<_> = topics.iter().map(|topic| all.get(topic.as_str()).copied()).collect();

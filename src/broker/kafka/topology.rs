@@ -26,7 +26,7 @@ use crate::inbox::rules::horizon::TopicRetention;
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
 const BATCH_MAX: usize = 1_000_000;
 /// Up to so many topics are asked for by name; for more, one request asks for all topics.
-pub(super) const ASKED_ONE_BY_ONE: usize = 8;
+const ASKED_ONE_BY_ONE: usize = 8;
 
 /// Settings of a topic by name.
 pub(super) type TopicSettings = BTreeMap<String, String>;
@@ -176,6 +176,17 @@ fn short_of_copies(wanted: usize, mut partitions: impl Iterator<Item = Copies>) 
     Some(format!("partition {partition} has {in_sync} in-sync replicas, and `min.insync.replicas` is {wanted}"))
 }
 
+/// Asks for the metadata of topics, with as few requests as are worth it.
+pub(super) fn asked(
+    topics: &[&str],
+    ask: impl Fn(Option<&str>) -> Result<Metadata, BrokerError>,
+) -> Result<Vec<Metadata>, BrokerError> {
+    if topics.len() > ASKED_ONE_BY_ONE {
+        return Ok(vec![ask(None)?]);
+    }
+    topics.iter().map(|topic| ask(Some(*topic))).collect()
+}
+
 /// Finds a topic in metadata by its name.
 pub(super) fn find<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a MetadataTopic> {
     metadata.topics().iter().find(|topic| topic.name() == name)
@@ -308,17 +319,9 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
     refused.pop_first().map_or(Ok(()), |(topic, code)| Err(creation_error(&topic, code)))
 }
 
-/// The topics among these that are not ready, each with the reason. More than `ASKED_ONE_BY_ONE`
-/// topics are asked for with one request for all topics.
+/// The topics among these that are not ready, each with the reason.
 fn not_ready<'a>(asker: &Asker, topics: &[&'a str]) -> Result<Vec<(&'a str, String)>, BrokerError> {
-    let mut answers = Vec::new();
-    if topics.len() > ASKED_ONE_BY_ONE {
-        answers.push(asker.metadata(None)?);
-    } else {
-        for topic in topics {
-            answers.push(asker.metadata(Some(topic))?);
-        }
-    }
+    let answers = asked(topics, |topic| asker.metadata(topic))?;
     let all: HashMap<&str, &MetadataTopic> =
         answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect();
     let not_ready = topics.iter().filter_map(|topic| match state(all.get(topic).copied()) {
