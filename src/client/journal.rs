@@ -24,7 +24,7 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use reqwest::header::HeaderMap;
@@ -163,8 +163,9 @@ impl Pending {
 pub struct KeyJournal {
     directory: Arc<PathBuf>,
     bodies: Bodies,
-    // Held, not read.
-    _lock: Arc<File>,
+    /// The locked file. Its mutex is held while an entry gets its name, so that of two calls under
+    /// one key the second one finds the entry of the first.
+    lock: Arc<Mutex<File>>,
 }
 
 impl KeyJournal {
@@ -188,7 +189,7 @@ impl KeyJournal {
         for path in files(&directory, UNFINISHED)? {
             fs::remove_file(&path).map_err(|source| JournalError::Io { path, source })?;
         }
-        Ok(Self { directory: Arc::new(directory), bodies, _lock: Arc::new(lock) })
+        Ok(Self { directory: Arc::new(directory), bodies, lock: Arc::new(Mutex::new(lock)) })
     }
 
     /// The operations that were sent, or were about to be sent, and are not acknowledged. The
@@ -229,34 +230,47 @@ impl KeyJournal {
         blocking(&self.directory, move || {
             let path = journal.path(&request.key);
             let known = path.try_exists();
-            if known.map_err(|source| JournalError::Io { path: path.clone(), source })? {
-                let found = journal.read(&path)?;
-                if found.method != request.method.as_str() || found.url != request.url.as_str() {
-                    return Err(JournalError::OtherRequest);
+            if !known.map_err(|source| JournalError::Io { path: path.clone(), source })? {
+                let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
+                let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
+                if journal.write(&path, &bytes)? {
+                    return Ok(None);
                 }
-                if !found.body.is(&request.body) {
-                    return Err(JournalError::OtherBody);
-                }
-                // The call that wrote the file may have failed to synchronise the directory.
-                synchronise(&journal.directory)?;
-                return Ok(Some(found.first_sent_at));
             }
-            let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
-            let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
-            journal.write(&path, &bytes)?;
-            Ok(None)
+            let found = journal.read(&path)?;
+            if found.method != request.method.as_str() || found.url != request.url.as_str() {
+                return Err(JournalError::OtherRequest);
+            }
+            if !found.body.is(&request.body) {
+                return Err(JournalError::OtherBody);
+            }
+            // The call that wrote the file may have failed to synchronise the directory.
+            synchronise(&journal.directory)?;
+            Ok(Some(found.first_sent_at))
         })
         .await
     }
 
-    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), JournalError> {
-        let beside = path.with_extension(UNFINISHED);
+    /// Writes an entry. Returns false where another call wrote the entry of this key meanwhile.
+    fn write(&self, path: &Path, bytes: &[u8]) -> Result<bool, JournalError> {
+        let beside = path.with_extension(format!("{}.{UNFINISHED}", uuid::Uuid::now_v7()));
         let failed = |source| JournalError::Io { path: beside.clone(), source };
-        let mut file =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&beside).map_err(failed)?;
-        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-        fs::rename(&beside, path).map_err(failed)?;
-        synchronise(&self.directory)
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside).map_err(failed)?;
+        let named = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| {
+            let _naming = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+            if path.try_exists()? {
+                return Ok(false);
+            }
+            fs::rename(&beside, path).map(|()| true)
+        });
+        match named {
+            Ok(true) => synchronise(&self.directory).map(|()| true),
+            _ => {
+                // What stays because of an error here is removed when the journal is opened.
+                let _ = fs::remove_file(&beside);
+                named.map_err(failed)
+            }
+        }
     }
 
     fn read(&self, path: &Path) -> Result<Pending, JournalError> {

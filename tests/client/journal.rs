@@ -134,6 +134,30 @@ async fn o27_a_key_keeps_its_request() {
     assert_eq!(server.came().len(), 1);
 }
 
+// Shown by: looking for the entry and naming it without holding the mutex: both were sent, or the
+// second one found that its file was gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o27_of_two_requests_that_come_at_once_under_one_key_one_is_sent() {
+    let directory = tempfile::tempdir().unwrap();
+    let journal = KeyJournal::open(directory.path(), Bodies::Digest).unwrap();
+    let client = client().with_journal(journal.clone());
+    let server = Server::start([]).await;
+    let url = format!("{}/payments", server.origin);
+    for round in 0..100 {
+        let key = format!("order-{round}-0123456789abcdef");
+        let request = |body: &str| Request::new("POST", &url, body).unwrap().with_key(&key).unwrap();
+        let (one, other) = (request("{\"amountMinor\":1}"), request("{\"amountMinor\":2}"));
+        let ends = tokio::join!(client.send(&one), client.send(&other));
+        let refused = match ends {
+            (Ok(_), Err(refused)) | (Err(refused), Ok(_)) => refused,
+            both => panic!("{both:?}"),
+        };
+        assert!(matches!(refused, ClientError::Journal(JournalError::OtherBody)), "{refused}");
+    }
+    assert_eq!((server.came().len(), journal.pending().await.unwrap().len()), (100, 100));
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 101, "entries and the lock, nothing unfinished");
+}
+
 // Shown by: counting the lifetime from the start of the process.
 #[tokio::test]
 async fn o27_a_pending_key_that_the_server_may_have_forgotten_is_not_sent() {
