@@ -19,9 +19,9 @@
 //! * Every attempt sends the same bytes. With a [`KeyJournal`], key, method, URL and body are on
 //!   the disk before the first attempt, so a program that restarts continues under the same key.
 //!   Where the journal keeps digests only, the caller gives the body again.
-//! * One table decides what ends an operation (`resend`). After
-//!   an attempt whose outcome is unknown, only a 2xx or a spent key ends it; otherwise the end is
-//!   [`ClientError::OutcomeUnknown`].
+//! * One table decides what ends an operation (`resend`). After an attempt whose outcome is unknown,
+//!   only a 2xx or a spent key ends it; otherwise the end is [`ClientError::OutcomeUnknown`]. A
+//!   [`Request`] and its clones remember such an attempt from one call to the next.
 //! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and
 //!   body to another origin.
 //! * No attempt begins that might arrive after the server has forgotten the key.
@@ -64,7 +64,8 @@ use crate::time::breaker::BreakerOptions;
 pub struct ClientOptions {
     /// The time limit of one attempt, including the body of its answer. Default 30 s.
     pub attempt_timeout: Duration,
-    /// The time limit of a whole call of [`Client::send`]. Default 5 min.
+    /// The time limit of a call of [`Client::send`]: after it no attempt begins, so that a call
+    /// lasts at most one attempt longer. Default 5 min.
     pub total: Duration,
     /// How long the server keeps a key at least, counted from the first send; see [`Advertised`].
     /// The default of 24 h is a guess about the server.
@@ -106,9 +107,9 @@ pub enum ClientError {
         /// Why no more is known.
         cause: Cause,
     },
-    /// No attempt of this call executed anything. The key stays the key of this operation. If
-    /// another process has sent it before, this error says nothing about that.
-    #[error("nothing was done by this call under the key #{}: {cause}", key.short_hash())]
+    /// No attempt with this [`Request`] or a clone of it executed anything. The key stays the key of
+    /// this operation. If another process has sent it before, this error says nothing about that.
+    #[error("nothing was done under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key of the operation, the same for every later attempt.
         key: Key,
@@ -198,8 +199,9 @@ impl Client {
     /// Sends an operation until its outcome is known or the time is over.
     ///
     /// # Errors
-    /// [`ClientError::OutcomeUnknown`]: the operation may have happened. After any other error it
-    /// did not, unless an earlier call with the same request may have executed it.
+    /// [`ClientError::OutcomeUnknown`]: the operation may have happened. After
+    /// [`ClientError::NotSent`] it did not. The other errors come before the first attempt of this
+    /// call.
     ///
     /// # Cancel safety
     /// If the future is dropped, the operation may have happened; the journal keeps the key. The

@@ -14,7 +14,7 @@ use reqwest::{Method, ResponseBuilderExt};
 use reqwest_middleware::{Error, Middleware, Next};
 
 use super::ClientError;
-use super::request::{KEY_HEADER, Request, new_key, parse};
+use super::request::{KEY_HEADER, Request, check_url, new_key, parse};
 use super::sending::{ClientState, Transport};
 use crate::operation::rules::Key;
 
@@ -61,7 +61,9 @@ fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
         Some(key) => parse(key.to_str().map_err(|error| ClientError::Request(error.to_string()))?)?,
         None => new_key()?,
     };
-    Ok(Request { method: request.method().clone(), url: request.url().clone(), headers, body, key })
+    check_url(request.url())?;
+    let (method, url) = (request.method().clone(), request.url().clone());
+    Ok(Request { method, url, headers, body, key, attempts: Arc::default() })
 }
 
 #[async_trait::async_trait]

@@ -1,8 +1,12 @@
 //! An operation to send: method, URL, headers, bytes and key, which stay the same in all attempts.
 //!
-//! Promise: the key is made once, with the request. A clone is the same operation.
+//! Promise: the key is made once, with the request. A clone is the same operation, and knows what
+//! the other clones sent.
 //!
 //! Not here: sending. Credentials may be changed between calls, like any other header.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, Url};
@@ -11,6 +15,7 @@ use serde::Serialize;
 use super::ClientError;
 use crate::operation::rules::Key;
 use crate::operation::rules::key::KeyFormat;
+use crate::time::pace::Since;
 
 /// The name of the header that carries a key.
 pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");
@@ -23,6 +28,30 @@ pub struct Request {
     pub(super) headers: HeaderMap,
     pub(super) body: Vec<u8>,
     pub(super) key: Key,
+    /// Shared by all clones: a later call begins in doubt where an earlier one ended in doubt.
+    pub(super) attempts: Arc<Mutex<Attempts>>,
+}
+
+/// The attempts under one key, in this process, that may have executed it.
+#[derive(Debug, Default)]
+pub(super) struct Attempts {
+    count: u32,
+    /// When the first of them began.
+    since: Option<Since>,
+}
+
+/// Refuses a URL that cannot be sent: another scheme than `http` and `https`, or a user and
+/// password, which reqwest leaves out of a request that is built like ours.
+pub(super) fn check_url(url: &Url) -> Result<(), ClientError> {
+    if !matches!(url.scheme(), "http" | "https") {
+        return Err(ClientError::Request(format!("the scheme `{}` is not sent; use `http` or `https`", url.scheme())));
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(ClientError::Request(
+            "a user and password in the URL are not sent: give them in the header `authorization`".to_owned(),
+        ));
+    }
+    Ok(())
 }
 
 /// Makes a new key: a UUID v7, whose time lets a server recognise a late retry.
@@ -38,15 +67,20 @@ impl Request {
     /// An operation under a new key.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: method or URL cannot be used.
+    /// [`ClientError::Request`]: the method cannot be used; the URL is not one of `http` or
+    /// `https`, or has a user or password in it.
     pub fn new(method: &str, url: &str, body: impl Into<Vec<u8>>) -> Result<Self, ClientError> {
         let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
+        let method = Method::from_bytes(method.as_bytes()).map_err(|error| unusable(&error))?;
+        let url = Url::parse(url).map_err(|error| unusable(&error))?;
+        check_url(&url)?;
         Ok(Self {
-            method: Method::from_bytes(method.as_bytes()).map_err(|error| unusable(&error))?,
-            url: Url::parse(url).map_err(|error| unusable(&error))?,
+            method,
+            url,
             headers: HeaderMap::new(),
             body: body.into(),
             key: new_key()?,
+            attempts: Arc::default(),
         })
     }
 
@@ -65,7 +99,7 @@ impl Request {
     /// # Errors
     /// [`ClientError::Request`]: the key is not valid (16 to 255 characters of `[A-Za-z0-9_.:~-]`).
     pub fn with_key(self, key: &str) -> Result<Self, ClientError> {
-        Ok(Self { key: parse(key)?, ..self })
+        Ok(Self { key: parse(key)?, attempts: Arc::default(), ..self })
     }
 
     /// Sets a header and replaces others of its name. Use [`Self::with_key`] for the key.
@@ -88,6 +122,32 @@ impl Request {
     #[must_use]
     pub fn key(&self) -> &Key {
         &self.key
+    }
+
+    fn attempts(&self) -> MutexGuard<'_, Attempts> {
+        self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long ago the first attempt began that may have executed this operation. `None`: no
+    /// attempt of this process has.
+    pub(super) fn in_doubt_for(&self) -> Option<Duration> {
+        self.attempts().since.map(Since::elapsed)
+    }
+
+    /// Notes that an attempt begins. Where its call is dropped, it counts as one that executed.
+    pub(super) fn attempt_begins(&self) {
+        let mut attempts = self.attempts();
+        attempts.count = attempts.count.saturating_add(1);
+        attempts.since.get_or_insert_with(Since::now);
+    }
+
+    /// Notes that an attempt ended and certainly executed nothing.
+    pub(super) fn attempt_ran_nothing(&self) {
+        let mut attempts = self.attempts();
+        attempts.count = attempts.count.saturating_sub(1);
+        if attempts.count == 0 {
+            attempts.since = None;
+        }
     }
 
     /// Builds the HTTP request of one attempt: the same bytes and the same key each time.
@@ -143,7 +203,20 @@ pub(super) fn is_credential(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::is_credential;
+    use super::{Request, is_credential};
+
+    // Shown by: taking every URL. One that cannot be sent was tried until the time was over, and a
+    // user without a password stood in the journal in clear.
+    #[test]
+    fn o27_a_url_that_cannot_be_sent_as_it_stands_is_refused() {
+        for url in
+            ["ftp://a.example/x", "mailto:a@a.example", "https://u:p@a.example/x", "https://sk_live_7@a.example/x"]
+        {
+            let refused = Request::new("POST", url, *b"{}").map(|request| request.url);
+            assert!(refused.is_err_and(|error| !error.to_string().contains("sk_live")), "{url}");
+        }
+        assert!(Request::new("POST", "http://127.0.0.1:8080/x", *b"{}").is_ok());
+    }
 
     #[test]
     fn o27_a_credential_is_known_by_the_words_of_its_name() {

@@ -17,8 +17,10 @@ use super::answer::{Answer, Arrived};
 use super::request::Request;
 use super::{Cause, ClientError, ClientOptions, KeyJournal};
 use crate::operation::rules::Key;
+use crate::operation::rules::problem::KeyState;
 use crate::operation::rules::resend::{AfterPoll, Next, Polled, Seen, SendWindow, after_attempt, after_poll, pause};
 use crate::time::breaker::Breaker;
+use crate::time::pace::Since;
 
 /// How far the clock may have been set back since a key was stored in the journal. Beyond it the
 /// age of the key is unknown and counts as too old.
@@ -60,7 +62,10 @@ enum Met {
 struct Course {
     window: SendWindow,
     began: Instant,
+    /// The age of the key when this call began.
     age: Duration,
+    /// The same begin, for the age: a key grows older also while this machine is suspended.
+    since: Since,
     failed: u32,
     doubt: bool,
 }
@@ -69,7 +74,7 @@ impl Course {
     /// Why no attempt may begin after this pause; `None`: it may.
     fn over(&self, pause: Duration, last: &str) -> Option<Cause> {
         let lasted = self.began.elapsed();
-        let age = self.age.saturating_add(lasted);
+        let age = self.age.saturating_add(self.since.elapsed());
         if self.window.allows(pause, lasted, age) {
             return None;
         }
@@ -94,16 +99,19 @@ impl ClientState {
             },
             began: Instant::now(),
             age: Duration::ZERO,
+            since: Since::now(),
             failed: 0,
             doubt: false,
         };
-        if let Some(journal) = &self.journal {
-            let noted = journal.note(request).await?;
-            if let Some(first_sent_at) = noted {
-                // It may have been sent, even if the process died before that.
-                course.doubt = true;
-                course.age = age(first_sent_at, SystemTime::now());
-            }
+        if let Some(age) = request.in_doubt_for() {
+            (course.doubt, course.age) = (true, age);
+        }
+        if let Some(journal) = &self.journal
+            && let Some(first_sent_at) = journal.note(request).await?
+        {
+            // It may have been sent, even if the process died before that.
+            course.doubt = true;
+            course.age = course.age.max(age(first_sent_at, SystemTime::now()));
         }
         let ended = self.run(transport, request, &mut course).await;
         ended.map_err(|cause| {
@@ -138,6 +146,9 @@ impl ClientState {
                 Some(place) => Ok(request.question(place.clone())),
                 None => request.attempt(),
             };
+            if place.is_none() {
+                request.attempt_begins();
+            }
             let met = match prepared {
                 Ok(prepared) => self.attempt(transport, prepared).await,
                 Err(error) => Met::Nothing { seen: Seen::NotSent, why: error.to_string() },
@@ -161,7 +172,7 @@ impl ClientState {
                     AfterQuery::Resend => place = None,
                 }
             } else {
-                match self.sent(met, &asked, course, &request.key)? {
+                match self.sent(met, &asked, course, request)? {
                     Sent::Ended(answer) => return Ok(answer),
                     Sent::Again => {}
                     Sent::Follow(at) => place = at,
@@ -174,13 +185,25 @@ impl ClientState {
     }
 
     /// Decides what follows an attempt.
-    fn sent(&self, met: Met, asked: &Url, course: &mut Course, key: &Key) -> Result<Sent, Cause> {
+    fn sent(&self, met: Met, asked: &Url, course: &mut Course, request: &Request) -> Result<Sent, Cause> {
         let (seen, arrived) = match met {
             Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
             Met::Nothing { seen, .. } => (seen, None),
         };
-        match (after_attempt(seen, course.doubt), arrived) {
-            (Next::Done, Some(arrived)) => Ok(Sent::Ended(arrived.into_answer(key.clone()))),
+        let next = after_attempt(seen, course.doubt);
+        let ran_nothing = match next {
+            Next::Again { doubt } => !doubt,
+            // A refusal ends only an operation without doubt.
+            Next::Done => {
+                matches!(seen, Seen::Answer { key_state, .. } if !key_state.is_some_and(KeyState::ends_the_operation))
+            }
+            Next::Follow | Next::Unknown => false,
+        };
+        if ran_nothing {
+            request.attempt_ran_nothing();
+        }
+        match (next, arrived) {
+            (Next::Done, Some(arrived)) => Ok(Sent::Ended(arrived.into_answer(request.key.clone()))),
             (Next::Again { doubt }, _) => {
                 course.doubt = doubt;
                 Ok(Sent::Again)
@@ -257,17 +280,24 @@ impl ClientState {
         }
     }
 
+    /// Refuses an attempt while the breaker of its origin is open.
     fn admit(&self, url: &Url) -> Result<(), Duration> {
-        let Some(options) = self.options.breaker else { return Ok(()) };
         let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
-        let breaker = breakers.entry(url.origin().ascii_serialization()).or_insert_with(|| Breaker::new(options));
-        breaker.admit(self.began.elapsed())
+        let breaker = breakers.get_mut(&url.origin().ascii_serialization());
+        breaker.map_or(Ok(()), |breaker| breaker.admit(self.began.elapsed()))
     }
 
+    /// Tells the breaker of an origin how an attempt ended. Only origins that failed have one: a
+    /// breaker after a success is as a new one.
     fn tell(&self, url: &Url, well: bool) {
+        let Some(options) = self.options.breaker else { return };
         let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(breaker) = breakers.get_mut(&url.origin().ascii_serialization()) {
-            breaker.ended(well, self.began.elapsed());
+        let origin = url.origin().ascii_serialization();
+        if well {
+            breakers.remove(&origin);
+        } else {
+            let breaker = breakers.entry(origin).or_insert_with(|| Breaker::new(options));
+            breaker.ended(false, self.began.elapsed());
         }
     }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use oncebox::client::{Cause, Client, ClientError, ClientOptions};
 
 use super::server::{Server, Step, client, problem, quick, say};
+use super::support::eventually;
 
 fn unknown(error: ClientError) -> Cause {
     match error {
@@ -60,6 +61,57 @@ async fn o26_after_a_lost_answer_a_refusal_is_no_end_and_fresh_credentials_go_on
         assert_eq!(client().send(&renewed).await.unwrap().status, 201);
         assert_eq!(server.effects(), [request.key().as_str()]);
     }
+}
+
+// Shown by: beginning each call without doubt. Then the refusal was the answer, and a caller that
+// takes it for "nothing happened" pays a second time under a new key.
+#[tokio::test]
+async fn o26_a_request_stays_in_doubt_after_its_call_failed_or_was_dropped() {
+    let server = Server::start([Step::DropAfter, say(401, &[], ""), say(403, &[], "")]).await;
+    let request = server.request();
+    for status in [401, 403] {
+        let cause = unknown(client().send(&request.clone()).await.unwrap_err());
+        assert_eq!(cause, Cause::Answer { status, code: None });
+    }
+    assert_eq!((client().send(&request).await.unwrap().status, server.effects().len()), (201, 1));
+
+    let server = Server::start([Step::Hang, say(403, &[], "")]).await;
+    let request = server.request();
+    let dropped = request.clone();
+    let call = tokio::spawn(async move { client().send(&dropped).await });
+    eventually("it was sent", Duration::from_secs(60), || async { (!server.came().is_empty()).then_some(()) }).await;
+    call.abort();
+    unknown(client().send(&request).await.unwrap_err());
+
+    // A refusal without doubt leaves none, and another key is another operation.
+    let server = Server::start([say(401, &[], ""), say(400, &[], ""), Step::DropAfter, say(404, &[], "")]).await;
+    let request = server.request();
+    for status in [401, 400] {
+        assert_eq!(client().send(&request).await.unwrap().status, status);
+    }
+    unknown(client().send(&request).await.unwrap_err());
+    server.next([say(404, &[], "")]);
+    let other = request.with_key("order-7-0123456789abcdef").unwrap();
+    assert_eq!(client().send(&other).await.unwrap().status, 404);
+}
+
+// Shown by: counting the lifetime from the begin of each call.
+#[tokio::test]
+async fn m110_a_request_that_is_sent_again_later_has_the_age_of_its_first_attempt() {
+    let server = Server::start([]).await;
+    let options =
+        ClientOptions { attempt_timeout: Duration::from_secs(10), lifetime: Duration::from_secs(11), ..quick() };
+    let (client, request) = (Client::new(options).unwrap(), server.request());
+    let began = std::time::Instant::now();
+    assert_eq!(client.send(&request).await.unwrap().status, 201);
+    let first_came = began.elapsed();
+    eventually("the key is old", Duration::from_secs(60), || async {
+        (began.elapsed() > first_came + Duration::from_secs(1)).then_some(())
+    })
+    .await;
+    let cause = unknown(client.send(&request).await.unwrap_err());
+    assert!(matches!(cause, Cause::KeyForgotten { .. }), "{cause}");
+    assert_eq!(server.came().len(), 1);
 }
 
 #[tokio::test]
