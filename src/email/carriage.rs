@@ -15,6 +15,8 @@ use lettre::address::Envelope;
 use lettre::message::{Mailbox as Address, header::ContentType};
 use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
 use sha2::{Digest, Sha256};
+use tokio::fs::File;
+use tokio::io::AsyncWriteExt;
 
 use crate::text::hex::hex;
 
@@ -146,12 +148,18 @@ pub(crate) fn message_id(unique_key: &str) -> String {
     format!("{}@oncebox.invalid", hex(&digest[..16]))
 }
 
-/// Writes a complete file or none: writes beside it, then renames.
+/// Writes a complete file or none, also where the machine loses its power: writes beside it,
+/// synchronises, renames, and synchronises the directory. The row says *sent* after that.
 async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::io::Result<()> {
     let name = message_id.split('@').next().unwrap_or(message_id);
     let (beside, file) = (directory.join(format!(".{name}.part")), directory.join(format!("{name}.eml")));
-    tokio::fs::write(&beside, bytes).await?;
-    tokio::fs::rename(&beside, &file).await
+    let mut part = File::create(&beside).await?;
+    part.write_all(bytes).await?;
+    // Without it tokio would keep the error of a write to itself: `sync_all` does not return it.
+    part.flush().await?;
+    part.sync_all().await?;
+    tokio::fs::rename(&beside, &file).await?;
+    File::open(directory).await?.sync_all().await
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lettre::message::Mailbox as Address;
 use tokio_util::sync::CancellationToken;
@@ -25,7 +25,7 @@ use crate::inbox::port::waiting::RowLease;
 use crate::observe::{self, Health, PartState};
 use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::provider::Settled;
-use crate::time::pace::{Pace, sleep_unless};
+use crate::time::pace::{Pace, Since, sleep_unless};
 
 /// Settings of an e-mail sender.
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ const PART: &str = "e-mail sender";
 #[derive(Debug, Default)]
 struct Hand {
     leased: VecDeque<EmailToSend>,
-    leased_at: Option<Instant>,
+    leased_at: Option<Since>,
     /// A lease of which the answer was lost.
     in_doubt: Option<RowLease>,
     /// The result of a sending that is not written to the database yet.
@@ -218,7 +218,7 @@ impl Sender {
             hand.in_doubt = None;
         }
         // Taken before the lease begins by the database's clock.
-        hand.leased_at = Some(Instant::now());
+        hand.leased_at = Some(Since::now());
         let lease = RowLease::new(LEASE);
         hand.in_doubt = Some(lease);
         hand.leased = self.store.lease_emails(BATCH, &lease).await?.into();

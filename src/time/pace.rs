@@ -59,6 +59,28 @@ pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
     }
 }
 
+/// A moment to count from, for times that another machine counts too, such as a lease or a
+/// provider's memory of a key.
+///
+/// The monotonic clock stops while a machine is suspended, and the wall clock may be set back. The
+/// longer time of the two is never too short, unless both happen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Since {
+    monotonic: Instant,
+    wall: SystemTime,
+}
+
+impl Since {
+    pub(crate) fn now() -> Self {
+        Self { monotonic: Instant::now(), wall: SystemTime::now() }
+    }
+
+    /// How much time has passed, at least.
+    pub(crate) fn elapsed(self) -> Duration {
+        self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,33 +110,6 @@ mod tests {
         assert_eq!(rest_after(&failed, took, least), took, "30 s, and not 25 minutes");
         assert_eq!(rest_after(&failed, took / 100, least), least);
     }
-}
-
-/// A moment to count from, for times that another machine counts too, such as a lease or a
-/// provider's memory of a key.
-///
-/// The monotonic clock stops while a machine is suspended, and the wall clock may be set back. The
-/// longer time of the two is never too short, unless both happen.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Since {
-    monotonic: Instant,
-    wall: SystemTime,
-}
-
-impl Since {
-    pub(crate) fn now() -> Self {
-        Self { monotonic: Instant::now(), wall: SystemTime::now() }
-    }
-
-    /// How much time has passed, at least.
-    pub(crate) fn elapsed(self) -> Duration {
-        self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
-    }
-}
-
-#[cfg(test)]
-mod since_tests {
-    use super::*;
 
     // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock
     // alone, and the wall clock alone.
