@@ -253,7 +253,7 @@ impl Client {
     /// and breakers.
     #[must_use]
     pub fn middleware(&self) -> Resend {
-        Resend::new(Arc::clone(&self.shared))
+        Resend(Arc::clone(&self.shared))
     }
 
     /// The HTTP client below, without redirects and retries: put the middleware on this one.

@@ -21,7 +21,7 @@ use crate::operation::rules::Key;
 /// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a
 /// [`ClientError`].
 #[derive(Debug, Clone)]
-pub struct Resend(Arc<ClientState>);
+pub struct Resend(pub(super) Arc<ClientState>);
 
 /// The key of an answer, as an extension of its response: give it to the journal to acknowledge.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,12 +38,6 @@ impl Transport for Chain<'_, '_> {
         // Each attempt has its own extensions, so that one attempt leaves nothing for the next.
         let mut extensions = self.extensions.clone();
         self.next.clone().run(request, &mut extensions).await
-    }
-}
-
-impl Resend {
-    pub(super) fn new(shared: Arc<ClientState>) -> Self {
-        Self(shared)
     }
 }
 

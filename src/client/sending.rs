@@ -165,87 +165,18 @@ impl ClientState {
             };
             self.tell(&request.url, matches!(&met, Met::Arrived(arrived) if arrived.status < 500));
             course.failed = course.failed.saturating_add(1);
-            if place.is_some() {
-                match self.asked(met, &asked, &request.key)? {
-                    AfterQuery::Ended(answer) => return Ok(answer),
-                    AfterQuery::Ask => {}
-                    AfterQuery::Resend => place = None,
-                }
-            } else {
-                match self.sent(met, &asked, course, request)? {
-                    Sent::Ended(answer) => return Ok(answer),
-                    Sent::Again => {}
-                    Sent::Follow(at) => place = at,
-                }
+            let then = match place {
+                Some(_) => asked_for_the_outcome(met, asked, &request.key)?,
+                None => sent(met, &asked, course, request)?,
+            };
+            match then {
+                Then::Ended(answer) => return Ok(answer),
+                Then::Ask(at) => place = Some(at),
+                Then::Send => place = None,
             }
             let backoff = pause(course.failed, self.options.backoff, self.options.backoff_max, fastrand::f64());
             wait = asks_for.map_or(backoff, |asked| asked.max(backoff));
             tracing::debug!(key = request.key.short_hash(), ?wait, last, "an operation is not at its end");
-        }
-    }
-
-    /// Decides what follows an attempt.
-    fn sent(&self, met: Met, asked: &Url, course: &mut Course, request: &Request) -> Result<Sent, Cause> {
-        let (seen, arrived) = match met {
-            Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
-            Met::Nothing { seen, .. } => (seen, None),
-        };
-        let next = after_attempt(seen, course.doubt);
-        let ran_nothing = match next {
-            Next::Again { doubt } => !doubt,
-            // A refusal ends only an operation without doubt.
-            Next::Done => {
-                matches!(seen, Seen::Answer { key_state, .. } if !key_state.is_some_and(KeyState::ends_the_operation))
-            }
-            Next::Follow | Next::Unknown => false,
-        };
-        if ran_nothing {
-            request.attempt_ran_nothing();
-        }
-        match (next, arrived) {
-            (Next::Done, Some(arrived)) => Ok(Sent::Ended(arrived.into_answer(request.key.clone()))),
-            (Next::Again { doubt }, _) => {
-                course.doubt = doubt;
-                Ok(Sent::Again)
-            }
-            (Next::Follow, arrived) => {
-                course.doubt = true;
-                Ok(Sent::Follow(arrived.and_then(|arrived| arrived.location())))
-            }
-            (Next::Unknown, Some(arrived)) => {
-                course.doubt = true;
-                Err(arrived.cause())
-            }
-            // The table does not end an operation without an answer; if it did, the outcome is
-            // unknown.
-            (Next::Done | Next::Unknown, None) => {
-                course.doubt = true;
-                Ok(Sent::Again)
-            }
-        }
-    }
-
-    /// Decides what follows a query for the outcome.
-    fn asked(&self, met: Met, asked: &Url, key: &Key) -> Result<AfterQuery, Cause> {
-        let (polled, arrived) = match met {
-            Met::Arrived(arrived) => (arrived.polled(asked), Some(arrived)),
-            Met::Nothing { seen, .. } => (Polled::Met(seen), None),
-        };
-        match (after_poll(polled), arrived) {
-            (AfterPoll::Done, Some(arrived)) => match arrived.result() {
-                Some((status, body)) => {
-                    let mut headers = arrived.headers;
-                    // The other headers belong to the answer to the query.
-                    let kind = headers.remove(CONTENT_TYPE);
-                    let headers = kind.into_iter().map(|kind| (CONTENT_TYPE, kind)).collect();
-                    Ok(AfterQuery::Ended(Answer { key: key.clone(), status, headers, body }))
-                }
-                None => Ok(AfterQuery::Resend),
-            },
-            (AfterPoll::Ask, _) => Ok(AfterQuery::Ask),
-            (AfterPoll::Unknown, Some(arrived)) if matches!(arrived.status, 404 | 410) => Err(Cause::OperationNotFound),
-            (AfterPoll::Unknown, Some(arrived)) => Err(arrived.cause()),
-            (AfterPoll::Resend | AfterPoll::Done | AfterPoll::Unknown, _) => Ok(AfterQuery::Resend),
         }
     }
 
@@ -302,18 +233,72 @@ impl ClientState {
     }
 }
 
-/// What follows an attempt, with its data.
-enum Sent {
+/// What follows an attempt or a query.
+enum Then {
     Ended(Answer),
-    Again,
-    Follow(Option<Url>),
+    /// Send the operation.
+    Send,
+    /// Ask this URL for the outcome.
+    Ask(Url),
 }
 
-/// What follows a query, with its data.
-enum AfterQuery {
-    Ended(Answer),
-    Ask,
-    Resend,
+/// Decides what follows an attempt.
+fn sent(met: Met, asked: &Url, course: &mut Course, request: &Request) -> Result<Then, Cause> {
+    let (seen, arrived) = match met {
+        Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
+        Met::Nothing { seen, .. } => (seen, None),
+    };
+    let next = after_attempt(seen, course.doubt);
+    let ran_nothing = match next {
+        Next::Again { doubt } => !doubt,
+        // A refusal ends only an operation without doubt.
+        Next::Done => {
+            matches!(seen, Seen::Answer { key_state, .. } if !key_state.is_some_and(KeyState::ends_the_operation))
+        }
+        Next::Follow | Next::Unknown => false,
+    };
+    if ran_nothing {
+        request.attempt_ran_nothing();
+    }
+    match (next, arrived) {
+        (Next::Done, Some(arrived)) => return Ok(Then::Ended(arrived.into_answer(request.key.clone()))),
+        (Next::Again { doubt }, _) => course.doubt = doubt,
+        (Next::Follow, Some(arrived)) => {
+            course.doubt = true;
+            if let Some(place) = arrived.location() {
+                return Ok(Then::Ask(place));
+            }
+        }
+        (Next::Unknown, Some(arrived)) => {
+            course.doubt = true;
+            return Err(arrived.cause());
+        }
+        // The table does not end or follow without an answer; if it did, the outcome is unknown.
+        (Next::Done | Next::Follow | Next::Unknown, None) => course.doubt = true,
+    }
+    Ok(Then::Send)
+}
+
+/// Decides what follows a query for the outcome.
+fn asked_for_the_outcome(met: Met, asked: Url, key: &Key) -> Result<Then, Cause> {
+    let (polled, arrived) = match met {
+        Met::Arrived(arrived) => (arrived.polled(&asked), Some(arrived)),
+        Met::Nothing { seen, .. } => (Polled::Met(seen), None),
+    };
+    match (after_poll(polled), arrived) {
+        (AfterPoll::Done, Some(arrived)) => {
+            let Some((status, body)) = arrived.result() else { return Ok(Then::Send) };
+            let mut headers = arrived.headers;
+            // The other headers belong to the answer to the query.
+            let kind = headers.remove(CONTENT_TYPE);
+            let headers = kind.into_iter().map(|kind| (CONTENT_TYPE, kind)).collect();
+            Ok(Then::Ended(Answer { key: key.clone(), status, headers, body }))
+        }
+        (AfterPoll::Ask, _) => Ok(Then::Ask(asked)),
+        (AfterPoll::Unknown, Some(arrived)) if matches!(arrived.status, 404 | 410) => Err(Cause::OperationNotFound),
+        (AfterPoll::Unknown, Some(arrived)) => Err(arrived.cause()),
+        (AfterPoll::Resend | AfterPoll::Done | AfterPoll::Unknown, _) => Ok(Then::Send),
+    }
 }
 
 /// The age of a key by the wall clock. A time in the future was stored before the clock was set

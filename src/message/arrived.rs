@@ -124,6 +124,7 @@ impl Message {
         let found = match rule {
             IdRule::Envelope => arrived.id.clone().ok_or_else(|| "the message has no id".to_owned()),
             IdRule::Header(name) => header_text(&arrived.headers, name)
+                .map(str::to_owned)
                 .ok_or_else(|| format!("the header `{name}`, which is to hold the id, is missing or not text")),
             IdRule::Payload(path) => pointer::text_at(arrived.payload.as_deref().unwrap_or_default(), path)
                 .map_err(|error| format!("the payload has no id at `{path}`: {error}")),
@@ -152,9 +153,8 @@ impl Message {
     }
 
     fn assemble(arrived: Arrived, id: MessageId, id_text: String, source: String) -> Self {
-        let trace = header_text(&arrived.headers, wire::TRACEPARENT).and_then(|parent| {
-            TraceContext::parse(&parent, header_text(&arrived.headers, wire::TRACESTATE).as_deref())
-        });
+        let trace = header_text(&arrived.headers, wire::TRACEPARENT)
+            .and_then(|parent| TraceContext::parse(parent, header_text(&arrived.headers, wire::TRACESTATE)));
         Self {
             id,
             id_text,
@@ -183,8 +183,7 @@ impl Message {
     /// is missing or not UTF-8.
     #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
-        let found = self.headers.iter().find(|(other, _)| other.eq_ignore_ascii_case(name))?;
-        std::str::from_utf8(&found.1).ok()
+        header_text(&self.headers, name)
     }
 
     /// Reads the payload as JSON. An error is terminal, because a retry reads the same bytes.
@@ -235,9 +234,9 @@ impl fmt::Debug for Message {
     }
 }
 
-fn header_text(headers: &[(String, Vec<u8>)], name: &str) -> Option<String> {
+fn header_text<'a>(headers: &'a [(String, Vec<u8>)], name: &str) -> Option<&'a str> {
     let found = headers.iter().find(|(other, _)| other.eq_ignore_ascii_case(name))?;
-    String::from_utf8(found.1.clone()).ok()
+    std::str::from_utf8(&found.1).ok()
 }
 
 #[cfg(test)]
