@@ -19,9 +19,10 @@
 //! * Every attempt sends the same bytes. With a [`KeyJournal`], key, method, URL and body are on
 //!   the disk before the first attempt, so a program that restarts continues under the same key.
 //!   Where the journal keeps digests only, the caller gives the body again.
-//! * One table decides what ends an operation (`resend`). After an attempt whose outcome is unknown,
-//!   only a 2xx or a spent key ends it; otherwise the end is [`ClientError::OutcomeUnknown`]. A
-//!   [`Request`] and its clones remember such an attempt from one call to the next.
+//! * One table decides what ends an operation (`resend`). After an attempt whose outcome is
+//!   unknown, only a 2xx or a spent key ends it; otherwise the end is
+//!   [`ClientError::OutcomeUnknown`]. A [`Request`] and its clones remember such an attempt from
+//!   one call to the next.
 //! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and
 //!   body to another origin.
 //! * No attempt begins that might arrive after the server has forgotten the key.
@@ -107,8 +108,9 @@ pub enum ClientError {
         /// Why no more is known.
         cause: Cause,
     },
-    /// No attempt with this [`Request`] or a clone of it executed anything. The key stays the key of
-    /// this operation. If another process has sent it before, this error says nothing about that.
+    /// No attempt with this [`Request`] or a clone of it executed anything. The key stays the key
+    /// of this operation. If another process has sent it before, this error says nothing about
+    /// that.
     #[error("nothing was done under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key of the operation, the same for every later attempt.

@@ -93,8 +93,8 @@ pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<u
 
 /// The numbers of waiting and of held messages, from three counts: all rows in state `waiting`,
 /// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`].
-/// If
-/// `all` has reached it, the number of waiting ones is a lower bound: at least those that are due.
+/// If `all` has reached it, the number of waiting ones is a lower bound: at least those that are
+/// due.
 pub(crate) fn waiting_and_held(all: i64, held: i64, due: i64) -> (u64, u64) {
     let others = all - held;
     let waiting = if all < COUNTED_MAX { others } else { others.max(due) };

@@ -346,8 +346,7 @@ pub trait KeyOperator: Phases {
     fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
 
     /// Which fingerprints live processes read and write, by operation and process (O21). A process
-    /// is live if it announced them within the last
-    /// `LIVE_FOR` of database time.
+    /// is live if it announced them within the last two minutes of database time (`LIVE_FOR`).
     fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
 
     /// Records that a person has judged a conflict, with an audit row. The operation is listed no
