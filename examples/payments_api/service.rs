@@ -240,12 +240,12 @@ async fn open<S: Books>(url: &str) -> Result<(S, Found), AppError> {
             Err(error) if tokio::time::Instant::now() >= deadline => return Err(error.into()),
             Err(error) => tracing::debug!(%error, "the tables could not be made yet"),
         }
-        tokio::time::sleep(Duration::from_millis(fastrand_millis())).await;
+        tokio::time::sleep(Duration::from_millis(some_millis())).await;
     }
 }
 
 /// Some time, not the same in two processes.
-fn fastrand_millis() -> u64 {
+fn some_millis() -> u64 {
     100 + u64::from(Uuid::now_v7().as_bytes()[15])
 }
 

@@ -175,30 +175,17 @@ impl Request {
 /// Whether a header or parameter of this name is a credential, judged by the words of its name. A
 /// credential is never stored in plain.
 pub(super) fn is_credential(name: &str) -> bool {
-    const WORDS: [&str; 16] = [
-        "auth",
-        "authorization",
-        "authentication",
-        "token",
-        "jwt",
-        "bearer",
-        "secret",
-        "password",
-        "passwd",
-        "cookie",
-        "credential",
-        "credentials",
-        "signature",
-        "sig",
-        "session",
-        "apikey",
-    ];
-    const KEYS: [&str; 5] = ["api", "access", "private", "secret", "subscription"];
+    let is_word = |word: &str| {
+        matches!(word, "auth" | "authorization" | "authentication" | "token" | "jwt" | "bearer" | "secret" | "password")
+            || matches!(word, "passwd" | "cookie" | "credential" | "credentials" | "signature" | "sig" | "session")
+            || word == "apikey"
+    };
+    let names_a_key = |word: &str| matches!(word, "api" | "access" | "private" | "secret" | "subscription");
     let name = name.to_ascii_lowercase();
     let words: Vec<&str> = name.split(['-', '_', '.']).collect();
     name == "key"
-        || words.iter().any(|word| WORDS.contains(word))
-        || words.windows(2).any(|pair| pair[1] == "key" && KEYS.contains(&pair[0]))
+        || words.iter().any(|&word| is_word(word))
+        || words.windows(2).any(|pair| pair[1] == "key" && names_a_key(pair[0]))
 }
 
 #[cfg(test)]
