@@ -34,7 +34,7 @@ use crate::broker::{Broker, Publisher};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
 use crate::outbox::port::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySession};
-use crate::outbox::rules::isolate::{Isolation, Verdict};
+use crate::outbox::rules::isolate::Isolation;
 use crate::time::pace::{Pace, sleep_unless};
 
 use ending::{Doubt, End, Refused};
@@ -275,7 +275,7 @@ impl Relay {
             }
             Doubt::Lost { row, why } => {
                 if let Some(row) = row
-                    && memory.isolation.on_session_end(row) == Verdict::Dead
+                    && memory.isolation.on_session_end(row)
                 {
                     memory.verdicts.insert(row, Diversion::Dead { reason: why.clone(), holds: true });
                 }

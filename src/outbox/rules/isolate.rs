@@ -27,17 +27,6 @@ pub(crate) const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
 /// end at it again after the lower ones are settled.
 pub(crate) const SUSPECTS_MAX: usize = 1_024;
 
-/// What to do next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// Start a new session.
-    Again,
-    /// Start a new session that sends this row alone.
-    Alone,
-    /// The row is dead.
-    Dead,
-}
-
 /// How the next session sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
@@ -93,19 +82,24 @@ impl Isolation {
         self.suspects.remove(&position);
     }
 
-    /// Records that a session ended without a known cause, and returns what to do next. `position`
-    /// is the first row that was sent and not proven.
-    pub(crate) fn on_session_end(&mut self, position: i64) -> Verdict {
+    /// Records that a session ended without a known cause. `position` is the first row that was
+    /// sent and not proven. Returns true if that row is dead.
+    pub(crate) fn on_session_end(&mut self, position: i64) -> bool {
         let alone = self.mode() == Mode::Alone(position);
         let suspect = self.suspects.entry(position).or_default();
-        let verdict = if alone { suspect.ended_alone() } else { suspect.ended_in_window() };
-        if verdict == Verdict::Dead {
+        if alone {
+            suspect.ended_alone();
+        } else {
+            suspect.ends = suspect.ends.saturating_add(1);
+        }
+        let is_dead = suspect.ends_alone >= ENDS_ALONE_BEFORE_DEAD;
+        if is_dead {
             self.suspects.remove(&position);
         }
         if self.suspects.len() > SUSPECTS_MAX {
             self.suspects.pop_last();
         }
-        verdict
+        is_dead
     }
 }
 
@@ -114,19 +108,12 @@ impl Suspect {
         self.ends >= ENDS_BEFORE_ALONE
     }
 
-    fn ended_in_window(&mut self) -> Verdict {
-        self.ends = self.ends.saturating_add(1);
-        if self.is_isolated() { Verdict::Alone } else { Verdict::Again }
-    }
-
-    fn ended_alone(&mut self) -> Verdict {
-        if self.ends_alone > 0 && !self.probed {
-            // Without a successful probe between them, two ends may be one outage.
-            return Verdict::Alone;
+    fn ended_alone(&mut self) {
+        // Without a successful probe between them, two ends may be one outage.
+        if self.ends_alone == 0 || self.probed {
+            self.ends_alone += 1;
+            self.probed = false;
         }
-        self.ends_alone += 1;
-        self.probed = false;
-        if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD { Verdict::Dead } else { Verdict::Alone }
     }
 }
 
@@ -138,8 +125,7 @@ mod tests {
 
     fn alone() -> Isolation {
         let mut isolation = Isolation::default();
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
+        assert!(!isolation.on_session_end(ROW) && !isolation.on_session_end(ROW));
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
         isolation
     }
@@ -147,10 +133,9 @@ mod tests {
     #[test]
     fn r16_a_session_that_ends_twice_at_the_same_row_isolates_it() {
         let mut isolation = Isolation::default();
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
-        assert_eq!(isolation.on_session_end(41), Verdict::Again);
+        assert!(!isolation.on_session_end(ROW) && !isolation.on_session_end(41));
         assert_eq!(isolation.mode(), Mode::Window);
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
+        assert!(!isolation.on_session_end(ROW));
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
         isolation.on_settled(ROW);
         assert_eq!(isolation.mode(), Mode::Window);
@@ -163,7 +148,9 @@ mod tests {
             isolation.on_session_end(position);
         }
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
-        assert_eq!(isolation.on_session_end(41), Verdict::Alone, "it was not alone");
+        for _ in 0..10 {
+            assert!(!isolation.on_session_end(41), "it was not alone");
+        }
         isolation.on_settled(ROW);
         assert_eq!(isolation.mode(), Mode::Alone(41));
         isolation.on_settled(41);
@@ -175,7 +162,8 @@ mod tests {
         let mut isolation = Isolation::default();
         isolation.on_session_end(ROW);
         isolation.on_settled(ROW);
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
+        isolation.on_session_end(ROW);
+        assert_eq!(isolation.mode(), Mode::Window);
     }
 
     #[test]
@@ -185,26 +173,27 @@ mod tests {
             isolation.on_session_end(position);
         }
         assert_eq!(isolation.suspects.len(), SUSPECTS_MAX);
-        assert_eq!(isolation.on_session_end(0), Verdict::Alone);
+        isolation.on_session_end(0);
+        assert_eq!(isolation.mode(), Mode::Alone(0));
     }
 
     #[test]
     fn r16_three_ends_alone_with_a_successful_probe_between_make_it_dead() {
         let mut isolation = alone();
         assert!(!isolation.needs_probe(), "the first try alone needs none");
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
+        assert!(!isolation.on_session_end(ROW));
         assert!(isolation.needs_probe());
         isolation.on_probe_succeeded();
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
+        assert!(!isolation.on_session_end(ROW));
         isolation.on_probe_succeeded();
-        assert_eq!(isolation.on_session_end(ROW), Verdict::Dead);
+        assert!(isolation.on_session_end(ROW));
     }
 
     #[test]
     fn r16_ends_alone_without_a_probe_between_are_an_outage_and_never_make_it_dead() {
         let mut isolation = alone();
         for _ in 0..50 {
-            assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
+            assert!(!isolation.on_session_end(ROW));
         }
     }
 }

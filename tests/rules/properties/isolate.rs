@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::outbox::rules::isolate::{Isolation, Mode, Verdict};
+use crate::outbox::rules::isolate::{Isolation, Mode};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -67,9 +67,8 @@ proptest! {
                             counts.probed = false;
                         }
                     }
-                    let verdict = isolation.on_session_end(row);
                     let is_dead = alone && counts.ends_alone >= 3;
-                    prop_assert_eq!(verdict == Verdict::Dead, is_dead, "alone: {} {:?}", alone, counts);
+                    prop_assert_eq!(isolation.on_session_end(row), is_dead, "alone: {} {:?}", alone, counts);
                     if is_dead {
                         told.remove(&row);
                     }
