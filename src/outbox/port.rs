@@ -77,8 +77,11 @@ pub struct ReadBatch {
     /// New rows of this shard, in position order; none that an earlier read of this session has
     /// returned.
     pub rows: Vec<OutboxRow>,
-    /// True if there was more to read.
+    /// True if there was more to read: read again at once.
     pub more: bool,
+    /// True if reads have returned every committed row by now. False if there was more to read, and
+    /// where no new positions are read because too many gaps are open.
+    pub saw_all: bool,
     /// True if a checkpoint must follow within a second although there are no rows: gaps were
     /// found, which it has to store, or rows of other shards.
     pub needs_checkpoint: bool,

@@ -60,7 +60,7 @@ pub(super) struct Pump<'a> {
     hinted: bool,
     rows_max: usize,
     tidied_at: Instant,
-    /// True where the last read found nothing and there was no more to read.
+    /// True where the last read found nothing, and no row is left that no read has seen.
     empty: bool,
     /// True where there are more dead and held rows than `held_rows_max`. A row that is not loaded
     /// could be overtaken, so nothing is read until all are loaded.
@@ -333,7 +333,7 @@ impl<'a> Pump<'a> {
         let read = self.session.read(rows_max).await?;
         self.release.was_read();
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
-        if read.rows.is_empty() && !read.more && self.window.is_proven() {
+        if read.rows.is_empty() && read.saw_all && self.window.is_proven() {
             // All rows were seen, so every blocked topic has its rows in the table by now.
             self.memory.blocked.clear();
             self.gets_on();
@@ -342,10 +342,10 @@ impl<'a> Pump<'a> {
         let found = rows.len();
         let weight: usize = rows.iter().map(|row| row.message.weight()).sum();
         self.fit_batch(found, weight);
-        self.empty = found == 0 && !read.more;
+        self.empty = found == 0 && read.saw_all;
         let now = Instant::now();
         let hinted = std::mem::take(&mut self.hinted);
-        if self.empty {
+        if found == 0 && !read.more {
             self.read_at = now + self.pause(now.saturating_duration_since(self.found_at));
         } else {
             (self.found_at, self.found_by_hint) = (now, hinted);

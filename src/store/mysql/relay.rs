@@ -171,7 +171,7 @@ impl RelaySession for MySqlSession {
             self.in_flight.extend(&positions);
             self.window.insert(self.batches, positions);
         }
-        Ok(ReadBatch { batch: self.batches, rows, more, needs_checkpoint: false })
+        Ok(ReadBatch { batch: self.batches, rows, more, saw_all: !more, needs_checkpoint: false })
     }
 
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {

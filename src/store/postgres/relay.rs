@@ -209,7 +209,14 @@ impl RelaySession for PostgresSession {
             self.batches.push_back((self.batch, number));
         }
         let rows = self.undecided(found.rows).await?;
-        Ok(ReadBatch { batch: self.batch, rows, more: found.more, needs_checkpoint: self.cursor.needs_checkpoint() })
+        Ok(ReadBatch {
+            batch: self.batch,
+            rows,
+            more: found.more,
+            // Without a tail only the gaps were read.
+            saw_all: !found.more && plan.tail_from.is_some(),
+            needs_checkpoint: self.cursor.needs_checkpoint(),
+        })
     }
 
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {

@@ -180,7 +180,7 @@ impl RelaySession for SqliteSession {
             let positions = rows.iter().map(|row| row.position).collect();
             self.window.push_back(Batch { number: self.batches, positions });
         }
-        Ok(ReadBatch { batch: self.batches, rows, more, needs_checkpoint: false })
+        Ok(ReadBatch { batch: self.batches, rows, more, saw_all: !more, needs_checkpoint: false })
     }
 
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
