@@ -254,6 +254,9 @@ impl Relay {
     async fn learn(&self, memory: &mut Memory, doubt: Doubt) -> Result<(), StoreError> {
         let shard = self.options.shard;
         let (why, row) = match doubt {
+            // Seen again and again, it is shown like any other doubt: a mark may fail although the
+            // database can be reached and read.
+            Doubt::Store(error) if error.is_transient() => (error.to_string(), None),
             Doubt::Store(error) => return self.learn_of_store(memory, error),
             Doubt::Refused(refused) => {
                 let first = refused.iter().min_by_key(|refused| refused.position);
@@ -301,9 +304,6 @@ impl Relay {
                 // that was redriven since.
                 *memory = Memory::default();
                 tracing::error!(shard, %why, "the lease is lost");
-            }
-            error if error.is_transient() => {
-                tracing::warn!(shard, %error, "the database went away");
             }
             error @ (StoreError::SchemaMissing(_) | StoreError::SchemaNewer { .. } | StoreError::SchemaOld { .. }) => {
                 return Err(error);

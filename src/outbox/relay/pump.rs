@@ -164,7 +164,7 @@ impl<'a> Pump<'a> {
                         Ok(()) => self.memory.doubts = 0,
                         Err(error @ StoreError::Fenced(_)) => return End::Doubt(error.into()),
                         Err(error) => {
-                            tracing::debug!(%error, "the last mark was not made: its rows are sent again");
+                            tracing::warn!(%error, "the last mark was not made: its rows are sent again");
                         }
                     }
                 }
@@ -336,7 +336,10 @@ impl<'a> Pump<'a> {
         if read.rows.is_empty() && read.saw_all && self.window.is_proven() {
             // All rows were seen, so every blocked topic has its rows in the table by now.
             self.memory.blocked.clear();
-            self.gets_on();
+            // Rows that wait for their mark are no progress yet: perhaps no mark can be written.
+            if self.window.is_empty() {
+                self.gets_on();
+            }
         }
         let rows = read.rows;
         let found = rows.len();
