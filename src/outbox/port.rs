@@ -118,7 +118,8 @@ pub struct Mark {
     pub diverted: Vec<(i64, Diversion)>,
     /// Positions of dead or held rows that the broker has proven now: they leave that table.
     pub released: Vec<i64>,
-    /// Rows of the dead and held table whose state changes (a released row that was refused again).
+    /// Rows of the dead and held table whose state or reason changes (a released row that was
+    /// refused again). It ends a request to redrive the row, not one to discard it.
     pub changed: Vec<(i64, Diversion)>,
     /// Rows of that table that an operator discarded. They leave it; that they were discarded stays
     /// recorded until their partition is dropped.
@@ -220,8 +221,9 @@ pub trait RelaySession: Debug + Send {
     /// Whether at least `rows` rows of the outbox are dead, in any shard and under any policy.
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError>;
 
-    /// Requests of operators that are not carried out yet, in position order.
-    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError>;
+    /// The first `limit` requests of operators beyond the position `after` (0 for the first ones)
+    /// that are not carried out yet, in position order.
+    async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError>;
 
     /// These dead and held rows with their messages, in position order, to be published again. It
     /// ends where `read_bytes` is reached: ask again for the rest. A position that is missing

@@ -87,8 +87,8 @@ impl RelaySession for CountedSession {
         self.session.has_dead(rows).await
     }
 
-    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
-        self.session.requests().await
+    async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
+        self.session.requests(after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {

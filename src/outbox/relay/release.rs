@@ -22,6 +22,9 @@ use crate::outbox::rules::diversion::{Diverted, DivertedRow};
 
 /// How often the session looks for requests of operators.
 const REQUESTS: Duration = Duration::from_millis(500);
+/// How many requests one look takes. The next look begins behind them, so that requests that cannot
+/// be carried out yet hide no other.
+const REQUESTS_MAX: usize = 1_000;
 
 /// How many rows are released at first. Each one that is proven allows one more at a time, so that
 /// the number doubles with each round of answers, up to a batch: the destination may still be
@@ -51,6 +54,10 @@ pub(super) struct Release {
     /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
+    /// The position behind which the next look for requests begins.
+    requests_after: i64,
+    /// By blocked topic: the row of it that says why, and what it says.
+    reasons: HashMap<String, (i64, String)>,
 }
 
 impl Release {
@@ -64,6 +71,8 @@ impl Release {
             owes_a_read: false,
             look: true,
             requests_at: now,
+            requests_after: 0,
+            reasons: HashMap::new(),
         }
     }
 
@@ -130,7 +139,7 @@ impl Release {
     /// Notes that the table was loaded anew; requests are read again.
     pub(super) fn reloaded(&mut self, now: Instant) {
         self.redriven.clear();
-        self.requests_at = now;
+        (self.requests_at, self.requests_after) = (now, 0);
         self.look = true;
     }
 }
@@ -168,7 +177,10 @@ impl Pump<'_> {
     }
 
     async fn take_requests(&mut self) -> Result<(), Doubt> {
-        for request in self.session.requests().await? {
+        let requests = self.session.requests(self.release.requests_after, REQUESTS_MAX).await?;
+        let is_last = requests.len() < REQUESTS_MAX;
+        self.release.requests_after = requests.last().filter(|_| !is_last).map_or(0, |last| last.position);
+        for request in requests {
             match request.act {
                 RequestedAct::Redrive if self.release.redriven.insert(request.position) => {
                     let (position, topic, key) = (request.position, request.topic, request.key);

@@ -43,8 +43,6 @@ use crate::time::lease::{Fence, Lease};
 
 /// The error number: a row with this key is there already.
 const DUPLICATE: u16 = 1062;
-/// The largest number of requests in one read.
-const REQUESTS_MAX: i64 = 1_000;
 /// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
 /// out in two pieces, and the second one waits 40 ms for the first to be acknowledged.
 const ROWS_MAX: usize = 1_300;
@@ -233,12 +231,13 @@ impl RelaySession for MySqlSession {
         outbox::has_dead(&mut self.pool.acquire().await?, rows).await
     }
 
-    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
+    async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
         let found = sqlx::query(
             "select position, topic, `key`, requested from oncebox_outbox_dead \
-             where requested in ('redrive', 'discard') order by position limit ?",
+             where requested in ('redrive', 'discard') and position > ? order by position limit ?",
         )
-        .bind(REQUESTS_MAX)
+        .bind(after)
+        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
         .all(&self.pool)
         .await?;
         let request = |row: &MySqlRow| {
@@ -398,7 +397,10 @@ update json_table(?, '$[*]' columns (position bigint path '$.p', state varchar(1
            'at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', d.attempts + 1, \
            'error', convert(unhex(j.reason) using utf8mb4)))), \
        d.attempts = d.attempts + 1, d.state = j.state, d.cause = j.cause, d.reason = convert(unhex(j.reason) using utf8mb4), \
-       d.holds = j.holds, d.diverted_at = utc_timestamp(6), d.requested = null, d.requested_at = null, d.requested_by = null";
+       d.holds = j.holds, d.diverted_at = utc_timestamp(6), \
+       d.requested_at = if(d.requested = 'discard', d.requested_at, null), \
+       d.requested_by = if(d.requested = 'discard', d.requested_by, null), \
+       d.requested = if(d.requested = 'discard', d.requested, null)";
 
 async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
     if diverted.is_empty() {

@@ -30,12 +30,15 @@ select o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.
 on conflict (position) do update set state = excluded.state, cause = excluded.cause, reason = excluded.reason,
   holds = excluded.holds, requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp()";
 
-/// Changes a row that was to be sent again and stays here. The operator's request is done, so it is
-/// cleared. Of the history the last 50 entries are kept (`- 0` takes out the first one).
+/// Changes a row that was to be sent again and stays here. An operator's request to send it is done,
+/// so it is cleared; one to discard it stands, because a change does not carry it out. Of the
+/// history the last 50 entries are kept (`- 0` takes out the first one).
 const CHANGE: &str = "
 update oncebox.outbox_dead t
    set state = d.state, cause = d.cause, reason = d.reason, holds = d.holds, attempts = t.attempts + 1,
-       requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp(),
+       requested = case when t.requested = 'discard' then t.requested end,
+       requested_at = case when t.requested = 'discard' then t.requested_at end,
+       requested_by = case when t.requested = 'discard' then t.requested_by end, diverted_at = clock_timestamp(),
        history = case when d.reason is null then t.history
          else case when jsonb_array_length(t.history) >= 50 then t.history - 0 else t.history end
            || jsonb_build_object('at', clock_timestamp(), 'attempt', t.attempts + 1, 'error', d.reason) end
@@ -168,17 +171,22 @@ pub(super) async fn rows(
         .collect()
 }
 
-/// Up to 1,000 requests of operators that are still to be carried out, in position order.
+/// The first requests of operators beyond a position that are still to be carried out, in position
+/// order.
 pub(super) async fn requests(
     connection: &mut Bounded<Postgres>,
     buckets: Buckets,
+    after: i64,
+    limit: usize,
 ) -> Result<Vec<OperatorRequest>, StoreError> {
     let rows = sqlx::query(
         "select position, topic, key, requested from oncebox.outbox_dead
-          where requested is not null and bucket between $1 and $2 order by position limit 1000",
+          where requested is not null and bucket between $1 and $2 and position > $3 order by position limit $4",
     )
     .bind(buckets.from)
     .bind(buckets.to)
+    .bind(after)
+    .bind(i64::try_from(limit).unwrap_or(i64::MAX))
     .all(connection)
     .await?;
     rows.iter()

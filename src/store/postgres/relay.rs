@@ -273,8 +273,8 @@ impl RelaySession for PostgresSession {
         outbox::has_dead(&mut self.connection, rows).await
     }
 
-    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
-        diverted::requests(&mut self.connection, self.buckets).await
+    async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
+        diverted::requests(&mut self.connection, self.buckets, after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {

@@ -195,8 +195,8 @@ impl RelaySession for SqliteSession {
         outbox::has_dead(&mut *self.store.reader().await?, rows).await
     }
 
-    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
-        held::requests(self.store.pool()).await
+    async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
+        held::requests(self.store.pool(), after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {

@@ -248,7 +248,7 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
     assert_eq!(trial.store.dead_numbers(&held).await.unwrap().len(), 1);
     assert_eq!(trial.store.act(&held, &OperatorAct::Discard, &context()).await.unwrap().numbers.len(), 1);
     assert!(trial.store.dead_numbers(&held).await.unwrap().is_empty(), "its request is there already");
-    let asked = session.requests().await.unwrap();
+    let asked = session.requests(0, 1_000).await.unwrap();
     assert_eq!(
         asked.iter().map(|one| (one.position, one.act)).collect::<Vec<_>>(),
         [(positions[2], RequestedAct::Discard)]
@@ -479,7 +479,7 @@ pub async fn a_dry_run_writes_nothing<F: Fixture>(trial: &Trial<F>) {
     }
     assert_eq!(list(trial).await, before);
     assert_eq!(audits(trial).await, 0);
-    assert!(session.requests().await.unwrap().is_empty());
+    assert!(session.requests(0, 1_000).await.unwrap().is_empty());
     assert!(lease(trial, consumer).await.is_empty());
 }
 
@@ -487,7 +487,7 @@ pub async fn a_dry_run_writes_nothing<F: Fixture>(trial: &Trial<F>) {
 /// the row.
 pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial: &Trial<F>) {
     let (mut session, positions) = dead_outbox(trial).await;
-    assert!(session.requests().await.unwrap().is_empty());
+    assert!(session.requests(0, 1_000).await.unwrap().is_empty());
     let all = list(trial).await;
     let id = Uuid::now_v7();
     let edit = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
@@ -500,10 +500,12 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
         key: Some(key.into()),
         act,
     };
-    let asked = session.requests().await.unwrap();
+    let asked = session.requests(0, 1_000).await.unwrap();
     let expected =
         [request(positions[0], "a", RequestedAct::Redrive), request(positions[1], "b", RequestedAct::Discard)];
     assert_eq!(asked, expected);
+    assert_eq!(session.requests(0, 1).await.unwrap(), expected[..1]);
+    assert_eq!(session.requests(positions[0], 1).await.unwrap(), expected[1..], "the first one hides no other");
     let listed = list(trial).await;
     assert!(listed.iter().all(|dead| dead.requested.is_some()), "they stand until the owner has acted");
     for (number, act) in [(0, &OperatorAct::Discard), (1, &OperatorAct::Redrive), (0, &OperatorAct::Redrive)] {
@@ -512,12 +514,12 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     }
     assert_eq!(list(trial).await, listed);
     assert_eq!(audits(trial).await, 2);
-    assert_eq!(session.requests().await.unwrap(), asked);
+    assert_eq!(session.requests(0, 1_000).await.unwrap(), asked);
     let held = session.held(&[positions[0]]).await.unwrap().remove(0).message;
     assert_eq!((held.id, held.payload.as_slice()), (id, b"edited".as_slice()));
     let released = Mark { released: vec![positions[0]], discarded: vec![positions[1]], ..Mark::default() };
     session.checkpoint(released).await.unwrap();
-    assert!(session.requests().await.unwrap().is_empty());
+    assert!(session.requests(0, 1_000).await.unwrap().is_empty());
     assert!(list(trial).await.is_empty());
 
     // The broker refuses the row again: it is dead again, and the request is done.
@@ -526,9 +528,15 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     let dead = || Diversion::Dead { reason: "too large".into(), holds: true };
     session.checkpoint(Mark { diverted: vec![(rows[0].position, dead())], ..through(batch) }).await.unwrap();
     trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await.unwrap();
-    assert_eq!(session.requests().await.unwrap().len(), 1);
+    assert_eq!(session.requests(0, 1_000).await.unwrap().len(), 1);
     session.checkpoint(Mark { changed: vec![(rows[0].position, dead())], ..Mark::default() }).await.unwrap();
-    assert!(session.requests().await.unwrap().is_empty());
+    assert!(session.requests(0, 1_000).await.unwrap().is_empty());
+
+    // A row whose discard was asked for is refused again, or held for another reason, before the
+    // owner has seen the request. Shown by: clearing each request (the operator's act was lost).
+    trial.store.act(&DeadFilter::default(), &OperatorAct::Discard, &context()).await.unwrap();
+    session.checkpoint(Mark { changed: vec![(rows[0].position, dead())], ..Mark::default() }).await.unwrap();
+    assert_eq!(session.requests(0, 1_000).await.unwrap(), [request(rows[0].position, "c", RequestedAct::Discard)]);
 }
 
 /// Consumers may have purged the inbox row that shows whether they handled the message.
@@ -545,15 +553,15 @@ pub async fn r31_an_old_outbox_row_needs_a_new_id<F: Fixture>(trial: &Trial<F>) 
     .await;
     let refused = trial.store.act(&filter, &OperatorAct::Redrive, &strict).await;
     assert!(matches!(&refused, Err(StoreError::Refused(why)) if why.contains("--new-id")), "{refused:?}");
-    assert!(session.requests().await.unwrap().is_empty());
+    assert!(session.requests(0, 1_000).await.unwrap().is_empty());
     assert_eq!(audits(trial).await, 0);
     let renamed = OperatorAct::RedriveAs { id: Uuid::now_v7(), payload: None };
     trial.store.act(&filter, &renamed, &strict).await.unwrap();
-    assert_eq!(session.requests().await.unwrap().len(), 1);
+    assert_eq!(session.requests(0, 1_000).await.unwrap().len(), 1);
     let lenient = ActContext { redrive_age_max: Some(Duration::from_secs(86_400)), ..context() };
     let rest = DeadFilter { key: Some("b".into()), ..DeadFilter::default() };
     trial.store.act(&rest, &OperatorAct::Redrive, &lenient).await.unwrap();
-    assert_eq!(session.requests().await.unwrap().len(), 2);
+    assert_eq!(session.requests(0, 1_000).await.unwrap().len(), 2);
 }
 
 /// By the redrive the operator states that the message was never handled. Its inbox row is

@@ -8,9 +8,6 @@ use super::outbox_row;
 use crate::error::StoreError;
 use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, OutboxRow, RequestedAct};
 
-/// The most requests of one read. The next read returns the others.
-const REQUESTS_MAX: i64 = 1_000;
-
 pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
     let rows = query_as::<_, (i64, String, Option<String>, String, bool, Option<String>)>(
         "select position, topic, key, state, holds, reason from oncebox_outbox_dead \
@@ -30,11 +27,16 @@ pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<Di
     rows.into_iter().map(row).collect()
 }
 
-pub(super) async fn requests(pool: &Pool<Sqlite>) -> Result<Vec<OperatorRequest>, StoreError> {
+pub(super) async fn requests(
+    pool: &Pool<Sqlite>,
+    after: i64,
+    limit: usize,
+) -> Result<Vec<OperatorRequest>, StoreError> {
     let rows = query_as::<_, (i64, String, Option<String>, String)>(
-        "select position, topic, key, requested from oncebox_outbox_dead where requested is not null order by position limit ?",
+        "select position, topic, key, requested from oncebox_outbox_dead \
+         where requested is not null and position > ? order by position limit ?",
     );
-    let rows = rows.bind(REQUESTS_MAX).fetch_all(pool).await?;
+    let rows = rows.bind(after).bind(limit_of(limit)).fetch_all(pool).await?;
     let request = |(position, topic, key, request): (_, _, _, String)| {
         let act = match request.as_str() {
             "redrive" => RequestedAct::Redrive,

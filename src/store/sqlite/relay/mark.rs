@@ -102,12 +102,13 @@ async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]
     check_all(copied, diverted.len(), "diverted")
 }
 
-/// Changes the state of dead and held rows. The operator's request for such a row is done, so it is
-/// cleared.
+/// Changes the state of dead and held rows. An operator's request to send such a row is done, so it
+/// is cleared; one to discard it stands, because a change does not carry it out.
 async fn change(connection: &mut SqliteConnection, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
     let change = query(concat!(
         "update oncebox_outbox_dead set state = d.value ->> 'state', holds = d.value ->> 'holds', ",
-        "reason = d.value ->> 'reason', requested = null, requested_at = null, diverted_at = ",
+        "reason = d.value ->> 'reason', requested = case when requested = 'discard' then requested end, ",
+        "requested_at = case when requested = 'discard' then requested_at end, diverted_at = ",
         now_ms!(),
         " from json_each(?) as d where oncebox_outbox_dead.position = d.value ->> 'position'"
     ));
