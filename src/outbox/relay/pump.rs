@@ -23,7 +23,7 @@ use crate::broker::{Publisher, Settled};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, PartState, Trouble};
 use crate::outbox::port::{Mark, OpenGaps, RelaySession};
-use crate::outbox::rules::diversion::{Diversion as Diverted, DivertedRow as Row};
+use crate::outbox::rules::diversion::Diversion as DivertedRows;
 use crate::time::lease::Lease;
 
 /// State of one relay session: its lease, its publisher, and the rows between them.
@@ -36,7 +36,7 @@ pub(super) struct Pump<'a> {
     pub(super) unsent: VecDeque<Unsent>,
     /// The tag of the row that is in flight alone: nothing else is sent until it is settled.
     pub(super) alone: Option<u64>,
-    pub(super) diverted: Diverted,
+    pub(super) diverted: DivertedRows,
     /// Rows that are diverted in the window and not yet stored as dead or held.
     pub(super) unmarked: HashSet<i64>,
     pub(super) ready_topics: HashSet<String>,
@@ -68,7 +68,7 @@ pub(super) struct Pump<'a> {
     /// True where `dead_rows_max` is reached; looked at from time to time.
     pub(super) too_many_dead: bool,
     /// True where rows have left the dead and held table since it was loaded.
-    some_left: bool,
+    pub(super) some_left: bool,
     /// True while the health shows that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
@@ -116,7 +116,7 @@ impl<'a> Pump<'a> {
             window: Window::default(),
             unsent: VecDeque::new(),
             alone: None,
-            diverted: Diverted::default(),
+            diverted: DivertedRows::default(),
             unmarked: HashSet::new(),
             ready_topics: HashSet::new(),
             release: Release::new(now),
@@ -219,19 +219,6 @@ impl<'a> Pump<'a> {
         let (done, late) = shown(self.relay, self.load()).await;
         self.shown_waiting |= late;
         done
-    }
-
-    /// Loads the dead and held rows.
-    async fn load(&mut self) -> Result<(), Doubt> {
-        let limit = self.relay.options.held_rows_max.saturating_add(1);
-        let rows = self.session.diverted(limit).await?;
-        self.not_loaded = rows.len() >= limit;
-        self.some_left = false;
-        self.diverted = Diverted::load(rows.into_iter().filter_map(|row| {
-            let why = super::release::why(&row.diversion)?;
-            Some(Row { position: row.position, topic: row.topic, key: row.key, why })
-        }));
-        self.look_at_dead().await
     }
 
     /// One round of work. Returns false where there was nothing to do.

@@ -18,7 +18,7 @@ use super::trial::TrialResult;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
 use crate::outbox::port::{Diversion, OutboxRow, RequestedAct};
-use crate::outbox::rules::diversion::{Diverted, DivertedRow};
+use crate::outbox::rules::diversion::{Diversion as DivertedRows, Diverted, DivertedRow};
 
 /// How often the session looks for requests of operators.
 const REQUESTS: Duration = Duration::from_millis(500);
@@ -123,9 +123,13 @@ impl Release {
         self.look = true;
     }
 
-    /// Closes a topic until its next trial: the broker refused a row for its destination.
-    pub(super) fn close(&mut self, topic: &str) {
+    /// Closes a topic until its next trial: this row is held for its destination, for this reason.
+    pub(super) fn close(&mut self, topic: &str, position: i64, reason: &str) {
         self.open.remove(topic);
+        let says = self.reasons.entry(topic.to_owned()).or_insert_with(|| (position, String::new()));
+        if says.0 == position {
+            reason.clone_into(&mut says.1);
+        }
     }
 
     /// Notes that the change of a row is stored, which completes the request for it. Not to be
@@ -155,6 +159,23 @@ pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
 }
 
 impl Pump<'_> {
+    /// Loads the dead and held rows.
+    pub(super) async fn load(&mut self) -> Result<(), Doubt> {
+        let limit = self.relay.options.held_rows_max.saturating_add(1);
+        let rows = self.session.diverted(limit).await?;
+        self.not_loaded = rows.len() >= limit;
+        self.some_left = false;
+        self.release.reasons.clear();
+        self.diverted = DivertedRows::load(rows.into_iter().filter_map(|row| {
+            let why = why(&row.diversion)?;
+            if let Diversion::HeldDestination { reason } = row.diversion {
+                self.release.reasons.entry(row.topic.clone()).or_insert((row.position, reason));
+            }
+            Some(DivertedRow { position: row.position, topic: row.topic, key: row.key, why })
+        }));
+        self.look_at_dead().await
+    }
+
     /// Handles operators' requests, trials, and rows to release. False where nothing happened.
     pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
         let now = Instant::now();
@@ -219,19 +240,12 @@ impl Pump<'_> {
                     self.memory.alone.insert(position);
                     self.opened(topic);
                 }
-                TrialResult::Blocked { position: Some(position), reason, is_new: true, .. }
-                    if self.stays_in_table(position) =>
-                {
-                    self.window.changed_beside(position, Diversion::HeldDestination { reason });
-                }
-                TrialResult::Blocked { topic, reason, is_new: true, .. } => {
-                    tracing::info!(%topic, reason, "the destination is blocked still");
-                }
-                TrialResult::Blocked { .. } => {}
+                TrialResult::Blocked { topic, reason } => self.says_why(topic, reason),
             }
         }
         let blocked: HashSet<&str> = self.diverted.blocked_topics().collect();
         self.release.open.retain(|topic| blocked.contains(topic.as_str()));
+        self.release.reasons.retain(|topic, _| blocked.contains(topic.as_str()));
         self.memory.pauses.keep(&blocked);
         let open = &self.release.open;
         self.trials.begin(&blocked, |topic| open.contains(topic), &mut self.memory.pauses, every);
@@ -242,10 +256,24 @@ impl Pump<'_> {
         Ok(moved)
     }
 
-    /// Whether a row is in the table, and nothing is under way that takes it out. An operator may
-    /// have discarded the row while its trial ran.
-    fn stays_in_table(&self, position: i64) -> bool {
-        self.diverted.get(position).is_some() && !self.diverted.is_on_way(position)
+    /// Stores why a topic is blocked with the first row of it, unless a row of it says so already.
+    /// What the rows say is known from the table, not from earlier trials: a mark may not have been
+    /// made, and an operator may have discarded the row while its trial ran.
+    fn says_why(&mut self, topic: String, reason: String) {
+        let stays = |row: &DivertedRow| {
+            row.why == Diverted::Destination
+                && !self.diverted.is_on_way(row.position)
+                && !self.unmarked.contains(&row.position)
+        };
+        let known = self.release.reasons.get(&topic).filter(|(_, known)| *known == reason);
+        if known.and_then(|(position, _)| self.diverted.get(*position)).is_some_and(stays) {
+            return;
+        }
+        tracing::info!(%topic, reason, "the destination is blocked still");
+        let first = self.diverted.releasable(|one| one == topic).find(|row| stays(row)).map(|row| row.position);
+        let Some(position) = first else { return };
+        self.window.changed_beside(position, Diversion::HeldDestination { reason: reason.clone() });
+        self.release.reasons.insert(topic, (position, reason));
     }
 
     /// Shows in the health whether every topic with work is blocked: then the relay is not ready.

@@ -188,8 +188,8 @@ impl Pump<'_> {
             self.diverted.stays(position);
             self.release.stays();
         }
-        if matches!(diversion, Diversion::HeldDestination { .. }) {
-            self.release.close(&topic);
+        if let Diversion::HeldDestination { reason } = &diversion {
+            self.release.close(&topic, position, reason);
         }
         match super::release::why(&diversion) {
             Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),

@@ -52,7 +52,7 @@ struct Pause {
     silent: u32,
     /// Trials in a row whose session was lost while this row was alone in it.
     lost: u32,
-    /// The reason that the last trial gave, which is stored with the topic's rows.
+    /// What the last trial said.
     reason: String,
 }
 
@@ -62,10 +62,9 @@ impl Pauses {
         self.0.entry(topic.to_owned()).or_insert_with(none)
     }
 
-    /// Notes a failed trial. Returns true where the reason is a new one.
-    fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) -> bool {
+    /// Notes a failed trial.
+    fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) {
         let known = self.of(topic);
-        let is_new = known.reason != reason;
         reason.clone_into(&mut known.reason);
         known.lost = 0;
         // Without a reason the topic existed and had no row to try: that is no failure.
@@ -74,13 +73,13 @@ impl Pauses {
         let grows = known.silent > 1;
         let wait = if grows { pause(every, PAUSE_MAX.max(every), known.silent, fastrand::f64()) } else { every };
         known.next = Instant::now() + wait;
-        is_new
     }
 
     /// Notes a trial that told nothing about the topic, because its session was lost. Returns true
     /// where the row must be the cause.
-    fn lost(&mut self, topic: &str, was_alone: bool, every: Duration) -> bool {
+    fn lost(&mut self, topic: &str, reason: &str, was_alone: bool, every: Duration) -> bool {
         let known = self.of(topic);
+        reason.clone_into(&mut known.reason);
         known.next = Instant::now() + every;
         known.tries = known.tries.saturating_add(1);
         known.lost += u32::from(was_alone);
@@ -119,9 +118,8 @@ pub(super) enum TrialResult {
     /// The broker refused the row itself, or the row ends sessions. The topic is open, and the row
     /// must be sent alone.
     Message { topic: String, position: i64 },
-    /// The topic stays blocked. `position`: the row that was tried, if any. `is_new`: the reason is
-    /// not the one before.
-    Blocked { topic: String, position: Option<i64>, reason: String, is_new: bool },
+    /// The topic stays blocked.
+    Blocked { topic: String, reason: String },
 }
 
 /// The trials of one session.
@@ -192,6 +190,7 @@ enum Said {
     /// The session was lost. `alone`: no other row was in it.
     Lost {
         alone: bool,
+        why: String,
     },
 }
 
@@ -210,8 +209,9 @@ impl Trials {
             return;
         }
         let topics = std::mem::take(&mut self.lanes[number].under_way);
-        tracing::error!(topics = topics.len(), "the trials of blocked topics panicked; restarting");
-        topics.iter().for_each(|topic| _ = pauses.lost(topic, false, every));
+        let why = "the trials of blocked topics panicked; restarting";
+        tracing::error!(topics = topics.len(), "{why}");
+        topics.iter().for_each(|topic| _ = pauses.lost(topic, why, false, every));
         self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
         self.lanes[number].width = (topics.len() / 2).max(1);
     }
@@ -292,21 +292,24 @@ impl Trials {
                 (Said::Taken, Some(position)) => TrialResult::Taken { topic, position },
                 (Said::Message, Some(position)) => TrialResult::Message { topic, position },
                 (Said::Taken | Said::Message, None) => continue,
-                (Said::Lost { alone }, position) => {
+                (Said::Lost { alone, why }, position) => {
                     self.lanes[lane].was_lost = true;
-                    let by_the_row = pauses.lost(&topic, alone, every);
+                    let reason = format!("its trial got no answer: {why}");
+                    let by_the_row = pauses.lost(&topic, &reason, alone, every);
                     match position.filter(|_| by_the_row) {
                         Some(position) => TrialResult::Message { topic, position },
-                        None => continue,
+                        None => TrialResult::Blocked { topic, reason },
                     }
                 }
-                (Said::Blocked(reason), position) => {
-                    let is_new = pauses.failed(&topic, &reason, false, every);
-                    TrialResult::Blocked { topic, position, reason, is_new }
+                (Said::Blocked(reason), _) => {
+                    pauses.failed(&topic, &reason, false, every);
+                    TrialResult::Blocked { topic, reason }
                 }
                 (Said::Silent(reason), position) => {
-                    let is_new = pauses.failed(&topic, &reason, true, every);
-                    TrialResult::Blocked { topic, position, reason, is_new }
+                    // Before a row was sent, the silence may be that of any topic of the round.
+                    self.lanes[lane].was_lost |= position.is_none();
+                    pauses.failed(&topic, &reason, true, every);
+                    TrialResult::Blocked { topic, reason }
                 }
             };
             return Some((lane, found));
@@ -367,9 +370,9 @@ impl Trier {
         let ready = match ready {
             Ok(Ok(ready)) => ready,
             Ok(Err(error)) => {
-                tracing::debug!(%error, "blocked topics could not be asked for");
                 self.publisher = None;
-                topics.iter().for_each(|topic| self.answers.say(topic, None, Said::Lost { alone: false }));
+                let lost = || Said::Lost { alone: false, why: error.to_string() };
+                topics.iter().for_each(|topic| self.answers.say(topic, None, lost()));
                 return self.answers.give(Answer::Over);
             }
             Err(_) => {
@@ -427,10 +430,7 @@ impl Trier {
                 self.publisher = Some(publisher);
                 return;
             }
-            Ok(Err(error)) => {
-                tracing::debug!(%error, "a trial's session ended");
-                Said::Lost { alone }
-            }
+            Ok(Err(error)) => Said::Lost { alone, why: error.to_string() },
             Err(_) => {
                 let limit = humantime::format_duration(TRIAL_MAX);
                 Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
@@ -481,7 +481,7 @@ pub(super) async fn see(
     topics: &[String],
     declare: bool,
 ) -> Result<Vec<TopicState>, BrokerError> {
-    let states = publisher.topics(topics).await?;
+    let mut states = publisher.topics(topics).await?;
     let missing = missing(topics, &states);
     if !declare || missing.is_empty() {
         return Ok(states);
@@ -491,13 +491,25 @@ pub(super) async fn see(
     } else {
         match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
             Ok(Ok(())) => return publisher.topics(topics).await,
-            Ok(Err(BrokerError::Refused(why) | BrokerError::Destination(why))) => why,
-            Ok(Err(error)) => return Err(error),
+            Ok(Err(error)) => {
+                // Whatever the error is, it may be that of one topic. Where the broker is away, the
+                // session's own publisher says so.
+                states = publisher.topics(topics).await?;
+                not_made(error)
+            }
             Err(_) => format!("it was not made within {}", humantime::format_duration(MADE_MAX)),
         }
     };
-    let not_made = |state| if state == TopicState::Ready { state } else { TopicState::NotReady(why.clone()) };
-    Ok(states.into_iter().map(not_made).collect())
+    let with_reason = |state| if state == TopicState::Ready { state } else { TopicState::NotReady(why.clone()) };
+    Ok(states.into_iter().map(with_reason).collect())
+}
+
+/// Why a topic was not created.
+fn not_made(error: BrokerError) -> String {
+    match error {
+        BrokerError::Refused(why) | BrokerError::Destination(why) => why,
+        error => error.to_string(),
+    }
 }
 
 /// Like [`see`] without limits. Topics that cannot be created together are created one by one.
@@ -512,20 +524,14 @@ async fn make_each(
         return Ok(states);
     }
     let mut refused = HashMap::new();
-    match broker.declare(&missing_now).await {
-        Ok(()) => {}
-        Err(BrokerError::Refused(_) | BrokerError::Destination(_)) => {
-            // Some of them may have been created.
-            let states = publisher.topics(&missing_now).await?;
-            for topic in missing(&missing_now, &states) {
-                match broker.declare(std::slice::from_ref(&topic)).await {
-                    Ok(()) => {}
-                    Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => _ = refused.insert(topic, why),
-                    Err(error) => return Err(error),
-                }
+    if broker.declare(&missing_now).await.is_err() {
+        // Some of them may have been created.
+        let states = publisher.topics(&missing_now).await?;
+        for topic in missing(&missing_now, &states) {
+            if let Err(error) = broker.declare(std::slice::from_ref(&topic)).await {
+                refused.insert(topic, not_made(error));
             }
         }
-        Err(error) => return Err(error),
     }
     let states = topics.iter().zip(publisher.topics(topics).await?);
     let with_reason = |(topic, state): (&String, TopicState)| match refused.remove(topic) {
