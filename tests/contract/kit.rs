@@ -214,9 +214,13 @@ impl<S: Sql> World<S> {
     }
 
     pub(crate) async fn act(&self, act: OperatorAct) {
+        self.act_on(&DeadFilter::default(), act).await;
+    }
+
+    pub(crate) async fn act_on(&self, filter: &DeadFilter, act: OperatorAct) {
         let context =
             ActContext { actor: "test".into(), reason: "because".into(), dry_run: false, redrive_age_max: None };
-        self.store.act(&DeadFilter::default(), &act, &context).await.unwrap();
+        self.store.act(filter, &act, &context).await.unwrap();
     }
 
     pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RelayEnd, RelayError>> {

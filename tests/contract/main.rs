@@ -44,3 +44,4 @@ mod smtp;
 mod sql;
 mod sql_sets;
 mod stop;
+mod troubled;

@@ -1,15 +1,18 @@
 //! Dead and held rows of the outbox, and their way back (R16 to R19).
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncebox::broker::Broker;
-use oncebox::store::OperatorAct;
-use oncebox::{DeadPolicy, RelayOptions};
-use oncebox_testkit::memory::{Fault, matching};
-
-use super::kit::{SOON, World, relay_options, sqlite};
-use super::support::eventually;
 use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Diversion, LeaseAnswer, LeaseRequest, Mark, OperatorAct, Outbox};
+use oncebox::{DeadPolicy, NewMessage, RelayEnd, RelayError, RelayOptions};
+use oncebox_testkit::memory::{Fault, matching};
+use tokio::sync::Semaphore;
+
+use super::kit::{Running, SOON, Sql, World, message, on_mariadb, on_postgres, relay_options, sqlite};
+use super::support::eventually;
+use super::troubled::Troubled;
 
 fn refuse(world: &World<SqliteStore>, id: uuid::Uuid) {
     world.broker.faults().on_publish(Fault::RefuseMessage("too large".into()), matching::id(id));
@@ -310,5 +313,154 @@ async fn g11_at_dead_rows_max_a_shard_under_policy_skip_stops_reading_visibly_un
     world.until_published("t", &["a2"]).await;
     eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
     world.until_status("none is dead", |status| (status.dead, status.pending) == (0, 0)).await;
+    relay.end().await.unwrap();
+}
+
+async fn a_refused_message_without_a_key_is_dead_alone<S: Sql>(world: World<S>) {
+    world.broker.faults().on_publish(Fault::RefuseMessage("too large".into()), |row| row.payload == b"bad");
+    let messages = ["bad", "good"].map(|name| NewMessage::text("t", "made", name));
+    world.store.enqueue_all(Vec::from(messages), true).await;
+    let relay = world.relay(relay_options());
+    world.until_published("t", &["good"]).await;
+    let is_dead_alone = |status: &oncebox::store::Status| (status.dead, status.held, status.pending) == (1, 0, 0);
+    world.until_status("one is dead, and no other is held", is_dead_alone).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: a table that takes no row without a key behind another one. It is held like that until
+/// it is sent alone: that mark failed, and each session of the shard ended with it.
+#[tokio::test]
+async fn g2_a_refused_message_without_a_key_does_not_stop_its_shard_on_postgres() {
+    on_postgres("g2_a_refused_message_without_a_key", a_refused_message_without_a_key_is_dead_alone).await;
+}
+
+#[tokio::test]
+async fn g2_a_refused_message_without_a_key_does_not_stop_its_shard_on_mariadb() {
+    on_mariadb("refused_without_key", a_refused_message_without_a_key_is_dead_alone).await;
+}
+
+/// Shown by: always reading the first thousand requests (`u` got nothing until `t` took messages).
+#[tokio::test]
+async fn g3_requests_that_cannot_be_carried_out_yet_hide_none_behind_them() {
+    let world = sqlite().await;
+    let of_t = (0..1_001).map(|key| NewMessage::text("t", "made", "dead").with_key(key.to_string()));
+    let messages = of_t.chain([message("t", "held"), message("u", "a1")]).collect();
+    world.store.enqueue_all(messages, true).await;
+    let request = LeaseRequest::new("the relay before", Duration::from_secs(600));
+    let LeaseAnswer::Taken(mut session) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
+    let read = session.read(2_000).await.unwrap();
+    session.checkpoint(Mark::default()).await.unwrap();
+    let diversion = |payload: &[u8]| match payload {
+        b"held" => Diversion::HeldDestination { reason: "unknown topic".into() },
+        _ => Diversion::Dead { reason: "too large".into(), holds: true },
+    };
+    let diverted: Vec<_> = read.rows.iter().map(|row| (row.position, diversion(&row.message.payload))).collect();
+    assert_eq!(diverted.len(), 1_003);
+    session.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+    session.release().await.unwrap();
+    world.broker.faults().missing_topic("t", true);
+    world.run("update oncebox_outbox_dead set requested = 'redrive', requested_at = 0 where state = 'dead'").await;
+    let relay = world.relay(relay_options());
+    world.until_published("u", &["a1"]).await;
+    world.broker.faults().missing_topic("t", false);
+    world.until_status("all is sent", |status| status.dead + status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
+/// `a1` is dead and redriven, and `a2` behind it has ended two sessions: it is to be sent alone.
+/// The third session waits at the gate.
+async fn to_be_sent_alone(world: &World<SqliteStore>) -> (Running<Result<RelayEnd, RelayError>>, Arc<Troubled>) {
+    let ids = world.enqueue("t", &["a1", "a2"]).await;
+    refuse(world, ids[0]);
+    let relay = world.relay(relay_options());
+    world.until_status("dead", |status| (status.dead, status.held) == (1, 1)).await;
+    relay.end().await.unwrap();
+    world.broker.faults().clear_on_publish();
+    world.broker.faults().on_publish(Fault::BreakBefore, matching::id(ids[1]));
+    world.act(OperatorAct::Redrive).await;
+    let broker = Arc::new(Troubled { gate: Semaphore::new(2), ..Troubled::new(&world.broker) });
+    let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, relay_options());
+    eventually("two sessions have ended", SOON, || async { (broker.asked_for() == 3).then_some(()) }).await;
+    (relay, broker)
+}
+
+/// Another message that ends sessions is sent alone, and is dead.
+async fn another_is_found_out(world: &World<SqliteStore>) {
+    world.broker.faults().on_publish(Fault::BreakBefore, |row| row.payload == b"b1");
+    world.enqueue("t", &["b1"]).await;
+    world.until_status("it is dead", |status| (status.dead, status.held, status.pending) == (1, 0, 0)).await;
+}
+
+/// Shown by: suspecting a row that the mark took out of the table. It was never sent again, so no
+/// row after it was ever sent alone, and the next bad one ended each session.
+#[tokio::test]
+async fn r16_a_message_that_was_to_be_sent_alone_and_is_discarded_is_suspected_no_more() {
+    let world = sqlite().await;
+    let (relay, broker) = to_be_sent_alone(&world).await;
+    world
+        .run("update oncebox_outbox_dead set requested = 'discard', requested_at = 0 where state = 'held-behind'")
+        .await;
+    broker.gate.add_permits(1_000);
+    world.until_status("one is sent, one discarded", |status| status.dead + status.held + status.pending == 0).await;
+    another_is_found_out(&world).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: suspecting a row that somebody deleted, with the same end.
+#[tokio::test]
+async fn r16_a_message_that_was_to_be_sent_alone_and_is_deleted_by_hand_is_suspected_no_more() {
+    let world = sqlite().await;
+    let (relay, broker) = to_be_sent_alone(&world).await;
+    // The redrive is taken back, so that the session has both messages and sends none.
+    world.run("update oncebox_outbox_dead set requested = null, requested_at = null").await;
+    broker.gate.add_permits(1_000);
+    world.enqueue("u", &["z1"]).await;
+    world.until_published("u", &["z1"]).await;
+    world.enqueue("t", &["a3"]).await;
+    world.until_status("two behind the dead one", |status| (status.dead, status.held) == (1, 2)).await;
+    let held = "select min(position) from oncebox_outbox_dead where state = 'held-behind'";
+    world.run(&format!("delete from oncebox_outbox_dead where position = ({held})")).await;
+    world.act(OperatorAct::Redrive).await;
+    world.until_status("the others are sent", |status| status.dead + status.held + status.pending == 0).await;
+    another_is_found_out(&world).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: keeping what was concluded before the other owner came. The redriven message was dead
+/// again, and was not sent.
+#[tokio::test]
+async fn what_a_relay_concluded_of_a_message_is_forgotten_once_another_had_the_lease() {
+    let world = sqlite().await;
+    let ids = world.enqueue("t", &["a1"]).await;
+    world.broker.faults().on_publish(Fault::BreakBefore, matching::id(ids[0]));
+    // After two sessions it is sent alone, and after three more the relay takes it for dead. It
+    // would store that in its sixth session.
+    let broker = Arc::new(Troubled { gate: Semaphore::new(5), ..Troubled::new(&world.broker) });
+    let options = RelayOptions { lease: Duration::from_secs(2), ..relay_options() };
+    let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, options);
+    eventually("five sessions have ended", SOON, || async { (broker.asked_for() == 6).then_some(()) }).await;
+    let request = LeaseRequest::new("other", Duration::from_secs(600));
+    let mut other = eventually("the lease runs out", SOON, || async {
+        match world.store.open(&request).await.unwrap() {
+            LeaseAnswer::Taken(session) => Some(session),
+            _ => None,
+        }
+    })
+    .await;
+    let read = other.read(10).await.unwrap();
+    other.checkpoint(Mark::default()).await.unwrap();
+    let dead = Diversion::Dead { reason: "too large".into(), holds: true };
+    let diverted = vec![(read.rows[0].position, dead)];
+    other.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+    broker.gate.add_permits(1_000);
+    eventually("it stands by", SOON, || async {
+        world.health.lines().iter().any(|line| line.contains("standing by")).then_some(())
+    })
+    .await;
+    world.broker.faults().clear_on_publish();
+    world.act(OperatorAct::Redrive).await;
+    other.release().await.unwrap();
+    world.until_published("t", &["a1"]).await;
+    world.until_status("nothing is dead", |status| status.dead + status.held + status.pending == 0).await;
     relay.end().await.unwrap();
 }

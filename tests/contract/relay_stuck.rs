@@ -2,18 +2,20 @@
 //! shown.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
-use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
-use oncebox::message::Arrived;
-use oncebox::{BrokerError, RelayOptions};
-use oncebox_testkit::memory::{Fault, MemoryBroker, matching};
-
-use super::kit::{SOON, World, first_occurrences, on_postgres, relay_options, sqlite};
-use super::support::eventually;
+use oncebox::broker::Broker;
+use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{DeadFilter, DeadState, LeaseAnswer, LeaseRequest, OperatorAct, Outbox};
+use oncebox::{BrokerError, RelayEnd, RelayOptions};
+use oncebox_testkit::memory::{Fault, matching};
+use sqlx::{Postgres, Transaction};
+use tokio::sync::Semaphore;
+
+use super::kit::{SOON, Sql, World, first_occurrences, on_postgres, relay_options, sqlite};
+use super::support::eventually;
+use super::troubled::{Creation, Troubled};
 
 /// One message a tick to the topic `good`, while others stand; how long each took to be in the
 /// broker.
@@ -98,59 +100,23 @@ async fn g3_many_topics_that_refuse_cost_no_session_each_and_delay_nobody() {
     relay.end().await.unwrap();
 }
 
-/// A broker whose client panics when its second session is opened, which is that of a trial.
-#[derive(Debug)]
-struct Disorder(MemoryBroker, AtomicU32);
-
-#[async_trait]
-impl Broker for Disorder {
-    fn name(&self) -> &'static str {
-        "memory"
-    }
-
-    async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
-        assert_ne!(self.1.fetch_add(1, Ordering::SeqCst), 1, "the client is in disorder");
-        self.0.publisher().await
-    }
-
-    async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
-        self.0.subscriber(subscription).await
-    }
-
-    async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
-        self.0.declare(topics).await
-    }
-
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
-        self.0.check(subscriptions).await
-    }
-
-    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
-        self.0.read_all(topic).await
-    }
-
-    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
-        self.0.tap(topic).await
-    }
-
-    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
-        self.0.remove(subscriptions).await
-    }
-}
-
 /// Shown by: not looking at the task (the round is under way for ever, and the topics are blocked
 /// until the session ends).
 #[tokio::test]
 async fn a_trial_that_ended_in_disorder_is_noticed_and_its_topics_are_tried_again() {
     let world = sqlite().await;
     world.broker.faults().missing_topic("t", true);
-    let broker = Arc::new(Disorder(world.broker.clone(), AtomicU32::new(0)));
+    // The second session is that of a trial.
+    let disorder = |number: u32| {
+        assert_ne!(number, 1, "the client is in disorder");
+        Ok(())
+    };
+    let broker = Arc::new(Troubled { opening: disorder, ..Troubled::new(&world.broker) });
     let options = RelayOptions { probe: Duration::from_millis(100), ..relay_options() };
     let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, options);
     world.enqueue("t", &["a1", "a2"]).await;
     world.until_status("held", |status| status.held == 2).await;
-    eventually("another session for trials", SOON, || async { (broker.1.load(Ordering::SeqCst) >= 3).then_some(()) })
-        .await;
+    eventually("another session for trials", SOON, || async { (broker.asked_for() >= 3).then_some(()) }).await;
     let epoch = world.status().await.shards[0].epoch;
     world.broker.faults().missing_topic("t", false);
     world.until_published("t", &["a1", "a2"]).await;
@@ -273,29 +239,36 @@ async fn a_stop_ends_within_its_grace_although_the_broker_says_nothing() {
     assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
 }
 
+/// More gaps than may be open, with a committed message behind each, and the transaction that keeps
+/// them open, with its process.
+async fn many_gaps(world: &World<PostgresStore>) -> (Transaction<'static, Postgres>, i32) {
+    let pool = sqlx::PgPool::connect(&world.url).await.unwrap();
+    let mut holder = pool.begin().await.unwrap();
+    let pid: i32 = sqlx::query_scalar("select pg_backend_pid()").fetch_one(&mut *holder).await.unwrap();
+    let enqueue = "select oncebox.enqueue('t', 'made', 'h'::text, key => 'h')";
+    sqlx::raw_sql(enqueue).execute(&mut *holder).await.unwrap();
+    // A position that nobody fills, and a committed message, some thousand times.
+    sqlx::raw_sql(
+        "do $$ begin
+           perform set_config('synchronous_commit', 'off', false);
+           for i in 1..4500 loop
+             perform nextval('oncebox.outbox_position_seq');
+             perform oncebox.enqueue('t', 'made', ('m' || i)::text, key => i::text);
+             commit;
+           end loop;
+         end $$",
+    )
+    .execute(&pool)
+    .await
+    .unwrap();
+    (holder, pid)
+}
+
 /// Shown to fail on the code before: at the bound nothing was read, and nothing said so.
 #[tokio::test]
 async fn r9_as_many_open_gaps_as_may_be_are_shown_with_who_holds_them_and_end_with_it() {
     on_postgres("r9_as_many_open_gaps_as_may_be", |world| async move {
-        let pool = sqlx::PgPool::connect(&world.url).await.unwrap();
-        let mut holder = pool.begin().await.unwrap();
-        let pid: i32 = sqlx::query_scalar("select pg_backend_pid()").fetch_one(&mut *holder).await.unwrap();
-        let enqueue = "select oncebox.enqueue('t', 'made', 'h'::text, key => 'h')";
-        sqlx::raw_sql(enqueue).execute(&mut *holder).await.unwrap();
-        // A position that nobody fills, and a committed message, some thousand times.
-        sqlx::raw_sql(
-            "do $$ begin
-               perform set_config('synchronous_commit', 'off', false);
-               for i in 1..4500 loop
-                 perform nextval('oncebox.outbox_position_seq');
-                 perform oncebox.enqueue('t', 'made', ('m' || i)::text, key => i::text);
-                 commit;
-               end loop;
-             end $$",
-        )
-        .execute(&pool)
-        .await
-        .unwrap();
+        let (holder, pid) = many_gaps(&world).await;
         let relay = world.relay(relay_options());
         eventually("shown, with the process", 3 * SOON, || async {
             let said = world.health.lines().into_iter().find(|line| line.contains("gaps are open, and no more may be"));
@@ -310,4 +283,178 @@ async fn r9_as_many_open_gaps_as_may_be_are_shown_with_who_holds_them_and_end_wi
         relay.end().await.unwrap();
     })
     .await;
+}
+
+/// Shown by: taking a read of the gaps alone for one that found nothing (the relay said that the
+/// outbox was empty, with rows unread).
+#[tokio::test]
+async fn g2_a_relay_until_empty_does_not_end_at_the_bound_of_gaps_with_messages_unread() {
+    on_postgres("g2_a_relay_until_empty_at_the_bound", |world| async move {
+        let (holder, _) = many_gaps(&world).await;
+        let relay = world.relay(RelayOptions { until_empty: true, ..relay_options() });
+        eventually("at the bound", 3 * SOON, || async {
+            world.health.lines().iter().any(|line| line.contains("no more may be")).then_some(())
+        })
+        .await;
+        assert!(!relay.task.is_finished(), "{:?}", world.status().await);
+        holder.rollback().await.unwrap();
+        let ended = tokio::time::timeout(3 * SOON, relay.task).await.expect("it ends").unwrap();
+        assert_eq!(ended.unwrap(), RelayEnd::Empty);
+        assert_eq!(world.status().await.pending, 0);
+        assert_eq!(first_occurrences(world.published("t").await).len(), 4_500);
+    })
+    .await;
+}
+
+/// Shown by: keeping the trouble (a standby says for ever that gaps are open, which only their owner
+/// can see).
+#[tokio::test]
+async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
+    on_postgres("a_relay_that_stands_by_does_not_show_gaps", |world| async move {
+        let (holder, _) = many_gaps(&world).await;
+        let broker = Arc::new(Troubled { gate: Semaphore::new(1), ..Troubled::new(&world.broker) });
+        let options = RelayOptions { lease: Duration::from_secs(2), ..relay_options() };
+        let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, options);
+        let says = |what: &str| world.health.lines().iter().any(|line| line.contains(what));
+        eventually("shown by the owner", 3 * SOON, || async { says("gaps are open").then_some(()) }).await;
+        // Its session ends, and another owner comes before its next one.
+        world.broker.faults().drop_publishers();
+        let request = LeaseRequest::new("other", Duration::from_secs(600));
+        let other = eventually("the lease runs out", SOON, || async {
+            match world.store.open(&request).await.unwrap() {
+                LeaseAnswer::Taken(session) => Some(session),
+                _ => None,
+            }
+        })
+        .await;
+        broker.gate.add_permits(1);
+        eventually("it stands by and shows none", SOON, || async {
+            (says("standing by") && !says("gaps are open")).then_some(())
+        })
+        .await;
+        relay.end().await.unwrap();
+        drop(other);
+        holder.rollback().await.unwrap();
+    })
+    .await;
+}
+
+/// Shown by: not counting what ends a session for the database (the relay was ready, and said
+/// nothing, while each session ended at its mark).
+#[tokio::test]
+async fn marks_that_fail_again_and_again_are_shown_with_their_cause_until_one_is_made() {
+    on_postgres("marks_that_fail_again_and_again", |world| async move {
+        world
+            .run(
+                "create function no_room() returns trigger language plpgsql as $$
+                   begin raise exception 'there is no room left' using errcode = '53100'; end $$;
+                 create trigger no_room before update on oncebox.shard for each row
+                   when (new.scanned_to <> old.scanned_to) execute function no_room()",
+            )
+            .await;
+        world.enqueue("t", &["a1"]).await;
+        let relay = world.relay(relay_options());
+        eventually("shown", SOON, || async {
+            let lines = world.health.lines();
+            let said = |line: &String| line.contains("got nothing marked") && line.contains("there is no room left");
+            (!world.health.is_ready() && lines.iter().any(said)).then_some(())
+        })
+        .await;
+        world.run("drop trigger no_room on oncebox.shard").await;
+        world.until_status("all is marked", |status| status.pending == 0).await;
+        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        relay.end().await.unwrap();
+    })
+    .await;
+}
+
+/// Shown by: a session that ends for each failure that is no refusal (each next one ended in the
+/// same way, and no topic got anything).
+#[tokio::test]
+async fn g3_a_topic_that_cannot_be_made_for_whatever_reason_holds_itself_and_says_why() {
+    let world = sqlite().await;
+    world.broker.faults().topics_must_exist(true);
+    let broker = Troubled { creation: Creation::Fails, ..Troubled::new(&world.broker) };
+    let relay = world.relay_to(Arc::new(broker), RelayOptions { declare_topics: true, ..relay_options() });
+    world.enqueue("stuck", &["a1"]).await;
+    world.enqueue("good", &["a1", "b1"]).await;
+    world.until_published("good", &["a1", "b1"]).await;
+    world.until_status("its own are held", |status| (status.held, status.dead, status.pending) == (1, 0, 0)).await;
+    let reasons = world.store.texts("select reason from oncebox_outbox_dead").await;
+    assert!(reasons[0].contains("no room for topics"), "{reasons:?}");
+    good_ones(&world, 10).await;
+    eventually("ready", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: always asking for all silent topics together (the other one was never asked for
+/// alone).
+#[tokio::test]
+async fn g3_a_topic_whose_making_never_ends_keeps_no_other_blocked_topic_closed() {
+    let world = sqlite().await;
+    for topic in ["stuck", "other"] {
+        world.broker.faults().missing_topic(topic, true);
+        world.enqueue(topic, &["a1"]).await;
+    }
+    let broker = Troubled { creation: Creation::Hangs, ..Troubled::new(&world.broker) };
+    let relay = world.relay_to(Arc::new(broker), RelayOptions { declare_topics: true, ..relay_options() });
+    world.until_status("held", |status| status.held == 2).await;
+    world.broker.faults().missing_topic("other", false);
+    eventually("the other one is open", 2 * SOON, || async {
+        (first_occurrences(world.published("other").await) == ["a1"]).then_some(())
+    })
+    .await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: storing only what a trial with a row said, and only once (the next row said what was no
+/// longer true, or nothing of the cause).
+#[tokio::test]
+async fn the_first_held_message_of_a_topic_says_what_the_last_trial_was_told() {
+    let world = sqlite().await;
+    let faults = world.broker.faults();
+    let first_says = async |words: &str| {
+        eventually(words, SOON, || async {
+            let reasons = world.store.texts("select reason from oncebox_outbox_dead order by position").await;
+            reasons.first().is_some_and(|reason| reason.contains(words)).then_some(())
+        })
+        .await;
+    };
+    faults.missing_topic("t", true);
+    world.enqueue("t", &["a1", "a2"]).await;
+    let relay = world.relay(relay_options());
+    world.until_status("held", |status| status.held == 2).await;
+    first_says("unknown topic").await;
+    faults.on_publish(Fault::RefuseDestination("access denied".into()), matching::topic("t"));
+    faults.missing_topic("t", false);
+    first_says("access denied").await;
+    let first = world.store.texts("select 'o' || min(position) from oncebox_outbox_dead").await;
+    let first = DeadFilter { states: vec![DeadState::Held], numbers: first, ..DeadFilter::default() };
+    world.act_on(&first, OperatorAct::Discard).await;
+    world.until_status("the first one is gone", |status| status.held == 1).await;
+    first_says("access denied").await;
+    // Nothing is sent to find this out.
+    faults.missing_topic("t", true);
+    first_says("unknown topic").await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: dropping the error of a trial that could not be made.
+#[tokio::test]
+async fn why_a_trial_cannot_be_made_is_stored_with_its_topic() {
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("t", true);
+    let opening = |number: u32| match number {
+        0 => Ok(()),
+        _ => Err(BrokerError::Unauthorised("this account may open one session".to_owned())),
+    };
+    let broker = Troubled { opening, ..Troubled::new(&world.broker) };
+    let relay = world.relay_to(Arc::new(broker), relay_options());
+    world.enqueue("t", &["a1"]).await;
+    eventually("the cause", SOON, || async {
+        let reasons = world.store.texts("select reason from oncebox_outbox_dead").await;
+        reasons.first().is_some_and(|reason| reason.contains("one session")).then_some(())
+    })
+    .await;
+    relay.end().await.unwrap();
 }
