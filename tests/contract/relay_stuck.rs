@@ -306,8 +306,8 @@ async fn g2_a_relay_until_empty_does_not_end_at_the_bound_of_gaps_with_messages_
     .await;
 }
 
-/// Shown by: keeping the trouble (a standby says for ever that gaps are open, which only their owner
-/// can see).
+/// Shown by: keeping the trouble (a standby says for ever that gaps are open, which only their
+/// owner can see).
 #[tokio::test]
 async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
     on_postgres("a_relay_that_stands_by_does_not_show_gaps", |world| async move {
@@ -407,8 +407,8 @@ async fn g3_a_topic_whose_making_never_ends_keeps_no_other_blocked_topic_closed(
     relay.end().await.unwrap();
 }
 
-/// Shown by: storing only what a trial with a row said, and only once (the next row said what was no
-/// longer true, or nothing of the cause).
+/// Shown by: storing only what a trial with a row said, and only once (the next row said what was
+/// no longer true, or nothing of the cause).
 #[tokio::test]
 async fn the_first_held_message_of_a_topic_says_what_the_last_trial_was_told() {
     let world = sqlite().await;

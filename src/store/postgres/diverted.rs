@@ -30,8 +30,8 @@ select o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.
 on conflict (position) do update set state = excluded.state, cause = excluded.cause, reason = excluded.reason,
   holds = excluded.holds, requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp()";
 
-/// Changes a row that was to be sent again and stays here. An operator's request to send it is done,
-/// so it is cleared; one to discard it stands, because a change does not carry it out. Of the
+/// Changes a row that was to be sent again and stays here. An operator's request to send it is
+/// done, so it is cleared; one to discard it stands, because a change does not carry it out. Of the
 /// history the last 50 entries are kept (`- 0` takes out the first one).
 const CHANGE: &str = "
 update oncebox.outbox_dead t
