@@ -118,7 +118,8 @@ impl<S: Keys> EngineBuilder<S> {
     /// committed without an outcome in the store: running in other processes, or unknown and not
     /// resolved (O11). Default: no limit. A request beyond it gets 429
     /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. The limit costs one count in the store
-    /// before each claim.
+    /// before each claim. That count locks nothing: requests that come at once may exceed it, by at
+    /// most the limit for each process.
     #[must_use]
     pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
         self.open_per_tenant_max = Some(operations);
@@ -438,7 +439,13 @@ impl Core {
         &self.inner.keyring
     }
 
-    /// Whether as many operations of this tenant run in this process as are allowed.
+    /// How many operations of one tenant may run in this process.
+    pub(super) fn open_per_tenant_max(&self) -> Option<u32> {
+        self.inner.open_per_tenant_max
+    }
+
+    /// Whether as many operations of this tenant run in this process as are allowed. Only the entry
+    /// in the map of runs decides: this says it before the store is asked.
     pub(super) fn is_over_quota(&self, tenant: &str) -> bool {
         self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
     }

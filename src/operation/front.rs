@@ -28,22 +28,25 @@
 //! (`http`, gRPC).
 
 mod answer;
+mod begin;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
+pub use self::begin::Begin;
+use self::begin::Ground;
 use super::endpoint::Registered;
 use super::engine::Core;
 use super::reply::Answered;
-use super::running::{Entry, Run, Waiting};
+use super::running::{Entry, NotEntered, Run, Waiting};
 use crate::error::StoreError;
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
-use crate::operation::port::{Basis, Fenced, KeptBody, KeyClaim};
+use crate::operation::port::{Fenced, KeptBody, KeyClaim};
 use crate::operation::rules::decide::{Asked, InProgress, KeyFound, Lost, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
@@ -92,75 +95,6 @@ pub enum Turn {
     Recover(Box<Record>),
     /// Give the request this answer.
     Answer(Answered),
-}
-
-/// A claim to be made. While it lives (or a place that was taken from it), duplicates in this
-/// process are answered from the map of runs. Dropping it wakes the duplicates that wait.
-#[derive(Debug)]
-pub struct Begin {
-    /// The claim. Its operation id is a new one, or that of the record that runs again.
-    pub claim: KeyClaim,
-    ground: Ground,
-    entry: Arc<Entry>,
-    /// Whether the claim succeeded before: after a deadlock it is made again, for the same request.
-    claimed: AtomicBool,
-}
-
-/// The state of the record that the claim relies on.
-#[derive(Debug, Clone)]
-pub(super) enum Ground {
-    New,
-    TakeOver(Box<Record>),
-    Reclaim(Box<Record>),
-    Anew(Box<Record>),
-}
-
-impl Ground {
-    pub(super) fn basis(&self) -> Basis<'_> {
-        match self {
-            Self::New => Basis::New,
-            Self::TakeOver(record) => Basis::TakeOver(record),
-            Self::Reclaim(record) => Basis::Reclaim(record),
-            Self::Anew(record) => Basis::Anew(record),
-        }
-    }
-}
-
-impl Begin {
-    /// The state of the record that the claim relies on; if it has changed, the store refuses the
-    /// claim.
-    #[must_use]
-    pub fn basis(&self) -> Basis<'_> {
-        self.ground.basis()
-    }
-
-    /// Returns true the first time the claim succeeds, so that a rerun after a deadlock counts
-    /// once.
-    pub(super) fn is_first_claim(&self) -> bool {
-        !self.claimed.swap(true, Ordering::Relaxed)
-    }
-
-    /// The same as an owned value, for work that outlives the request.
-    pub(super) fn ground(&self) -> Ground {
-        self.ground.clone()
-    }
-
-    /// How long the run has taken so far.
-    #[must_use]
-    pub fn ran(&self) -> Duration {
-        self.entry.ran()
-    }
-
-    /// Its entry in the map of runs, for work that outlives the request and must end before the key
-    /// is used again.
-    pub(super) fn place(&self) -> Arc<Entry> {
-        Arc::clone(&self.entry)
-    }
-
-    /// Removes the run from the map; see `Entry::leave`.
-    pub(super) fn has_ended(&self) {
-        self.entry.leave();
-    }
 }
 
 /// Which source the next turn asks.
@@ -301,7 +235,7 @@ impl Front {
             return None;
         }
         let claim = self.claim(&Ground::New)?;
-        let entry = self.enter(&claim, true)?;
+        let entry = self.enter(&claim, true, None).ok()?;
         Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
     }
 
@@ -568,15 +502,21 @@ impl Front {
         if self.waiting.is_none() {
             self.rounds += 1;
         }
-        // `None`: another request of this process was faster. The next turn finds it in the map.
-        let entry = self.enter(&claim, false)?;
+        // A claim that is taken over counts already.
+        let starts = !matches!(ground, Ground::TakeOver(_));
+        let entry = match self.enter(&claim, false, self.engine.open_per_tenant_max().filter(|_| starts)) {
+            Ok(entry) => entry,
+            // Another request of this process was faster. The next turn finds it in the map.
+            Err(NotEntered::Runs) => return None,
+            Err(NotEntered::Full) => return Some(Turn::Answer(self.refusal(Decision::QuotaExceeded, None))),
+        };
         self.waiting = None;
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
     }
 
-    fn enter(&self, claim: &KeyClaim, tries: bool) -> Option<Arc<Entry>> {
+    fn enter(&self, claim: &KeyClaim, tries: bool, at_most: Option<u32>) -> Result<Arc<Entry>, NotEntered> {
         let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-        self.engine.running().enter(&claim.identity, principal, fingerprint, tries).map(Arc::new)
+        self.engine.running().enter(&claim.identity, principal, fingerprint, tries, at_most).map(Arc::new)
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {

@@ -75,20 +75,36 @@ pub(super) struct Entry {
     left: AtomicBool,
 }
 
+/// Why a run was not entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NotEntered {
+    /// The key has an entry already.
+    Runs,
+    /// As many runs of the tenant are entered as may be.
+    Full,
+}
+
 impl Running {
     /// Enters a run; with `tries`, a claim without a read, which may find that there is nothing to
-    /// run. Returns `None` if this key has an entry already.
+    /// run. `at_most`: how many runs of the tenant there may be, this one included. They are
+    /// counted under the lock that the entry is made under, so that requests that come at once do
+    /// not all find the same free place.
     pub(super) fn enter(
         &self,
         identity: &Identity,
         principal: PrincipalMark,
         fingerprint: Fingerprint,
         tries: bool,
-    ) -> Option<Entry> {
+        at_most: Option<u32>,
+    ) -> Result<Entry, NotEntered> {
         let digest = identity.digest();
         let mut runs = self.lock();
         if runs.by_key.contains_key(&digest) {
-            return None;
+            return Err(NotEntered::Runs);
+        }
+        let of_tenant = runs.by_tenant.get(identity.tenant()).copied().unwrap_or(0);
+        if at_most.is_some_and(|at_most| of_tenant >= at_most) {
+            return Err(NotEntered::Full);
         }
         let run = Arc::new(Run {
             principal,
@@ -100,13 +116,7 @@ impl Running {
         });
         runs.by_key.insert(digest, Arc::clone(&run));
         *runs.by_tenant.entry(identity.tenant().to_owned()).or_default() += 1;
-        Some(Entry {
-            map: self.clone(),
-            digest,
-            tenant: identity.tenant().to_owned(),
-            run,
-            left: AtomicBool::new(false),
-        })
+        Ok(Entry { map: self.clone(), digest, tenant: identity.tenant().to_owned(), run, left: AtomicBool::new(false) })
     }
 
     pub(super) fn get(&self, digest: &[u8; 32]) -> Option<Arc<Run>> {
@@ -203,11 +213,28 @@ mod tests {
     }
 
     fn enter(map: &Running, key: &str) -> Option<Entry> {
+        enter_below(map, key, None).ok()
+    }
+
+    fn enter_below(map: &Running, key: &str, at_most: Option<u32>) -> Result<Entry, NotEntered> {
         let scope = Scope::new("t1", "p1").unwrap();
         let fingerprinter = Fingerprinter::of::<Nothing>(None, Keyring::plain()).unwrap();
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
         let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
-        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing), false)
+        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing), false, at_most)
+    }
+
+    // Shown by: an entry that does not count the runs of the tenant.
+    #[test]
+    fn o29_so_many_runs_of_a_tenant_are_entered_and_a_place_is_free_when_one_ends() {
+        let map = Running::default();
+        let first = enter_below(&map, "key-0000000000000001", Some(2)).unwrap();
+        let _second = enter_below(&map, "key-0000000000000002", Some(2)).unwrap();
+        let refused = |key| enter_below(&map, key, Some(2)).unwrap_err();
+        assert_eq!(refused("key-0000000000000003"), NotEntered::Full);
+        assert_eq!(refused("key-0000000000000001"), NotEntered::Runs, "a duplicate is told of its run");
+        first.leave();
+        enter_below(&map, "key-0000000000000003", Some(2)).unwrap();
     }
 
     // Shown by: no bound; a place that its waiter keeps.
@@ -234,7 +261,7 @@ mod tests {
         let tries = |map: &Running| {
             let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
             let fingerprint = Fingerprinter::of::<Nothing>(None, ring.clone()).unwrap().write(&Nothing);
-            map.enter(&identity, scope.mark(&ring), fingerprint, true).unwrap()
+            map.enter(&identity, scope.mark(&ring), fingerprint, true, None).unwrap()
         };
         for runs in [true, false] {
             let entry = tries(&map);

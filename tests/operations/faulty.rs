@@ -38,6 +38,12 @@ pub(crate) struct Faults {
     pub(crate) heartbeats: AtomicU32,
     /// How often a release was answered.
     pub(crate) releases: AtomicU32,
+    /// How often it was asked how many records of a tenant are open.
+    pub(crate) opens: AtomicU32,
+    /// That is answered when this is no longer set.
+    pub(crate) opens_wait: AtomicBool,
+    /// Purges meet a lock.
+    pub(crate) purge_busy: AtomicBool,
     /// How often it was asked what a tenant stores.
     pub(crate) stored: AtomicU32,
     /// That fails.
@@ -159,11 +165,19 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         id_skew: Duration,
         limit: u32,
     ) -> Result<u64, StoreError> {
+        if self.faults.purge_busy.load(Ordering::SeqCst) {
+            return Err(StoreError::Busy(sqlx::Error::Protocol("a lock, on purpose".to_owned())));
+        }
         self.inner.purge_keys(operation, retention, id_skew, limit).await
     }
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        self.inner.open_of_tenant(tenant).await
+        let open = self.inner.open_of_tenant(tenant).await;
+        self.faults.opens.fetch_add(1, Ordering::SeqCst);
+        while self.faults.opens_wait.load(Ordering::SeqCst) {
+            tokio::task::yield_now().await;
+        }
+        open
     }
 
     async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {

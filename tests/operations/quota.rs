@@ -1,5 +1,5 @@
-//! The quota on stored bytes: what would run for the first time is refused, and nothing else
-//! (M120).
+//! The quotas of a tenant, on stored bytes and on what runs: what would run for the first time is
+//! refused, and nothing else (M120, O29).
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -96,6 +96,37 @@ async fn m120_over_http_a_full_tenant_gets_429_for_what_is_new_and_its_answers_f
     assert_eq!(running.await.unwrap().status, 201);
     until("it is replayed", || async { send(post(&full, K2, "{}")).await.is_replayed() }).await;
     assert_eq!((open.calls(), held.calls()), (2, 1));
+}
+
+// Shown by: counting what runs before the store is asked, and not where the run is entered: both
+// run.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o29_of_requests_that_come_at_once_no_more_run_than_the_quota_allows() {
+    let (world, gate) = (sqlite().await, Gate::closed());
+    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
+    let engine = Engine::builder(store.clone()).open_per_tenant_max(1).build();
+    let layer = oncebox::http::idempotency::IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
+    let held = gate.clone();
+    let handler = move || {
+        let gate = held.clone();
+        async move {
+            gate.pass().await;
+            "done"
+        }
+    };
+    let router = axum::Router::new().route("/put", axum::routing::post(handler)).route_layer(layer);
+    let url = serve(router).await + "/put";
+    // Each was told that nothing runs and that nothing is open, and none has begun.
+    store.faults.opens_wait.store(true, Ordering::SeqCst);
+    let ask = |key: &str| tokio::time::timeout(SOON, send(post(&url, key, "{}")));
+    let (one, two) = (tokio::spawn(ask(K1)), tokio::spawn(ask(K2)));
+    until("both have counted", || async { store.faults.opens.load(Ordering::SeqCst) == 2 }).await;
+    store.faults.opens_wait.store(false, Ordering::SeqCst);
+    let (refused, runs) = futures::future::select(one, two).await.into_inner();
+    refused.unwrap().expect("one is refused while the other runs").is(Code::QuotaExceeded);
+    gate.begun().await;
+    gate.let_go();
+    assert_eq!((runs.await.unwrap().unwrap().status, gate.calls()), (200, 1));
 }
 
 // Shown by: asking before each claim; letting pass what cannot be counted.
