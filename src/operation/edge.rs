@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use self::heart::Heart;
 use super::codec::Kept;
@@ -230,9 +231,10 @@ impl Edge {
     {
         let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
         let route = endpoint.route();
-        let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone());
+        let stop = CancellationToken::new();
+        let heart = Heart::start(&self.front, self.owned.clone(), stop.clone());
+        let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone(), stop);
         let progress = guard.progress().clone();
-        let heart = Heart::start(&self.front, self.owned.clone(), progress.clone());
         // The closure itself may panic, not only its future.
         let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
         engine.has_run(endpoint.operation(), self.begin.ran());
@@ -270,7 +272,7 @@ impl Edge {
                     "a handler of mode `bridged` answered a success that its guard did not commit: its outcome is unknown. End it with `Guard::commit`");
                 self.front.note(Noted::TransactionEnded);
                 let answer = EdgeAnswer::Answered(self.front.problem(Code::TransactionEnded));
-                self.remember(settle, None, &heart, answer, tell).await;
+                self.remember(settle, None, heart, answer, tell).await;
             }
             settle @ (Settle::Finish(_) | Settle::Release) => {
                 let (kept, answer) = ended.map_or((None, None), |ended| (Some(ended.kept), Some(ended.answer)));
@@ -278,10 +280,9 @@ impl Edge {
                     || EdgeAnswer::Answered(self.front.problem(panicked(settle))),
                     |answer| EdgeAnswer::Ran { answer, retry_after: self.retry_after(settle) },
                 );
-                self.remember(settle, kept.as_ref(), &heart, answer, tell).await;
+                self.remember(settle, kept.as_ref(), heart, answer, tell).await;
             }
         }
-        heart.stop();
     }
 
     fn retry_after(&self, settle: Settle) -> Option<u32> {

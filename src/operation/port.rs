@@ -27,6 +27,7 @@
 
 mod basis;
 pub(crate) mod evidence;
+pub(crate) mod lost;
 pub(crate) mod phases;
 pub(crate) mod stored;
 
@@ -40,6 +41,7 @@ use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 pub use self::basis::Basis;
+use self::lost::Changed;
 use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::message::NewMessage;
@@ -50,12 +52,6 @@ use crate::operation::rules::route::Durability;
 use crate::operation::rules::versions::Versions;
 use crate::operation::rules::{Fingerprint, Identity, Mode, OperationName, PrincipalMark, Record, doubt};
 use crate::time::db_time::DbTime;
-
-/// How long `Operations::find_after_lost_commit` looks for a commit whose reply was lost.
-const LOOK_AFTER: Duration = Duration::from_secs(1);
-/// The pause between the first two looks. Each look makes a connection, so each pause is twice the
-/// previous one.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// The claim that a request wants to make on a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -278,8 +274,11 @@ impl KeyClaim {
         let owner = matches!(self.mode, Mode::Bridged | Mode::Edge).then_some(self.owner);
         let (epoch, generation, operation_id, attempts) = match basis {
             Basis::New => (1, 1, self.operation_id, 1),
-            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) => {
+            Basis::TakeOver(seen) | Basis::Reclaim(seen) => {
                 (seen.epoch + 1, seen.generation, seen.operation_id, seen.attempts.saturating_add(1))
+            }
+            Basis::Reconcile(seen) | Basis::Late(seen) => {
+                (seen.epoch + 1, seen.generation, seen.operation_id, seen.attempts)
             }
             Basis::Anew(seen) => (seen.epoch + 1, seen.generation + 1, self.operation_id, 1),
         };
@@ -506,63 +505,34 @@ pub trait Operations: Keys {
     /// one that the run began from. Where another run has claimed the key since, nothing is
     /// changed.
     async fn stand_unknown(&self, claim: &KeyClaim, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
-        {
-            let seen = match basis {
-                Basis::New => return self.insert_unknown(claim).await.map(drop),
-                Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => seen,
-            };
-            match self.begin_operation(claim, basis, patience).await? {
-                Begun::Claimed(mut tx) => {
-                    let kept = Retention::default();
-                    match tx.complete(Vec::new(), &RunOutcome::Unknown, &kept).await? {
-                        Proof::Same => tx.commit().await,
-                        Proof::Aborted | Proof::Ended => tx.rollback().await,
-                    }
-                }
-                // The record is as it was read, but the claim on it failed: `Reclaim`, for example,
-                // requires that the record has not expired, and it may have expired since.
-                Begun::Existing(record) if record.epoch == seen.epoch => {
-                    Err(StoreError::Busy(sqlx::Error::Protocol("the record stands as it was seen".into())))
-                }
-                Begun::Existing(_) => Ok(()),
-                Begun::Locked => {
-                    Err(StoreError::Busy(sqlx::Error::Protocol("another transaction holds the key".into())))
+        let Some(seen) = basis.seen() else { return self.insert_unknown(claim).await.map(drop) };
+        match self.begin_operation(claim, basis, patience).await? {
+            Begun::Claimed(mut tx) => {
+                let kept = Retention::default();
+                match tx.complete(Vec::new(), &RunOutcome::Unknown, &kept).await? {
+                    Proof::Same => tx.commit().await,
+                    Proof::Aborted | Proof::Ended => tx.rollback().await,
                 }
             }
+            // The record is as it was read, but the claim on it failed: `Reclaim`, for example,
+            // requires that the record has not expired, and it may have expired since.
+            Begun::Existing(record) if record.epoch == seen.epoch => {
+                Err(StoreError::Busy(sqlx::Error::Protocol("the record stands as it was seen".into())))
+            }
+            Begun::Existing(_) => Ok(()),
+            Begun::Locked => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction holds the key".into()))),
         }
     }
 
     /// Reads on new connections, for a second, to learn whether a commit whose reply was lost took
     /// effect. The unchanged record that the run began from counts as `doubt::Look::Nothing`.
     async fn find_after_lost_commit(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
-        let before = match basis {
-            Basis::New => None,
-            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => Some(seen.epoch),
-        };
-        {
-            let deadline = tokio::time::Instant::now() + LOOK_AFTER;
-            let mut seen = doubt::Look::NoAnswer;
-            let mut pause = LOOK_AGAIN;
-            loop {
-                match tokio::time::timeout_at(deadline, self.find_afresh(&claim.identity)).await {
-                    Ok(Ok(Look { record: Some(record), .. })) if Some(record.epoch) == before => {
-                        seen = doubt::Look::Nothing;
-                    }
-                    Ok(Ok(Look { record: Some(record), .. })) if record.operation_id == claim.operation_id => {
-                        return doubt::Look::Ours(record.state);
-                    }
-                    Ok(Ok(Look { record: Some(_), .. })) => return doubt::Look::Anothers,
-                    // The commit may still be on its way.
-                    Ok(Ok(Look { record: None, .. })) => seen = doubt::Look::Nothing,
-                    Ok(Err(error)) => tracing::debug!(%error, "looking for a lost commit"),
-                    Err(_) => return seen,
-                }
-                if tokio::time::Instant::now() + pause >= deadline {
-                    return seen;
-                }
-                tokio::time::sleep(pause).await;
-                pause *= 2;
-            }
+        let same = |record: &Record| basis.seen().is_some_and(|seen| seen.epoch == record.epoch);
+        match lost::find_changed(self, &claim.identity, same).await {
+            Changed::NoAnswer => doubt::Look::NoAnswer,
+            Changed::NotSeen => doubt::Look::Nothing,
+            Changed::To(record) if record.operation_id == claim.operation_id => doubt::Look::Ours(record.state),
+            Changed::To(_) => doubt::Look::Anothers,
         }
     }
 }

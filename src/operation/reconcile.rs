@@ -29,7 +29,7 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
     Some(engine.spawn(async move {
         let engine = engine_of_task;
         let claim = claim_of(&endpoint, &record);
-        let owned = match engine.store().claim(&claim, Basis::TakeOver(&record)).await {
+        let owned = match engine.store().claim(&claim, Basis::Reconcile(&record)).await {
             Ok(Claimed::Owned(owned)) => owned,
             // Another task asks, or the outcome is known by now.
             Ok(Claimed::Existing(_) | Claimed::Vanished) => return,

@@ -19,6 +19,7 @@ on_all! {
     a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same,
     a_late_run_that_does_not_know_what_it_did_leaves_no_free_key,
     a_late_run_that_did_nothing_says_nothing_of_the_run_after_it,
+    a_late_run_that_did_nothing_frees_its_key_though_its_route_was_asked_meanwhile,
     a_repeated_run_of_which_nothing_is_stored_keeps_the_id_of_the_operation,
     a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
     what_a_late_run_did_is_not_executed_again_though_its_process_died_after_it_said_so,
@@ -60,13 +61,18 @@ async fn o11_a_sweep_leaves_what_this_process_runs_to_its_heartbeats<S: Sql>(wor
 /// Another process of the same route, which asks and is told that nothing happened when the gate
 /// lets it go.
 async fn not_found<S: Sql>(world: &World<S>) -> (Gate, Gate, String) {
+    told_by_its_route(world, || Reconciled::NotHappened).await
+}
+
+/// Another process of the same route, which asks and is told this when the gate lets it go.
+async fn told_by_its_route<S: Sql>(world: &World<S>, told: fn() -> Reconciled) -> (Gate, Gate, String) {
     let (asked, gate) = (Gate::closed(), Gate::open());
     let asks = asked.clone();
     let endpoint = Endpoint::raw("put", Route { reconciles: true, ..edge() }).reconciled_by(move |_| {
         let asks = asks.clone();
         Box::pin(async move {
             asks.pass().await;
-            Ok(Reconciled::NotHappened)
+            Ok(told())
         })
     });
     let url = layered(&world.another_process(), endpoint, &gate).await + "/put";
@@ -147,6 +153,25 @@ async fn a_late_run_that_did_nothing_says_nothing_of_the_run_after_it<S: Sql>(wo
     answer.await.unwrap();
     assert_eq!(late_runs(&world).await, 1, "the first run ended late");
     assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::UnknownRequiresRecovery);
+}
+
+// Shown by: a reconciliation that counts as an attempt: the run takes it for a run after itself, and
+// its record stays UNKNOWN.
+async fn a_late_run_that_did_nothing_frees_its_key_though_its_route_was_asked_meanwhile<S: Sql>(world: World<S>) {
+    const NOTHING: &str = r#"{"tag":"retryable"}"#;
+    let (slow, answer) = stands_still_told(&world, NOTHING).await;
+    let (asked, _, url) = told_by_its_route(&world, || Reconciled::Unknown).await;
+    send(post(&url, K1, NOTHING)).await.is(Code::RecoveryPending);
+    asked.begun().await;
+    asked.let_go();
+    until("nobody knows", || async {
+        world.record("t1", K1).await.is_some_and(|record| record.state == Remembered::UnknownRequiresRecovery)
+    })
+    .await;
+    slow.let_go();
+    answer.await.unwrap();
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.attempts), (Remembered::FailedRetryable, 1));
 }
 
 // What removes duplicates downstream knows the operation by its id. Shown by: deleting the record

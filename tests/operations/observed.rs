@@ -3,7 +3,12 @@
 
 use std::time::Duration;
 
+use axum::Router;
+use axum::http::StatusCode;
+use axum::response::IntoResponse;
+use axum::routing::post as route_post;
 use oncebox::HandlerError;
+use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
 use oncebox::operation::{
     Code, EffectTx, Endpoint, Engine, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
 };
@@ -21,6 +26,7 @@ const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const REJECTED: &str = "oncebox_idempotency_rejected_count";
 const STORE_ERRORS: &str = "oncebox_idempotency_store_error_count";
 const CONFLICTS: &str = "oncebox_idempotency_conflict_different_request_count";
+const LOST: &str = "oncebox_idempotency_heartbeat_lost_count";
 const LOCKED: &str = "oncebox_idempotency_lock_timeout_count";
 const PURGED: &str = "oncebox_idempotency_purged_count";
 const AGE: &str = "oncebox_idempotency_in_progress_age_max";
@@ -74,6 +80,43 @@ async fn m104_what_a_typed_door_refuses_by_itself_is_counted() {
         assert_eq!(refused(&heard, code), times, "{code}");
     }
     assert_eq!((of_put(&heard, REJECTED), of_put(&heard, CLAIMS), gate.calls()), (7.0, 0.0, 0));
+}
+
+// The other run loses its lease, later than a heartbeat of the first would have come. Shown by: a
+// heart that beats on after the guard has committed the outcome, and takes its end for a loss.
+#[tokio::test]
+async fn o12_a_run_whose_guard_has_committed_loses_no_lease() {
+    let (heard, _hearing) = hear();
+    let (world, gate) = (sqlite().await, Gate::closed());
+    let (lease, timeout, completion_budget) = (Duration::from_secs(6), Duration::from_secs(3), Duration::from_secs(2));
+    let serves = async |operation: &'static str, mode: Mode| {
+        let route = Route { mode, lease, timeout, completion_budget, ..edge() };
+        let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw(operation, route)).unwrap();
+        let (store, gate) = (world.store.clone(), gate.clone());
+        let handler = move |guard: IdempotencyGuard<SqliteStore>| {
+            let (store, gate) = (store.clone(), gate.clone());
+            async move {
+                if mode == Mode::Bridged {
+                    let tx = store.tx("insert into effect (text) values ('guarded')").await;
+                    guard.commit(tx, StatusCode::CREATED.into_response()).await.unwrap();
+                }
+                gate.pass().await;
+                StatusCode::CREATED
+            }
+        };
+        serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put"
+    };
+    let committed = tokio::spawn(send(post(&serves("put", Mode::Bridged).await, K1, "{}")));
+    gate.begun().await;
+    let lost = tokio::spawn(send(post(&serves("other", Mode::Edge).await, K2, "{}")));
+    gate.begun().await;
+    world.store.exec("delete from oncebox_idempotency_request where state = 'IN_PROGRESS'").await;
+    until("the loss of the other is counted", || async { heard.metric(LOST, &[("operation", "other")]) > 0.0 }).await;
+    assert_eq!(of_put(&heard, LOST), 0.0);
+    gate.let_go();
+    gate.let_go();
+    committed.await.unwrap();
+    lost.await.unwrap();
 }
 
 // Shown by: answering without counting.

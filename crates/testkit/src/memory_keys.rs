@@ -72,7 +72,7 @@ impl Row {
         let record = &self.record;
         let (seen, holds) = match basis {
             Basis::New => return false,
-            Basis::TakeOver(seen) => {
+            Basis::TakeOver(seen) | Basis::Reconcile(seen) => {
                 let stale = record.state == State::InProgress && !record.is_owned(now);
                 let unknown = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
                 (seen, (stale && matches!(record.mode, Mode::Bridged | Mode::Edge)) || unknown)

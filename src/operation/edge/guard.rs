@@ -9,21 +9,19 @@ use std::time::Duration;
 
 use sqlx::Transaction;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::error::StoreError;
 use crate::operation::codec::{Kept, SealError, error_code};
 use crate::operation::endpoint::Registered;
 use crate::operation::engine::Engine;
+use crate::operation::port::lost::{Changed, find_changed};
 use crate::operation::port::{Bridged, Fenced, KeyClaim, Keys, Operations, Owned, RunOutcome};
 use crate::operation::reply::Reply;
 use crate::operation::rules::classify::Reached;
-use crate::operation::rules::{Fingerprint, State};
+use crate::operation::rules::{Fingerprint, Record, State};
 use crate::store::base::Base;
-
-/// How long a commit whose answer was lost is looked for (O29).
-const LOOK_FOR: Duration = Duration::from_secs(1);
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How far a run has come (O10). Cheap to clone.
 #[derive(Debug, Clone, Default)]
@@ -93,6 +91,8 @@ pub struct Guard<S: Keys> {
     fingerprint: Fingerprint,
     owned: Owned,
     progress: Progress,
+    /// Ends the heartbeats of the claim.
+    heart: CancellationToken,
 }
 
 /// Why a guard did not commit.
@@ -120,9 +120,15 @@ pub enum GuardError {
 }
 
 impl<S: Keys> Guard<S> {
-    pub(super) fn new(engine: Engine<S>, endpoint: Registered, claim: &KeyClaim, owned: Owned) -> Self {
+    pub(super) fn new(
+        engine: Engine<S>,
+        endpoint: Registered,
+        claim: &KeyClaim,
+        owned: Owned,
+        heart: CancellationToken,
+    ) -> Self {
         let fingerprint = claim.fingerprint.clone();
-        Self { engine, endpoint, fingerprint, owned, progress: Progress::default() }
+        Self { engine, endpoint, fingerprint, owned, progress: Progress::default(), heart }
     }
 
     /// The id of this run. Derive downstream ids from it, never from the client's key.
@@ -215,6 +221,8 @@ impl<S: Operations + Base> Guard<S> {
             Err(error @ StoreError::CommitUnknown(_)) => return Err(error.into()),
             Err(error) => return undone(error.into()),
         }
+        // The claim has its outcome: a heartbeat would take that for a lost lease.
+        self.heart.cancel();
         *self.progress.committed() = Committed::Yes(reply.clone());
         Ok(reply)
     }
@@ -248,22 +256,13 @@ impl<S: Operations + Base> Guard<S> {
         Err(GuardError::Unread(why))
     }
 
-    /// Looks on a new connection for the outcome of a commit whose answer was lost.
+    /// Whether the outcome of a commit whose answer was lost is stored. The claim was committed
+    /// before, so a record that is still IN_PROGRESS says nothing yet.
     async fn is_there(&self) -> bool {
-        let looks = async {
-            loop {
-                let look = self.engine.store().find_afresh(&self.owned.identity).await;
-                let record = look.ok().and_then(|look| look.record);
-                let ours = |record: &crate::operation::rules::Record| {
-                    record.epoch == self.owned.epoch && record.operation_id == self.owned.operation_id
-                };
-                if record.is_some_and(|record| ours(&record) && record.state != State::InProgress) {
-                    return;
-                }
-                tokio::time::sleep(LOOK_EVERY).await;
-            }
-        };
-        timeout(LOOK_FOR, looks).await.is_ok()
+        let ours = |record: &Record| record.epoch == self.owned.epoch && record.operation_id == self.owned.operation_id;
+        let same = |record: &Record| ours(record) && record.state == State::InProgress;
+        let found = find_changed(self.engine.store().as_ref(), &self.owned.identity, same).await;
+        matches!(found, Changed::To(record) if ours(&record))
     }
 }
 
@@ -280,6 +279,7 @@ impl<S: Keys> Clone for Guard<S> {
             fingerprint: self.fingerprint.clone(),
             owned: self.owned.clone(),
             progress: self.progress.clone(),
+            heart: self.heart.clone(),
         }
     }
 }

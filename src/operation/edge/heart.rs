@@ -9,24 +9,24 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::observe::{self, Noted};
-use crate::operation::edge::guard::Progress;
 use crate::operation::front::Front;
 use crate::operation::port::{Fenced, Owned};
 use crate::time::lease::Lease;
 
-/// Renews a lease until it is stopped, dropped, or has lost the lease.
+/// Renews a lease until it is dropped or has lost the lease, or until the outcome is written.
 #[derive(Debug)]
 pub(super) struct Heart {
     /// The end of the lease, by the local monotonic clock.
     ours_until: Arc<Mutex<Instant>>,
-    stop: DropGuard,
+    _stop: DropGuard,
 }
 
 impl Heart {
-    pub(super) fn start(front: &Front, owned: Owned, progress: Progress) -> Self {
+    /// `stop`: who writes the outcome cancels it, because an outcome ends the claim, which is no
+    /// loss.
+    pub(super) fn start(front: &Front, owned: Owned, stop: CancellationToken) -> Self {
         let (engine, lease) = (front.engine().clone(), front.endpoint().route().lease);
         let (operation, key) = (front.endpoint().operation().clone(), front.short_key());
-        let stop = CancellationToken::new();
         let ours_until = Arc::new(Mutex::new(Instant::now() + lease));
         let (stopped, until) = (stop.clone(), Arc::clone(&ours_until));
         engine.clone().spawn(async move {
@@ -40,8 +40,7 @@ impl Heart {
                         pause = beats;
                     }
                     Ok(Fenced::LostOwnership) => {
-                        // An outcome that was written ends the claim, which is no loss.
-                        if !stopped.is_cancelled() && progress.stored().is_none() {
+                        if !stopped.is_cancelled() {
                             observe::noted(operation.as_str(), &key, Noted::HeartbeatLost);
                         }
                         return;
@@ -53,15 +52,11 @@ impl Heart {
                 }
             }
         });
-        Self { ours_until, stop: stop.drop_guard() }
+        Self { ours_until, _stop: stop.drop_guard() }
     }
 
     /// Whether the lease is certainly still held.
     pub(super) fn is_ours(&self) -> bool {
         Instant::now() < *self.ours_until.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn stop(self) {
-        drop(self.stop);
     }
 }

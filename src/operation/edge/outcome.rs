@@ -24,28 +24,38 @@ const AGAIN: Duration = Duration::from_millis(100);
 /// The longest such pause; the pause doubles each time.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
+/// How a run ended.
+struct End {
+    /// Whether it had no effect. Its outcome can be UNKNOWN all the same, if it repeats a run of
+    /// unknown outcome.
+    did_nothing: bool,
+    /// The outcome to write; `None`: the record is deleted.
+    outcome: Option<RunOutcome>,
+}
+
 impl Edge {
     /// Writes the outcome, and gives the answer as soon as it is known whether the outcome is
-    /// stored.
+    /// stored. The lease is renewed until then.
     pub(super) async fn remember<T>(
         &self,
         settle: Settle,
         kept: Option<&Kept>,
-        heart: &Heart,
+        heart: Heart,
         answer: EdgeAnswer<T>,
         tell: impl FnOnce(EdgeAnswer<T>),
     ) {
         let budget = self.front.endpoint().route().completion_budget;
-        let mut write = self.outcome(settle, kept);
+        let mut end = self.end(settle, kept);
         let reach = self.front.engine().reach();
-        let first = tokio::time::timeout(budget, reach.within(self.write(&self.owned, write.as_ref()))).await;
+        let first = tokio::time::timeout(budget, reach.within(self.write(&self.owned, &end))).await;
         let until = Instant::now() + self.front.endpoint().route().lease;
         match first {
             Ok(Ok(Fenced::Done)) => {
+                drop(heart);
                 self.begin.has_ended();
                 return tell(answer);
             }
-            Ok(Ok(Fenced::LostOwnership)) if self.late(settle, write.as_ref()).await => {
+            Ok(Ok(Fenced::LostOwnership)) if self.late(&end).await => {
                 self.begin.has_ended();
                 return tell(answer);
             }
@@ -54,7 +64,7 @@ impl Edge {
                 return tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
             }
             Ok(Err(error)) => {
-                shorten(&mut write, &error);
+                shorten(&mut end.outcome, &error);
                 tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), %error, "an outcome could not be written");
             }
             Err(_) => {
@@ -69,14 +79,14 @@ impl Edge {
         while heart.is_ours() && Instant::now() < until {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(AGAIN_MAX);
-            match self.write(&self.owned, write.as_ref()).await {
+            match self.write(&self.owned, &end).await {
                 Ok(Fenced::Done) => return,
                 Ok(Fenced::LostOwnership) => {
-                    self.late(settle, write.as_ref()).await;
+                    self.late(&end).await;
                     return;
                 }
                 Err(error) => {
-                    shorten(&mut write, &error);
+                    shorten(&mut end.outcome, &error);
                     tracing::debug!(%error, "an outcome could not be written");
                 }
             }
@@ -84,21 +94,25 @@ impl Edge {
         tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
     }
 
-    /// The outcome to write; `None`: the record is deleted. If a run that repeats one of unknown
-    /// outcome did nothing, the outcome stays unknown: the next run must have the same operation
-    /// id.
-    fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<RunOutcome> {
+    fn end(&self, settle: Settle, kept: Option<&Kept>) -> End {
+        let did_nothing = matches!(settle, Settle::Release | Settle::Finish(State::FailedRetryable));
+        let outcome = match settle {
+            // The next run must have the same operation id.
+            _ if did_nothing && self.begin.basis().repeats() => Some(RunOutcome::Unknown),
+            Settle::Finish(state) => Some(self.outcome(state, kept)),
+            _ => None,
+        };
+        End { did_nothing, outcome }
+    }
+
+    fn outcome(&self, state: State, kept: Option<&Kept>) -> RunOutcome {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
-        if did_nothing(settle) && self.begin.basis().repeats() {
-            return Some(RunOutcome::Unknown);
-        }
-        let Settle::Finish(state) = settle else { return None };
         let code = match kept {
             Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
             _ => None,
         };
         let answer = kept.map(|kept| engine.encode(endpoint, &claim.identity, &claim.fingerprint, kept));
-        Some(match (state, answer) {
+        match (state, answer) {
             (State::FailedRetryable, _) => RunOutcome::FailedRetryable { error_code: code },
             (State::Completed, Some(Ok(answer))) => RunOutcome::Completed(answer),
             (State::FailedReplayable, Some(Ok(answer))) => RunOutcome::FailedReplayable { answer, error_code: code },
@@ -107,21 +121,21 @@ impl Edge {
                 RunOutcome::Unknown
             }
             _ => RunOutcome::Unknown,
-        })
+        }
     }
 
-    async fn write(&self, owned: &Owned, outcome: Option<&RunOutcome>) -> Result<Fenced, StoreError> {
+    async fn write(&self, owned: &Owned, end: &End) -> Result<Fenced, StoreError> {
         let store = self.front.engine().store();
-        match outcome {
+        match &end.outcome {
             Some(outcome) => store.finish(owned, outcome, &self.front.endpoint().route().retention).await,
             None => store.release(owned).await,
         }
     }
 
     /// Stores how this run ended as evidence for an operator, whoever owns the record (O8).
-    async fn observe(&self, settle: Settle, outcome: Option<&RunOutcome>) {
-        let (verdict, status) = match outcome {
-            _ if did_nothing(settle) => ("not-sent", None),
+    async fn observe(&self, end: &End) {
+        let (verdict, status) = match &end.outcome {
+            _ if end.did_nothing => ("not-sent", None),
             Some(RunOutcome::Completed(answer)) => ("success", Some(answer.status)),
             Some(RunOutcome::FailedReplayable { answer, .. }) => ("failure", Some(answer.status)),
             Some(RunOutcome::FailedRetryable { .. } | RunOutcome::Unknown) | None => ("indefinite", None),
@@ -148,7 +162,7 @@ impl Edge {
     /// evidence. So either that process sees the evidence, or this run sees the freed record. If
     /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
     /// If this process dies before that, a retry is answered from the evidence.
-    async fn late(&self, settle: Settle, outcome: Option<&RunOutcome>) -> bool {
+    async fn late(&self, end: &End) -> bool {
         let store = self.front.engine().store();
         let look = store.find(&self.owned.identity).await;
         // An earlier write whose answer was lost has succeeded.
@@ -160,7 +174,7 @@ impl Edge {
         {
             return true;
         }
-        self.observe(settle, outcome).await;
+        self.observe(end).await;
         let record = match self.settled().await {
             Ok(look) => look.record,
             Err(error) => {
@@ -168,15 +182,14 @@ impl Edge {
                 return false;
             }
         };
-        let did_nothing = did_nothing(settle);
         let basis = match &record {
-            None if did_nothing => return outcome.is_none(),
+            None if end.did_nothing => return end.outcome.is_none(),
             None => Basis::New,
             Some(record) if !ours(record) || record.mode != Mode::Edge => return self.anothers(record),
             // That this run did nothing says nothing of a later run, which left the record UNKNOWN.
-            Some(record) if did_nothing && record.attempts != self.owned.attempts => return self.anothers(record),
-            Some(record) if record.state == State::UnknownRequiresRecovery => Basis::TakeOver(record),
-            Some(record) if record.state == State::FailedRetryable && !did_nothing => Basis::Late(record),
+            Some(record) if end.did_nothing && record.attempts != self.owned.attempts => return self.anothers(record),
+            Some(record) if record.state == State::UnknownRequiresRecovery => Basis::Reconcile(record),
+            Some(record) if record.state == State::FailedRetryable && !end.did_nothing => Basis::Late(record),
             Some(record) => return self.anothers(record),
         };
         let claim = KeyClaim {
@@ -185,7 +198,7 @@ impl Edge {
             ..self.begin.claim.clone()
         };
         match store.claim(&claim, basis).await {
-            Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
+            Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, end).await, Ok(Fenced::Done)),
             _ => false,
         }
     }
@@ -210,11 +223,6 @@ impl Edge {
         tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
         false
     }
-}
-
-/// Whether a run that ended so had no effect.
-fn did_nothing(settle: Settle) -> bool {
-    matches!(settle, Settle::Release | Settle::Finish(State::FailedRetryable))
 }
 
 /// After an error that is not transient, removes the parts of the outcome that the store may have

@@ -30,9 +30,9 @@ use crate::inbox::port::Proof;
 use crate::observe::Noted;
 use crate::operation::port::phases::{Driven, FIRST_POINT, NewIntent, NewOperation, Phases};
 use crate::operation::port::{Basis, Begun, Fenced};
+use crate::operation::rules::Code;
 use crate::operation::rules::doubt::{Aftermath, Doubt};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::{Code, Record};
 use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
 use crate::time::pace::Since;
@@ -281,13 +281,6 @@ impl Opening {
     }
 }
 
-fn seen_by(basis: Basis<'_>) -> Option<&Record> {
-    match basis {
-        Basis::New => None,
-        Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => Some(seen),
-    }
-}
-
 /// Stores an operation whose run left no row of its own (O1): parked, under its key, also if the
 /// key was used before. If another run has claimed the key since, nothing changes.
 async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
@@ -299,7 +292,7 @@ async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patienc
         }
         // The claim may be refused because the record's time for a retry is over; the caller tries
         // again.
-        Begun::Existing(record) if seen_by(basis).is_some_and(|seen| seen.epoch == record.epoch) => {
+        Begun::Existing(record) if basis.seen().is_some_and(|seen| seen.epoch == record.epoch) => {
             Err(busy("the record stands as it was seen"))
         }
         Begun::Existing(_) => Ok(()),

@@ -108,7 +108,7 @@ impl Keys for MySqlStore {
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
-        if let Basis::TakeOver(_) | Basis::Reclaim(_) | Basis::Anew(_) = basis {
+        if let Basis::TakeOver(_) | Basis::Reconcile(_) | Basis::Reclaim(_) | Basis::Anew(_) = basis {
             return self.claim_locked(claim, basis, owned).await;
         }
         let mut connection = self.pool.acquire().await?;

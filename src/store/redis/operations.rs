@@ -193,7 +193,7 @@ impl Keys for RedisKeys {
         let planned = claim.owned(basis);
         let (basis, seen) = match basis {
             Basis::New => ("new", 0),
-            Basis::TakeOver(seen) => ("take_over", seen.epoch),
+            Basis::TakeOver(seen) | Basis::Reconcile(seen) => ("take_over", seen.epoch),
             // A guard keeps no evidence, so both cases are the same.
             Basis::Reclaim(seen) | Basis::Late(seen) => ("reclaim", seen.epoch),
             Basis::Anew(seen) => ("anew", seen.epoch),

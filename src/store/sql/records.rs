@@ -80,7 +80,7 @@ const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = '
 pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'static str> {
     let holds = match basis {
         Basis::New => return None,
-        Basis::TakeOver(_) => {
+        Basis::TakeOver(_) | Basis::Reconcile(_) => {
             "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and {piece lease is over}) \
               or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
         }

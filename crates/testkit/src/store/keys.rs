@@ -308,7 +308,7 @@ pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>
 /// One fenced UPDATE makes an edge claim unknown when its lease is over. The old owner writes
 /// nothing more.
 ///
-/// Shown by: a lease that always counts as over.
+/// Shown by: a lease that always counts as over; a reconciliation that counts as an attempt.
 pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: &F) {
     let live = claim(Mode::Edge, "live", 1);
     take(trial, &live).await;
@@ -331,6 +331,13 @@ pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: 
     let unknown = record(trial, &stale).await;
     assert_eq!((unknown.state, unknown.lease), (State::UnknownRequiresRecovery, None));
     assert!(unknown.epoch > seen.epoch);
+    // Who finds out how it ended executes nothing, so that is no attempt.
+    let asks = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..stale.clone() };
+    let asker = owned(trial.store().claim(&asks, Basis::Reconcile(&unknown)).await.unwrap());
+    assert_eq!((asker.attempts, asker.operation_id), (1, stale.operation_id));
+    assert_eq!(trial.store().finish(&asker, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    let unknown = record(trial, &stale).await;
+    assert_eq!((unknown.state, unknown.attempts), (State::UnknownRequiresRecovery, 1));
     // A route that declared its effects repeatable may execute it again.
     assert_eq!(winners(trial, &stale, Basis::TakeOver(&unknown)).await, 1);
 }
