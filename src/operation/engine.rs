@@ -365,7 +365,9 @@ impl Core {
     /// It also ends abandoned claims, so that a process that died leaves no operation in progress
     /// if its clients do not return: at most `limit` of each operation. After the end of its lease
     /// a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN (O11);
-    /// one of mode `bridged` is deleted (O2). No handler is called.
+    /// one of mode `bridged` is deleted (O2). Where the route can reconcile, a record that stays
+    /// UNKNOWN is asked for again: after a lease, then after pauses that double, up to an hour. No
+    /// handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.

@@ -384,6 +384,20 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// waits for the next request.
     async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError>;
 
+    /// The records of mode `edge` whose outcome is unknown and that were not changed for a pause,
+    /// at most `limit`. The pause is as long as the time from the first claim of the key to the
+    /// last change of the record, so each reconciliation doubles it; `pauses` has the shortest and
+    /// the longest. A guard returns none, as the default does.
+    async fn unknown_due(
+        &self,
+        operation: &OperationName,
+        pauses: (Duration, Duration),
+        limit: u32,
+    ) -> Result<Vec<Record>, StoreError> {
+        let _ = (operation, pauses, limit);
+        Ok(Vec::new())
+    }
+
     /// Deletes about `limit` bodies at most whose time is over, and returns their number; the
     /// records stay (M99). On PostgreSQL large bodies are freed with their partitions and not
     /// counted.

@@ -17,7 +17,7 @@ use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
 use crate::inbox::handler::panic_text;
-use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
+use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, RunOutcome, late_runs};
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;
@@ -106,25 +106,24 @@ pub(super) fn claim_of(endpoint: &Registered, record: &Record) -> KeyClaim {
 /// an effect that happened is not executed again, even if the process of that run died before it
 /// wrote its outcome. Returns false if no run reported an end: the key may run again.
 pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: &Record) -> Result<bool, StoreError> {
-    let said = engine.store().runs_of(seen.operation_id).await?;
-    let Some(run) = how_it_ended(&said) else { return Ok(false) };
+    let Some(run) = how_it_ended(engine, seen).await? else { return Ok(false) };
     let claim = claim_of(endpoint, seen);
     if let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
-        engine.store().finish(&owned, &outcome_of(endpoint, run), &endpoint.route().retention).await?;
+        engine.store().finish(&owned, &outcome_of(endpoint, &run), &endpoint.route().retention).await?;
     }
     Ok(true)
 }
 
 /// The outcome of a late run, by which the key was not freed.
 pub(super) async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Result<RunOutcome, StoreError> {
-    let said = engine.store().runs_of(record.operation_id).await?;
-    Ok(how_it_ended(&said).map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, run)))
+    Ok(how_it_ended(engine, record).await?.map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, &run)))
 }
 
 /// The last report of runs that lost their lease. A success overrides a failure.
-fn how_it_ended(said: &[StoredEvidence]) -> Option<&NewEvidence> {
-    let of = |verdict: &str| late_runs(said).find(|run| run.verdict == verdict);
-    of("success").or_else(|| of("failure"))
+async fn how_it_ended(engine: &Core, record: &Record) -> Result<Option<NewEvidence>, StoreError> {
+    let said = engine.store().runs_of(record.operation_id).await?;
+    let of = |verdict: &str| late_runs(&said).find(|run| run.verdict == verdict);
+    Ok(of("success").or_else(|| of("failure")).cloned())
 }
 
 /// The outcome of such a run. Its answer is not kept.
@@ -142,6 +141,5 @@ fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
 /// Whether a run that lost its lease has succeeded. Returns true if that cannot be read, so that
 /// nothing is decided against it.
 async fn late_success(engine: &Core, record: &Record) -> bool {
-    let said = engine.store().runs_of(record.operation_id).await;
-    said.map_or(true, |said| late_runs(&said).any(|run| run.verdict == "success"))
+    how_it_ended(engine, record).await.map_or(true, |run| run.is_some_and(|run| run.verdict == "success"))
 }

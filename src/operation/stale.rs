@@ -11,7 +11,12 @@
 //! | `same_tx` | UNKNOWN, with an alarm: only a handler that commits by itself leaves such a claim |
 //!
 //! A claim that runs in this process is left alone. So is one whose lease ended less than half its
-//! length ago, which the store does not return: after an outage its process may renew it yet.
+//! length ago, which the store does not return: after an outage its process may renew it yet. (A
+//! request under the key waits for the end of the lease only: a run of mode `edge` that goes on
+//! takes its UNKNOWN record back, and one of mode `bridged` is rolled back.)
+//!
+//! Where the route can reconcile, a sweep also asks for records that are UNKNOWN already, with a
+//! pause that grows: what could not be found out yet, and what a handler left unknown.
 //!
 //! Not here: phased operations, which recovery workers continue, and the answer to a request
 //! ([`Front`](super::Front)).
@@ -35,18 +40,25 @@ const RECONCILED_AT_ONCE: usize = 8;
 /// How long one sweep starts reconciliations of a route; the next sweep continues. It waits for
 /// those that it has started, each of which takes at most the lease less the completion budget.
 const STARTS_FOR: Duration = Duration::from_secs(10);
+/// The longest pause between two reconciliations of a record that stays UNKNOWN. The shortest is
+/// the lease of the route.
+const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 
-/// Reads at most `limit` abandoned claims of an operation and ends them. Where one fails, for
-/// example because its record is locked, the others are ended all the same.
+/// Reads at most `limit` abandoned claims of an operation and ends them. If they are fewer, it asks
+/// for records that are UNKNOWN, up to the same limit. Where one fails, for example because its
+/// record is locked, the others are ended all the same.
 ///
 /// # Errors
 /// The first error of the store, after all claims were tried; at once if the store is away. A
 /// reconciliation that fails is only logged: the next sweep starts it again.
 pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Result<(), StoreError> {
     let (mut asked, mut all) = (Vec::new(), Ok(()));
-    for record in engine.store().stale(endpoint.operation(), limit).await? {
-        // It runs here. After an outage its next heartbeat may come later than this sweep.
-        if engine.running().get(&record.identity.digest()).is_some() {
+    let stale = engine.store().stale(endpoint.operation(), limit).await?;
+    let room = limit.saturating_sub(u32::try_from(stale.len()).unwrap_or(limit));
+    // After an outage the next heartbeat of a run may come later than this sweep.
+    let runs_here = |record: &Record| engine.running().get(&record.identity.digest()).is_some();
+    for record in stale {
+        if runs_here(&record) {
             continue;
         }
         let ended = match record.mode {
@@ -67,6 +79,11 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
             return ended;
         }
         all = all.and(ended);
+    }
+    if endpoint.route().reconciles && room > 0 {
+        let pauses = (endpoint.route().lease, PAUSE_MAX);
+        let due = engine.store().unknown_due(endpoint.operation(), pauses, room).await;
+        all = all.and(due.map(|due| asked.extend(due.into_iter().filter(|record| !runs_here(record)))));
     }
     let until = Instant::now() + STARTS_FOR;
     let asks = stream::iter(asked).take_while(|_| ready(Instant::now() < until));

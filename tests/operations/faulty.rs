@@ -154,6 +154,15 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         self.inner.stale(operation, limit).await
     }
 
+    async fn unknown_due(
+        &self,
+        operation: &OperationName,
+        pauses: (Duration, Duration),
+        limit: u32,
+    ) -> Result<Vec<Record>, StoreError> {
+        self.inner.unknown_due(operation, pauses, limit).await
+    }
+
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         self.inner.expire_bodies(limit).await
     }

@@ -1,17 +1,23 @@
 //! Claims whose process died and whose client never returns: a sweep ends them, by their mode (O1,
 //! O2, O11). Nothing but the sweep asks for their keys.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use oncebox::StoreError;
 use oncebox::operation::{Answered, Code, Endpoint, Engine, Mode, Reconciled, Registered, Reply, Route, State};
 use oncebox::store::{ActContext, Basis, Claimed, KeyChange, RunOutcome};
 
+use super::faulty::{Faults, Faulty};
 use super::kit::*;
 use super::layer::edge;
 
 on_all! {
     o11_a_client_that_never_returns_leaves_no_open_record,
     o11_a_claim_that_nobody_drives_is_reconciled_without_its_client,
+    o11_an_unknown_outcome_is_asked_for_again_without_its_client,
+    o11_a_purge_that_meets_a_lock_leaves_no_claim_open,
     o1_a_committed_claim_without_its_client_becomes_unknown,
     o11_an_operator_resolves_a_claim_that_nobody_drives,
 }
@@ -78,6 +84,52 @@ async fn o11_a_claim_that_nobody_drives_is_reconciled_without_its_client<S: Sql>
     let mut ends = [state(&world, K1).await, state(&world, K2).await];
     ends.sort_by_key(|state| state.map(State::as_str));
     assert_eq!(ends, [Some(State::Completed), Some(State::UnknownRequiresRecovery)]);
+}
+
+// Shown by: a sweep that reads claims in progress only (nobody asks again); one that asks each time;
+// a pause that does not grow, or that grows without a bound.
+async fn o11_an_unknown_outcome_is_asked_for_again_without_its_client<S: Sql>(world: World<S>) {
+    let asked = Gate::open();
+    let asks = asked.clone();
+    let endpoint = Endpoint::typed::<Put>(Route { reconciles: true, ..edge() }).reconciled_by(move |_| {
+        let asks = asks.clone();
+        Box::pin(async move {
+            asks.pass().await;
+            Ok(if asks.calls() == 3 { Reconciled::Completed(Reply::json(201, &"found")?) } else { Reconciled::Unknown })
+        })
+    });
+    let endpoint = world.engine.protect(endpoint).unwrap();
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    world.engine.sweep(10).await.unwrap();
+    assert_eq!((asked.calls(), state(&world, K1).await), (1, Some(State::UnknownRequiresRecovery)));
+    world.engine.sweep(10).await.unwrap();
+    assert_eq!(asked.calls(), 1, "at most once in a lease");
+    // So many minutes ago the key was claimed, and the route was asked last.
+    for (claimed, last, calls) in [(40, 10, 1), (15, 10, 2), (600, 50, 2), (600, 70, 3)] {
+        let ago = |minutes: u32| match S::NAME {
+            "sqlite" => format!("cast(strftime('%s', 'now') as integer) * 1000 - {minutes} * 60000"),
+            "postgres" => format!("clock_timestamp() - interval '{minutes} minutes'"),
+            _ => format!("utc_timestamp(6) - interval {minutes} minute"),
+        };
+        let set = format!("created_at = {}, updated_at = {}", ago(claimed), ago(last));
+        world.store.exec(&format!("update {}idempotency_request set {set}", S::PREFIX)).await;
+        world.engine.sweep(10).await.unwrap();
+        assert_eq!(asked.calls(), calls, "claimed {claimed} minutes ago, asked {last} minutes ago");
+    }
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.attempts), (State::Completed, 1));
+}
+
+// Shown by: a sweep that ends with the first error of a purge (the claim stays open).
+async fn o11_a_purge_that_meets_a_lock_leaves_no_claim_open<S: Sql>(world: World<S>) {
+    let faults = Arc::new(Faults::default());
+    let engine = Engine::builder(Faulty { inner: world.store.clone(), faults: Arc::clone(&faults) }).build();
+    let endpoint = engine.protect(Endpoint::typed::<Put>(edge())).unwrap();
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    faults.purge_busy.store(true, Ordering::SeqCst);
+    let failed = engine.sweep(100).await.unwrap_err();
+    assert!(matches!(failed, StoreError::Busy(_)), "it is said all the same: {failed}");
+    assert_eq!(state(&world, K1).await, Some(State::UnknownRequiresRecovery));
 }
 
 // Shown by: a sweep that looks at leases alone, which such a claim has not.

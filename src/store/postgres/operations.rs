@@ -159,6 +159,15 @@ impl Keys for PostgresStore {
         records::stale(self, operation, limit).await
     }
 
+    async fn unknown_due(
+        &self,
+        operation: &OperationName,
+        pauses: (Duration, Duration),
+        limit: u32,
+    ) -> Result<Vec<Record>, StoreError> {
+        records::unknown_due(self, operation, pauses, limit).await
+    }
+
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         expiry::expire_bodies(self, limit).await
     }

@@ -51,12 +51,18 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
       and (mode = 'same_tx' or (mode = 'edge' and {piece lease is over}))";
 
 /// The page is found first, among the records of the operation without an outcome. Each of its
-/// records is then read by its key.
-const STALE: &str = "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
+/// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
+/// unknown and that are due to be asked for (`unknown`): who asked last has changed the record, so
+/// the pause since then grows with the age that the record had then.
+const OPEN_PAGE: &str = "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
     (select key_digest from oncebox.idempotency_request \
       {my: force index (idempotency_request_purge)}{lite: indexed by oncebox_idempotency_request_open} \
-      where operation = :operation and outcome_at is null and state = 'IN_PROGRESS' \
-        and (mode = 'same_tx' or (mode in ('bridged', 'edge') and {piece lease is over})) limit :limit) as s \
+      where operation = :operation and outcome_at is null \
+        {if lost: and state = 'IN_PROGRESS' \
+          and (mode = 'same_tx' or (mode in ('bridged', 'edge') and {piece lease is over}))} \
+        {if unknown: and state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge' and {age updated_at} >= :least \
+          and ({age updated_at} >= {micros updated_at} - {micros created_at} or {age updated_at} >= :most)} \
+      limit :limit) as s \
     {my: straight_join}{pg: join}{lite: cross join} oncebox.idempotency_request as r on r.key_digest = s.key_digest \
     left join oncebox.idempotency_purge as p on p.operation = r.operation \
     left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id";
@@ -194,9 +200,17 @@ pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) 
     Ok(Fenced::rows(changed))
 }
 
-/// The statement for the abandoned claims of an operation.
-pub(in crate::store) fn stale_of(operation: &OperationName, limit: u32) -> Statement {
-    sql(STALE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit))
+/// The statement for the abandoned claims of an operation; with `pauses`, the shortest and the
+/// longest, for its records that are due to be asked for.
+pub(in crate::store) fn open_of(
+    operation: &OperationName,
+    pauses: Option<(Duration, Duration)>,
+    limit: u32,
+) -> Statement {
+    let micros = |pause: Duration| i64::try_from(pause.as_micros()).unwrap_or(i64::MAX);
+    let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit));
+    let of = of.bind("lost", pauses.is_none()).bind("unknown", pauses.is_some());
+    of.bind("least", pauses.map(|(least, _)| micros(least))).bind("most", pauses.map(|(_, most)| micros(most)))
 }
 
 /// Whether a lease ended so short a time ago that its owner may still renew it: a store that was
@@ -205,21 +219,35 @@ fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
     lease.is_some_and(|lease| lease.until <= now && lease.until.until(now) < lease.length / 2)
 }
 
-/// The abandoned claims of an operation. One that cannot be read does not hide
-/// the others.
+/// The abandoned claims of an operation.
 pub(in crate::store) async fn stale(
     store: &dyn SqlStore,
     operation: &OperationName,
     limit: u32,
 ) -> Result<Vec<Record>, StoreError> {
-    let mut stale = Vec::new();
-    for row in store.reader().await?.rows(stale_of(operation, limit)).await? {
+    readable(store, operation, open_of(operation, None, limit)).await
+}
+
+/// The records of an operation whose outcome is unknown and that are due to be asked for.
+pub(in crate::store) async fn unknown_due(
+    store: &dyn SqlStore,
+    operation: &OperationName,
+    pauses: (Duration, Duration),
+    limit: u32,
+) -> Result<Vec<Record>, StoreError> {
+    readable(store, operation, open_of(operation, Some(pauses), limit)).await
+}
+
+/// The records of a page. One that cannot be read does not hide the others.
+async fn readable(store: &dyn SqlStore, operation: &OperationName, page: Statement) -> Result<Vec<Record>, StoreError> {
+    let mut found = Vec::new();
+    for row in store.reader().await?.rows(page).await? {
         match look_of(&*row) {
-            Ok(look) => stale.extend(look.record.filter(|record| !is_fresh(record.lease, look.now))),
-            Err(error) => tracing::error!(%operation, %error, "an abandoned claim cannot be read"),
+            Ok(look) => found.extend(look.record.filter(|record| !is_fresh(record.lease, look.now))),
+            Err(error) => tracing::error!(%operation, %error, "a record without an outcome cannot be read"),
         }
     }
-    Ok(stale)
+    Ok(found)
 }
 
 /// How many records of a tenant have no outcome.

@@ -149,6 +149,15 @@ impl Keys for SqliteStore {
         records::stale(self, operation, limit).await
     }
 
+    async fn unknown_due(
+        &self,
+        operation: &OperationName,
+        pauses: (Duration, Duration),
+        limit: u32,
+    ) -> Result<Vec<Record>, StoreError> {
+        records::unknown_due(self, operation, pauses, limit).await
+    }
+
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         sql::expiry::expire_bodies(self, limit).await
     }

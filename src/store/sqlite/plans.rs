@@ -2,6 +2,8 @@
 //! scans a table that grows.
 #![allow(clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
@@ -117,12 +119,19 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
 #[tokio::test]
 async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
     let (_directory, store) = empty().await;
-    let text = records::stale_of(&"put".parse().unwrap(), 100).in_words_of(Dialect::Sqlite).unwrap().0;
-    let steps = plan_of(&store, text).await;
-    let walks = |step: &&String| step.starts_with("SCAN oncebox_") || step.starts_with("SCAN r");
-    let walks: Vec<&String> = steps.iter().filter(walks).collect();
-    assert_eq!(walks, ["SCAN oncebox_idempotency_request USING INDEX oncebox_idempotency_request_open"], "{steps:#?}");
-    assert!(steps.iter().any(|step| step.starts_with("SEARCH r USING PRIMARY KEY")), "{steps:#?}");
+    // Abandoned claims, and what is unknown and due to be asked for.
+    for pauses in [None, Some((Duration::from_secs(30), Duration::from_secs(3_600)))] {
+        let page = records::open_of(&"put".parse().unwrap(), pauses, 100);
+        let steps = plan_of(&store, page.in_words_of(Dialect::Sqlite).unwrap().0).await;
+        let walks = |step: &&String| step.starts_with("SCAN oncebox_") || step.starts_with("SCAN r");
+        let walks: Vec<&String> = steps.iter().filter(walks).collect();
+        assert_eq!(
+            walks,
+            ["SCAN oncebox_idempotency_request USING INDEX oncebox_idempotency_request_open"],
+            "{steps:#?}"
+        );
+        assert!(steps.iter().any(|step| step.starts_with("SEARCH r USING PRIMARY KEY")), "{steps:#?}");
+    }
 }
 
 /// Shown to fail: by one condition on both states, which no index has (the rows of all consumers
