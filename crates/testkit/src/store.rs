@@ -160,6 +160,7 @@ macro_rules! keys_conformance {
                 o2_an_owner_that_was_taken_over_changes_nothing,
                 o11_a_release_frees_the_key_only_while_it_runs,
                 o11_a_claim_whose_answer_was_lost_can_be_taken_back,
+                o11_a_repeat_that_is_taken_back_is_unknown_again,
                 o11_a_stale_edge_claim_becomes_unknown_once,
                 o29_what_failed_with_nothing_outstanding_runs_again,
                 o4_a_key_is_used_anew_only_after_its_time,

@@ -141,6 +141,47 @@ impl RedisKeys {
     async fn fenced(&self, script: &redis::Script, keys: &[String], args: &[Vec<u8>]) -> Result<Fenced, StoreError> {
         Ok(Fenced::rows(self.call::<u64>(script, keys, args).await?))
     }
+
+    /// Writes the outcome of a claim that this fence names.
+    async fn end(
+        &self,
+        identity: &Identity,
+        fence: [Vec<u8>; 2],
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        let columns = Columns::of(outcome, retention);
+        let ([record, body], [running, unknown, _]) = (self.records_of(identity), self.shared());
+        let forgotten = self.key("forgotten", identity.operation().as_str());
+        let mut parts = Vec::new();
+        let mut part = |field: &str, value: Option<Vec<u8>>| parts.extend(value.map(|value| [text(field), value]));
+        part("status", columns.status.map(text));
+        part("schema_version", columns.schema_version.map(text));
+        part("body", columns.body.map(text));
+        part("error_code", columns.error_code.map(text));
+        part("resource_kind", columns.resource.map(|resource| text(&resource.kind)));
+        part("resource_id", columns.resource.map(|resource| text(&resource.id)));
+        part("resource_location", columns.resource.and_then(|resource| resource.location.as_ref()).map(text));
+        let parts: Vec<Vec<u8>> = parts.into_iter().flatten().collect();
+        let [epoch, owner] = fence;
+        let life = |life: Option<Duration>| life.map(micros).unwrap_or_default();
+        let metadata = retention.metadata.max(retention.ttl);
+        let mut args = vec![epoch, owner, text(name(identity)), text(columns.state), life(columns.ttl)];
+        args.extend([micros(metadata), life(columns.body_ttl), text(parts.len())]);
+        args.extend(parts);
+        if let Some(kept) = columns.kept {
+            args.extend([text("headers"), pack(&kept.headers), text("bytes"), kept.bytes.clone()]);
+            args.extend([text("format"), text(kept.format)]);
+            args.extend(kept.kid.iter().flat_map(|kid| [text("kid"), text(kid)]));
+        }
+        self.fenced(&scripts::FINISH, &[record, body, running, unknown, forgotten], &args).await
+    }
+
+    /// Deletes a claim that this fence names.
+    async fn free(&self, identity: &Identity, [epoch, owner]: [Vec<u8>; 2]) -> Result<Fenced, StoreError> {
+        let ([record, body], [running, _, _]) = (self.records_of(identity), self.shared());
+        self.fenced(&scripts::RELEASE, &[record, body, running], &[epoch, owner, text(name(identity))]).await
+    }
 }
 
 /// The epoch and the owner in the form that the scripts compare.
@@ -232,44 +273,20 @@ impl Keys for RedisKeys {
     }
 
     async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
-        let columns = Columns::of(outcome, retention);
-        let ([record, body], [running, unknown, _]) = (self.records_of(&owned.identity), self.shared());
-        let forgotten = self.key("forgotten", owned.identity.operation().as_str());
-        let mut parts = Vec::new();
-        let mut part = |field: &str, value: Option<Vec<u8>>| parts.extend(value.map(|value| [text(field), value]));
-        part("status", columns.status.map(text));
-        part("schema_version", columns.schema_version.map(text));
-        part("body", columns.body.map(text));
-        part("error_code", columns.error_code.map(text));
-        part("resource_kind", columns.resource.map(|resource| text(&resource.kind)));
-        part("resource_id", columns.resource.map(|resource| text(&resource.id)));
-        part("resource_location", columns.resource.and_then(|resource| resource.location.as_ref()).map(text));
-        let parts: Vec<Vec<u8>> = parts.into_iter().flatten().collect();
-        let [epoch, owner] = fence(owned);
-        let life = |life: Option<Duration>| life.map(micros).unwrap_or_default();
-        let metadata = retention.metadata.max(retention.ttl);
-        let mut args = vec![epoch, owner, text(name(&owned.identity)), text(columns.state), life(columns.ttl)];
-        args.extend([micros(metadata), life(columns.body_ttl), text(parts.len())]);
-        args.extend(parts);
-        if let Some(kept) = columns.kept {
-            args.extend([text("headers"), pack(&kept.headers), text("bytes"), kept.bytes.clone()]);
-            args.extend([text("format"), text(kept.format)]);
-            args.extend(kept.kid.iter().flat_map(|kid| [text("kid"), text(kid)]));
-        }
-        self.fenced(&scripts::FINISH, &[record, body, running, unknown, forgotten], &args).await
+        self.end(&owned.identity, fence(owned), outcome, retention).await
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        let ([record, body], [running, _, _]) = (self.records_of(&owned.identity), self.shared());
-        let [epoch, owner] = fence(owned);
-        self.fenced(&scripts::RELEASE, &[record, body, running], &[epoch, owner, text(name(&owned.identity))]).await
+        self.free(&owned.identity, fence(owned)).await
     }
 
-    async fn take_back(&self, claim: &KeyClaim, _: Basis<'_>) -> Result<Fenced, StoreError> {
-        let ([record, body], [running, _, _]) = (self.records_of(&claim.identity), self.shared());
+    async fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Fenced, StoreError> {
         // The answer that would have told the epoch was lost, so none is given.
-        let args = [Vec::new(), text(claim.owner), text(name(&claim.identity))];
-        self.fenced(&scripts::RELEASE, &[record, body, running], &args).await
+        let fence = [Vec::new(), text(claim.owner)];
+        if basis.repeats() {
+            return self.end(&claim.identity, fence, &RunOutcome::Unknown, &Retention::default()).await;
+        }
+        self.free(&claim.identity, fence).await
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {

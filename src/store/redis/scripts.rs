@@ -1,8 +1,8 @@
 //! The scripts, one for each change, and the keys that they use.
 //!
 //! Guarantees: a script that changes a record first compares its epoch, and a script of the owner
-//! the owner too. Only the release after a lost answer compares the owner alone. Times are the
-//! server's, in microseconds.
+//! the owner too. Only what takes back a claim whose answer was lost compares the owner alone.
+//! Times are the server's, in microseconds.
 //!
 //! Not here: the meaning of a record's fields (`operations`).
 
@@ -36,10 +36,12 @@ macro_rules! over {
 }
 
 /// Returns 0 unless the record KEYS[1] is IN_PROGRESS with the epoch ARGV[1] and the owner ARGV[2].
+/// The epoch is empty where the answer to a claim was lost; the owner's token is new for each
+/// claim, so it suffices.
 macro_rules! fence {
     () => {
         "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n\
-         if f[1] ~= ARGV[1] or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n"
+         if (ARGV[1] ~= '' and f[1] ~= ARGV[1]) or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n"
     };
 }
 
@@ -132,15 +134,9 @@ pub(super) static FINISH: LazyLock<Script> = script!(
     "return 1\n",
 );
 
-/// KEYS: record, body, running. ARGV: epoch, owner, name. The epoch is empty after a lost answer to
-/// a claim; the owner's token is new for each claim, so it suffices.
-pub(super) static RELEASE: LazyLock<Script> = script!(
-    "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n",
-    "if (ARGV[1] ~= '' and f[1] ~= ARGV[1]) or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n",
-    "redis.call('DEL', KEYS[1], KEYS[2])\n",
-    "redis.call('ZREM', KEYS[3], ARGV[3])\n",
-    "return 1\n",
-);
+/// KEYS: record, body, running. ARGV: epoch, owner, name.
+pub(super) static RELEASE: LazyLock<Script> =
+    script!(fence!(), "redis.call('DEL', KEYS[1], KEYS[2])\n", "redis.call('ZREM', KEYS[3], ARGV[3])\n", "return 1\n",);
 
 /// KEYS: record, running, unknown, epoch. ARGV: epoch seen, name.
 pub(super) static MARK_UNKNOWN: LazyLock<Script> = script!(

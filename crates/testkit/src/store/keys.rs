@@ -305,6 +305,26 @@ pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>
     assert_eq!(trial.store().find(&lost.identity).await.unwrap().record, None);
 }
 
+/// A claim that repeats a run of unknown outcome is taken back to UNKNOWN, under the id of the
+/// operation: that run may have had an effect.
+///
+/// Shown by: a store that deletes whatever it takes back (Redis).
+pub async fn o11_a_repeat_that_is_taken_back_is_unknown_again<F: KeysFixture>(trial: &F) {
+    let first = KeyClaim { lease: SHORT, ..claim(Mode::Edge, "k", 1) };
+    take(trial, &first).await;
+    let seen = over(trial, &first).await;
+    let again = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..first.clone() };
+    let repeats = Basis::TakeOver(&seen);
+    assert_eq!(trial.store().take_back(&again, repeats).await.unwrap(), Fenced::LostOwnership, "it has not arrived");
+    owned(trial.store().claim(&again, repeats).await.unwrap());
+    assert_eq!(trial.store().take_back(&again, repeats).await.unwrap(), Fenced::Done);
+    let found = record(trial, &first).await;
+    assert_eq!((found.state, found.lease), (State::UnknownRequiresRecovery, None));
+    assert_eq!(found.operation_id, first.operation_id);
+    let stats = trial.store().operation_stats().await.unwrap();
+    assert_eq!((stats.in_progress, stats.unknown), (0, 1));
+}
+
 /// One fenced UPDATE makes an edge claim unknown when its lease is over. The old owner writes
 /// nothing more.
 ///
