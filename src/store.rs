@@ -55,7 +55,7 @@ pub use crate::operation::port::{
     OperationTx, Operations, Owned, RunOutcome,
 };
 pub use crate::operator::keys::{
-    FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
+    FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
 };
 pub use crate::operator::{
     ActContext, AuditEntry, CONSUMER_PRESENT, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten,

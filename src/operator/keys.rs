@@ -79,6 +79,28 @@ pub struct OperationFilter {
     pub limit: u32,
 }
 
+/// The keys that match a `KeyFilter`.
+#[derive(Debug, Default)]
+pub struct FoundKeys {
+    /// The oldest claim first; in pages, the smallest digest first. Each has a record.
+    pub keys: Vec<Look>,
+    /// The digests of keys whose records cannot be read, for example because a newer version wrote
+    /// them, and why. Requests under them are refused, so an operator must see them.
+    pub unreadable: Vec<(Vec<u8>, String)>,
+}
+
+impl FoundKeys {
+    /// Adds the record that was read under this digest; one that cannot be read hides no other.
+    pub(crate) fn add(&mut self, digest: Vec<u8>, read: Result<Look, StoreError>) -> Result<(), StoreError> {
+        match read {
+            Ok(look) => self.keys.push(look),
+            Err(error @ StoreError::Corrupt(_)) => self.unreadable.push((digest, error.to_string())),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+}
+
 /// The operations that match an `OperationFilter`.
 #[derive(Debug, Default)]
 pub struct FoundOperations {
@@ -337,9 +359,9 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 
 /// Duty: operating keys and operations.
 pub trait KeyOperator: Phases {
-    /// The records that match, oldest claim first; each result has a record. It is quick with a
-    /// digest, a state without an outcome, or pages; with any other filter it reads the whole.
-    fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
+    /// The records that match. It is quick with a digest, a state without an outcome, or pages;
+    /// with any other filter it reads the whole.
+    fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<FoundKeys, StoreError>> + Send;
 
     /// The operations that match, with intents and evidence: first those that wait for an operator,
     /// then others without an outcome, then the rest, each oldest first.

@@ -11,6 +11,7 @@ use oncebox::operation::{
     AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
     Replay, Reply, Requirement, Retention, Route, Scope, State,
 };
+use oncebox::store::KeyFilter;
 use oncebox::store::sqlite::SqliteStore;
 
 use super::kit::*;
@@ -26,6 +27,7 @@ on_all! {
     o11_what_is_unresolved_counts_against_the_quota,
     m106_m117_a_key_of_another_region_is_refused_with_its_home,
     o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one,
+    m105_a_key_that_cannot_be_read_is_shown_as_such_and_hides_no_other,
 }
 
 fn short(ttl: Duration) -> Route {
@@ -219,6 +221,22 @@ async fn o11_what_is_unresolved_counts_against_the_quota<S: Sql>(world: World<S>
         world.engine.execute_transactional(&endpoint, Some(scope("t2", "p1")), key(&third), put("a"), effect(&gate));
     first(other.await);
     assert_eq!(gate.calls(), 2);
+}
+
+// Shown by: a list that ends with the first record that cannot be read; one that leaves it out.
+async fn m105_a_key_that_cannot_be_read_is_shown_as_such_and_hides_no_other<S: Sql>(world: World<S>) {
+    let (endpoint, gate) = (world.protect(same_tx()), Gate::open());
+    first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    world.store.exec(&format!("update {}idempotency_request set principal = 'none'", S::PREFIX)).await;
+    first(run(&world, &endpoint, K2, "a", effect(&gate)).await);
+    let all = KeyFilter { limit: 10, ..KeyFilter::default() };
+    for filter in [all.clone(), KeyFilter { after: Some(Vec::new()), ..all }] {
+        let found = world.store.keys(&filter).await.unwrap();
+        let read: Vec<_> = found.keys.iter().map(|look| look.record.as_ref().unwrap().identity.clone()).collect();
+        assert_eq!(read, [identity("t1", K2)]);
+        let unreadable: Vec<_> = found.unreadable.iter().map(|(digest, _)| digest.as_slice()).collect();
+        assert_eq!(unreadable, [&identity("t1", K1).digest()[..]]);
+    }
 }
 
 // Two services, each with its database: the one that is not the home of a tenant runs nothing.

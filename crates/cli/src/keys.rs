@@ -16,7 +16,7 @@ use oncebox::adapter::stored::hex;
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, require_schema, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
-use oncebox::store::{KeyChange, KeyFilter, Look, RunOutcome, Store};
+use oncebox::store::{FoundKeys, KeyChange, KeyFilter, RunOutcome, Store};
 
 /// How many digits of a hash are shown.
 const SHOWN: usize = 12;
@@ -225,8 +225,18 @@ struct ReadRecord {
     record: Record,
 }
 
-fn found(looks: Vec<Look>) -> Vec<ReadRecord> {
-    looks.into_iter().filter_map(|look| look.record.map(|record| ReadRecord { now: look.now, record })).collect()
+/// The keys that were found: those that were read, and the digests of the others with the reasons.
+fn split(found: FoundKeys) -> (Vec<ReadRecord>, Vec<(Vec<u8>, String)>) {
+    let read = found.keys.into_iter();
+    let read = read.filter_map(|look| look.record.map(|record| ReadRecord { now: look.now, record }));
+    (read.collect(), found.unreadable)
+}
+
+/// Says how many keys a purge leaves as they are.
+fn left_out(unreadable: usize) {
+    if unreadable > 0 {
+        say("ERROR", &format!("keys that cannot be read, and stay: {unreadable}; `oncebox keys list` says why"));
+    }
 }
 
 async fn one<S: Store>(store: &S, which: &Which) -> Result<ReadRecord, AppError> {
@@ -234,11 +244,12 @@ async fn one<S: Store>(store: &S, which: &Which) -> Result<ReadRecord, AppError>
 }
 
 async fn by_digest<S: Store>(store: &S, digest: Vec<u8>, named: &str) -> Result<ReadRecord, AppError> {
-    let mut found = found(store.keys(&KeyFilter { digest, limit: 2, ..KeyFilter::default() }).await?);
-    match (found.pop(), found.pop()) {
-        (Some(one), None) => Ok(one),
-        (None, _) => Err(AppError::failed(format!("there is no key `{named}`; `oncebox keys list` shows them"))),
-        (Some(_), Some(_)) => Err(AppError::usage(format!("`{named}` begins more than one hash; give more digits"))),
+    let (mut found, unreadable) = split(store.keys(&KeyFilter { digest, limit: 2, ..KeyFilter::default() }).await?);
+    match (found.pop(), found.pop(), unreadable.as_slice()) {
+        (Some(one), None, []) => Ok(one),
+        (None, _, [(_, why)]) => Err(AppError::failed(format!("the key `{named}` cannot be read: {why}"))),
+        (None, _, []) => Err(AppError::failed(format!("there is no key `{named}`; `oncebox keys list` shows them"))),
+        _ => Err(AppError::usage(format!("`{named}` begins more than one hash; give more digits"))),
     }
 }
 
@@ -289,14 +300,19 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
 }
 
 async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
-    let found = found(store.keys(&filter.to_store()).await?);
-    if found.len() >= filter.limit.unwrap_or(LIMIT) as usize {
+    let (found, unreadable) = split(store.keys(&filter.to_store()).await?);
+    if found.len() + unreadable.len() >= filter.limit.unwrap_or(LIMIT) as usize {
         say("INFO", "hint: there may be more; see `--limit`");
     }
     if output == Output::Json {
         let keys: Vec<Value> = found.iter().map(|one| fields(one, false)).collect();
-        data!("{}", to_json(&json!({ "keys": keys }))?);
+        let unreadable = unreadable.iter().map(|(digest, why)| json!({ "hash": &hex(digest)[..SHOWN], "error": why }));
+        let unreadable: Vec<Value> = unreadable.collect();
+        data!("{}", to_json(&json!({ "keys": keys, "unreadable": unreadable }))?);
         return Ok(());
+    }
+    for (digest, why) in &unreadable {
+        say("ERROR", &format!("key {} cannot be read: {why}", &hex(digest)[..SHOWN]));
     }
     let mut table = table(["hash", "tenant", "operation", "mode", "state", "tries", "lease left", "since", "outcome"]);
     for ReadRecord { now, record } in &found {
@@ -351,12 +367,14 @@ struct Pages<'a, S> {
     store: &'a S,
     filter: KeyFilter,
     is_last: bool,
+    /// How many keys of the pages until now cannot be read.
+    unreadable: usize,
 }
 
 impl<'a, S: Store> Pages<'a, S> {
     fn new(store: &'a S, filter: &Filter) -> Self {
         let filter = KeyFilter { forgettable: true, after: Some(Vec::new()), limit: PAGE, ..filter.to_store() };
-        Self { store, filter, is_last: false }
+        Self { store, filter, is_last: false, unreadable: 0 }
     }
 
     /// The next page; none after the last.
@@ -364,9 +382,11 @@ impl<'a, S: Store> Pages<'a, S> {
         if self.is_last {
             return Ok(None);
         }
-        let page = found(self.store.keys(&self.filter).await?);
-        self.is_last = page.len() < PAGE as usize;
-        self.filter.after = page.last().map(|last| last.record.identity.digest().to_vec());
+        let (page, unreadable) = split(self.store.keys(&self.filter).await?);
+        self.is_last = page.len() + unreadable.len() < PAGE as usize;
+        self.unreadable += unreadable.len();
+        let last_read = page.last().map(|last| last.record.identity.digest().to_vec());
+        self.filter.after = last_read.max(unreadable.last().map(|(digest, _)| digest.clone()));
         Ok(Some(page))
     }
 }
@@ -379,6 +399,7 @@ async fn count<S: Store>(store: &S, filter: &Filter) -> Result<(usize, Option<Db
         until = until.or(page.first().map(|first| first.now));
         count += page.iter().filter(|one| one.record.outcome_at <= until).count();
     }
+    left_out(pages.unreadable);
     Ok((count, until))
 }
 
@@ -394,10 +415,13 @@ async fn to_purge<S: Store>(
     }
     let (mut meant, mut remaining) = (Vec::new(), 0);
     if hashes.is_empty() {
-        meant = found(store.keys(&KeyFilter { forgettable: true, ..filter.to_store() }).await?);
-        if meant.len() >= filter.limit.unwrap_or(LIMIT) as usize {
-            remaining = count(store, filter).await?.0.saturating_sub(meant.len());
+        let (read, unreadable) = split(store.keys(&KeyFilter { forgettable: true, ..filter.to_store() }).await?);
+        if read.len() + unreadable.len() >= filter.limit.unwrap_or(LIMIT) as usize {
+            remaining = count(store, filter).await?.0.saturating_sub(read.len());
+        } else {
+            left_out(unreadable.len());
         }
+        meant = read;
     }
     for named in hashes {
         meant.push(by_digest(store, digits(named)?, named).await?);

@@ -10,18 +10,18 @@ use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
 use super::{Session, SqlStore, Transaction, live, records, sql};
 use crate::error::StoreError;
 use crate::operation::port::phases::{Phases, StoredOperation, no_record};
-use crate::operation::port::{Fenced, Look, RecordFence};
+use crate::operation::port::{Fenced, RecordFence};
 use crate::operation::rules::versions::Announced;
 use crate::operation::rules::{Record, State};
 use crate::operator::ActContext;
 use crate::operator::keys::{
-    Audit, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged, judgement,
-    nothing_known, overruled,
+    Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
+    judgement, nothing_known, overruled,
 };
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
-const KEYS: &str = "select {piece look} from (select {clock} as at) as n \
+const KEYS: &str = "select {piece look}, r.key_digest from (select {clock} as at) as n \
     cross join {if open: {piece requests}}{if any: oncebox.idempotency_request as r} \
     left join oncebox.idempotency_purge as p on p.operation = r.operation \
     left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
@@ -72,7 +72,9 @@ const AUDIT: &str = "insert into oncebox.audit (at, actor, reason, act, {pg: top
       {pg: jsonb_build_object('was', :detail::text)}{my lite: :detail})";
 
 impl<S: SqlStore + Phases> KeyOperator for S {
-    async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
+    async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
+        /// The column behind those of the record.
+        const DIGEST: usize = 27;
         let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
         let is_open = filter.is_of_open_state();
         let keys = sql(KEYS)
@@ -90,8 +92,11 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("whole", filter.after.is_none())
             .bind("after", filter.after.clone())
             .bind("limit", i64::from(filter.limit));
-        let rows = self.reader().await?.rows(keys).await?;
-        rows.iter().map(|row| records::look_of(&**row)).collect()
+        let mut found = FoundKeys::default();
+        for row in self.reader().await?.rows(keys).await? {
+            found.add(row.get(DIGEST)?, records::look_of(&*row))?;
+        }
+        Ok(found)
     }
 
     async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError> {

@@ -165,6 +165,24 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     place.oncebox(&["keys", "list", "--state", "gone"]).run().fails(2, &["no state"]);
 }
 
+// Shown by: a list that ends with the first record that cannot be read; one that leaves it out; a
+// purge that says nothing of it.
+#[test]
+fn a_key_that_cannot_be_read_is_named_and_hides_no_other() {
+    let place = Place::migrated();
+    let broken = edge(&place, "broken", Some(completed()));
+    place.sql("update oncebox_idempotency_request set principal = 'none'");
+    let done = edge(&place, "done", Some(completed()));
+    let listed = json(&place, &["keys", "list"]);
+    assert_eq!((&listed["keys"][0]["hash"], &listed["keys"][1]), (&json!(done), &Value::Null));
+    assert_eq!(listed["unreadable"][0]["hash"], json!(broken));
+    place.oncebox(&["keys", "list"]).run().ok_saying(&[broken.as_str(), "cannot be read"]);
+    place.oncebox(&["keys", "show", &broken]).run().fails(1, &["cannot be read"]);
+    let purge = ["keys", "purge", "--state", "completed", "--why", "as agreed", "--yes"];
+    place.oncebox(&purge).run().ok_saying(&["keys that cannot be read, and stay: 1"]);
+    assert_eq!(json(&place, &["keys", "list"])["keys"], json!([]));
+}
+
 #[test]
 fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     let place = Place::migrated();

@@ -94,15 +94,15 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
         (KeyFilter { forgettable: true, ..all() }, 1),
     ];
     for (filter, count) in cases {
-        assert_eq!(trial.store.keys(&filter).await.unwrap().len(), count, "{filter:?}");
+        assert_eq!(trial.store.keys(&filter).await.unwrap().keys.len(), count, "{filter:?}");
     }
-    let first = trial.store.keys(&KeyFilter { older_than: Some(Duration::ZERO), ..all() }).await.unwrap();
+    let first = trial.store.keys(&KeyFilter { older_than: Some(Duration::ZERO), ..all() }).await.unwrap().keys;
     assert_eq!(first[0].record.as_ref(), Some(&open), "oldest first, and whole");
     // In pages: each once, in the order of their digests.
     let (mut after, mut paged) = (Vec::new(), Vec::new());
     loop {
         let page = KeyFilter { after: Some(after), limit: 3, ..all() };
-        let page = trial.store.keys(&page).await.unwrap();
+        let page = trial.store.keys(&page).await.unwrap().keys;
         paged.extend(page.iter().map(|look| look.record.as_ref().unwrap().identity.digest()));
         if page.len() < 3 {
             break;
