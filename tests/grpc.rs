@@ -146,6 +146,9 @@ impl tonic::server::UnaryService<CreatePayment> for Payments {
                     let id = tx.operation_id().to_string();
                     let insert = sqlx::query("insert into payment (id, amount) values (?, ?)");
                     insert.bind(&id).bind(command.amount_minor).execute(tx.connection()).await?;
+                    if command.account_id == "careless" {
+                        return Ok(Outcome::Rejected { answer: refusal(&Status::ok("refused")), binding: true });
+                    }
                     if command.amount_minor > 1_000 {
                         let mut details = ErrorDetails::new();
                         details.set_error_info("INSUFFICIENT_FUNDS", "payments.example", []);
@@ -290,6 +293,19 @@ async fn m109_what_cannot_be_run_has_a_status_with_its_reason() {
     // Another tenant's key is another key.
     call(world.service.clone(), Some("t2"), KEY, payment(100)).await.unwrap();
     assert_eq!(world.payments().await, 2);
+}
+
+// Shown by: a refusal that keeps the status `OK`: its client takes it for a payment without an id.
+#[tokio::test]
+async fn m109_a_refusal_whose_status_is_ok_reaches_the_client_as_an_error() {
+    let world = World::new().await;
+    let careless = CreatePayment { account_id: "careless".to_owned(), ..payment(100) };
+    for replayed in [None, Some("true")] {
+        let refused = world.call(KEY, careless.clone()).await.unwrap_err();
+        assert_eq!((refused.code(), refused.message()), (Code::Unknown, "refused"));
+        assert_eq!(refused.metadata().get(REPLAYED_METADATA).map(|value| value.to_str().unwrap()), replayed);
+    }
+    assert_eq!(world.payments().await, 0);
 }
 
 // Shown by: refusing without counting.

@@ -117,6 +117,16 @@ pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
 mod tests {
     use super::*;
 
+    // Shown by: keeping the code of the status: the client decodes the refusal as a response.
+    #[test]
+    fn m109_a_refusal_with_the_status_ok_is_no_success() {
+        let reply = refusal(&Status::ok("done"));
+        for replayed in [false, true] {
+            let answered = of_reply::<()>(&reply, replayed).expect_err("a refusal");
+            assert_eq!((answered.code(), answered.message()), (tonic::Code::Unknown, "done"));
+        }
+    }
+
     // Shown by: leaving the details out; another domain's reason.
     #[test]
     fn m109_every_problem_is_a_status_with_its_reason_and_its_wait() {

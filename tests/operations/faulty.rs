@@ -15,6 +15,8 @@ use oncebox::{StoreError, sqlx};
 /// Which calls fail.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
+    /// How many connections the pool is said to have; 0: nothing is said.
+    pub(crate) connections: AtomicU32,
     pub(crate) find: AtomicBool,
     pub(crate) claim: AtomicBool,
     pub(crate) finish: AtomicBool,
@@ -78,6 +80,10 @@ fn away(fault: &AtomicBool) -> Result<(), StoreError> {
 impl<S: Keys + Clone> Keys for Faulty<S> {
     fn durability(&self) -> Durability {
         self.inner.durability()
+    }
+
+    fn connections_max(&self) -> Option<u32> {
+        Some(self.faults.connections.load(Ordering::SeqCst)).filter(|connections| *connections > 0)
     }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {

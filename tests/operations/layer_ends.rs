@@ -1,14 +1,14 @@
 //! Edge operations when the store fails: nothing is said that is not remembered, and nothing runs
 //! that cannot be claimed (O12, M60).
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::operation::{Asking, Code, Effects, Ended, Endpoint, Engine, Kept, Reply, Route, State};
+use oncebox::operation::{Asking, Code, Effects, Ended, Endpoint, Engine, Kept, Mode, Reply, Route, State};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Fenced, Keys};
 
@@ -24,8 +24,12 @@ struct Stage {
 }
 
 async fn stage(gate: Gate, route: Route) -> Stage {
+    stage_with(gate, route, Faults::default()).await
+}
+
+async fn stage_with(gate: Gate, route: Route, faults: Faults) -> Stage {
     let world = sqlite().await;
-    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
+    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(faults) };
     let engine = Engine::builder(store.clone()).build();
     let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
     let held = gate.clone();
@@ -123,6 +127,24 @@ async fn o11_a_claim_whose_answer_was_lost_is_released() {
     until("it is released", || async { world.record("t1", K1).await.is_none() }).await;
     until("it runs", || async { send(post(&url, K1, "{}")).await.status == 201 }).await;
     assert_eq!(gate.calls(), 1);
+}
+
+// An operation in mode bridged holds a connection; here there is one. Shown by: a search for the
+// claim that keeps the place of its run (503 to every other key, for a lease).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o11_a_claim_whose_answer_was_lost_holds_no_place_while_it_is_looked_for() {
+    let route = Route { mode: Mode::Bridged, ..leased(Duration::from_secs(600)) };
+    let faults = Faults { connections: AtomicU32::new(1), claim_answer: AtomicBool::new(true), ..Faults::default() };
+    let Stage { store, gate, url, .. } = stage_with(Gate::open(), route, faults).await;
+    // No release is answered, so the search goes on for the lease.
+    store.faults.finish.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::StoreUnavailable);
+    store.faults.claim_answer.store(false, Ordering::SeqCst);
+    until("another key runs", || async {
+        send(post(&url, K2, "{}")).await;
+        gate.calls() == 1
+    })
+    .await;
 }
 
 // Shown by: taking the first answer of the release for its end: the claim comes behind it, and
