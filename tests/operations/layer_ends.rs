@@ -135,7 +135,7 @@ async fn o11_a_claim_whose_answer_was_lost_is_released() {
 async fn o11_a_claim_whose_answer_was_lost_holds_no_place_while_it_is_looked_for() {
     let route = Route { mode: Mode::Bridged, ..leased(Duration::from_secs(600)) };
     let faults = Faults { connections: AtomicU32::new(1), claim_answer: AtomicBool::new(true), ..Faults::default() };
-    let Stage { store, gate, url, .. } = stage_with(Gate::open(), route, faults).await;
+    let Stage { world: _world, store, gate, url } = stage_with(Gate::open(), route, faults).await;
     // No release is answered, so the search goes on for the lease.
     store.faults.finish.store(true, Ordering::SeqCst);
     send(post(&url, K1, "{}")).await.is(Code::StoreUnavailable);

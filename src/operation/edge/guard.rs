@@ -261,7 +261,7 @@ impl<S: Operations + Base> Guard<S> {
     async fn is_there(&self) -> bool {
         let ours = |record: &Record| record.epoch == self.owned.epoch && record.operation_id == self.owned.operation_id;
         let same = |record: &Record| ours(record) && record.state == State::InProgress;
-        let found = find_changed(self.engine.store().as_ref(), &self.owned.identity, same).await;
+        let found = find_changed(&**self.engine.store(), &self.owned.identity, same).await;
         matches!(found, Changed::To(record) if ours(&record))
     }
 }
