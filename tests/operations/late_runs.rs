@@ -155,8 +155,8 @@ async fn a_late_run_that_did_nothing_says_nothing_of_the_run_after_it<S: Sql>(wo
     assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::UnknownRequiresRecovery);
 }
 
-// Shown by: a reconciliation that counts as an attempt: the run takes it for a run after itself, and
-// its record stays UNKNOWN.
+// Shown by: a reconciliation that counts as an attempt: the run takes it for a run after itself,
+// and its record stays UNKNOWN.
 async fn a_late_run_that_did_nothing_frees_its_key_though_its_route_was_asked_meanwhile<S: Sql>(world: World<S>) {
     const NOTHING: &str = r#"{"tag":"retryable"}"#;
     let (slow, answer) = stands_still_told(&world, NOTHING).await;

@@ -86,8 +86,8 @@ async fn o11_a_claim_that_nobody_drives_is_reconciled_without_its_client<S: Sql>
     assert_eq!(ends, [Some(State::Completed), Some(State::UnknownRequiresRecovery)]);
 }
 
-// Shown by: a sweep that reads claims in progress only (nobody asks again); one that asks each time;
-// a pause that does not grow, or that grows without a bound.
+// Shown by: a sweep that reads claims in progress only (nobody asks again); one that asks each
+// time; a pause that does not grow, or that grows without a bound.
 async fn o11_an_unknown_outcome_is_asked_for_again_without_its_client<S: Sql>(world: World<S>) {
     let asked = Gate::open();
     let asks = asked.clone();

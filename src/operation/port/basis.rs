@@ -12,8 +12,9 @@ pub enum Basis<'a> {
     /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of
     /// mode `edge`. Whether it may be executed again is decided before (O2, O11).
     TakeOver(&'a Record),
-    /// As `Self::TakeOver`, but only to find out or to write how the run ended: the claimer executes
-    /// nothing, so the attempts stay. A run that ends late knows by them that no other run began.
+    /// As `Self::TakeOver`, but only to find out or to write how the run ended: the claimer
+    /// executes nothing, so the attempts stay. A run that ends late knows by them that no other run
+    /// began.
     Reconcile(&'a Record),
     /// FAILED_RETRYABLE whose time is not over: attempts are raised. Refused where a run that lost
     /// its lease has left evidence that it succeeded or failed
