@@ -315,3 +315,42 @@ fn subscription(options: &ConsumerOptions) -> Subscription {
         ..Subscription::new(options.name.clone(), options.topics.clone())
     }
 }
+
+/// A consumer on files of its own that does not run, for the tests of its parts.
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod fixture {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+    use crate::store::base::{Base, StoreOptions};
+    use crate::store::schema::Schema;
+    use crate::store::sqlite::SqliteStore;
+
+    pub(super) struct Parts {
+        pub(super) shared: Arc<Shared>,
+        pub(super) store: SqliteStore,
+        _directory: tempfile::TempDir,
+    }
+
+    /// A database without tables, and an empty broker.
+    pub(super) async fn parts(options: ConsumerOptions, handlers: Handlers<SqliteStore>) -> Parts {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("consumer.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
+        let shared = Consumer::new(store.clone(), Arc::new(broker), handlers, options, Health::default()).0;
+        Parts { shared, store, _directory: directory }
+    }
+
+    pub(super) fn options() -> ConsumerOptions {
+        ConsumerOptions::new("ledger", vec!["t".into()])
+    }
+
+    impl Parts {
+        /// Makes the tables, and registers the consumer in them.
+        pub(super) async fn register(&self) -> ConsumerId {
+            self.store.migrate().await.unwrap();
+            self.shared.register(&CancellationToken::new()).await.unwrap().unwrap()
+        }
+    }
+}

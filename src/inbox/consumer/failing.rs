@@ -49,25 +49,18 @@ impl Drop for Failing {
 
 #[cfg(all(test, feature = "sqlite", feature = "embedded"))]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-    use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers};
-    use crate::observe::{Health, PartState};
-    use crate::store::base::{Base, StoreOptions};
-    use crate::store::sqlite::SqliteStore;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{options, parts};
+    use crate::observe::PartState;
 
     /// Shown by: without the drop, the trouble stood for ever.
     #[tokio::test]
     async fn the_trouble_of_work_that_is_broken_off_is_over() {
-        let directory = tempfile::tempdir().unwrap();
-        let url = format!("sqlite://{}", directory.path().join("failing.db").display());
-        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
-        let (options, health) = (ConsumerOptions::new("ledger", vec!["t".into()]), Health::default());
-        let shared = Consumer::new(store, Arc::new(broker), Handlers::new(), options, health).0;
+        let parts = parts(options(), Handlers::new()).await;
+        let shared = &parts.shared;
         shared.health.set(&shared.part, PartState::Ready);
-        let mut failing = Failing::new(&shared, "positions", String::new());
+        let mut failing = Failing::new(shared, "positions", String::new());
         for _ in 0..2 {
             failing.fails(Trouble::Stops("away".into()));
         }

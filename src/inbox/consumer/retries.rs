@@ -173,7 +173,6 @@ pub(super) async fn run(
             }
         }
     }
-    retrier.failing.is_well();
     // What is stored nowhere else is written if the database comes back within the grace.
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     while let Err(error) = retrier.settle_up().await {

@@ -95,8 +95,7 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
             }
         }
         if !sleep_unless(&stop, rest).await {
-            shared.health.done(&part);
-            return failing.is_well();
+            return shared.health.done(&part);
         }
     }
 }
@@ -105,24 +104,17 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-    use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers};
-    use crate::observe::Health;
-    use crate::store::base::{Base, StoreOptions};
-    use crate::store::sqlite::SqliteStore;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{options, parts};
 
     /// The tables are not there, so each look fails. Shown by: a beat after successful looks only.
     #[tokio::test]
     async fn a_part_at_its_limit_beats_while_messages_cannot_be_counted() {
-        let directory = tempfile::tempdir().unwrap();
-        let url = format!("sqlite://{}", directory.path().join("stored.db").display());
-        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
-        let (options, health) = (ConsumerOptions::new("ledger", vec!["t".into()]), Health::default());
-        let shared = Consumer::new(store, Arc::new(broker), Handlers::new(), options, health).0;
+        let parts = parts(options(), Handlers::new()).await;
+        let shared = &parts.shared;
         shared.health.set(&format!("{} stored messages", shared.part), PartState::Waiting("full".into()));
         let stop = CancellationToken::new();
-        let looks = tokio::spawn(run(Arc::clone(&shared), ConsumerId(1), stop.clone()));
+        let looks = tokio::spawn(run(Arc::clone(shared), ConsumerId(1), stop.clone()));
         for is_late in [true, false] {
             let turns = async {
                 while shared.health.stuck(LOOK_EVERY / 2).is_empty() == is_late {
