@@ -36,6 +36,7 @@ mod retries;
 mod settle;
 mod solo;
 mod stored_rows;
+mod transaction;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};

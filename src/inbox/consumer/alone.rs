@@ -125,7 +125,9 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         // If its handler came to an end, the process survived it.
         suspect &= end.is_err();
         let (error, may_be_its_own) = match end {
-            Ok(BatchEnd::Failed(Failure::Of(_, error))) if error.is_transient() && error.is_late() => {
+            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
+                if error.is_transient() && error.is_late() =>
+            {
                 return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
             }
             Ok(BatchEnd::Done(outcomes)) => {
@@ -146,7 +148,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 failure = Some(HandlerError::retryable(why));
                 continue;
             }
-            Ok(BatchEnd::Failed(Failure::Of(_, error))) => {
+            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error))) => {
                 let may_be_its_own = error.may_be_its_own();
                 (error, may_be_its_own)
             }

@@ -5,22 +5,20 @@
 //! path uses no savepoint.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use super::admission::{Fate, admit};
-use super::calls::{self, Call, Failure, Wanted, call};
+use super::calls::{Failure, Wanted};
 use super::item::Item;
 use super::options::Unhandled;
 use super::settle::{self, dead};
+use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
 use crate::error::StoreError;
-use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Undone};
+use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked};
 use crate::message::{Message, MessageId};
-use crate::observe::{DeliveryOutcome, Trouble};
-use crate::time::pace::Pace;
+use crate::observe::DeliveryOutcome;
 
 /// How a batch ended. Except for `Done`, nothing of it was committed by the consumer.
 #[derive(Debug)]
@@ -42,7 +40,7 @@ enum Body {
     },
     /// Every item was known, and nothing was written.
     Known(Vec<DeliveryOutcome>),
-    Rollback(BatchEnd),
+    Failed(Failure),
 }
 
 /// What the handlers have done with the transaction so far.
@@ -54,8 +52,9 @@ struct Handlers {
     enqueued: bool,
 }
 
-/// Runs the items in one transaction. `attempt` is the number of the try if it was counted. Until
-/// `give_up` it returns only when the end of the transaction is known.
+/// Runs the items in one transaction. `attempt` is the number of the try if it was counted. Returns
+/// only when the end of the transaction is known; `None` where the grace of a stop ended first and
+/// nothing of the transaction stays.
 ///
 /// # Errors
 /// A transient error or another error of the database: the caller runs the same items again later.
@@ -65,41 +64,36 @@ pub(super) async fn run(
     items: &[Item],
     attempt: Option<u32>,
     give_up: &CancellationToken,
-) -> Result<BatchEnd, StoreError> {
-    let mut tx = shared.store.begin(consumer).await?;
+) -> Result<Option<BatchEnd>, StoreError> {
+    let Some(tx) = unless(give_up, shared.store.begin(consumer)).await else { return Ok(None) };
+    let mut tx = tx?;
     let mut handlers = Handlers::default();
-    let end = match body(shared, tx.as_mut(), items, attempt, &mut handlers).await {
-        Ok(Body::Commit { outcomes, handled }) => match tx.commit().await {
-            Ok(()) => {
-                if handlers.enqueued {
-                    crate::outbox::enqueue::hint();
-                }
-                return Ok(BatchEnd::Done(outcomes));
-            }
-            // A deferred constraint fails only at the commit. That is the handler's failure: the
-            // same batch would fail again for ever.
-            Err(error @ StoreError::Other(_)) if !handled.is_empty() => {
-                return Ok(BatchEnd::Failed(Failure::of_all(&handled, &format!("the commit was refused: {error}"))));
-            }
-            Err(error) => return Err(error),
-        },
-        // Nobody waits for the end of a transaction that wrote nothing.
-        Ok(Body::Known(outcomes)) => {
-            drop(tokio::spawn(roll_back(tx)));
-            return Ok(BatchEnd::Done(outcomes));
+    let why = match unless(give_up, body(shared, tx.as_mut(), items, attempt, &mut handlers)).await {
+        Some(Ok(Body::Commit { outcomes, handled })) => {
+            let failure = commit(tx, &handled, handlers.enqueued).await?;
+            return Ok(Some(failure.map_or(BatchEnd::Done(outcomes), BatchEnd::Failed)));
         }
-        Ok(Body::Rollback(end)) => Ok(end),
-        Err(error) => Err(error),
+        // Nobody waits for the end of a transaction that wrote nothing.
+        Some(Ok(Body::Known(outcomes))) => {
+            drop(tokio::spawn(roll_back(tx)));
+            return Ok(Some(BatchEnd::Done(outcomes)));
+        }
+        Some(Ok(Body::Failed(failure))) => Ok(Some(failure)),
+        Some(Err(error)) if handlers.owed.is_empty() => {
+            roll_back(tx).await;
+            return Err(error);
+        }
+        Some(Err(error)) => Err(error),
+        // No handler ran: dropping the transaction is enough.
+        None if handlers.owed.is_empty() => return Ok(None),
+        None => Ok(None),
     };
-    if handlers.owed.is_empty() {
-        roll_back(tx).await;
-        return end;
-    }
-    match (undo(shared, tx.as_mut(), give_up).await?, end) {
-        (Undone::Committed, _) => Ok(BatchEnd::Ended(handlers.owed)),
-        (Undone::Lost, Ok(BatchEnd::Failed(failure))) => Ok(BatchEnd::Failed(failure.lost(handlers.owed[0]))),
-        (_, end) => end,
-    }
+    let first = handlers.owed.first().copied().unwrap_or_default();
+    Ok(match undo(shared, tx.as_mut(), why, first, give_up).await? {
+        NotCommitted::Failed(failure) => Some(BatchEnd::Failed(failure)),
+        NotCommitted::Ended => Some(BatchEnd::Ended(handlers.owed)),
+        NotCommitted::Abandoned => None,
+    })
 }
 
 async fn body(
@@ -158,24 +152,9 @@ async fn body(
     if !handled.is_empty() {
         handlers.owed = owed(shared, items, &fates);
     }
-    for Call { handler, items: called } in calls::plan(wanted) {
-        let messages: Vec<&Message> = called.iter().map(|index| &items[*index].message).collect();
-        let enqueued = &mut handlers.enqueued;
-        let result = call(shared, shared.handlers.get(handler), &messages, attempt, tx, enqueued).await;
-        let Err(error) = result else { continue };
-        return Ok(Body::Rollback(BatchEnd::Failed(Failure::of_call(&called, error))));
-    }
-    // The proof comes before our own statements: in an aborted transaction these would fail and
-    // hide the cause.
-    let failed = |handled: &[usize], why| Body::Rollback(BatchEnd::Failed(Failure::of_all(handled, why)));
-    if !handled.is_empty() {
-        match tx.prove().await? {
-            Proof::Same => {}
-            Proof::Aborted => return Ok(failed(&handled, SWALLOWED)),
-            Proof::Ended => {
-                return Ok(failed(&handled, "the handler ended the transaction it was given"));
-            }
-        }
+    let messages: Vec<&Message> = items.iter().map(|item| &item.message).collect();
+    if let Some(failure) = handle(shared, tx, wanted, &messages, attempt, &mut handlers.enqueued).await? {
+        return Ok(Body::Failed(failure));
     }
     if !parked.is_empty() {
         tx.park(&parked).await?;
@@ -199,69 +178,4 @@ fn owed(shared: &Arc<Shared>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
     let is_new = |fate: &Fate| matches!(fate, Fate::New | Fate::Behind);
     let new = items.iter().zip(fates).enumerate().filter(|(_, (item, fate))| is_new(fate) && !is_done(item));
     new.map(|(index, _)| index).collect()
-}
-
-/// Ends a transaction in which a handler ran, and finds out whether the handler had committed it.
-/// Asks until the database answers, because a second try would find inbox rows that the handler
-/// committed and treat its messages as duplicates.
-///
-/// # Errors
-/// The last error, if `give_up` came first.
-pub(super) async fn undo(
-    shared: &Shared,
-    tx: &mut dyn InboxTx,
-    give_up: &CancellationToken,
-) -> Result<Undone, StoreError> {
-    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    let mut unknown = None;
-    loop {
-        let error = match tx.undo().await {
-            Ok(undone) => return Ok(undone),
-            Err(error) => error,
-        };
-        let why = format!("the database does not say what became of a transaction: {error}");
-        unknown.get_or_insert_with(|| Unknown::new(shared)).says(why);
-        if !pace.wait(give_up).await {
-            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, its messages come again as duplicates");
-            return Err(error);
-        }
-    }
-}
-
-/// Shows a trouble while the end of a transaction is unknown; dropping it ends the trouble.
-struct Unknown<'a> {
-    shared: &'a Shared,
-    number: u64,
-}
-
-impl<'a> Unknown<'a> {
-    const NAME: &'static str = "transaction";
-
-    fn new(shared: &'a Shared) -> Self {
-        static NUMBERS: AtomicU64 = AtomicU64::new(1);
-        Self { shared, number: NUMBERS.fetch_add(1, Ordering::Relaxed) }
-    }
-
-    fn says(&self, why: String) {
-        let health = &self.shared.health;
-        health.trouble_of(&self.shared.part, Self::NAME, self.number, Some(Trouble::Stops(why)));
-    }
-}
-
-impl Drop for Unknown<'_> {
-    fn drop(&mut self) {
-        self.shared.health.trouble_of(&self.shared.part, Self::NAME, self.number, None);
-    }
-}
-
-pub(super) const SWALLOWED: &str =
-    "a statement failed, and the handler went on as if it had not: the transaction is aborted";
-
-/// Rolls back, within a time limit, a transaction that no handler has used.
-pub(super) async fn roll_back(tx: Box<dyn InboxTx>) {
-    match tokio::time::timeout(Duration::from_secs(5), tx.rollback()).await {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "a rollback failed; the connection is given up"),
-        Err(_) => tracing::warn!("a rollback took longer than 5 s; the connection is given up"),
-    }
 }

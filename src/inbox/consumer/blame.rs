@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use super::Shared;
-use super::batch::roll_back;
+use super::transaction::roll_back;
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxEntry};
 use crate::message::MessageId;

@@ -69,6 +69,8 @@ pub(super) enum Failure {
     /// The statements of several items failed at this one. Alone it may succeed (a limit of time, a
     /// statement that only a block refuses), so it runs alone before a try is counted.
     InSet(usize, String),
+    /// A statement of several items gave up waiting for a lock, on rows of any of them.
+    Locked(HandlerError),
     /// A handler failed, and it is not known on which item.
     Unclear(String),
 }
@@ -81,9 +83,8 @@ impl Failure {
             [first, ..] => match error.message_index().and_then(|index| items.get(index)) {
                 Some(its) if error.is_transient() => Self::Of(*its, error),
                 Some(its) => Self::InSet(*its, error.message().to_owned()),
-                // One statement of all waited for a lock, on any of their rows. Halving finds whose
-                // it is: an error of one message that waited stores that message untried.
-                None if error.is_transient() && !error.is_late() => Self::Of(*first, error),
+                None if error.is_transient() && error.is_late() => Self::Locked(error),
+                None if error.is_transient() => Self::Of(*first, error),
                 None => Self::Unclear(error.message().to_owned()),
             },
             [] => Self::Unclear(error.message().to_owned()),
@@ -104,6 +105,7 @@ impl Failure {
     pub(super) fn lost(self, first: usize) -> Self {
         match self {
             Self::Of(item, error) => Self::Of(item, HandlerError::lost_connection(error)),
+            Self::Locked(error) => Self::Of(first, HandlerError::lost_connection(error)),
             Self::InSet(item, why) => Self::Of(item, HandlerError::lost_connection(why)),
             Self::Unclear(why) => Self::Of(first, HandlerError::lost_connection(why)),
         }
@@ -230,7 +232,7 @@ mod tests {
     fn a_set_that_waited_for_a_lock_blames_a_message_only_where_it_is_known() {
         let locked = || HandlerError::from(sqlx::Error::Database(Box::new(Locked)));
         assert!(locked().is_transient() && locked().is_late());
-        assert!(matches!(Failure::of_call(&[3, 5], locked()), Failure::Unclear(_)));
+        assert!(matches!(Failure::of_call(&[3, 5], locked()), Failure::Locked(_)));
         assert!(matches!(Failure::of_call(&[3, 5], locked().of_message(1)), Failure::Of(5, _)));
         assert!(matches!(Failure::of_call(&[3], locked()), Failure::Of(3, _)));
         let deadlock = HandlerError::transient("deadlock");

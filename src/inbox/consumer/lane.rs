@@ -42,6 +42,8 @@ pub(super) struct Lane {
     /// Counts transient failures in a row, whatever the lane was doing.
     pub(super) fault: TransientFault,
     pub(super) aside: Aside,
+    /// How often the batch that was taken last, or a part of it, waited for a lock in vain.
+    lock_waits: u32,
 }
 
 /// A piece of work on the stack of a lane: the last one added is done first.
@@ -64,6 +66,10 @@ enum Tries {
     Counted,
 }
 
+/// How many waits for a lock a lane spends on the search for the message that waits, of a batch of
+/// the usual size: as many as halving takes to find one of a hundred.
+const LOCK_WAITS_MAX: u32 = 7;
+
 /// How long a stop waits to take tries back. If the database is away, they stay counted.
 pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
 
@@ -79,7 +85,7 @@ pub(super) async fn run(
 ) {
     let batch_max = shared.options.batch_max.max(1);
     let (fault, aside) = (TransientFault::default(), Aside::default());
-    let mut lane = Lane { number, shared, consumer, done, stop, abandon, fault, aside };
+    let mut lane = Lane { number, shared, consumer, done, stop, abandon, fault, aside, lock_waits: 0 };
     loop {
         let first = tokio::select! {
             biased;
@@ -104,6 +110,7 @@ pub(super) async fn run(
 
 impl Lane {
     async fn work(&mut self, items: Vec<Item>) {
+        self.lock_waits = 0;
         let mut stack = vec![Work::Batch(items, Tries::Unjudged)];
         while let Some(work) = stack.pop() {
             match work {
@@ -187,6 +194,9 @@ impl Lane {
             }
             return items.iter().for_each(|item| self.report(item, false));
         };
+        let waited = matches!(&end, Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
+            if error.is_transient() && error.is_late());
+        self.lock_waits += u32::from(waited);
         match end {
             Ok(BatchEnd::Done(outcomes)) => {
                 self.went_well();
@@ -201,12 +211,22 @@ impl Lane {
             Ok(BatchEnd::Failed(Failure::Of(index, error))) if error.is_transient() && !error.is_late() => {
                 self.again(items, tries, error.message(), Some(index), stack).await;
             }
+            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
+                if waited && self.lock_waits > LOCK_WAITS_MAX =>
+            {
+                self.all_wait(items, &error, tries, stack);
+            }
             Ok(BatchEnd::Failed(Failure::Of(index, error))) => {
                 stack_up(items, split::around(whole, index), &tries, Some(error), stack);
             }
             Ok(BatchEnd::Failed(Failure::InSet(index, why))) => {
                 tracing::warn!(consumer = %self.shared.options.name, id = %items[index].message.id, messages = items.len(), %why, "a batch failed at this message; it runs alone");
                 stack_up(items, split::around(whole, index), &tries, None, stack);
+            }
+            Ok(BatchEnd::Failed(Failure::Locked(error))) => {
+                let why = error.message();
+                tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch waited for a lock; its halves run");
+                stack_up(items, split::without_blame(whole), &tries, None, stack);
             }
             Ok(BatchEnd::Failed(Failure::Unclear(why))) => {
                 tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch failed as a whole; its halves run");
@@ -250,11 +270,7 @@ impl Lane {
         items: &[Item],
         attempt: Option<u32>,
     ) -> Option<Result<BatchEnd, StoreError>> {
-        tokio::select! {
-            biased;
-            () = self.abandon.cancelled() => None,
-            end = batch::run(&self.shared, self.consumer, items, attempt, &self.abandon) => Some(end),
-        }
+        batch::run(&self.shared, self.consumer, items, attempt, &self.abandon).await.transpose()
     }
 
     /// After a transient failure, reported by the handler of message `of` if that is set, runs the
@@ -265,6 +281,22 @@ impl Lane {
         self.say_waiting(why);
         sleep_unless(&self.stop, again.pause).await;
         stack_up(items, again.parts, &tries, None, stack);
+    }
+
+    /// More than one message waits for a lock, perhaps each of them for the same one. The lane would
+    /// stand as long as all their waits take together, so what a handler takes is stored as waiting,
+    /// untried: the retriers find out which of them can run.
+    fn all_wait(&self, items: Vec<Item>, error: &HandlerError, tries: Tries, stack: &mut Vec<Work>) {
+        let counted = matches!(tries, Tries::Counted);
+        let is_handled =
+            |item: &Item| item.unusable.is_none() && self.shared.handlers.find(&item.message.kind).is_some();
+        let (waiting, others): (Vec<_>, Vec<_>) = items.into_iter().partition(is_handled);
+        tracing::warn!(consumer = %self.shared.options.name, messages = waiting.len(), %error, "too many messages wait for a lock; they are stored");
+        stack.push(Work::Batch(others, tries));
+        for item in waiting.into_iter().rev() {
+            let why = Why::WaitedForALock(HandlerError::transient(error));
+            stack.push(Work::Alone(Box::new(item), why, counted));
+        }
     }
 
     /// Decides how the items run (R26). Returns the tries of the items before the first one that

@@ -20,14 +20,14 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::batch::{SWALLOWED, roll_back, undo};
 use super::blame::{self, Blame, Fault};
-use super::calls::{self, Call, Failure, Wanted, call};
+use super::calls::{Failure, Wanted};
 use super::failing::Failing;
 use super::settle::{self, KILLS};
+use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::waiting::{LeasedMessage, RowLease};
-use crate::inbox::port::{ConsumerId, InboxTx, Proof, Undone};
+use crate::inbox::port::{ConsumerId, InboxTx};
 use crate::inbox::rules::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::message::{Message, MessageId};
 use crate::observe::{self, DeliveryOutcome, Trouble};
@@ -292,11 +292,12 @@ impl Retrier {
                     self.give_back(&mut run, rest).await?;
                     continue;
                 }
-                Ok(RunEnd::Failed(Failure::Unclear(_))) if run.len() > 1 => {
+                Ok(RunEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
                     let rest = run.split_off(run.len() / 2);
                     self.give_back(&mut run, rest).await?;
                     continue;
                 }
+                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run, error.message()),
                 Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
                     return self.failed(run, HandlerError::retryable(why));
                 }
@@ -332,33 +333,25 @@ impl Retrier {
         }
     }
 
-    /// Makes one try. `None`: a stop came first, or its grace is over.
+    /// Makes one try. `None`: a stop came first, or its grace is over, and nothing of the try stays.
     async fn attempt(&self, run: &[LeasedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
-        let (shared, consumer) = (&self.shared, self.consumer);
-        let beside_others = async {
-            let _beside_others = shared.solo.together().await;
-            in_transaction(shared, consumer, run, &self.abandon).await
+        let (shared, consumer, abandon) = (&self.shared, self.consumer, &self.abandon);
+        if !suspect {
+            let _beside_others = unless(abandon, shared.solo.together()).await?;
+            return in_transaction(shared, consumer, run, abandon).await.transpose();
+        }
+        let Some(head) = run.first().filter(|head| shared.options.retry.allows(head.message.attempt)) else {
+            return Some(Ok(RunEnd::Exhausted));
         };
-        let by_itself = async {
-            let Some(head) = run.first().filter(|head| shared.options.retry.allows(head.message.attempt)) else {
-                return Some(Ok(RunEnd::Exhausted));
-            };
-            let alone = tokio::select! {
-                biased;
-                () = self.stop.cancelled() => return None,
-                alone = shared.solo.alone() => alone,
-            };
-            Some(match shared.store.count_try(head).await {
-                Ok(true) => alone.run(in_transaction(shared, consumer, run, &self.abandon)).await,
-                Ok(false) => Ok(RunEnd::LeaseLost),
-                Err(error) => Err(error),
-            })
-        };
-        tokio::select! {
+        let alone = tokio::select! {
             biased;
-            () = self.abandon.cancelled() => None,
-            end = by_itself, if suspect => end,
-            end = beside_others, if !suspect => Some(end),
+            () = self.stop.cancelled() => return None,
+            alone = shared.solo.alone() => alone,
+        };
+        match unless(abandon, shared.store.count_try(head)).await? {
+            Ok(true) => alone.run(in_transaction(shared, consumer, run, abandon)).await.transpose(),
+            Ok(false) => Some(Ok(RunEnd::LeaseLost)),
+            Err(error) => Some(Err(error)),
         }
     }
 
@@ -457,37 +450,38 @@ impl Retrier {
     }
 }
 
+/// Runs the messages in one transaction, and returns only when its end is known; `None` where the
+/// grace of a stop ended first and nothing of the transaction stays.
 async fn in_transaction(
     shared: &Arc<Shared>,
     consumer: ConsumerId,
     run: &[LeasedMessage],
     give_up: &CancellationToken,
-) -> Result<RunEnd, StoreError> {
-    let mut tx = shared.store.begin(consumer).await?;
+) -> Result<Option<RunEnd>, StoreError> {
+    let Some(tx) = unless(give_up, shared.store.begin(consumer)).await else { return Ok(None) };
+    let mut tx = tx?;
     let mut enqueued = false;
-    match body(shared, tx.as_mut(), run, &mut enqueued).await {
-        Ok(RunEnd::Done) => match tx.commit().await {
-            Ok(()) => {
-                if enqueued {
-                    crate::outbox::enqueue::hint();
-                }
-                Ok(RunEnd::Done)
-            }
-            // A deferred constraint fails only at the commit.
-            Err(error @ StoreError::Other(_)) => Ok(whose(run, &format!("the commit was refused: {error}"))),
-            Err(error) => Err(error),
-        },
-        Ok(RunEnd::LeaseLost) => {
-            roll_back(tx).await;
-            Ok(RunEnd::LeaseLost)
+    let why = match unless(give_up, body(shared, tx.as_mut(), run, &mut enqueued)).await {
+        Some(Ok(RunEnd::Done)) => {
+            let handled: Vec<usize> = (0..run.len()).collect();
+            let failure = commit(tx, &handled, enqueued).await?;
+            return Ok(Some(failure.map_or(RunEnd::Done, RunEnd::Failed)));
         }
-        // A handler may have committed by itself, and with it the deletion of the waiting rows.
-        end => match (undo(shared, tx.as_mut(), give_up).await?, end) {
-            (Undone::Committed, _) => Ok(RunEnd::Ended),
-            (Undone::Lost, Ok(RunEnd::Failed(failure))) => Ok(RunEnd::Failed(failure.lost(0))),
-            (_, end) => end,
-        },
-    }
+        Some(Ok(RunEnd::Failed(failure))) => Ok(Some(failure)),
+        // The lease is lost, and no handler ran.
+        Some(Ok(end)) => {
+            roll_back(tx).await;
+            return Ok(Some(end));
+        }
+        Some(Err(error)) => Err(error),
+        None => Ok(None),
+    };
+    // A handler may have committed by itself, and with it the deletion of the waiting rows.
+    Ok(match undo(shared, tx.as_mut(), why, 0, give_up).await? {
+        NotCommitted::Failed(failure) => Some(RunEnd::Failed(failure)),
+        NotCommitted::Ended => Some(RunEnd::Ended),
+        NotCommitted::Abandoned => None,
+    })
 }
 
 async fn body(
@@ -509,24 +503,11 @@ async fn body(
         };
         wanted.push(Wanted { item, handler, in_sets: takes.takes_sets(), lane: message.lane_id() });
     }
-    for Call { handler, items } in calls::plan(wanted) {
-        let messages: Vec<&Message> = items.iter().map(|item| &run[*item].message).collect();
-        let Err(error) = call(shared, shared.handlers.get(handler), &messages, None, tx, enqueued).await else {
-            continue;
-        };
-        return Ok(RunEnd::Failed(Failure::of_call(&items, error)));
-    }
-    match tx.prove().await? {
-        Proof::Same => {}
-        Proof::Aborted => return Ok(whose(run, SWALLOWED)),
-        Proof::Ended => return Ok(whose(run, "the handler ended the transaction it was given")),
+    let messages: Vec<&Message> = run.iter().map(|one| &one.message).collect();
+    if let Some(failure) = handle(shared, tx, wanted, &messages, None, enqueued).await? {
+        return Ok(RunEnd::Failed(failure));
     }
     let ids: Vec<MessageId> = run.iter().map(|one| one.message.id).collect();
     tx.clear_attempts(&ids).await?;
     Ok(RunEnd::Done)
-}
-
-/// A failure of the whole transaction.
-fn whose(run: &[LeasedMessage], why: &str) -> RunEnd {
-    RunEnd::Failed(Failure::of_all(&(0..run.len()).collect::<Vec<_>>(), why))
 }

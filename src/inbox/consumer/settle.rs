@@ -5,10 +5,10 @@
 
 use super::Shared;
 use super::admission::{Fate, admit};
-use super::batch::roll_back;
 use super::blame::{Blame, Fault};
 use super::item::Item;
 use super::lane::Lane;
+use super::transaction::roll_back;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::{ConsumerId, ParkAs, Parked};
 use crate::message::Message;
