@@ -250,9 +250,10 @@ pub trait Inbox: Debug + Send + Sync {
     /// counts nothing more.
     async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: a transient
-    /// failure, or a stop.
-    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError>;
+    /// Takes back one try of each of these messages, which [`Inbox::begin_attempt`] or
+    /// [`Inbox::begin_first_attempts`] counted and which was not made: a transient failure, or a
+    /// stop. What others counted since stays.
+    async fn take_back_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Stores the error of a failed try, in a transaction of its own. It also counts the try where
     /// `counted` is set, for a try that [`Inbox::begin_attempt`] did not count. Returns the number

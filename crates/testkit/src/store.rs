@@ -264,6 +264,7 @@ macro_rules! store_conformance {
                 r26_tries_are_counted_outside_the_handlers_transaction,
                 r26_the_first_tries_of_a_batch_are_counted_together_and_once,
                 r26_a_try_that_was_not_made_is_taken_back,
+                r26_tries_are_taken_back_without_those_that_the_next_owner_counted,
                 an_assignment_found_open_was_not_closed,
                 an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row,
                 a_position_is_remembered_until_a_later_one_is_told,

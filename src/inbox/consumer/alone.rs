@@ -240,7 +240,7 @@ async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -
 
 async fn leave_for_later(lane: &Lane, item: &Item, unspent: bool) {
     if unspent {
-        let taken_back = lane.shared.store.take_back_attempt(lane.consumer, item.message.id);
+        let taken_back = lane.shared.store.take_back_attempts(lane.consumer, std::slice::from_ref(&item.message.id));
         match tokio::time::timeout(TAKE_BACK, taken_back).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {

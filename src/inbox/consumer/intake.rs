@@ -30,6 +30,10 @@ use crate::observe::{self, PartState, Trouble};
 /// taken back. A busy disk may need a second or two for that.
 pub(super) const HAND_BACK: Duration = Duration::from_secs(4);
 
+/// How long a partition that is given up waits until its row is closed. A database that works needs
+/// far less. Without that, the next owner treats the first messages as suspect.
+const CLOSE_MAX: Duration = Duration::from_secs(3);
+
 /// The name of the trouble of a consumer that makes no progress.
 const WORK: &str = "work";
 /// The name of the trouble of partitions that must not be consumed.
@@ -76,7 +80,8 @@ impl Assigned {
 
 struct GivingUp {
     lost: bool,
-    _guard: RevokeGuard,
+    /// Dropping it lets the broker go on.
+    guard: RevokeGuard,
 }
 
 struct Intake<'a> {
@@ -86,6 +91,8 @@ struct Intake<'a> {
     lanes: Vec<mpsc::UnboundedSender<Item>>,
     positions: mpsc::UnboundedSender<(Holding, Position)>,
     sources: HashMap<PartitionId, Assigned>,
+    /// Closes the rows of partitions that are given up, all at once and beside everything else.
+    closing: JoinSet<()>,
     /// The partitions that are assigned but not consumed, with the reason.
     refused: BTreeMap<PartitionId, String>,
     outstanding: usize,
@@ -132,6 +139,7 @@ pub(super) async fn run(
         lanes,
         positions,
         sources: HashMap::new(),
+        closing: JoinSet::new(),
         refused: BTreeMap::new(),
         outstanding: 0,
         aside: 0,
@@ -179,9 +187,7 @@ pub(super) async fn run(
     }
     while tasks.join_next().await.is_some() {}
     shared.health.troubles_are_over(&shared.part, lane::DATABASE);
-    if end.is_ok() {
-        intake.close().await;
-    }
+    intake.close(end.is_ok()).await;
     end
 }
 
@@ -252,8 +258,12 @@ impl Intake<'_> {
             }
             Event::Deliveries(deliveries) => self.deliveries(deliveries),
             Event::Revoked { sources, lost, done } => {
-                for id in sources {
-                    self.revoke(&id, lost, done.clone()).await;
+                // First all of them, so that none starts anything while another one is given up.
+                for id in &sources {
+                    self.revoke(id, lost, &done);
+                }
+                for id in &sources {
+                    self.give_up_if_drained(id).await;
                 }
             }
         }
@@ -405,15 +415,14 @@ impl Intake<'_> {
         self.shared.health.trouble(&self.shared.part, IDS, why.map(Trouble::Stops));
     }
 
-    async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: RevokeGuard) {
+    fn revoke(&mut self, id: &PartitionId, lost: bool, guard: &RevokeGuard) {
         if self.refused.remove(id).is_some() {
             self.show_refused();
         }
         let Some(assigned) = self.sources.get_mut(id) else { return };
         assigned.source.revoke();
         assigned.backlog.clear();
-        assigned.giving_up = Some(GivingUp { lost, _guard: guard });
-        self.give_up_if_drained(id).await;
+        assigned.giving_up = Some(GivingUp { lost, guard: guard.clone() });
     }
 
     async fn give_up_if_drained(&mut self, id: &PartitionId) {
@@ -423,10 +432,10 @@ impl Intake<'_> {
             return;
         }
         self.acknowledge(id).await;
-        self.close_assignment(id).await;
         tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, "given up");
-        // Dropping the source drops the guard, and the broker may continue.
-        self.sources.remove(id);
+        if let Some(assigned) = self.sources.remove(id) {
+            self.close_assignment(assigned);
+        }
     }
 
     async fn finished(&mut self, finished: Vec<Done>) {
@@ -507,14 +516,28 @@ impl Intake<'_> {
         }
     }
 
-    async fn close_assignment(&mut self, id: &PartitionId) {
-        let Some((assigned, (holding, _))) = self.sources.get(id).and_then(|one| Some((one, one.row.as_ref()?))) else {
+    /// Closes the row of a partition, in a task: a database that is away must not stop the polling of
+    /// the broker, nor let one partition wait for another one.
+    fn close_assignment(&mut self, assigned: Assigned) {
+        while self.closing.try_join_next().is_some() {}
+        let position = assigned.position();
+        // The broker goes on when the row is closed, or at once if there is none.
+        let (Some((holding, _)), guard) = (assigned.row, assigned.giving_up.map(|giving_up| giving_up.guard)) else {
             return;
         };
-        let position = assigned.position();
-        if let Err(error) = self.shared.store.close_assignment(self.consumer, holding, position.as_ref()).await {
-            tracing::warn!(consumer = %self.shared.options.name, %error, "clean stop not stored; the next start treats its messages as suspect");
-        }
+        let (shared, consumer) = (Arc::clone(self.shared), self.consumer);
+        self.closing.spawn(async move {
+            let closed = shared.store.close_assignment(consumer, &holding, position.as_ref());
+            let why = match tokio::time::timeout(CLOSE_MAX, closed).await {
+                Ok(Ok(())) => None,
+                Ok(Err(error)) => Some(error.to_string()),
+                Err(_) => Some(format!("the database did not answer within {CLOSE_MAX:?}")),
+            };
+            if let Some(why) = why {
+                tracing::warn!(consumer = %shared.options.name, %why, "clean stop not stored; the next start treats its messages as suspect");
+            }
+            drop(guard);
+        });
     }
 
     async fn is_idle(&mut self) -> Result<bool, BrokerError> {
@@ -566,14 +589,23 @@ impl Intake<'_> {
         true
     }
 
-    async fn close(mut self) {
-        let ids: Vec<_> = self.sources.keys().cloned().collect();
-        for id in &ids {
-            self.acknowledge(id).await;
-            if self.sources.get(id).is_some_and(|assigned| assigned.outstanding == 0) {
-                self.close_assignment(id).await;
+    /// Ends all. If the subscriber is `alive`, what is done is acknowledged, and the partitions that
+    /// nothing of runs are closed.
+    async fn close(mut self, alive: bool) {
+        if alive {
+            let ids: Vec<_> = self.sources.keys().cloned().collect();
+            for id in &ids {
+                self.acknowledge(id).await;
+                if self.sources.get(id).is_some_and(|assigned| assigned.outstanding == 0)
+                    && let Some(assigned) = self.sources.remove(id)
+                {
+                    self.close_assignment(assigned);
+                }
             }
         }
-        self.subscriber.close().await;
+        while self.closing.join_next().await.is_some() {}
+        if alive {
+            self.subscriber.close().await;
+        }
     }
 }

@@ -60,10 +60,18 @@ enum Tries {
     Unjudged,
     /// No message is suspect: no try is counted before the batch runs.
     Free,
-    /// The tries of these messages must be counted before the batch runs.
-    Due(Vec<MessageId>),
+    /// The tries of these messages must be counted before the batch runs. The flag says that they
+    /// may be counted already: the answer was lost.
+    Due(Vec<MessageId>, bool),
     /// The first try of each message is counted.
     Counted,
+}
+
+impl Tries {
+    /// Whether this process has counted tries, as far as it knows.
+    fn may_be_counted(&self) -> bool {
+        matches!(self, Self::Due(_, true) | Self::Counted)
+    }
 }
 
 /// How many waits for a lock a lane spends on the search for the message that waits, of a batch of
@@ -155,14 +163,17 @@ impl Lane {
                 }
             }
         }
-        if let Tries::Due(ids) = &mut tries {
+        if let Tries::Due(ids, may_be_counted) = &mut tries {
             // Some messages may have left the batch since.
             ids.retain(|id| items.iter().any(|item| item.message.id == *id));
             let (store, consumer) = (&self.shared.store, self.consumer);
             let counted = match store.is_contested(consumer, ids).await {
                 // Another process, perhaps frozen, works on one of them: do not wait for it.
                 Ok(true) => return self.part_contested(items, &tries, stack),
-                Ok(false) => store.begin_first_attempts(consumer, ids).await,
+                Ok(false) => {
+                    *may_be_counted = true;
+                    store.begin_first_attempts(consumer, ids).await
+                }
                 Err(error) => Err(error),
             };
             if let Err(error) = counted {
@@ -353,7 +364,7 @@ impl Lane {
     /// Sets aside the messages that follow one of their key that is set aside.
     async fn leave_aside(&mut self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (behind, free): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.aside.is_before(item));
-        if !behind.is_empty() && matches!(tries, Tries::Counted) {
+        if !behind.is_empty() && tries.may_be_counted() {
             self.uncount(&behind).await;
         }
         behind.into_iter().for_each(|item| self.set_aside(item));
@@ -384,7 +395,7 @@ impl Lane {
 
     async fn leave_revoked(&self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.is_left(item));
-        if !left.is_empty() && matches!(tries, Tries::Due(_) | Tries::Counted) {
+        if !left.is_empty() && tries.may_be_counted() {
             self.uncount(&left).await;
         }
         for item in &left {
@@ -393,14 +404,11 @@ impl Lane {
         kept
     }
 
-    /// Takes back the first tries of items that are left for later.
+    /// Takes back one try of each item that is left for later. Another process may have the items by
+    /// now: what it counted stays.
     pub(super) async fn uncount(&self, items: &[Item]) {
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
-        let taken_back = async {
-            let mut tx = self.shared.store.begin(self.consumer).await?;
-            tx.clear_attempts(&ids).await?;
-            tx.commit().await
-        };
+        let taken_back = self.shared.store.take_back_attempts(self.consumer, &ids);
         let why = match tokio::time::timeout(TAKE_BACK, taken_back).await {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error.to_string(),
@@ -476,7 +484,7 @@ impl Lane {
 }
 
 fn to_count(ids: Vec<MessageId>, suspects: bool) -> Tries {
-    if suspects { Tries::Due(ids) } else { Tries::Free }
+    if suspects { Tries::Due(ids, false) } else { Tries::Free }
 }
 
 /// Puts the parts of a plan on the stack, so that the first part is next. The error belongs to the

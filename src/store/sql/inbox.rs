@@ -138,8 +138,8 @@ impl<S: OwnInbox> Inbox for S {
         attempts::count_first(self, consumer, ids).await
     }
 
-    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
-        attempts::take_back(self, consumer, id).await
+    async fn take_back_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
+        attempts::take_back(self, consumer, ids).await
     }
 
     async fn failed_attempt(

@@ -284,7 +284,7 @@ pub async fn r26_the_first_tries_of_a_batch_are_counted_together_and_once<F: Fix
     }
     // A message whose only try was taken back, but which has an error in its history.
     store.failed_attempt(consumer, ids[1], "no", true).await.unwrap();
-    store.take_back_attempt(consumer, ids[1]).await.unwrap();
+    store.take_back_attempts(consumer, &[ids[1]]).await.unwrap();
     // A message that came twice is in a batch twice.
     let twice: Vec<_> = ids.iter().chain(&ids).copied().collect();
     for batch in [&ids, &twice] {
@@ -304,15 +304,29 @@ pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial
     let rows = format!("select count(*) from {}", trial.table("attempt"));
     store.begin_attempt(consumer, entry.id).await.unwrap();
     store.begin_attempt(consumer, other.id).await.unwrap();
-    store.take_back_attempt(consumer, entry.id).await.unwrap();
-    store.take_back_attempt(consumer, entry.id).await.unwrap();
+    store.take_back_attempts(consumer, &[entry.id]).await.unwrap();
+    store.take_back_attempts(consumer, &[entry.id]).await.unwrap();
     assert_eq!(store.attempts(consumer, &[entry.id, other.id]).await.unwrap(), [(other.id, 1)]);
     assert_eq!(trial.number(&rows).await, 1, "nothing is left of it");
     assert_eq!(store.failed_attempt(consumer, entry.id, "no", true).await.unwrap(), 1);
     assert_eq!(store.begin_attempt(consumer, entry.id).await.unwrap(), 2);
-    store.take_back_attempt(consumer, entry.id).await.unwrap();
+    store.take_back_attempts(consumer, &[entry.id]).await.unwrap();
     assert_eq!(store.attempts(consumer, &[entry.id]).await.unwrap(), [(entry.id, 1)]);
     assert_eq!(store.begin_attempt(consumer, entry.id).await.unwrap(), 2);
+}
+
+/// A process that lost a partition takes its tries back late. What the next owner of the messages
+/// counted meanwhile stays.
+pub async fn r26_tries_are_taken_back_without_those_that_the_next_owner_counted<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let store = &trial.store;
+    let ids: Vec<_> = (0..3).map(|_| new_entry().id).collect();
+    store.begin_first_attempts(consumer, &ids).await.unwrap();
+    assert_eq!(store.begin_attempt(consumer, ids[0]).await.unwrap(), 2, "the next owner");
+    store.take_back_attempts(consumer, &ids).await.unwrap();
+    assert_eq!(store.attempts(consumer, &ids).await.unwrap(), [(ids[0], 1)]);
+    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("attempt"))).await, 1);
+    store.take_back_attempts(consumer, &[]).await.unwrap();
 }
 
 /// An assignment that is still open shows that its last owner died: the next owner treats the

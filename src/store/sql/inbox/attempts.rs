@@ -35,13 +35,19 @@ const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id,
     {pg lite: on conflict (consumer_id, message_id) do update set}{my: on duplicate key update} \
     attempts = {pg my: greatest}{lite: max}(oncebox.attempt.attempts, 1)";
 
-const TAKE_BACK: &str = "update oncebox.attempt set attempts = attempts - 1, updated_at = {clock} \
-    where consumer_id = :consumer and message_id = :id and attempts > 0";
+const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
+    {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
+       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a} \
+    set attempts = a.attempts - 1, updated_at = {clock} \
+    where {pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids} and} a.attempts > 0";
 
-/// Deletes a row without a counted try and without an error. Otherwise only the success of a
-/// counted try would delete it.
-const FORGET_EMPTY: &str = "delete from oncebox.attempt where consumer_id = :consumer and message_id = :id \
-    and attempts = 0 and {pg lite: history = '[]'}{my: json_length(history) = 0}";
+/// Deletes rows without a counted try and without an error. Otherwise only the success of a counted
+/// try would delete them.
+const FORGET_EMPTY: &str = concat!(
+    "{pg: /* planned anew */ }delete {my: a} from ",
+    of_ids!(),
+    " and a.attempts = 0 and {pg lite: a.history = '[]'}{my: json_length(a.history) = 0}"
+);
 
 const COUNTED_OF: &str =
     concat!("{pg: /* planned anew */ }select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
@@ -97,11 +103,14 @@ pub(super) async fn count_first(
     Ok(())
 }
 
-/// Takes back a try that was not made.
-pub(super) async fn take_back(store: &dyn SqlStore, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
+/// Takes back one try of each of these messages.
+pub(super) async fn take_back(store: &dyn SqlStore, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
+    if ids.is_empty() {
+        return Ok(());
+    }
     let mut transaction = store.begin_sql().await?;
     for text in [TAKE_BACK, FORGET_EMPTY] {
-        transaction.session().run(of_one(text, consumer, id)).await?;
+        transaction.session().run(of_many(text, consumer, ids)).await?;
     }
     transaction.commit().await
 }
