@@ -104,6 +104,9 @@ pub struct Parked {
     pub attempts: u32,
     /// The error of the last try.
     pub error: Option<String>,
+    /// The number of the row that it had in the waiting table until its handler committed by
+    /// itself: it takes this place again, before what stands behind it. None: it comes last.
+    pub sequence: Option<i64>,
 }
 
 /// The result of the check before COMMIT (R23).
@@ -323,9 +326,13 @@ pub trait InboxTx: Send {
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Removes leased waiting messages of one key and one lease, and makes the next message of the
-    /// key due. False where the lease is not ours any more: then roll back.
+    /// Removes leased waiting messages of one key and one lease. False where the lease is not ours
+    /// any more: then roll back. The next message of the key is not due yet, because a handler that
+    /// commits by itself commits this too: [`Self::wake`] comes after the proof.
     async fn finish(&mut self, leased: &[crate::inbox::port::waiting::LeasedMessage]) -> Result<bool, StoreError>;
+
+    /// Makes the first message of each of these keys due, if it waits without a due time.
+    async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError>;
 
     /// Deletes the attempt rows of messages that are handled or stored.
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;

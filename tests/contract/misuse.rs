@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use oncebox::ConsumerOptions;
 
 use oncebox::HandlerError;
-use oncebox::store::{ActContext, Operator as _};
+use oncebox::store::{ActContext, Operator as _, OperatorAct};
 
 use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
 
@@ -243,6 +243,38 @@ async fn r23_a_raw_commit_in_a_retry_that_fails_is_dead_and_not_lost() {
         consumer.end().await;
     })
     .await;
+}
+
+/// What stands behind it stays there, and so does what comes meanwhile. Shown to fail: the next one
+/// was due with the handler's commit, and the dead one was stored behind all of them.
+async fn holds_its_key<S: Sql>(world: World<S>) {
+    let tries = AtomicU32::new(0);
+    world.deliver_all(&["a1", "a2", "a3"]);
+    let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
+        ("a1", 0..2) => super::kit::fails(),
+        ("a1", 2) => Act::RunAndFail("commit"),
+        _ => Act::Done,
+    };
+    let consumer = world.consumer(consumer_options(), Does(act));
+    world.until_consumer("dead, and two held", |ledger| (ledger.dead, ledger.held) == (1, 2)).await;
+    let dead = world.dead().await.remove(0);
+    assert_eq!((dead.reason.as_str(), dead.payload.as_slice(), dead.behind), ("transaction-ended", &b"a1"[..], 2));
+    world.deliver_all(&["a4"]);
+    world.until_consumer("the next one is held too", |ledger| (ledger.dead, ledger.held) == (1, 3)).await;
+    assert_eq!(world.effects().await, ["a1"], "what its handler committed");
+    world.act(OperatorAct::Discard).await;
+    world.until_effects(&["a1", "a2", "a3", "a4"]).await;
+    consumer.end().await;
+}
+
+#[tokio::test]
+async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message_on_postgres() {
+    on_postgres("r23_retry_holds", holds_its_key).await;
+}
+
+#[tokio::test]
+async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message_on_mariadb() {
+    on_mariadb("r23_retry_holds", holds_its_key).await;
 }
 
 /// How a handler ends its transaction, and a statement that outlives its time.

@@ -81,7 +81,10 @@ async fn batch(store: &PostgresStore, consumer: ConsumerId) {
 /// Retries of one key, from parking to the last one.
 async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     let mut tx = store.begin(consumer).await.unwrap();
-    let parked = |park_as: ParkAs| Parked { message: message(key, Uuid::now_v7()), park_as, attempts: 0, error: None };
+    let parked = |park_as: ParkAs| {
+        let message = message(key, Uuid::now_v7());
+        Parked { message, park_as, attempts: 0, error: None, sequence: None }
+    };
     tx.park(&[parked(ParkAs::Due(Duration::ZERO)), parked(ParkAs::Behind), parked(ParkAs::Behind)]).await.unwrap();
     tx.commit().await.unwrap();
     store.next_due(consumer, &scope()).await.unwrap().unwrap();
@@ -91,8 +94,10 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     assert!(store.count_try(&head).await.unwrap());
     assert_eq!(store.give_back(consumer, &behind).await.unwrap(), behind.len() as u64);
     let mut tx = store.begin(consumer).await.unwrap();
+    let lane = head.message.lane_id().unwrap();
     assert!(tx.finish(&[head]).await.unwrap());
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+    tx.wake(&[lane]).await.unwrap();
     tx.commit().await.unwrap();
     let second = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
     assert!(store.postpone(&second, Duration::ZERO, "no").await.unwrap());

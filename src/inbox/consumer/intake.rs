@@ -516,8 +516,8 @@ impl Intake<'_> {
         }
     }
 
-    /// Closes the row of a partition, in a task: a database that is away must not stop the polling of
-    /// the broker, nor let one partition wait for another one.
+    /// Closes the row of a partition, in a task: a database that is away must not stop the polling
+    /// of the broker, nor let one partition wait for another one.
     fn close_assignment(&mut self, assigned: Assigned) {
         while self.closing.try_join_next().is_some() {}
         let position = assigned.position();
@@ -589,8 +589,8 @@ impl Intake<'_> {
         true
     }
 
-    /// Ends all. If the subscriber is `alive`, what is done is acknowledged, and the partitions that
-    /// nothing of runs are closed.
+    /// Ends all. If the subscriber is `alive`, what is done is acknowledged, and the partitions of
+    /// which nothing runs are closed.
     async fn close(mut self, alive: bool) {
         if alive {
             let ids: Vec<_> = self.sources.keys().cloned().collect();

@@ -294,9 +294,9 @@ impl Lane {
         stack_up(items, again.parts, &tries, None, stack);
     }
 
-    /// More than one message waits for a lock, perhaps each of them for the same one. The lane would
-    /// stand as long as all their waits take together, so what a handler takes is stored as waiting,
-    /// untried: the retriers find out which of them can run.
+    /// More than one message waits for a lock, perhaps each of them for the same one. The lane
+    /// would stand as long as all their waits take together. So what a handler takes is stored as
+    /// waiting, untried: the retriers find out which of them can run.
     fn all_wait(&self, items: Vec<Item>, error: &HandlerError, tries: Tries, stack: &mut Vec<Work>) {
         let counted = matches!(tries, Tries::Counted);
         let is_handled =
@@ -404,8 +404,8 @@ impl Lane {
         kept
     }
 
-    /// Takes back one try of each item that is left for later. Another process may have the items by
-    /// now: what it counted stays.
+    /// Takes back one try of each item that is left for later. Another process may have the items
+    /// by now: what it counted stays.
     pub(super) async fn uncount(&self, items: &[Item]) {
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         let taken_back = self.shared.store.take_back_attempts(self.consumer, &ids);

@@ -333,7 +333,7 @@ impl Retrier {
         }
     }
 
-    /// Makes one try. `None`: a stop came first, or its grace is over, and nothing of the try stays.
+    /// Makes one try. `None`: a stop came first, or its grace is over; nothing of the try stays.
     async fn attempt(&self, run: &[LeasedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
         let (shared, consumer, abandon) = (&self.shared, self.consumer, &self.abandon);
         if !suspect {
@@ -416,7 +416,8 @@ impl Retrier {
             }
             Some(Owed::StoreAsEnded(run)) => {
                 while let Some(ended) = run.front() {
-                    settle::store_ended(shared, consumer, &ended.message, ended.message.attempt).await?;
+                    let (message, place) = (&ended.message, Some(ended.sequence));
+                    settle::store_ended(shared, consumer, message, message.attempt, place).await?;
                     run.pop_front();
                 }
             }
@@ -506,6 +507,9 @@ async fn body(
     let messages: Vec<&Message> = run.iter().map(|one| &one.message).collect();
     if let Some(failure) = handle(shared, tx, wanted, &messages, None, enqueued).await? {
         return Ok(RunEnd::Failed(failure));
+    }
+    if let Some(lane) = run.first().and_then(|head| head.message.lane_id()) {
+        tx.wake(&[lane]).await?;
     }
     let ids: Vec<MessageId> = run.iter().map(|one| one.message.id).collect();
     tx.clear_attempts(&ids).await?;

@@ -36,7 +36,7 @@ pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) ->
 /// `unhandled`, `error` a sentence for people.
 pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
     let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
-    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
+    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()), sequence: None }
 }
 
 /// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
@@ -59,8 +59,8 @@ pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
 /// cannot take is stored as dead without its content: its partition goes on, and its coordinates
 /// show where the content is.
 pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
-    let parked =
-        Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
+    let (message, error) = (item.message.clone(), Some(error.message().to_owned()));
+    let parked = Parked { message, park_as, attempts: tries, error, sequence: None };
     let (mut blame, mut unstorable) = (Blame::default(), None);
     loop {
         match store(lane, &item, &parked, unstorable.as_deref()).await {
@@ -89,7 +89,9 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
 /// was there already: another process finished it meanwhile.
 fn say(lane: &Lane, stored: Option<&Parked>) -> DeliveryOutcome {
     let consumer = &lane.shared.options.name;
-    let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return DeliveryOutcome::Duplicate };
+    let Some(Parked { message, park_as, attempts: tries, error, .. }) = stored else {
+        return DeliveryOutcome::Duplicate;
+    };
     let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
     let error = error.as_deref().unwrap_or_default();
     match park_as {
@@ -164,7 +166,8 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let place = &message.coordinates;
     let said = error.map(|error| format!("; before that: {error}")).unwrap_or_default();
     let error = format!("the database does not take it: {why}; its content is only in the broker, at {place}{said}");
-    Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
+    let park_as = ParkAs::Dead { reason: "unstorable".to_owned(), holds };
+    Parked { message, park_as, attempts, error: Some(error), sequence: None }
 }
 
 /// Stores as dead a message whose handler committed its transaction, and with it the inbox row;
@@ -172,7 +175,7 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
 /// (R23).
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     loop {
-        match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
+        match store_ended(&lane.shared, lane.consumer, &item.message, 1, None).await {
             Ok(()) => {
                 lane.went_well();
                 return lane.report(&item, true);
@@ -187,19 +190,26 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     }
 }
 
-/// Stores as dead a message whose handler committed its transaction. The caller tries again after
-/// an error, because the message is stored nowhere else.
+/// Stores as dead a message whose handler committed its transaction; `sequence` is the place that
+/// it had among those of its key that wait. The caller tries again after an error, because the
+/// message is stored nowhere else.
 pub(super) async fn store_ended(
     shared: &Shared,
     consumer: ConsumerId,
     message: &Message,
     attempts: u32,
+    sequence: Option<i64>,
 ) -> Result<(), StoreError> {
     const WHY: &str = "the handler ended the transaction it was given; whether its effects are complete is not known";
     let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: shared.options.holds() };
-    let parked = Parked { message: message.clone(), park_as, attempts, error: Some(WHY.to_owned()) };
+    let parked = Parked { message: message.clone(), park_as, attempts, error: Some(WHY.to_owned()), sequence };
     let mut tx = shared.store.begin(consumer).await?;
-    if let Err(error) = tx.park(&[parked]).await {
+    let stored = async {
+        tx.park(&[parked]).await?;
+        // What stands behind it goes on, unless the dead one holds it.
+        tx.wake(message.lane_id().as_slice()).await
+    };
+    if let Err(error) = stored.await {
         roll_back(tx).await;
         return Err(error);
     }

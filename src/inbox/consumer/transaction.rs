@@ -28,8 +28,8 @@ pub(super) enum NotCommitted {
     Abandoned,
 }
 
-/// Waits for the work; `None` where the grace of a stop ended first. If the work is done at the same
-/// moment, its result counts.
+/// Waits for the work; `None` where the grace of a stop ended first. If the work is done at the
+/// same moment, its result counts.
 pub(super) async fn unless<T>(give_up: &CancellationToken, work: impl Future<Output = T>) -> Option<T> {
     tokio::select! {
         biased;

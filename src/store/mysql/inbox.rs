@@ -256,6 +256,10 @@ impl InboxTx for MySqlInboxTx {
         Ok(finished)
     }
 
+    async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
+        waiting::wake(&mut self.transaction, self.consumer, lanes).await
+    }
+
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
         clear_attempts(&mut self.transaction, self.consumer, ids).await
     }

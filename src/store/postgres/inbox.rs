@@ -278,6 +278,10 @@ impl InboxTx for PostgresTx {
         Ok(true)
     }
 
+    async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
+        waiting::wake(&mut self.tx, self.consumer, lanes).await
+    }
+
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
         clear_attempts(&mut self.tx, self.consumer, ids).await
     }

@@ -5,8 +5,8 @@
 //! * Of a key only the head is leased, under the lock of its row, so a head has one lease at a
 //!   time. A head that another transaction has locked is skipped, not waited for.
 //! * Rows behind a head have no due time, so a poll does not read them. The transaction that
-//!   removes a head makes the next row due, and a sweep finds heads that a race left without a due
-//!   time.
+//!   removes a head makes the next row due, after its proof, and a sweep finds heads that a race
+//!   left without a due time.
 //! * On PostgreSQL what finds rows by lists is planned for each run: the table is small until
 //!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
@@ -391,19 +391,15 @@ pub(in crate::store) async fn wake(
     Ok(())
 }
 
-/// Removes leased rows of one key in the handler's transaction, and makes the next row of the key
-/// due. False where the lease is not ours any more: then roll back.
+/// Removes leased rows of one key in the handler's transaction. False where the lease is not ours
+/// any more: then roll back.
 pub(in crate::store) async fn finish(
     session: &mut dyn Session,
     consumer: ConsumerId,
     leased: &[LeasedMessage],
 ) -> Result<bool, StoreError> {
     let Some(first) = leased.first() else { return Ok(false) };
-    if session.run(removal(consumer, leased, first.lease)).await? != leased.len() as u64 {
-        return Ok(false);
-    }
-    wake(session, consumer, first.message.lane_id().as_slice()).await?;
-    Ok(true)
+    Ok(session.run(removal(consumer, leased, first.lease)).await? == leased.len() as u64)
 }
 
 fn numbers(leased: &[LeasedMessage]) -> Vec<i64> {

@@ -190,6 +190,10 @@ impl InboxTx for SqliteInboxTx {
         waiting::finish(self.write.connection(), self.consumer, leased).await
     }
 
+    async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
+        waiting::wake(self.write.connection(), self.consumer, lanes).await
+    }
+
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
         clear_attempts(self.write.connection(), self.consumer, ids).await
     }

@@ -47,6 +47,7 @@ fn payloads(leased: &[LeasedMessage]) -> Vec<&str> {
 async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, leased: &[LeasedMessage]) {
     let mut tx = trial.store.begin(consumer).await.unwrap();
     assert!(tx.finish(leased).await.unwrap());
+    tx.wake(leased[0].message.lane_id().as_slice()).await.unwrap();
     tx.commit().await.unwrap();
 }
 

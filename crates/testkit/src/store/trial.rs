@@ -233,7 +233,8 @@ pub(super) fn new_entry() -> InboxEntry {
 /// A message to park: after one try, or behind another one and never tried.
 pub(super) fn parked(message: &Message, park_as: ParkAs) -> Parked {
     let tried = park_as != ParkAs::Behind;
-    Parked { message: message.clone(), park_as, attempts: u32::from(tried), error: tried.then(|| "no".to_owned()) }
+    let (message, error) = (message.clone(), tried.then(|| "no".to_owned()));
+    Parked { message, park_as, attempts: u32::from(tried), error, sequence: None }
 }
 
 /// All kinds of the topic that cases use.

@@ -32,6 +32,7 @@ async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[L
     let mut tx = trial.store.begin(consumer).await.unwrap();
     let finished = tx.finish(run).await.unwrap();
     if finished {
+        tx.wake(run[0].message.lane_id().as_slice()).await.unwrap();
         tx.commit().await.unwrap();
     } else {
         tx.rollback().await.unwrap();
@@ -84,8 +85,7 @@ pub async fn r25_a_head_is_leased_once_by_many_at_once<F: Fixture>(trial: &Trial
     assert_eq!(leased, ["a1", "b1", "c1"]);
 }
 
-/// Finishing a head makes the next message of its key due, in the same transaction: only if that
-/// transaction commits.
+/// The transaction that finishes a head makes the next message of its key due, if it commits.
 pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     three_of_each(trial, consumer, &["a"]).await;
