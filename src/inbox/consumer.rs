@@ -321,8 +321,12 @@ fn subscription(options: &ConsumerOptions) -> Subscription {
 #[cfg(all(test, feature = "sqlite", feature = "embedded"))]
 mod fixture {
     #![allow(clippy::unwrap_used)]
+    use super::item::{Item, Source};
     use super::*;
     use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+    use crate::broker::{Delivery, PartitionId, envelope};
+    use crate::inbox::rules::suspicion::Suspicion;
+    use crate::message::Coordinates;
     use crate::store::base::{Base, StoreOptions};
     use crate::store::schema::Schema;
     use crate::store::sqlite::SqliteStore;
@@ -345,6 +349,20 @@ mod fixture {
 
     pub(super) fn options() -> ConsumerOptions {
         ConsumerOptions::new("ledger", vec!["t".into()])
+    }
+
+    /// Two deliveries of one key.
+    pub(super) fn two(shared: &Shared) -> [Item; 2] {
+        let id = PartitionId { place: "t".into(), partition: 0, generation: 1 };
+        let source = Source::new(id.clone(), Suspicion::closed());
+        [1, 2].map(|sequence| {
+            let headers = [("ce_id", sequence.to_string()), ("ce_type", "made".into()), ("ce_source", "test".into())];
+            let headers = headers.map(|(name, value)| (name.to_owned(), value.into_bytes())).to_vec();
+            let coordinates = Coordinates { place: "t".into(), partition: 0, offset: sequence };
+            let arrived = envelope::arrive(Some(b"a".to_vec()), headers, b"1".to_vec(), None, coordinates);
+            let delivery = Delivery { source: id.clone(), sequence, redelivered: false, arrived };
+            Item::identify(delivery, Arc::clone(&source), &shared.options, true)
+        })
     }
 
     impl Parts {

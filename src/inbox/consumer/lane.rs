@@ -525,17 +525,12 @@ mod tests {
     use tokio::sync::Notify;
 
     use super::*;
-    use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-    use crate::broker::{Delivery, PartitionId, envelope};
-    use crate::inbox::consumer::item::Source;
-    use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers};
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{Parts, options, parts, two};
     use crate::inbox::handler::{HandlerTx, MessageHandler};
-    use crate::inbox::port::{ConsumerSpec, Inbox};
-    use crate::inbox::rules::suspicion::Suspicion;
-    use crate::message::{Coordinates, Message};
-    use crate::observe::Health;
-    use crate::store::base::{Base, StoreOptions};
-    use crate::store::schema::Schema;
+    use crate::inbox::port::waiting::Waiting;
+    use crate::inbox::port::{Inbox, InboxEntry, ParkAs, Parked};
+    use crate::message::Message;
     use crate::store::sqlite::SqliteStore;
 
     /// A handler that fails each time and counts its runs.
@@ -554,31 +549,14 @@ mod tests {
     /// its source is revoked. Shown by: leaving only what is revoked; the second ran.
     #[tokio::test]
     async fn a_stop_between_two_tries_in_place_starts_no_later_message_of_the_key() {
-        let directory = tempfile::tempdir().unwrap();
-        let url = format!("sqlite://{}", directory.path().join("lane.db").display());
-        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-        store.migrate().await.unwrap();
-        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-        let consumer = store.register(&spec).await.unwrap();
-        let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
-        let source = PartitionId { place: "t".into(), partition: 0, generation: 1 };
-        let deliveries = [1, 2].map(|sequence| {
-            let headers = [("ce_id", sequence.to_string()), ("ce_type", "made".into()), ("ce_source", "test".into())];
-            let headers = headers.map(|(name, value)| (name.to_owned(), value.into_bytes())).to_vec();
-            let coordinates = Coordinates { place: "t".into(), partition: 0, offset: sequence };
-            let arrived = envelope::arrive(Some(b"a".to_vec()), headers, b"1".to_vec(), None, coordinates);
-            Delivery { source: source.clone(), sequence, redelivered: false, arrived }
-        });
         let ran = Arc::new((AtomicUsize::new(0), Notify::new()));
-        let mut options = ConsumerOptions::new("ledger", vec!["t".into()]);
+        let mut options = options();
         (options.retry.in_place, options.retry.in_place_delay) = (5, Duration::from_secs(600));
-        let handlers = Handlers::all(Fails(Arc::clone(&ran)));
-        let shared = Consumer::new(store, Arc::new(broker), handlers, options, Health::default()).0;
+        let parts = parts(options, Handlers::all(Fails(Arc::clone(&ran)))).await;
+        let (consumer, shared) = (parts.register().await, Arc::clone(&parts.shared));
         let (sender, items) = mpsc::unbounded_channel();
         let (done, mut ends) = mpsc::unbounded_channel();
-        let source = Source::new(source, Suspicion::closed());
-        for delivery in deliveries {
-            let item = Item::identify(delivery, Arc::clone(&source), &shared.options, true);
+        for item in two(&shared) {
             assert!(sender.send(item).is_ok());
         }
         let stop = CancellationToken::new();
@@ -590,6 +568,74 @@ mod tests {
         assert_eq!(ran.0.load(Ordering::Relaxed), 1, "the second message did not run");
         for _ in 0..2 {
             assert_eq!(ends.recv().await.unwrap().end, End::Left);
+        }
+    }
+
+    /// A lane that has nothing to do, and what it reports.
+    async fn lane() -> (Parts, Lane, mpsc::UnboundedReceiver<Done>) {
+        let parts = parts(options(), Handlers::all(Fails(Arc::default()))).await;
+        let (consumer, shared) = (parts.register().await, Arc::clone(&parts.shared));
+        let (done, ends) = mpsc::unbounded_channel();
+        let (stop, abandon) = (CancellationToken::new(), CancellationToken::new());
+        let (fault, aside) = (TransientFault::default(), Aside::default());
+        (parts, Lane { number: 0, shared, consumer, done, stop, abandon, fault, aside, lock_waits: 0 }, ends)
+    }
+
+    /// As if a retrier had removed the head of the key while the second message was stored behind
+    /// it: what is the first one now has no due time. Only a wake, or a sweep, which nobody makes
+    /// here, gives it one.
+    async fn wakes_its_key(stores: impl AsyncFnOnce(&mut Lane, Item)) {
+        let (parts, mut lane, mut ends) = lane().await;
+        let consumer = lane.consumer;
+        let [first, second] = two(&lane.shared);
+        let mut tx = parts.store.begin(consumer).await.unwrap();
+        tx.admit(&[InboxEntry { id: first.message.id, hash: first.hash }]).await.unwrap();
+        let (message, park_as) = (first.message.clone(), ParkAs::Behind);
+        tx.park(&[Parked { message, park_as, attempts: 0, error: None, sequence: None }]).await.unwrap();
+        tx.commit().await.unwrap();
+        let due = || parts.store.next_due(consumer, &parts.shared.scope);
+        assert_eq!(due().await.unwrap(), None);
+        stores(&mut lane, second).await;
+        assert_eq!(ends.recv().await.unwrap().end, End::Committed);
+        assert_eq!(due().await.unwrap(), Some(Duration::ZERO));
+    }
+
+    /// Shown by: storing it and no more.
+    #[tokio::test]
+    async fn r25_a_message_that_is_stored_after_its_tries_wakes_its_key() {
+        wakes_its_key(async |lane: &mut Lane, item: Item| {
+            let error = HandlerError::retryable("not today");
+            settle::park(lane, item, ParkAs::Due(Duration::ZERO), 1, &error).await;
+        })
+        .await;
+    }
+
+    /// Shown by: waking keys after a batch only.
+    #[tokio::test]
+    async fn r25_a_message_that_runs_alone_and_is_stored_behind_its_key_wakes_it() {
+        wakes_its_key(async |lane: &mut Lane, item: Item| alone::run(lane, item, Why::Transient, false).await).await;
+    }
+
+    /// The next owner of a message has counted a try of its own. Shown by: deleting the counts,
+    /// also where this lane had counted none.
+    #[tokio::test]
+    async fn r26_a_lane_that_leaves_a_message_takes_back_its_own_try_only() {
+        let (parts, lane, mut ends) = lane().await;
+        let (store, consumer) = (&parts.store, lane.consumer);
+        for (tries, stay) in
+            [(Tries::Counted, 1), (Tries::Due(Vec::new(), true), 1), (Tries::Due(Vec::new(), false), 2)]
+        {
+            let [item, _] = two(&lane.shared);
+            let id = item.message.id;
+            store.begin_first_attempts(consumer, &[id]).await.unwrap();
+            assert_eq!(store.begin_attempt(consumer, id).await.unwrap(), 2);
+            item.source.revoke();
+            assert!(lane.leave_revoked(vec![item], &tries).await.is_empty());
+            assert_eq!(ends.recv().await.unwrap().end, End::Left);
+            assert_eq!(store.attempts(consumer, &[id]).await.unwrap(), [(id, stay)], "{tries:?}");
+            for _ in 0..stay {
+                store.take_back_attempts(consumer, &[id]).await.unwrap();
+            }
         }
     }
 }

@@ -57,3 +57,47 @@ pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: Un
         }
     }
 }
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use tokio::sync::mpsc::unbounded_channel;
+
+    use super::*;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{options, parts};
+    use crate::inbox::port::Inbox;
+    use crate::observe::PartState;
+    use crate::store::base::Base;
+
+    /// Shown by: a write only when the next position is told.
+    #[tokio::test]
+    async fn a_position_that_could_not_be_written_is_written_later_though_none_is_told_after_it() {
+        let parts = parts(options(), Handlers::new()).await;
+        let (consumer, health) = (parts.register().await, &parts.shared.health);
+        health.set(&parts.shared.part, PartState::Ready);
+        let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
+        parts.store.open_assignment(consumer, &holding).await.unwrap();
+        let refuse = "create trigger refuse before update on oncebox_assignment begin select raise(abort, 'no'); end";
+        sqlx::query(refuse).execute(parts.store.pool()).await.unwrap();
+        let (tell, told) = unbounded_channel();
+        let keeper = tokio::spawn(keep(Arc::clone(&parts.shared), consumer, told));
+        tell.send((holding, Position { topic_id: None, next: 7 })).unwrap();
+        let fails = async {
+            while !format!("{:?}", health.lines()).contains("positions cannot be written") {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), fails).await.unwrap();
+        sqlx::query("drop trigger refuse").execute(parts.store.pool()).await.unwrap();
+        let next = "select next_offset from oncebox_assignment";
+        let written = async {
+            while sqlx::query_scalar::<_, Option<i64>>(next).fetch_one(parts.store.pool()).await.unwrap() != Some(7) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), written).await.unwrap();
+        drop(tell);
+        keeper.await.unwrap();
+    }
+}
