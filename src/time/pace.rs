@@ -109,6 +109,7 @@ mod tests {
         assert_eq!(rest_after(&worked, took, least), REST_MAX);
         assert_eq!(rest_after(&failed, took, least), took, "30 s, and not 25 minutes");
         assert_eq!(rest_after(&failed, took / 100, least), least);
+        assert_eq!(rest_after(&failed, 10 * took, least), Duration::from_secs(60), "at most, after a failure too");
     }
 
     // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock

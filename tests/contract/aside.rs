@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 
 use oncebox::ConsumerOptions;
 use oncebox::message::MessageId;
-use oncebox::store::{ConsumerSpec, Holding, InboxEntry, Proof};
+use oncebox::store::{ConsumerSpec, Holding, InboxEntry, InboxTx, Proof, StoreOptions};
 use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 
-use super::kit::{Act, Does, Sql, World, consumer_options, on_mariadb, on_postgres};
+use super::kit::{Act, Behind, Does, Sql, World, behind_a_proxy, consumer_options, on_mariadb, on_postgres};
+use super::proxy::{Failure, When};
 
 /// The frozen process has inserted the first message of five keys, and its partition is found open
 /// by the next owner: each message that this one does not know runs alone in it.
@@ -113,4 +114,78 @@ async fn a_frozen_peer_stops_no_other_key_however_many_come_on_postgres() {
 #[tokio::test]
 async fn a_frozen_peer_stops_no_other_key_however_many_come_on_mariadb() {
     on_mariadb("frozen_peer_many", the_other_keys_flow_however_many_come).await;
+}
+
+/// A frozen process has inserted `a1`, and the partition is found open by the next owner.
+async fn frozen<S: Sql>(world: &World<S>) -> Box<dyn InboxTx> {
+    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+    let consumer = world.store.register(&spec).await.unwrap();
+    let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
+    world.store.open_assignment(consumer, &holding).await.unwrap();
+    let id = Uuid::now_v7();
+    let mut frozen = world.store.begin(consumer).await.unwrap();
+    frozen.admit(&[InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] }]).await.unwrap();
+    world.deliver(&id.to_string(), "made", "a1");
+    frozen
+}
+
+/// A look takes longer than the pause between two of them. Shown by: a pause that begins with the
+/// look; the lane looked again and again, and took nothing new.
+#[tokio::test]
+async fn a_slow_look_at_what_stands_aside_keeps_no_new_message_from_its_lane() {
+    on_postgres("slow_look_aside", |world| async move {
+        world
+            .run(
+                "create table slow (n int);
+                 create function slows() returns trigger language plpgsql security definer as
+                 $$ begin if exists (select 1 from public.slow) then perform pg_sleep(0.4); end if; return null; end $$;
+                 create trigger slows before insert on oncebox.inbox_timed for each statement execute function slows()",
+            )
+            .await;
+        let frozen = frozen(&world).await;
+        world.deliver_all(&["b1"]);
+        let running = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
+        // It came after `a1`, which is set aside by now.
+        world.until_effects(&["b1"]).await;
+        world.run("insert into slow values (1)").await;
+        world.deliver_all(&["c1"]);
+        world.until_effects(&["b1", "c1"]).await;
+        frozen.rollback().await.unwrap();
+        world.until_effects(&["b1", "c1", "a1"]).await;
+        running.end().await;
+    })
+    .await;
+}
+
+/// The first question whether a suspect can run has no answer.
+async fn a_suspect_is_asked_for_again<S: Sql>(behind: Behind<S>) {
+    let Behind { direct, through, proxy } = behind;
+    let frozen = frozen(&direct).await;
+    direct.deliver_all(&["b1"]);
+    let (since, at) = match S::NAME {
+        "postgres" => ("lock_timeout = '2ms'", "oncebox.admit"),
+        _ => ("", "for update nowait"),
+    };
+    proxy.fail_at(since, at, 0, When::BeforeRequest, Failure::Cut);
+    let mut options = consumer_options();
+    // No try is to spare, so each suspect runs alone.
+    options.retry.max_attempts = 1;
+    let running = through.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done));
+    direct.until_effects(&["b1"]).await;
+    assert!(proxy.has_failed());
+    let tries = format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX);
+    super::support::eventually("no try is counted", super::kit::SOON, || async {
+        direct.store.texts(&tries).await.is_empty().then_some(())
+    })
+    .await;
+    frozen.rollback().await.unwrap();
+    direct.until_effects(&["b1", "a1"]).await;
+    running.end().await;
+    through.store.close().await;
+}
+
+behind_a_proxy! {
+    /// Shown by: running it where the question failed: it waited for the frozen process, and its
+    /// lane with it.
+    a_suspect_whose_row_could_not_be_looked_at_is_looked_at_again: a_suspect_is_asked_for_again, StoreOptions::new("");
 }

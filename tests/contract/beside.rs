@@ -81,7 +81,7 @@ async fn waiting<S: Sql>(world: &World<S>) -> Vec<DeadMessage> {
 }
 
 /// A connection that has locked the row of `place`, for as long as it lives.
-async fn held_row<S: Sql>(world: &World<S>) -> sqlx::pool::PoolConnection<S::Db> {
+pub(crate) async fn held_row<S: Sql>(world: &World<S>) -> sqlx::pool::PoolConnection<S::Db> {
     world.run("create table place (n int primary key)").await;
     world.run("insert into place values (1)").await;
     let mut holder = world.store.pool().acquire().await.unwrap();

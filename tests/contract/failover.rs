@@ -176,6 +176,31 @@ async fn a_refused_partition_holds_only_itself_and_is_named() {
     consumer.end().await;
 }
 
+/// When the session ends, another process may get the partition. Shown by: showing it until this
+/// one has partitions again.
+#[tokio::test]
+async fn a_refused_partition_is_shown_only_while_it_is_assigned() {
+    let world = sqlite().await;
+    let options = || ConsumerOptions { id_rule: IdRule::Coordinates, ..consumer_options() };
+    let done = |_: &str, _: &oncebox::Message| Act::Done;
+    world.deliver_all(&["a1"]);
+    let consumer = world.consumer(options(), Does(done));
+    world.until_effects(&["a1"]).await;
+    consumer.end().await;
+    world.broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
+    world.deliver_all(&["a2"]);
+    let consumer = world.consumer(options(), Does(done));
+    for is_away in [false, true, false] {
+        world.broker.faults().away(is_away.then_some("the broker is away"));
+        eventually("it is shown, or not", SOON, || async {
+            let is_shown = world.health.lines().iter().any(|line| line.contains("t/0 is not consumed"));
+            (is_shown != is_away).then_some(())
+        })
+        .await;
+    }
+    consumer.end().await;
+}
+
 #[tokio::test]
 async fn of_a_topic_made_anew_what_the_broker_deleted_before_it_was_consumed_is_counted() {
     let (heard, _hearing) = super::observed::hear();

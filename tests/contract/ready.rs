@@ -163,6 +163,39 @@ behind_a_proxy! {
     a_lane_whose_partition_went_during_an_outage_keeps_nobody_unready: its_partition_goes, impatient();
 }
 
+/// The database of the first member falls silent while it has nothing to do; a second one comes.
+async fn idle_partitions_go<S: Sql>(behind: Behind<S>) {
+    let Behind { direct, through, proxy } = behind;
+    let broker = MemoryBroker::with_partitions(8);
+    let (mut direct, through) = (direct.with_broker(broker.clone()), through.with_broker(broker));
+    direct.health = Health::default();
+    let first = through.consumer(consumer_options(), Does(|_: &str, _: &Message| Act::Done));
+    until_ready(&through, true).await;
+    proxy.fails(Failure::Silence);
+    let met = Arc::new(Mutex::new(BTreeSet::new()));
+    let notes = Arc::clone(&met);
+    let act = move |_: &str, message: &Message| {
+        notes.lock().unwrap().insert(message.coordinates.partition);
+        Act::Done
+    };
+    let second = direct.consumer(consumer_options(), Does(act));
+    until_ready(&direct, true).await;
+    let names: Vec<String> = ('a'..='z').chain('A'..='Z').chain('0'..='9').map(|key| format!("{key}1")).collect();
+    direct.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    eventually("half of them are the second one's", SOON, || async { (met.lock().unwrap().len() == 4).then_some(()) })
+        .await;
+    proxy.works();
+    first.end().await;
+    second.end().await;
+}
+
+behind_a_proxy! {
+    /// Shown to fail: each partition waited for the database until that was given up, one after the
+    /// other.
+    partitions_without_work_are_given_up_though_the_database_is_silent:
+        idle_partitions_go, StoreOptions::new("");
+}
+
 /// One message waits; then the table in which it does is not to be read for a while.
 async fn cannot_lease<S: Sql>(world: World<S>) {
     let open = Arc::new(AtomicBool::new(false));

@@ -3,10 +3,13 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use oncebox::store::postgres::PostgresStore;
 use oncebox::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
+use super::beside::held_row;
 use super::kit::{
     Act, Does, DoesAll, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite,
 };
@@ -213,6 +216,36 @@ async fn r23_a_raw_commit_in_a_handler_of_sets_leaves_all_of_the_set_dead_and_no
         let dead = world.dead().await;
         assert!(dead.iter().all(|dead| dead.reason == "transaction-ended"), "{dead:?}");
         consumer.end().await;
+    })
+    .await;
+}
+
+/// All of a set wait for one row that somebody has locked; each of them has a key of its own. Shown
+/// by: halving down to each of them, which are 103 waits.
+#[tokio::test]
+async fn r27_a_row_for_which_all_of_a_set_wait_costs_its_lane_a_few_waits_and_no_try() {
+    on_postgres("sets_hot_row", |world| async move {
+        let mut holder = held_row(&world).await;
+        let calls = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&calls);
+        let act = move |_: &[&str]| {
+            count.fetch_add(1, Ordering::Relaxed);
+            Act::Run("set local lock_timeout = '50ms'; select n from place where n = 1 for update")
+        };
+        let mut options = consumer_options();
+        (options.retry.base, options.retry.cap) = (Duration::from_secs(3_600), Duration::from_secs(3_600));
+        let names: Vec<String> = ('a'..='z').chain('A'..='Z').map(|key| format!("{key}1")).collect();
+        world.broker.faults().hold_deliveries(true);
+        world.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
+        let consumer = world.consumer_of(options, Handlers::new().otherwise_batch(DoesAll(act)));
+        world.broker.faults().hold_deliveries(false);
+        world.until_consumer("all wait", |ledger| ledger.waiting == 52).await;
+        let calls = calls.load(Ordering::Relaxed);
+        assert!(calls <= 30, "{calls} waits");
+        let tries = world.store.texts("select attempts::text from oncebox.waiting").await;
+        assert!(tries.iter().all(|tries| tries == "0"), "{tries:?}");
+        consumer.end().await;
+        <PostgresStore as Sql>::run(&mut holder, "rollback").await.unwrap();
     })
     .await;
 }

@@ -124,3 +124,69 @@ behind_a_proxy! {
     /// Shown to fail: each of the partitions waited for the database, one after the other.
     a_stop_ends_within_its_grace_where_the_database_is_away: stops_without_a_database, StoreOptions::new("");
 }
+
+/// Its handler committed by itself and hangs when the grace of the stop ends: in a batch, or in a
+/// retry. Shown to fail: the work was dropped, and nothing told of the message.
+async fn stopped_behind_a_commit<S: Sql>(world: World<S>, fails_before: u32) {
+    let tries = AtomicU32::new(0);
+    world.deliver_all(&["a1"]);
+    let act = move |_: &str, _: &oncebox::Message| match tries.fetch_add(1, Ordering::Relaxed) {
+        n if n < fails_before => fails(),
+        _ => Act::Then("commit", Box::new(Act::Hang)),
+    };
+    let options = ConsumerOptions {
+        handler_timeout: Duration::from_secs(60),
+        shutdown_grace: Duration::from_secs(8),
+        ..consumer_options()
+    };
+    let consumer = world.consumer(options, Does(act));
+    world.until_effects(&["a1"]).await;
+    assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+    let dead = world.dead().await;
+    assert_eq!(dead.iter().map(|dead| dead.reason.as_str()).collect::<Vec<_>>(), ["transaction-ended"]);
+}
+
+#[tokio::test]
+async fn r23_a_stop_behind_a_raw_commit_leaves_its_message_dead_and_not_lost_on_postgres() {
+    for fails_before in [0, 2] {
+        on_postgres("r23_stop", move |world| stopped_behind_a_commit(world, fails_before)).await;
+    }
+}
+
+#[tokio::test]
+async fn r23_a_stop_behind_a_raw_commit_leaves_its_message_dead_and_not_lost_on_mariadb() {
+    for fails_before in [0, 2] {
+        on_mariadb("r23_stop", move |world| stopped_behind_a_commit(world, fails_before)).await;
+    }
+}
+
+/// The grace leaves as long for what runs as COMMIT takes, and what it says counts. Shown to fail:
+/// it was dropped in the middle, and its message was not acknowledged.
+#[tokio::test]
+async fn a_commit_that_is_on_its_way_at_the_end_of_the_grace_is_waited_for_and_acknowledged() {
+    on_postgres("stop_in_commit", |world| async move {
+        world
+            .run(
+                "create function slows() returns trigger language plpgsql as
+                 $$ begin perform pg_sleep(6); return null; end $$;
+                 create constraint trigger slows after insert on effect deferrable initially deferred
+                   for each row execute function slows()",
+            )
+            .await;
+        let entered = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&entered);
+        world.deliver_all(&["a1"]);
+        let act = move |_: &str, _: &oncebox::Message| {
+            count.fetch_add(1, Ordering::Relaxed);
+            Act::Done
+        };
+        // What runs is dropped after four seconds, and all is over after eight.
+        let options = ConsumerOptions { shutdown_grace: Duration::from_secs(8), ..consumer_options() };
+        let consumer = world.consumer(options, Does(act));
+        eventually("it runs", SOON, || async { (entered.load(Ordering::Relaxed) > 0).then_some(()) }).await;
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(world.effects().await, ["a1"]);
+        assert_eq!(world.broker.committed("ledger", "t", 0), 1);
+    })
+    .await;
+}
