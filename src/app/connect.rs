@@ -37,6 +37,35 @@ pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     }
 }
 
+/// Runs an expression with the type of the store that a URL names:
+/// `with_store_type!(url, |S| work::<S>().await)`.
+#[macro_export]
+#[doc(hidden)]
+macro_rules! with_store_type {
+    ($url:expr, |$store:ident| $body:expr) => {
+        match $crate::app::store_kind($url)? {
+            #[cfg(feature = "postgres")]
+            "postgres" => {
+                type $store = $crate::store::postgres::PostgresStore;
+                $body
+            }
+            #[cfg(feature = "mysql")]
+            "mysql" => {
+                type $store = $crate::store::mysql::MySqlStore;
+                $body
+            }
+            #[cfg(feature = "sqlite")]
+            "sqlite" => {
+                type $store = $crate::store::sqlite::SqliteStore;
+                $body
+            }
+            kind => Err($crate::app::AppError::usage(format!(
+                "this program was built without the feature `{kind}` that the database URL needs"
+            ))),
+        }
+    };
+}
+
 /// Runs a generic function with the store that the settings name; the second argument is that of
 /// [`open_store`]: `with_store!(settings, None, |store| work(store).await)`.
 #[macro_export]
@@ -44,27 +73,10 @@ pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
 macro_rules! with_store {
     ($settings:expr, $waits:expr, |$store:ident| $body:expr) => {{
         let settings: &$crate::app::config::Settings = $settings;
-        match $crate::app::store_kind(&settings.database.url.0)? {
-            #[cfg(feature = "postgres")]
-            "postgres" => {
-                let $store =
-                    $crate::app::open_store::<$crate::store::postgres::PostgresStore>(settings, $waits).await?;
-                $body
-            }
-            #[cfg(feature = "mysql")]
-            "mysql" => {
-                let $store = $crate::app::open_store::<$crate::store::mysql::MySqlStore>(settings, $waits).await?;
-                $body
-            }
-            #[cfg(feature = "sqlite")]
-            "sqlite" => {
-                let $store = $crate::app::open_store::<$crate::store::sqlite::SqliteStore>(settings, $waits).await?;
-                $body
-            }
-            kind => Err($crate::app::AppError::usage(format!(
-                "this program was built without the feature `{kind}` that the database URL needs"
-            ))),
-        }
+        $crate::with_store_type!(&settings.database.url.0, |NamedStore| {
+            let $store = $crate::app::open_store::<NamedStore>(settings, $waits).await?;
+            $body
+        })
     }};
 }
 

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::beside::Beside;
 use super::config::{ConsumerSettings, Settings};
-use super::connect::{AnyBroker, Wait, open_broker, store_kind};
+use super::connect::{AnyBroker, Wait, open_broker};
 use super::exit::AppError;
 use super::publisher::{close, ready};
 use crate::inbox::consumer::{Consumer, Handlers};
@@ -99,17 +99,7 @@ pub async fn run_consumers(
     stop: CancellationToken,
 ) -> Result<(), AppError> {
     let run = Run { settings, start, health, stop };
-    match store_kind(&settings.database.url.0)? {
-        #[cfg(feature = "postgres")]
-        "postgres" => run.with::<crate::store::postgres::PostgresStore>(HandlersByConsumer::new()).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => run.with::<crate::store::mysql::MySqlStore>(HandlersByConsumer::new()).await,
-        #[cfg(feature = "sqlite")]
-        "sqlite" => run.with::<crate::store::sqlite::SqliteStore>(HandlersByConsumer::new()).await,
-        kind => Err(AppError::usage(format!(
-            "this program was built without the feature `{kind}` that the database URL needs"
-        ))),
-    }
+    crate::with_store_type!(&settings.database.url.0, |S| run.with::<S>(HandlersByConsumer::new()).await)
 }
 
 /// As [`run_consumers`], with handlers in Rust; the database URL must name their store.

@@ -35,7 +35,7 @@ use self::bed::Bed;
 use self::figure::Figure;
 use self::yard::Yard;
 use super::common::{CommonArgs, Output};
-use oncebox::app::{AppError, store_kind};
+use oncebox::app::AppError;
 
 /// Which part of the system is measured.
 #[derive(Debug, Clone, Subcommand)]
@@ -145,17 +145,7 @@ pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Outp
     // Faults are made on purpose here, so their warnings are not logged.
     let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
     let place = bed::Place::find(common, log)?;
-    match store_kind(&place.settings.database.url.0)? {
-        #[cfg(feature = "sqlite")]
-        "sqlite" => on::<oncebox::store::sqlite::SqliteStore>(&command, place, output).await,
-        #[cfg(feature = "postgres")]
-        "postgres" => on::<oncebox::store::postgres::PostgresStore>(&command, place, output).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => on::<oncebox::store::mysql::MySqlStore>(&command, place, output).await,
-        kind => Err(AppError::usage(format!(
-            "this program was built without the feature `{kind}` that the database URL needs"
-        ))),
-    }
+    oncebox::with_store_type!(&place.settings.database.url.0, |S| on::<S>(&command, place, output).await)
 }
 
 async fn on<S: Yard>(command: &BenchCommand, place: bed::Place, output: Output) -> Result<(), AppError> {

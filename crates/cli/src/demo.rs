@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::common::{CommonArgs, Output};
-use oncebox::app::{AppError, stop_on_signals, store_kind};
+use oncebox::app::{AppError, stop_on_signals};
 
 pub(super) use roles::{Role, run_role};
 
@@ -46,17 +46,7 @@ pub(super) struct DemoArgs {
 
 pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let place = stage::Place::find(&args, common)?;
-    match store_kind(&place.settings.database.url.0)? {
-        #[cfg(feature = "sqlite")]
-        "sqlite" => on::<oncebox::store::sqlite::SqliteStore>(&args, place, output).await,
-        #[cfg(feature = "postgres")]
-        "postgres" => on::<oncebox::store::postgres::PostgresStore>(&args, place, output).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => on::<oncebox::store::mysql::MySqlStore>(&args, place, output).await,
-        kind => Err(AppError::usage(format!(
-            "this program was built without the feature `{kind}` that the database URL needs"
-        ))),
-    }
+    oncebox::with_store_type!(&place.settings.database.url.0, |S| on::<S>(&args, place, output).await)
 }
 
 async fn on<S: show::Tables>(args: &DemoArgs, place: stage::Place, output: Output) -> Result<(), AppError> {

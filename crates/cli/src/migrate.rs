@@ -4,7 +4,7 @@ use clap::Subcommand;
 
 use super::common::{CommonArgs, Output};
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, open_store_with, require_schema, store_kind};
+use oncebox::app::{AppError, open_store_with, require_schema};
 use oncebox::error::redact;
 use oncebox::observe::Health;
 use oncebox::store::{Schema, Store, StoreOptions};
@@ -22,17 +22,7 @@ pub(super) enum MigrateCommand {
 
 pub(super) async fn run(command: &MigrateCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    match store_kind(&settings.database.url.0)? {
-        #[cfg(feature = "postgres")]
-        "postgres" => on::<oncebox::store::postgres::PostgresStore>(command, &settings, output).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => on::<oncebox::store::mysql::MySqlStore>(command, &settings, output).await,
-        #[cfg(feature = "sqlite")]
-        "sqlite" => on::<oncebox::store::sqlite::SqliteStore>(command, &settings, output).await,
-        kind => Err(AppError::usage(format!(
-            "this program was built without the feature `{kind}` that the database URL needs"
-        ))),
-    }
+    oncebox::with_store_type!(&settings.database.url.0, |S| on::<S>(command, &settings, output).await)
 }
 
 async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Output) -> Result<(), AppError> {

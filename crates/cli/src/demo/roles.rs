@@ -11,7 +11,7 @@ use uuid::Uuid;
 use super::stage::Names;
 use crate::common::CommonArgs;
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
+use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals};
 use oncebox::error::HandlerError;
 use oncebox::message::{Message, NewMessage};
 use oncebox::observe::Health;
@@ -68,15 +68,7 @@ impl Payment {
 
 pub(crate) async fn run_role(role: Role, common: &CommonArgs) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    match store_kind(&settings.database.url.0)? {
-        #[cfg(feature = "sqlite")]
-        "sqlite" => play::<oncebox::store::sqlite::SqliteStore>(role, settings).await,
-        #[cfg(feature = "postgres")]
-        "postgres" => play::<oncebox::store::postgres::PostgresStore>(role, settings).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => play::<oncebox::store::mysql::MySqlStore>(role, settings).await,
-        kind => Err(AppError::usage(format!("the feature `{kind}` is missing"))),
-    }
+    oncebox::with_store_type!(&settings.database.url.0, |S| play::<S>(role, settings).await)
 }
 
 async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppError> {

@@ -19,7 +19,7 @@ use crate::bench::yard::Yard;
 use crate::common::CommonArgs;
 use crate::place;
 use oncebox::app::config::{Settings, Span};
-use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
+use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals};
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::observe::Health;
@@ -52,15 +52,7 @@ pub(crate) enum Role {
 
 pub(crate) async fn run_role(role: Role, common: &CommonArgs) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    match store_kind(&settings.database.url.0)? {
-        #[cfg(feature = "sqlite")]
-        "sqlite" => play::<oncebox::store::sqlite::SqliteStore>(role, settings).await,
-        #[cfg(feature = "postgres")]
-        "postgres" => play::<oncebox::store::postgres::PostgresStore>(role, settings).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => play::<oncebox::store::mysql::MySqlStore>(role, settings).await,
-        kind => Err(AppError::usage(format!("the feature `{kind}` is missing"))),
-    }
+    oncebox::with_store_type!(&settings.database.url.0, |S| play::<S>(role, settings).await)
 }
 
 async fn play<S: Yard>(role: Role, mut settings: Settings) -> Result<(), AppError> {
