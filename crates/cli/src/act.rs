@@ -35,6 +35,17 @@ impl Act {
         ActContext { actor, reason: self.why.clone(), dry_run, redrive_age_max: None }
     }
 
+    /// Whether each run of the act is a dry one. Everything runs as a dry run first: if one item is
+    /// refused, the others stay as they are.
+    pub(super) fn runs(&self) -> &'static [bool] {
+        if self.dry_run { &[true] } else { &[true, false] }
+    }
+
+    /// What stands before the verb where nothing is done.
+    pub(super) fn would(&self) -> &'static str {
+        if self.dry_run { "would " } else { "" }
+    }
+
     /// Asks for the count before an act on more than one item, unless `--yes` or `--dry-run` is
     /// given. An error means that nothing may be done.
     pub(super) fn confirm(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
@@ -91,9 +102,4 @@ pub(super) fn refused(error: oncebox::StoreError) -> AppError {
         oncebox::StoreError::Refused(why) => AppError::refused(why),
         other => other.into(),
     }
-}
-
-/// JSON in one line.
-pub(super) fn to_json(value: &serde_json::Value) -> Result<String, AppError> {
-    serde_json::to_string(value).map_err(|error| AppError::failed(error.to_string()))
 }

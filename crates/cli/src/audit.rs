@@ -3,10 +3,8 @@
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
-use super::act::to_json;
-use super::common::{CommonArgs, Output, table};
-use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema};
+use super::common::{CommonArgs, Output, hint_of_more, table};
+use oncebox::app::AppError;
 use oncebox::store::Store;
 
 /// What to do with the audit.
@@ -29,16 +27,14 @@ pub(super) struct ListArgs {
 
 pub(super) async fn run(command: &AuditCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let AuditCommand::List(args) = command;
-    let settings = common.load(None)?.settings;
-    oncebox::with_store!(&settings, None, |store| list(store, args, &settings, output).await)
+    on_store!(common, |store, settings| list(&store, args, output).await)
 }
 
-async fn list<S: Store>(store: S, args: &ListArgs, settings: &Settings, output: Output) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
+async fn list<S: Store>(store: &S, args: &ListArgs, output: Output) -> Result<(), AppError> {
     let acts = store.audit(args.id, args.limit).await?;
-    store.close().await;
+    hint_of_more(acts.len(), args.limit);
     if output == Output::Json {
-        data!("{}", to_json(&serde_json::json!({ "audit": acts }))?);
+        data!("{}", serde_json::json!({ "audit": acts }));
         return Ok(());
     }
     let mut table = table(["when", "who", "act", "why", "of", "number", "id", "detail"]);

@@ -13,6 +13,20 @@ macro_rules! data {
     }};
 }
 
+/// Runs a command on the store that the settings name, where its tables are those of this program:
+/// `on_store!(common, |store, settings| work(&store, &settings).await)`.
+macro_rules! on_store {
+    ($common:expr, |$store:ident, $settings:ident| $body:expr) => {{
+        let $settings = $common.load(None)?.settings;
+        oncebox::with_store!(&$settings, None, |$store| {
+            oncebox::app::require_schema(&$store, &$settings).await?;
+            let done = $body;
+            $store.close().await;
+            done
+        })
+    }};
+}
+
 /// Returns the result of a printed line. Where the reader is gone (`oncebox dead list | head`), the
 /// command ends without a message.
 pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
@@ -30,6 +44,13 @@ pub(super) enum Output {
     Table,
     /// For machines, as JSON
     Json,
+}
+
+/// Says that there may be more than a list that is as long as its limit.
+pub(super) fn hint_of_more(found: usize, limit: usize) {
+    if found >= limit {
+        say("INFO", "hint: there may be more; see `--limit`");
+    }
 }
 
 /// Shortens a list that is whole to its limit, and says how many were left out.

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use clap::Subcommand;
 
-use super::act::{Act, refused, to_json};
+use super::act::{Act, refused};
 use super::common::{CommonArgs, Output, bound, table};
-use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema};
+use oncebox::app::AppError;
 use oncebox::store::{ConsumerStatus, Store};
 
 /// What to do with consumers.
@@ -31,29 +30,20 @@ pub(super) enum ConsumersCommand {
 }
 
 pub(super) async fn run(command: &ConsumersCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let settings = common.load(None)?.settings;
-    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+    on_store!(common, |store, settings| on(&store, command, output).await)
 }
 
-async fn on<S: Store>(
-    store: S,
-    command: &ConsumersCommand,
-    settings: &Settings,
-    output: Output,
-) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
-    let done = match command {
+async fn on<S: Store>(store: &S, command: &ConsumersCommand, output: Output) -> Result<(), AppError> {
+    match command {
         ConsumersCommand::List { limit } => list(store.status().await?.consumers, *limit, output),
-        ConsumersCommand::Forget { name, act } => forget(&store, name, act, output).await,
-    };
-    store.close().await;
-    done
+        ConsumersCommand::Forget { name, act } => forget(store, name, act, output).await,
+    }
 }
 
 fn list(mut consumers: Vec<ConsumerStatus>, limit: usize, output: Output) -> Result<(), AppError> {
     bound(&mut consumers, limit, "consumers");
     if output == Output::Json {
-        data!("{}", to_json(&serde_json::json!({ "consumers": consumers }))?);
+        data!("{}", serde_json::json!({ "consumers": consumers }));
         return Ok(());
     }
     let mut table = table(["consumer", "last seen", "inbox rows", "waiting", "held", "dead"]);
@@ -93,7 +83,7 @@ async fn forget<S: Store>(store: &S, name: &str, act: &Act, output: Output) -> R
     }
     if output == Output::Json {
         let value = serde_json::json!({ "act": "forget", "dry_run": act.dry_run, "consumer": name, "left": left });
-        data!("{}", to_json(&value)?);
+        data!("{value}");
         return Ok(());
     }
     let would = if act.dry_run { "would forget" } else { "forgot" };

@@ -11,11 +11,11 @@ use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
-use super::act::{Act, of_all, refused, to_json};
-use super::common::{CommonArgs, Output, table};
+use super::act::{Act, of_all, refused};
+use super::common::{CommonArgs, Output, hint_of_more, table};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema, say};
+use oncebox::app::{AppError, say};
 use oncebox::message::identity;
 use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, OperatorAct, Store};
 
@@ -169,18 +169,16 @@ fn number(text: &str) -> Result<String, String> {
 }
 
 pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let settings = common.load(None)?.settings;
-    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+    on_store!(common, |store, settings| on(&store, command, &settings, output).await)
 }
 
-async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
-    let done = match command {
+async fn on<S: Store>(store: &S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+    match command {
         DeadCommand::List { filter, state } => {
             let filter = DeadFilter { states: states(*state), ..filter.to_store() };
-            list(&store, &filter, output).await
+            list(store, &filter, output).await
         }
-        DeadCommand::Show { number, payload_to } => show(&store, number, payload_to.as_deref(), output).await,
+        DeadCommand::Show { number, payload_to } => show(store, number, payload_to.as_deref(), output).await,
         DeadCommand::Redrive { which, act, rate, wait, new_id, payload, empty_payload } => {
             let payload = match payload {
                 Some(file) => Some(read_payload(file)?),
@@ -190,17 +188,15 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
                 true => OperatorAct::RedriveAs { id: Uuid::now_v7(), payload },
                 false => OperatorAct::Redrive,
             };
-            act_on(&store, which, act, &How { act: &how, rate: Some(*rate), wait: *wait }, settings, output).await
+            act_on(store, which, act, &How { act: &how, rate: Some(*rate), wait: *wait }, settings, output).await
         }
         DeadCommand::Bury { which, act } => {
-            act_on(&store, which, act, &How::at_once(&OperatorAct::Bury), settings, output).await
+            act_on(store, which, act, &How::at_once(&OperatorAct::Bury), settings, output).await
         }
         DeadCommand::Discard { which, act } => {
-            act_on(&store, which, act, &How::at_once(&OperatorAct::Discard), settings, output).await
+            act_on(store, which, act, &How::at_once(&OperatorAct::Discard), settings, output).await
         }
-    };
-    store.close().await;
-    done
+    }
 }
 
 impl Filter {
@@ -255,11 +251,9 @@ fn place(message: &DeadMessage) -> &str {
 
 async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
-    if dead.len() >= filter.limit.max(1) {
-        say("INFO", "hint: there may be more; see `--limit`");
-    }
+    hint_of_more(dead.len(), filter.limit.max(1));
     if output == Output::Json {
-        data!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
+        data!("{}", serde_json::json!({ "dead": dead }));
         return Ok(());
     }
     let mut table = table([
@@ -305,7 +299,7 @@ async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, outp
             (None, Ok(text)) => value["payload"] = text.into(),
             (None, Err(_)) => value["payload_base64"] = BASE64.encode(&message.payload).into(),
         }
-        data!("{}", to_json(&value)?);
+        data!("{value}");
         return Ok(());
     }
     data!("number        {}", message.number);
@@ -466,10 +460,10 @@ async fn act_on<S: Store>(
         for (number, became) in &became {
             value["became"][number] = became.to_string().into();
         }
-        data!("{}", to_json(&value)?);
+        data!("{value}");
         return done();
     }
-    let would = if act.dry_run { "would " } else { "" };
+    let would = act.would();
     data!("{would}{verb} {}:{}", numbers.len(), shown(&numbers));
     for number in &already_handled {
         data!("{would}discard {number}: another copy of it was handled since");

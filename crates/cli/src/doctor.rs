@@ -267,8 +267,7 @@ fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
                 })
             })
             .collect();
-        let value = serde_json::json!({ "findings": rows });
-        data!("{}", serde_json::to_string(&value).map_err(|error| AppError::failed(error.to_string()))?);
+        data!("{}", serde_json::json!({ "findings": rows }));
         return Ok(());
     }
     let mut table = table(["", "looked at", "found", "to do"]);

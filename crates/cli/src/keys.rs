@@ -7,14 +7,12 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use super::act::{Act, of_all, refused, to_json};
+use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, table};
+use super::common::{CommonArgs, Output, hint_of_more, table};
 use super::progress::{Batches, shown};
-use oncebox::adapter::stored::DbTime;
-use oncebox::adapter::stored::hex;
-use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema, say};
+use oncebox::adapter::stored::{DbTime, hex};
+use oncebox::app::{AppError, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
 use oncebox::store::{FoundKeys, KeyChange, KeyFilter, RunOutcome, Store};
 
@@ -129,26 +127,24 @@ fn state(text: &str) -> Result<State, String> {
 }
 
 pub(super) async fn run(command: &KeysCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let settings = common.load(None)?.settings;
-    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+    on_store!(common, |store, settings| on(&store, command, output).await)
 }
 
-async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
-    let done = match command {
-        KeysCommand::List(filter) => list(&store, filter, output).await,
-        KeysCommand::Show(which) => show(&store, &one(&store, which).await?, which.is_named(), output).await,
+async fn on<S: Store>(store: &S, command: &KeysCommand, output: Output) -> Result<(), AppError> {
+    match command {
+        KeysCommand::List(filter) => list(store, filter, output).await,
+        KeysCommand::Show(which) => show(store, &one(store, which).await?, which.is_named(), output).await,
         KeysCommand::Release { which, against_evidence, act } => {
-            let found = vec![one(&store, which).await?];
-            act_on(&store, &found, 0, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
+            let found = [one(store, which).await?];
+            act_on(store, &found, 0, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
         }
         KeysCommand::Purge { hashes, filter, all, against_evidence, act } => {
             let change = KeyChange::Purge { against_evidence: *against_evidence };
             match hashes.is_empty() && *all && filter.limit.is_none() {
-                true => purge_all(&store, filter, &change, act, output).await,
+                true => purge_all(store, filter, &change, act, output).await,
                 false => {
-                    let (meant, remaining) = to_purge(&store, hashes, filter, *all).await?;
-                    act_on(&store, &meant, remaining, &change, act, output).await
+                    let (meant, remaining) = to_purge(store, hashes, filter, *all).await?;
+                    act_on(store, &meant, remaining, &change, act, output).await
                 }
             }
         }
@@ -159,12 +155,10 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
             };
             let (retention, against_evidence) = (answer.retention(), *against_evidence);
             let change = KeyChange::Resolve { outcome: Box::new(outcome), retention, against_evidence };
-            let found = vec![one(&store, which).await?];
-            act_on(&store, &found, 0, &change, act, output).await
+            let found = [one(store, which).await?];
+            act_on(store, &found, 0, &change, act, output).await
         }
-    };
-    store.close().await;
-    done
+    }
 }
 
 impl Filter {
@@ -287,28 +281,26 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
             StoredBody::Reference => "reference",
         }),
     });
-    if let (true, Some(fields)) = (whole, fields.as_object_mut()) {
+    if whole {
         let answer = record.answer.as_ref();
         let resource = answer.and_then(|answer| answer.resource.as_ref());
         let resource = resource.map(|made| json!({ "kind": made.kind, "id": made.id, "location": made.location }));
-        fields.insert("epoch".to_owned(), record.epoch.into());
-        fields.insert("body_expires_at".to_owned(), answer.and_then(|answer| answer.body_until).map(moment).into());
-        fields.insert("resource".to_owned(), resource.into());
-        fields.insert("error_code".to_owned(), record.error_code.clone().into());
+        fields["epoch"] = record.epoch.into();
+        fields["body_expires_at"] = answer.and_then(|answer| answer.body_until).map(moment).into();
+        fields["resource"] = resource.into();
+        fields["error_code"] = record.error_code.clone().into();
     }
     fields
 }
 
 async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let (found, unreadable) = split(store.keys(&filter.to_store()).await?);
-    if found.len() + unreadable.len() >= filter.limit.unwrap_or(LIMIT) as usize {
-        say("INFO", "hint: there may be more; see `--limit`");
-    }
+    hint_of_more(found.len() + unreadable.len(), filter.limit.unwrap_or(LIMIT) as usize);
     if output == Output::Json {
         let keys: Vec<Value> = found.iter().map(|one| fields(one, false)).collect();
         let unreadable = unreadable.iter().map(|(digest, why)| json!({ "hash": &hex(digest)[..SHOWN], "error": why }));
         let unreadable: Vec<Value> = unreadable.collect();
-        data!("{}", to_json(&json!({ "keys": keys, "unreadable": unreadable }))?);
+        data!("{}", json!({ "keys": keys, "unreadable": unreadable }));
         return Ok(());
     }
     for (digest, why) in &unreadable {
@@ -338,8 +330,8 @@ async fn show<S: Store>(store: &S, found: &ReadRecord, named: bool, output: Outp
     let mut fields = fields(found, true);
     let mut runs = store.runs_of(found.record.operation_id).await?;
     runs.retain(|run| run.evidence.kind == "run");
-    if let (true, Some(fields)) = (named, fields.as_object_mut()) {
-        fields.insert("key".to_owned(), found.record.identity.key().as_str().into());
+    if named {
+        fields["key"] = found.record.identity.key().as_str().into();
     }
     if output == Output::Json {
         let runs = runs.iter().map(|run| {
@@ -347,7 +339,7 @@ async fn show<S: Store>(store: &S, found: &ReadRecord, named: bool, output: Outp
             json!({ "ended": seen.verdict, "status": seen.status, "epoch": seen.epoch, "at": moment(run.at) })
         });
         fields["late_runs"] = runs.collect();
-        data!("{}", to_json(&fields)?);
+        data!("{fields}");
         return Ok(());
     }
     for (name, value) in fields.as_object().into_iter().flatten() {
@@ -440,8 +432,7 @@ async fn purge_all<S: Store>(
     let (of, until) = count(store, filter).await?;
     act.confirm(of, "keys", "purged")?;
     let mut hashes = Vec::new();
-    // Runs everything as a dry run first: if one key is refused, the others stay as they are.
-    for dry_run in if act.dry_run { &[true][..] } else { &[true, false] } {
+    for dry_run in act.runs() {
         let mut batches = Batches::new(if *dry_run { "looked at" } else { "done" }, of, PAGE as usize);
         let mut pages = Pages::new(store, filter);
         hashes.clear();
@@ -476,13 +467,10 @@ async fn act_on<S: Store>(
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
     act.confirm(meant.len(), &of_all(meant.len(), remaining, "keys"), done)?;
-    // Runs everything as a dry run first: if one key is refused, the others stay as they are.
-    for dry_run in [true, false] {
-        if dry_run || !act.dry_run {
-            for one in meant {
-                let changed = store.act_on_key(&one.record, change, &act.context(dry_run)).await;
-                changed.map_err(|error| refused(error).on(&hash(&one.record)[..SHOWN]))?;
-            }
+    for dry_run in act.runs() {
+        for one in meant {
+            let changed = store.act_on_key(&one.record, change, &act.context(*dry_run)).await;
+            changed.map_err(|error| refused(error).on(&hash(&one.record)[..SHOWN]))?;
         }
     }
     let hashes: Vec<String> = meant.iter().map(|one| hash(&one.record)[..SHOWN].to_owned()).collect();
@@ -495,10 +483,9 @@ fn told(verb: &str, hashes: &[String], remaining: usize, act: &Act, output: Outp
         if remaining > 0 {
             value["remaining"] = remaining.into();
         }
-        data!("{}", to_json(&value)?);
+        data!("{value}");
         return Ok(());
     }
-    let would = if act.dry_run { "would " } else { "" };
-    data!("{would}{verb} {}:{}", hashes.len(), shown(hashes));
+    data!("{}{verb} {}:{}", act.would(), hashes.len(), shown(hashes));
     Ok(())
 }

@@ -8,12 +8,11 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::act::{Act, refused, to_json};
+use super::act::{Act, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, table};
+use super::common::{CommonArgs, Output, hint_of_more, table};
 use super::keys::moment;
-use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema, say};
+use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
 use oncebox::store::{FoundOperations, OperationFilter, Resolution, RunOutcome, Sealed, Store, StoredOperation};
 
@@ -125,28 +124,21 @@ fn stage(text: &str) -> Result<Stage, String> {
 }
 
 pub(super) async fn run(command: &OperationsCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let settings = common.load(None)?.settings;
-    oncebox::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+    on_store!(common, |store, settings| on(&store, command, output).await)
 }
 
-async fn on<S: Store>(
-    store: S,
-    command: &OperationsCommand,
-    settings: &Settings,
-    output: Output,
-) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
-    let done = match command {
-        OperationsCommand::List(filter) => list(&store, filter, output).await,
-        OperationsCommand::Show { id } => show(&one(&store, *id).await?, output),
+async fn on<S: Store>(store: &S, command: &OperationsCommand, output: Output) -> Result<(), AppError> {
+    match command {
+        OperationsCommand::List(filter) => list(store, filter, output).await,
+        OperationsCommand::Show { id } => show(&one(store, *id).await?, output),
         OperationsCommand::Retry { ids, accept_duplicate, take_over, act } => {
             let (accept_duplicate, take_over) = (*accept_duplicate, *take_over);
-            retry(&store, ids, accept_duplicate, take_over, act, output).await
+            retry(store, ids, accept_duplicate, take_over, act, output).await
         }
         OperationsCommand::Resolve { id, word, answer, error_code, take_over, against_evidence, act } => {
             let resolution = word.resolution(answer, error_code.clone())?;
-            let seen = one(&store, *id).await?;
-            for dry_run in if act.dry_run { &[true][..] } else { &[true, false] } {
+            let seen = one(store, *id).await?;
+            for dry_run in act.runs() {
                 let context = act.context(*dry_run);
                 let done = store.resolve(&seen, &resolution, *take_over, *against_evidence, &context).await;
                 done.map_err(|error| refused(error).on(&id.to_string()))?;
@@ -158,9 +150,7 @@ async fn on<S: Store>(
             judged.map_err(|error| refused(error).on(&id.to_string()))?;
             told("judge", &[*id], act, output)
         }
-    };
-    store.close().await;
-    done
+    }
 }
 
 impl Word {
@@ -267,14 +257,12 @@ fn fields(one: &StoredOperation) -> Value {
 
 async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let FoundOperations { operations: found, unreadable, orphans } = store.operations(&filter.to_store()).await?;
-    if found.len() + unreadable.len() >= filter.limit as usize {
-        say("INFO", "hint: there may be more; see `--limit`");
-    }
+    hint_of_more(found.len() + unreadable.len(), filter.limit as usize);
     if output == Output::Json {
         let operations: Vec<Value> = found.iter().map(fields).collect();
         let unreadable = unreadable.iter().map(|(id, why)| json!({ "operation_id": id, "error": why }));
         let unreadable: Vec<Value> = unreadable.collect();
-        data!("{}", to_json(&json!({ "operations": operations, "unreadable": unreadable, "orphans": orphans }))?);
+        data!("{}", json!({ "operations": operations, "unreadable": unreadable, "orphans": orphans }));
         return Ok(());
     }
     for (id, why) in &unreadable {
@@ -315,7 +303,7 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
 fn show(one: &StoredOperation, output: Output) -> Result<(), AppError> {
     let fields = fields(one);
     if output == Output::Json {
-        data!("{}", to_json(&fields)?);
+        data!("{fields}");
         return Ok(());
     }
     let text = |value: &Value| match value {
@@ -351,8 +339,7 @@ async fn retry<S: Store>(
         seen.push(one(store, *id).await?);
     }
     act.confirm(seen.len(), "operations", "taken up again")?;
-    // Runs everything as a dry run first: if one operation is refused, the others stay as they are.
-    for dry_run in if act.dry_run { &[true][..] } else { &[true, false] } {
+    for dry_run in act.runs() {
         for one in &seen {
             let done = store.retry(one, accept_duplicate, take_over, &act.context(*dry_run)).await;
             done.map_err(|error| refused(error).on(&one.operation_id.to_string()))?;
@@ -363,11 +350,10 @@ async fn retry<S: Store>(
 
 fn told(verb: &str, ids: &[Uuid], act: &Act, output: Output) -> Result<(), AppError> {
     if output == Output::Json {
-        data!("{}", to_json(&json!({ "act": verb, "dry_run": act.dry_run, "operations": ids }))?);
+        data!("{}", json!({ "act": verb, "dry_run": act.dry_run, "operations": ids }));
         return Ok(());
     }
-    let would = if act.dry_run { "would " } else { "" };
     let shown: String = ids.iter().map(|id| format!(" {id}")).collect();
-    data!("{would}{verb} {}:{shown}", ids.len());
+    data!("{}{verb} {}:{shown}", act.would(), ids.len());
     Ok(())
 }

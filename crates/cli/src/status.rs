@@ -5,11 +5,9 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::act::to_json;
 use super::common::{CommonArgs, Output, bound, table};
 use super::consumers::{ABSENT, seen};
-use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema};
+use oncebox::app::AppError;
 use oncebox::store::{Status, Store};
 
 /// What counts as stuck, and how much is shown.
@@ -24,12 +22,10 @@ pub(super) struct StatusArgs {
 }
 
 pub(super) async fn run(args: &StatusArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let settings = common.load(None)?.settings;
-    oncebox::with_store!(&settings, None, |store| show(store, args, &settings, output).await)
+    on_store!(common, |store, settings| show(&store, args, output).await)
 }
 
-async fn show<S: Store>(store: S, args: &StatusArgs, settings: &Settings, output: Output) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
+async fn show<S: Store>(store: &S, args: &StatusArgs, output: Output) -> Result<(), AppError> {
     let mut status = store.status().await?;
     // Of all that is there, also of what is not shown.
     let mut stuck = stuck(&status, args.older_than);
@@ -39,10 +35,8 @@ async fn show<S: Store>(store: S, args: &StatusArgs, settings: &Settings, output
     match output {
         Output::Json => {
             let mut value = serde_json::to_value(&status).map_err(|error| AppError::failed(error.to_string()))?;
-            if let Some(fields) = value.as_object_mut() {
-                fields.insert("stuck".to_owned(), stuck.into());
-            }
-            data!("{}", to_json(&value)?);
+            value["stuck"] = stuck.into();
+            data!("{value}");
         }
         Output::Table => {
             print(&status)?;
@@ -52,7 +46,6 @@ async fn show<S: Store>(store: S, args: &StatusArgs, settings: &Settings, output
             data!("`oncebox doctor` says why something is stuck; it asks the broker and the handlers too");
         }
     }
-    store.close().await;
     Ok(())
 }
 

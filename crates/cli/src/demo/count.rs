@@ -50,9 +50,7 @@ impl Verdict {
     pub(super) fn print(&self, output: Output) -> Result<(), AppError> {
         if output == Output::Json {
             let mut value = serde_json::to_value(self).map_err(|error| AppError::failed(error.to_string()))?;
-            if let Some(fields) = value.as_object_mut() {
-                fields.insert("verdict".to_owned(), self.in_words().into());
-            }
+            value["verdict"] = self.in_words().into();
             data!("{value}");
             return Ok(());
         }

@@ -205,6 +205,7 @@ fn redrive_and_discard_by_number_and_by_filter_do_what_they_say_once() {
     place.consume(&mended).ok();
     assert_eq!(place.entries(), ["p1", "p3"]);
     assert_eq!(audit(&place), ["discard a test", "discard a test", "redrive mended", "redrive mended"]);
+    place.oncebox(&["audit", "list", "--limit", "3"]).run().ok_saying(&["there may be more", "--limit"]);
     assert!(numbers(&place, &[]).is_empty());
 }
 
