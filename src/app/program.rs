@@ -41,7 +41,12 @@ impl CommonArgs {
     /// # Errors
     /// Settings that cannot be used: exit code 2.
     pub fn load(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
-        let loaded = self.read(listen)?;
+        // Errors in the settings are written in the requested format, so that is read first.
+        let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
+        if let Some(format) = self.log_format.or_else(from_environment) {
+            speak(format);
+        }
+        let loaded = self.read_layers(self.config.clone(), std::env::vars_os().collect(), listen)?;
         start_logging(loaded.settings.log.format, &loaded.settings.log.filter).map_err(AppError::usage)?;
         Ok(loaded)
     }
@@ -59,15 +64,6 @@ impl CommonArgs {
         let loaded = self.read_layers(None, Vec::new(), None)?;
         start_logging(loaded.settings.log.format, log).map_err(AppError::usage)?;
         Ok(loaded)
-    }
-
-    fn read(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
-        // Errors in the settings are written in the requested format, so that is read first.
-        let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
-        if let Some(format) = self.log_format.or_else(from_environment) {
-            speak(format);
-        }
-        self.read_layers(self.config.clone(), std::env::vars_os().collect(), listen)
     }
 
     fn read_layers(

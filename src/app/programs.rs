@@ -38,13 +38,10 @@ impl PublisherArgs {
     /// An error that a person must repair.
     pub fn run(self, common: &CommonArgs) -> BoxFuture<'_, Result<(), AppError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
-        Box::pin(self.work(common))
-    }
-
-    async fn work(self, common: &CommonArgs) -> Result<(), AppError> {
-        let loaded = common.load(self.listen)?;
-        let (health, stop) = start("publisher", &loaded.settings).await?;
-        run_publisher(&loaded.settings, self.until_empty, health, stop).await
+        Box::pin(async move {
+            let (settings, health, stop) = start("publisher", self.listen, common).await?;
+            run_publisher(&settings, self.until_empty, health, stop).await
+        })
     }
 
     /// Runs the program and, beside it, the recovery of phased operations; see
@@ -58,9 +55,8 @@ impl PublisherArgs {
         F: FnOnce(S) -> M,
         M: Future<Output = Result<PhasedEngine, AppError>>,
     {
-        let loaded = common.load(self.listen)?;
-        let (health, stop) = start("publisher", &loaded.settings).await?;
-        run_publisher_with(&loaded.settings, operations, self.until_empty, health, stop).await
+        let (settings, health, stop) = start("publisher", self.listen, common).await?;
+        run_publisher_with(&settings, operations, self.until_empty, health, stop).await
     }
 }
 
@@ -91,13 +87,10 @@ impl ConsumerArgs {
     /// An error that a person must repair.
     pub fn run(self, common: &CommonArgs) -> BoxFuture<'_, Result<(), AppError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
-        Box::pin(self.work(common))
-    }
-
-    async fn work(self, common: &CommonArgs) -> Result<(), AppError> {
-        let loaded = common.load(self.listen)?;
-        let (health, stop) = start("consumer", &loaded.settings).await?;
-        run_consumers(&loaded.settings, self.start(), health, stop).await
+        Box::pin(async move {
+            let (settings, health, stop) = start("consumer", self.listen, common).await?;
+            run_consumers(&settings, self.start(), health, stop).await
+        })
     }
 
     /// Runs the program with handlers in Rust.
@@ -109,25 +102,26 @@ impl ConsumerArgs {
         common: &CommonArgs,
         handlers: HandlersByConsumer<S>,
     ) -> Result<(), AppError> {
-        let loaded = common.load(self.listen)?;
-        let (health, stop) = start("consumer", &loaded.settings).await?;
-        run_consumers_with(&loaded.settings, handlers, self.start(), health, stop).await
+        let (settings, health, stop) = start("consumer", self.listen, common).await?;
+        run_consumers_with(&settings, handlers, self.start(), health, stop).await
     }
 }
 
-/// Listens for signals and serves the health, where it is asked for.
+/// Reads the settings, listens for signals and serves the health, where it is asked for.
 fn start<'a>(
     program: &'static str,
-    settings: &'a Settings,
-) -> BoxFuture<'a, Result<(Health, CancellationToken), AppError>> {
+    address: Option<SocketAddr>,
+    common: &'a CommonArgs,
+) -> BoxFuture<'a, Result<(Settings, Health, CancellationToken), AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
     Box::pin(async move {
+        let settings = common.load(address)?.settings;
         let stop = stop_on_signals()?;
         let health = Health::default();
         if let Some(address) = settings.http.listen {
             listen(address, program, health.clone(), stop.clone()).await?;
         }
-        Ok((health, stop))
+        Ok((settings, health, stop))
     })
 }
 

@@ -327,7 +327,6 @@ pub struct ConsumerSettings {
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
     /// The Kafka group, if it is not the name.
-    #[serde(default)]
     pub group: Option<String>,
     /// The names of queues by topic, if they are not `<topic>.<name>`.
     #[serde(default)]
@@ -339,34 +338,25 @@ pub struct ConsumerSettings {
     #[serde(default = "first_epoch")]
     pub id_epoch: String,
     /// The number of lanes; on SQLite always one.
-    #[serde(default)]
     pub lanes: Option<usize>,
     /// How many waiting keys are tried at once; on SQLite always one.
-    #[serde(default)]
     pub retriers: Option<usize>,
     /// The largest number of messages in one transaction.
-    #[serde(default)]
     pub batch_max: Option<usize>,
     /// The largest number of deliveries that run or wait for their turn.
-    #[serde(default)]
     pub in_flight_max: Option<usize>,
     /// The largest number of deliveries that are set aside behind another process's open
     /// transaction; more count as in flight.
-    #[serde(default)]
     pub aside_max: Option<usize>,
     /// The largest number of deliveries that are not acknowledged; most finished behind one that
     /// did not.
-    #[serde(default)]
     pub unacknowledged_max: Option<usize>,
     /// The largest number of dead messages; at the limit no more messages are taken.
-    #[serde(default)]
     pub dead_rows_max: Option<usize>,
     /// The largest number of messages that wait or are dead; at the limit no more messages are
     /// taken. Default 1,000,000, or `dead_rows_max` where that is more.
-    #[serde(default)]
     pub waiting_rows_max: Option<usize>,
     /// The longest time for one handler. Default 30s, on SQLite 2s.
-    #[serde(default)]
     pub handler_timeout: Option<Span>,
     /// What happens to the messages behind a dead one.
     #[serde(default)]
@@ -378,7 +368,6 @@ pub struct ConsumerSettings {
     #[serde(default)]
     pub horizon: SpanOrNever,
     /// How long a revoked partition may take to finish what runs.
-    #[serde(default)]
     pub drain: Option<Span>,
     /// When a failed message is tried again, and when it is dead.
     #[serde(default)]
@@ -401,7 +390,6 @@ fn first_epoch() -> String {
 #[serde(deny_unknown_fields)]
 pub struct OnSettings {
     /// The kind of messages; absent: every kind that has no handler of its own.
-    #[serde(default)]
     pub kind: Option<String>,
     /// The type of the handler; only `sql` is known.
     pub handler: String,
@@ -481,27 +469,13 @@ impl ConsumerSettings {
         options.id_epoch.clone_from(&self.id_epoch);
         options.group.clone_from(&self.group);
         options.queues.clone_from(&self.queues);
-        if let Some(lanes) = self.lanes {
-            options.lanes = lanes.clamp(1, 64);
-        }
-        if let Some(retriers) = self.retriers {
-            options.retriers = retriers.clamp(1, 64);
-        }
-        if let Some(batch_max) = self.batch_max {
-            options.batch_max = batch_max.clamp(1, 10_000);
-        }
-        if let Some(in_flight_max) = self.in_flight_max {
-            options.in_flight_max = in_flight_max.max(1);
-        }
-        if let Some(aside_max) = self.aside_max {
-            options.aside_max = aside_max;
-        }
-        if let Some(unacknowledged_max) = self.unacknowledged_max {
-            options.unacknowledged_max = unacknowledged_max.max(1);
-        }
-        if let Some(dead_rows_max) = self.dead_rows_max {
-            options.dead_rows_max = dead_rows_max.max(1);
-        }
+        options.lanes = self.lanes.map_or(options.lanes, |lanes| lanes.clamp(1, 64));
+        options.retriers = self.retriers.map_or(options.retriers, |retriers| retriers.clamp(1, 64));
+        options.batch_max = self.batch_max.map_or(options.batch_max, |max| max.clamp(1, 10_000));
+        options.in_flight_max = self.in_flight_max.unwrap_or(options.in_flight_max).max(1);
+        options.aside_max = self.aside_max.unwrap_or(options.aside_max);
+        options.unacknowledged_max = self.unacknowledged_max.unwrap_or(options.unacknowledged_max).max(1);
+        options.dead_rows_max = self.dead_rows_max.unwrap_or(options.dead_rows_max).max(1);
         options.waiting_rows_max = match self.waiting_rows_max {
             Some(waiting_rows_max) if waiting_rows_max < options.dead_rows_max => {
                 let least = options.dead_rows_max;
@@ -517,12 +491,8 @@ impl ConsumerSettings {
             // More would only wait for each other (R14).
             (options.lanes, options.retriers) = (1, 1);
         }
-        if let Some(handler_timeout) = self.handler_timeout {
-            options.handler_timeout = handler_timeout.0;
-        }
-        if let Some(drain) = self.drain {
-            options.drain = drain.0;
-        }
+        options.handler_timeout = self.handler_timeout.map_or(options.handler_timeout, |timeout| timeout.0);
+        options.drain = self.drain.map_or(options.drain, |drain| drain.0);
         options.dead = self.dead.into();
         options.unhandled = match self.unhandled {
             UnhandledChoice::Acknowledge => Unhandled::Acknowledge,
