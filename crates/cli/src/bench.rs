@@ -35,7 +35,9 @@ use self::bed::Bed;
 use self::figure::Figure;
 use self::yard::Yard;
 use super::common::{CommonArgs, Output};
-use oncebox::app::AppError;
+use super::place::Place;
+use oncebox::app::config::Span;
+use oncebox::app::{AppError, stop_on_signals};
 
 /// Which part of the system is measured.
 #[derive(Debug, Clone, Subcommand)]
@@ -144,17 +146,20 @@ impl BenchCommand {
 pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     // Faults are made on purpose here, so their warnings are not logged.
     let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
-    let place = bed::Place::find(common, log)?;
+    let mut place = Place::find("bench", common, None, log)?;
+    place.settings.publisher.lease = Span::seconds(10);
+    log.clone_into(&mut place.settings.log.filter);
     oncebox::with_store_type!(&place.settings.database.url.0, |S| on::<S>(&command, place, output).await)
 }
 
-async fn on<S: Yard>(command: &BenchCommand, place: bed::Place, output: Output) -> Result<(), AppError> {
+async fn on<S: Yard>(command: &BenchCommand, place: Place, output: Output) -> Result<(), AppError> {
+    let stop = stop_on_signals()?;
     let mut bed = Bed::<S>::make(place).await?;
     let load = command.load();
-    // After Ctrl-C, what was made is still removed.
+    // After a signal, what was made is still removed.
     let measured = tokio::select! {
         measured = measure(command, &mut bed, load) => measured,
-        _ = tokio::signal::ctrl_c() => Err(AppError::failed("stopped")),
+        () = stop.cancelled() => Err(AppError::failed("stopped")),
     };
     let cleared = bed.clear().await;
     let figures = measured?;

@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::common::{CommonArgs, Output};
+use super::place::Place;
 use oncebox::app::{AppError, stop_on_signals};
 
 pub(super) use roles::{Role, run_role};
@@ -45,14 +46,14 @@ pub(super) struct DemoArgs {
 }
 
 pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let place = stage::Place::find(&args, common)?;
+    let place = Place::find("demo", common, args.dir.as_deref(), "warn")?;
     oncebox::with_store_type!(&place.settings.database.url.0, |S| on::<S>(&args, place, output).await)
 }
 
-async fn on<S: show::Tables>(args: &DemoArgs, place: stage::Place, output: Output) -> Result<(), AppError> {
-    let stage = stage::Stage::set::<S>(place).await?;
+async fn on<S: show::Tables>(args: &DemoArgs, place: Place, output: Output) -> Result<(), AppError> {
     // At a signal the show is dropped, and its processes with it.
-    let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
+    let stop = stop_on_signals()?;
+    let stage = stage::Stage::set::<S>(place).await?;
     let shown = tokio::select! {
         shown = show::show::<S>(args, &stage) => Some(shown),
         () = stop.cancelled() => None,

@@ -12,7 +12,7 @@ use sqlx::postgres::PgConnection;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
-use super::place::file_url;
+use super::place::{Place, file_url, private_directory};
 use oncebox::StoreError;
 use oncebox::app::config::{DatabaseSettings, Secret, Settings};
 use oncebox::app::{AppError, open_store_with, require_schema};
@@ -39,13 +39,14 @@ pub(super) struct OwnDatabase {
 }
 
 impl OwnDatabase {
-    /// Makes the database on the server of the settings, or in `dir` for SQLite. Refused where the
-    /// named database has an outbox with messages: it is in use, so it was probably named by
-    /// mistake.
-    pub(super) async fn make<S: Ground>(settings: &Settings, name: String, dir: &Path) -> Result<Self, AppError> {
-        refuse_messages_of_others::<S>(settings).await?;
-        let server = settings.database.url.clone();
-        let made = S::create_database(&server.0, &name, dir).await;
+    /// Makes the database on the server of the settings, or in the directory for SQLite. Refused
+    /// where the named database has an outbox with messages: it is in use, so it was probably named
+    /// by mistake.
+    pub(super) async fn make<S: Ground>(place: &Place, name: String) -> Result<Self, AppError> {
+        refuse_messages_of_others::<S>(&place.settings).await?;
+        private_directory(&place.dir)?;
+        let server = place.settings.database.url.clone();
+        let made = S::create_database(&server.0, &name, &place.dir).await;
         let url = Secret(made.map_err(|error| error.on(&format!("a database of its own, {name}, cannot be made")))?);
         Ok(Self { name, url, server })
     }

@@ -13,6 +13,46 @@ use super::common::CommonArgs;
 use oncebox::app::AppError;
 use oncebox::app::config::{Secret, Settings};
 
+/// A directory, settings, and a tag for names that nobody else has. Nothing of it is made yet.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) settings: Settings,
+    pub(super) dir: PathBuf,
+    /// Nobody named the directory, so it is removed in the end.
+    dir_is_ours: bool,
+    pub(super) tag: String,
+}
+
+impl Place {
+    /// Reads the command line. If it names no database, that is a file in `dir`; so is the broker.
+    /// Without `dir`, that is one below the system's temporary directory. `log` is the level for
+    /// the log if the command line has none.
+    pub(super) fn find(what: &str, common: &CommonArgs, dir: Option<&Path>, log: &str) -> Result<Self, AppError> {
+        let tag = format!("{:08x}", fastrand::u32(..));
+        let ours = std::env::temp_dir().join(format!("oncebox-{what}-{tag}"));
+        let absolute = std::path::absolute(dir.unwrap_or(&ours));
+        let absolute = absolute.map_err(|error| AppError::failed(error.to_string()))?;
+        let mut settings = common.load_command_line(log)?.settings;
+        if common.database.is_none() {
+            settings.database.url = file_url(&absolute, "payments");
+        }
+        if common.broker.is_none() {
+            settings.broker.url = Secret(format!("embedded://{}", absolute.join("broker.db").display()));
+        }
+        settings.broker.kafka.create_topics = true;
+        Ok(Self { settings, dir: absolute, dir_is_ours: dir.is_none(), tag })
+    }
+
+    /// Removes the directory, unless somebody named it.
+    pub(super) fn remove(&self) -> Result<(), AppError> {
+        if !self.dir_is_ours {
+            return Ok(());
+        }
+        std::fs::remove_dir_all(&self.dir)
+            .map_err(|error| AppError::failed(format!("{} cannot be removed: {error}", self.dir.display())))
+    }
+}
+
 /// Makes a directory that only its owner can enter. One that is there keeps its mode.
 pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
     use std::os::unix::fs::DirBuilderExt;
@@ -21,19 +61,6 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
         .mode(0o700)
         .create(dir)
         .map_err(|error| AppError::failed(format!("{} cannot be made: {error}", dir.display())))
-}
-
-/// The settings of the command line. If it names no database, that is a file in `dir`; so is the
-/// broker. `log` is the level for the log if the command line has none.
-pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<Settings, AppError> {
-    let mut settings = common.load_command_line(log)?.settings;
-    if common.database.is_none() {
-        settings.database.url = file_url(dir, "payments");
-    }
-    if common.broker.is_none() {
-        settings.broker.url = Secret(format!("embedded://{}", dir.join("broker.db").display()));
-    }
-    Ok(settings)
 }
 
 /// The URL of a SQLite file with this name in `dir`.

@@ -5,36 +5,13 @@ use std::time::Duration;
 
 use super::work::Raw;
 use super::yard::Yard;
-use crate::common::CommonArgs;
 use crate::ground::OwnDatabase;
-use crate::place::{self, private_directory};
-use oncebox::app::config::{Settings, Span};
-use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
+use crate::place::{Place, write_config};
+use oncebox::app::config::Settings;
+use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with, say};
 use oncebox::broker::Subscription;
 use oncebox::observe::Health;
 use oncebox::store::StoreOptions;
-
-/// Settings and names, before the database is made.
-#[derive(Debug)]
-pub(super) struct Place {
-    pub(super) settings: Settings,
-    dir: PathBuf,
-    tag: String,
-}
-
-impl Place {
-    /// Reads the settings. The processes of the benchmark log no more than `log`, too.
-    pub(super) fn find(common: &CommonArgs, log: &str) -> Result<Self, AppError> {
-        let tag = format!("{:08x}", fastrand::u32(..));
-        let dir = std::env::temp_dir().join(format!("oncebox-bench-{tag}"));
-        private_directory(&dir)?;
-        let mut settings = place::settings_in(common, &dir, log)?;
-        settings.broker.kafka.create_topics = true;
-        settings.publisher.lease = Span::seconds(10);
-        log.clone_into(&mut settings.log.filter);
-        Ok(Self { settings, dir, tag })
-    }
-}
 
 /// A place, and the database that was made in it.
 #[derive(Debug)]
@@ -42,10 +19,8 @@ pub(super) struct Bed<S: Yard> {
     pub(super) store: S,
     pub(super) broker: AnyBroker,
     pub(super) settings: Settings,
-    tag: String,
-    dir: PathBuf,
-    /// The settings as they were given, with the URL of the server.
-    given: Settings,
+    /// With the settings as they were given, with the URL of the server.
+    place: Place,
     own: OwnDatabase,
     /// The second database, from the moment at which it may exist.
     second: Option<OwnDatabase>,
@@ -56,15 +31,9 @@ pub(super) struct Bed<S: Yard> {
 
 impl<S: Yard> Bed<S> {
     pub(super) async fn make(place: Place) -> Result<Self, AppError> {
-        let Place { settings: given, dir, tag } = place;
-        let own = match OwnDatabase::make::<S>(&given, format!("oncebox_bench_{tag}"), &dir).await {
-            Ok(own) => own,
-            Err(error) => {
-                let _ = std::fs::remove_dir_all(&dir);
-                return Err(error);
-            }
-        };
-        let mut settings = given.clone();
+        let own = OwnDatabase::make::<S>(&place, format!("oncebox_bench_{}", place.tag)).await;
+        let own = own.inspect_err(|_| _ = place.remove())?;
+        let mut settings = place.settings.clone();
         settings.database.url = own.url.clone();
         let made = async {
             let store = connect::<S>(&settings).await?;
@@ -77,10 +46,12 @@ impl<S: Yard> Bed<S> {
         match made.await {
             Ok((store, broker)) => {
                 let (second, seconds_made, made) = (None, 0, Vec::new());
-                Ok(Self { store, broker, settings, tag, dir, given, own, second, seconds_made, made })
+                Ok(Self { store, broker, settings, place, own, second, seconds_made, made })
             }
             Err(error) => {
-                own.drop::<S>().await?;
+                if let Err(left) = own.drop::<S>().await.and(place.remove()) {
+                    say("INFO", &left.message);
+                }
                 Err(error)
             }
         }
@@ -100,7 +71,7 @@ impl<S: Yard> Bed<S> {
         // Stored before the database is made, so that nothing stays where the benchmark is stopped
         // in between.
         self.second = Some(second.clone());
-        let own = OwnDatabase::make::<S>(&self.given, second.name, &self.dir).await?;
+        let own = OwnDatabase::make::<S>(&self.place, second.name).await?;
         let mut settings = self.settings.clone();
         settings.database.url = own.url.clone();
         let store = connect::<S>(&settings).await?;
@@ -111,7 +82,7 @@ impl<S: Yard> Bed<S> {
     /// Makes a topic that these consumers read. On RabbitMQ their queues exist before anything is
     /// published.
     pub(super) async fn topic(&mut self, name: &str, consumers: &[&str]) -> Result<(String, Vec<String>), AppError> {
-        let topic = format!("bench-{}-{name}-{}", self.tag, self.made.len());
+        let topic = format!("bench-{}-{name}-{}", self.place.tag, self.made.len());
         self.broker.declare(std::slice::from_ref(&topic)).await?;
         let mut names = Vec::new();
         for consumer in consumers {
@@ -135,7 +106,7 @@ impl<S: Yard> Bed<S> {
 
     /// The settings as a file for a process.
     pub(super) fn config_file(&self) -> Result<PathBuf, AppError> {
-        place::write_config(&self.settings, &self.dir)
+        write_config(&self.settings, &self.place.dir)
     }
 
     /// Removes everything, and reports what cannot be removed.
@@ -147,19 +118,14 @@ impl<S: Yard> Bed<S> {
             None => Ok(()),
         };
         let database = self.own.drop::<S>().await.and(second);
-        let files = std::fs::remove_dir_all(&self.dir)
-            .map_err(|error| AppError::failed(format!("{} cannot be removed: {error}", self.dir.display())));
+        let files = self.place.remove();
         topics?;
         database.and(files)
     }
 }
 
 async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {
-    let options = StoreOptions {
-        create: true,
-        connections_max: 24,
-        ca_file: settings.database.ca_file.clone(),
-        ..StoreOptions::new(settings.database.url.0.clone())
-    };
+    let options = settings.database.options().map_err(AppError::usage)?;
+    let options = StoreOptions { create: true, connections_max: 24, ..options };
     open_store_with(&options, None, &Health::default()).await
 }

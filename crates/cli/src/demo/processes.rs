@@ -24,7 +24,7 @@ impl Process {
     pub(super) fn start(stage: &Stage, name: &'static str, args: &[&str]) -> Result<Self, AppError> {
         let mut all = vec!["--config".to_owned(), stage.config_file.display().to_string(), "run".to_owned()];
         all.extend(args.iter().map(|arg| (*arg).to_owned()));
-        let log = stage.dir.join("logs").join(format!("{name}.log"));
+        let log = stage.place.dir.join("logs").join(format!("{name}.log"));
         let child = spawn(&all, &log)?;
         Ok(Self { name, args: all, child, log })
     }

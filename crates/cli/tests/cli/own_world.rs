@@ -4,14 +4,14 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use serde_json::Value;
 
 use crate::database::Database;
-use crate::kit::{ONCEBOX, Place, Program};
+use crate::kit::{ONCEBOX, Place, Program, eventually};
 use crate::support::{service, unique};
 
 /// A show and a measurement that are as short as they can be.
@@ -208,10 +208,11 @@ fn faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind() {
     }
 }
 
-/// On the code before the second database, with the stuck topics, stayed behind.
+/// Shown to fail: with the second database, that of the stuck topics, left out; by listening for
+/// SIGINT alone.
 #[test]
-fn a_benchmark_that_is_stopped_by_ctrl_c_removes_both_of_its_databases() {
-    let test = "a_benchmark_that_is_stopped_by_ctrl_c_removes_both_of_its_databases";
+fn a_benchmark_that_is_stopped_by_a_signal_removes_both_of_its_databases() {
+    let test = "a_benchmark_that_is_stopped_by_a_signal_removes_both_of_its_databases";
     let (server, broker) = ("ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_KAFKA");
     let (Some(server), Some(broker)) = (service(test, server), service(test, broker)) else { return };
     let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
@@ -219,17 +220,18 @@ fn a_benchmark_that_is_stopped_by_ctrl_c_removes_both_of_its_databases() {
     let other = Database::on(&server);
     let shop = Shop::on(None, None);
     let long = ["bench", "fault", "--messages", "20000", "--stuck", "3", "--database", &other.url, "--broker", &broker];
-    let mut running = shop.shell(&long).start();
     let new = || databases_of_shows(&server).into_iter().filter(|name| !before.contains(name)).collect::<Vec<_>>();
-    let until = Instant::now() + Duration::from_secs(60);
-    while !new().iter().any(|name| name.ends_with("_b")) {
-        assert!(Instant::now() < until && !running.has_ended(), "it has no second database: {:?}", new());
-        std::thread::sleep(Duration::from_millis(20));
+    for signal in ["-INT", "-TERM"] {
+        let mut running = shop.shell(&long).start();
+        eventually("a second database", || {
+            assert!(!running.has_ended(), "it has no second database: {:?}", new());
+            new().iter().any(|name| name.ends_with("_b")).then_some(())
+        });
+        running.signal(signal);
+        running.ends().fails(1, &["stopped"]);
+        assert_eq!(new(), Vec::<String>::new(), "left behind after {signal}");
+        shop.is_untouched();
     }
-    running.signal("-INT");
-    running.ends();
-    assert_eq!(new(), Vec::<String>::new(), "left behind");
-    shop.is_untouched();
 }
 
 /// Shown by leaving out the look at the outbox.
@@ -248,12 +250,22 @@ fn demo_and_bench_refuse_a_database_whose_outbox_holds_messages_of_others() {
     }
 }
 
+/// Shown to fail: by making the directory before all else; a benchmark left it, with its database,
+/// where its broker could not be reached.
 #[test]
-fn demo_and_bench_refuse_a_configuration_file_on_their_command_line() {
+fn demo_and_bench_that_cannot_begin_say_why_and_leave_no_directory_behind() {
     let place = Place::new();
     let config = place.config(&format!("database.url = 'sqlite://{}.db'", unique("shop")));
+    let temporary = place.path().join("tmp");
+    std::fs::create_dir(&temporary).unwrap();
+    let fails = |command: &[&str], arguments: [&str; 2], code: i32, words: &[&str]| {
+        let program = Program::new(ONCEBOX, &[command, &arguments].concat()).within(place.path());
+        program.env("TMPDIR", &temporary.display().to_string()).run().fails(code, words);
+        assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0, "{command:?} {arguments:?} left files behind");
+    };
     for command in [DEMO, BENCH] {
-        let done = Program::new(ONCEBOX, &[command, &["--config", &config]].concat()).within(place.path()).run();
-        done.fails(2, &["reads no configuration file", "--database"]);
+        fails(command, ["--config", &config], 2, &["reads no configuration file", "--database"]);
+        fails(command, ["--database", "nonsense"], 2, &["no scheme that is known"]);
     }
+    fails(BENCH, ["--broker", "amqp://127.0.0.1:1"], 1, &["refused"]);
 }
