@@ -25,6 +25,7 @@ mod progress;
 mod queues;
 #[cfg(feature = "email")]
 mod sender;
+mod sending;
 mod status;
 mod stuck;
 

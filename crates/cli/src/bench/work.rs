@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use chrono::Utc;
 use uuid::Uuid;
 
 use super::Load;
 use super::yard::ACCOUNTS;
+use crate::sending::{outgoing, send_all};
 use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError};
 use oncebox::message::{NewMessage, OutgoingMessage};
@@ -34,21 +34,7 @@ impl Maker {
 
     /// Messages as a relay would have read them.
     pub(super) fn rows(&self, count: usize) -> Vec<OutgoingMessage> {
-        let row = |_| {
-            let NewMessage { topic, key, kind, headers, payload, content_type, .. } = self.message();
-            OutgoingMessage {
-                id: Uuid::now_v7(),
-                topic,
-                key,
-                kind,
-                headers,
-                payload,
-                content_type: content_type.unwrap_or_default(),
-                trace: None,
-                created_at: Utc::now(),
-            }
-        };
-        (0..count).map(row).collect()
+        (0..count).map(|_| outgoing(Uuid::now_v7(), self.message())).collect()
     }
 
     fn payload(&self, key: u32) -> String {
@@ -102,22 +88,7 @@ impl Raw {
             Self::Kafka(producer) => Ok(producer.send_all(messages).await?),
             #[cfg(feature = "rabbitmq")]
             Self::Rabbit(publisher) => Ok(publisher.send_all(&messages).await?),
-            Self::Own(broker) => {
-                let mut publisher = broker.publisher().await?;
-                let mut settled = Vec::new();
-                for (at, some) in messages.chunks(1_000).enumerate() {
-                    let rows = some.iter().enumerate().map(|(n, row)| ((at * 1_000 + n) as u64, row.clone())).collect();
-                    publisher.send(rows).await?;
-                }
-                while settled.len() < messages.len() {
-                    publisher.settle(&mut settled).await?;
-                }
-                publisher.close().await;
-                if settled.iter().any(|one| one.outcome.is_err()) {
-                    return Err(AppError::failed("the broker refused a message"));
-                }
-                Ok(())
-            }
+            Self::Own(broker) => send_all(broker, &messages).await,
         }
     }
 

@@ -56,7 +56,7 @@ pub(super) struct Payment {
     pub(super) currency: String,
 }
 
-pub(super) const KIND: &str = "payment.created";
+const KIND: &str = "payment.created";
 
 impl Payment {
     pub(super) fn message(&self, names: &Names, id: Uuid) -> Result<NewMessage, AppError> {

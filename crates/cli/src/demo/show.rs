@@ -4,19 +4,17 @@
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use chrono::Utc;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use uuid::Uuid;
 
 use super::DemoArgs;
 use super::count::{Verdict, count, payments};
 use super::processes::Process;
-use super::roles::KIND;
 use super::stage::Stage;
 use crate::ground::Ground;
+use crate::sending::{outgoing, send_all};
 use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
 use oncebox::broker::Subscription;
-use oncebox::message::OutgoingMessage;
 use oncebox::observe::Health;
 use oncebox::store::StoreOptions;
 
@@ -277,35 +275,13 @@ impl<S: Tables> Show<'_, S> {
         if known.is_empty() {
             return Ok(());
         }
-        let mut publisher = self.broker.publisher().await?;
-        publisher.topic(&self.stage.names.topic()).await?;
-        let mut rows = Vec::new();
-        for tag in 0..due {
+        let mut messages = Vec::new();
+        for _ in 0..due {
             let row = &known[fastrand::usize(..known.len())];
             let id: Uuid = row.message_id.parse().map_err(|error| AppError::failed(format!("{error}")))?;
-            let message = row.payment.message(&self.stage.names, id)?;
-            rows.push((
-                tag,
-                OutgoingMessage {
-                    id,
-                    topic: message.topic,
-                    key: message.key,
-                    kind: KIND.to_owned(),
-                    headers: Vec::new(),
-                    payload: message.payload,
-                    content_type: message.content_type.unwrap_or_default(),
-                    trace: None,
-                    created_at: Utc::now(),
-                },
-            ));
+            messages.push(outgoing(id, row.payment.message(&self.stage.names, id)?));
         }
-        publisher.send(rows).await?;
-        let (mut settled, mut proven) = (Vec::new(), 0);
-        while proven < due {
-            publisher.settle(&mut settled).await?;
-            proven += settled.drain(..).filter(|one| one.outcome.is_ok()).count() as u64;
-        }
-        publisher.close().await;
+        send_all(&self.broker, &messages).await?;
         self.repeated += due;
         Ok(())
     }
