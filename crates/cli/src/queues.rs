@@ -44,6 +44,7 @@ pub(super) async fn run(command: &QueuesCommand, common: &CommonArgs, output: Ou
 
 #[cfg(feature = "rabbitmq")]
 async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output) -> Result<(), AppError> {
+    use oncebox::app::say;
     use oncebox::broker::rabbitmq::{RabbitBroker, Repartition};
 
     if !matches!(settings.broker.url.0.split_once(':'), Some(("amqp" | "amqps", _))) {
@@ -68,7 +69,7 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
                 _ => format!("{ready} messages left: keep the consumers with partitions = {from} running"),
             };
             if next != said {
-                eprintln!("consumer {}, topic {topic}: {next}", subscription.consumer);
+                say("INFO", &format!("consumer {}, topic {topic}: {next}", subscription.consumer));
                 said = next;
             }
             if args.wait.is_some_and(|wait| begun.elapsed() >= wait) {

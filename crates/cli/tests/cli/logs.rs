@@ -7,7 +7,7 @@ use crate::kit::{Done, Place, payment};
 use crate::servers::World;
 
 /// Every line of stderr, as JSON.
-fn objects(done: &Done) -> Vec<Value> {
+pub(crate) fn objects(done: &Done) -> Vec<Value> {
     let read = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
     let objects: Vec<Value> = done.stderr.lines().map(read).collect();
     for object in &objects {

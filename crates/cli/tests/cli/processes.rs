@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::database::Locked;
 use crate::kit::{ONCEBOX, Place, Program, Running, block_on, eventually, payment};
+use crate::logs::objects;
 use crate::postgres::Server;
 use crate::standstill::Standstill;
 
@@ -278,15 +279,19 @@ fn processes_of(directory: &str) -> usize {
     arguments.filter(|arguments| String::from_utf8_lossy(arguments).contains(directory)).count()
 }
 
-/// Shown by leaving the signals to the system: publisher, consumers and sender run on.
+/// Shown by leaving the signals to the system: publisher, consumers and sender run on; by saying
+/// where the files are with `eprintln!`, which is no JSON.
 #[test]
 fn an_interrupted_demo_leaves_no_process_behind() {
     let place = Place::new();
     let directory = place.path().join("demo").display().to_string();
     let config = format!("{directory}/oncebox.toml");
-    let demo = Program::new(ONCEBOX, &["demo", "--no-progress", "--dir", &directory]).within(place.path()).start();
+    let arguments = ["demo", "--no-progress", "--keep", "--dir", &directory, "--log-format", "json"];
+    let demo = Program::new(ONCEBOX, &arguments).within(place.path()).start();
     eventually("the cast is on the stage", || (processes_of(&config) >= 4).then_some(()));
     demo.signal("-TERM");
-    demo.ends().fails(1, &["interrupted"]);
+    let done = demo.ends();
+    done.fails(1, &["interrupted", "logs and files: "]);
+    objects(&done);
     eventually("nobody is left", || (processes_of(&config) == 0).then_some(()));
 }

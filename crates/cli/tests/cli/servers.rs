@@ -6,6 +6,7 @@ use serde_json::Value;
 use crate::broker::{Own, foreign};
 use crate::database::Database;
 use crate::kit::{Place, Program, payment};
+use crate::logs::objects;
 use crate::support::{service, unique};
 
 /// A database with the tables and a broker, on servers.
@@ -226,8 +227,10 @@ fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
     refused.fails(3, &["10 messages left and nobody reads them: start consumers with partitions = 1"]);
     world.consume();
     assert_eq!(world.place.entries().len(), 10);
-    let done = two(world.oncebox(&["queues", "repartition", "--wait", "60s", "--output", "json"])).run().json();
-    assert_eq!(done["partitions"], 2);
+    let repartition = ["queues", "repartition", "--wait", "60s", "--output", "json", "--log-format", "json"];
+    let done = two(world.oncebox(&repartition)).run();
+    objects(&done);
+    assert_eq!(done.json()["partitions"], 2);
     world.enqueue("acc-1", &payment("p10"));
     world.publish();
     two(world.with_config(world.place.consumer(&["--until-idle", "1s"]))).run().ok();
