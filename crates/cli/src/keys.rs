@@ -47,7 +47,7 @@ pub(crate) enum KeysCommand {
     /// is recognised
     Purge {
         /// Hashes that `keys list` shows
-        #[arg(value_name = "HASH")]
+        #[arg(value_name = "HASH", conflicts_with_all = ["tenant", "operation", "state", "older_than", "limit", "all"])]
         hashes: Vec<String>,
         #[command(flatten)]
         filter: Filter,

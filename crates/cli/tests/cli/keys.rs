@@ -200,6 +200,8 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     assert_eq!(hashes(&place, &[]).len(), 4);
     place.oncebox(&["keys", "release", &hashed[0], "--why", "asked for"]).run().ok();
     place.oncebox(&["keys", "purge", "--why", "w"]).run().fails(2, &["a filter, or --all"]);
+    // A filter that is given beside a hash would otherwise keep nothing from the purge.
+    place.oncebox(&["keys", "purge", &hashed[1], "--tenant", "t2", "--why", "w"]).run().fails(2, &["--tenant"]);
     edge(&place, "c", Some(completed()));
     place.oncebox(&["keys", "purge", "--all", "--why", "w"]).run().fails(4, &["2 keys would be purged", "--yes"]);
     place.oncebox(&["keys", "purge", "--all", "--why", "leaving", "--yes"]).run().ok();
