@@ -36,6 +36,11 @@ pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
     })
 }
 
+/// What is neither an error of a database nor of a broker, as the error of a command.
+pub(super) fn failed(error: impl std::fmt::Display) -> AppError {
+    AppError::failed(error.to_string())
+}
+
 /// How data is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub(super) enum Output {

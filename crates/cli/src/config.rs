@@ -4,7 +4,7 @@
 use clap::Subcommand;
 use comfy_table::{Table, presets};
 
-use super::common::{CommonArgs, Output};
+use super::common::{CommonArgs, Output, failed};
 use oncebox::app::AppError;
 use oncebox::app::config::{Loaded, template};
 
@@ -28,7 +28,7 @@ pub(super) fn run(command: &ConfigCommand, common: &CommonArgs, output: Output) 
 }
 
 fn show(loaded: &Loaded, output: Output) -> Result<(), AppError> {
-    let value = toml::Value::try_from(&loaded.settings).map_err(|error| AppError::failed(error.to_string()))?;
+    let value = toml::Value::try_from(&loaded.settings).map_err(failed)?;
     let mut rows = Vec::new();
     flatten("", &value, &mut rows);
     let rows: Vec<(String, String, String)> = rows

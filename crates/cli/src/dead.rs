@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use uuid::Uuid;
 
 use super::act::{Act, of_all, refused};
-use super::common::{CommonArgs, Output, hint_of_more, table};
+use super::common::{CommonArgs, Output, failed, hint_of_more, table};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -293,7 +293,7 @@ async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, outp
         written.map_err(|error| AppError::failed(format!("{} cannot be written: {error}", file.display())))?;
     }
     if output == Output::Json {
-        let mut value = serde_json::to_value(&message).map_err(|error| AppError::failed(error.to_string()))?;
+        let mut value = serde_json::to_value(&message).map_err(failed)?;
         match (payload_to, std::str::from_utf8(&message.payload)) {
             (Some(_), _) => {}
             (None, Ok(text)) => value["payload"] = text.into(),

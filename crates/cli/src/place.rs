@@ -9,7 +9,7 @@ use std::process::Stdio;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 
-use super::common::CommonArgs;
+use super::common::{CommonArgs, failed};
 use oncebox::app::AppError;
 use oncebox::app::config::{Secret, Settings};
 
@@ -31,7 +31,7 @@ impl Place {
         let tag = format!("{:08x}", fastrand::u32(..));
         let ours = std::env::temp_dir().join(format!("oncebox-{what}-{tag}"));
         let absolute = std::path::absolute(dir.unwrap_or(&ours));
-        let absolute = absolute.map_err(|error| AppError::failed(error.to_string()))?;
+        let absolute = absolute.map_err(failed)?;
         let mut settings = common.load_command_line(log)?.settings;
         if common.database.is_none() {
             settings.database.url = file_url(&absolute, "payments");
@@ -97,7 +97,7 @@ pub(super) fn signal(child: &Child, signal: Signal) {
 pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, AppError> {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt;
-    let text = toml::to_string(settings).map_err(|error| AppError::failed(error.to_string()))?;
+    let text = toml::to_string(settings).map_err(failed)?;
     let file = dir.join("oncebox.toml");
     let mut options = std::fs::File::options();
     options

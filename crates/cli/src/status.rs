@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::common::{CommonArgs, Output, bound, table};
+use super::common::{CommonArgs, Output, bound, failed, table};
 use super::consumers::{ABSENT, seen};
 use oncebox::app::AppError;
 use oncebox::store::{Status, Store};
@@ -34,7 +34,7 @@ async fn show<S: Store>(store: &S, args: &StatusArgs, output: Output) -> Result<
     bound(&mut stuck, args.limit, "things are stuck");
     match output {
         Output::Json => {
-            let mut value = serde_json::to_value(&status).map_err(|error| AppError::failed(error.to_string()))?;
+            let mut value = serde_json::to_value(&status).map_err(failed)?;
             value["stuck"] = stuck.into();
             data!("{value}");
         }

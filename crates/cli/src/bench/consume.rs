@@ -19,6 +19,7 @@ use super::relay::rate;
 use super::watched::Watched;
 use super::work::{KIND, Maker, account};
 use super::yard::{Effects, Yard};
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::{AnyBroker, AppError};
 use oncebox::error::HandlerError;
@@ -62,7 +63,7 @@ pub(super) async fn sql<S: Yard>(store: &S) -> Result<Handlers<S>, AppError> {
         params: [("account".to_owned(), "/account".to_owned())].into(),
         optional: Vec::new(),
     };
-    let handler = SqlHandler::prepare(store, spec).await.map_err(|error| AppError::failed(error.to_string()))?;
+    let handler = SqlHandler::prepare(store, spec).await.map_err(failed)?;
     let handlers = Handlers::new();
     Ok(if handler.gains_by_sets() { handlers.on_batch(KIND, handler) } else { handlers.on(KIND, handler) })
 }

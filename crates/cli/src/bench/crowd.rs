@@ -9,6 +9,7 @@ use std::time::Instant;
 use tokio::task::JoinSet;
 
 use super::relay::rate;
+use crate::common::failed;
 use oncebox::app::AppError;
 
 /// Runs `count` pieces of work, numbered downwards, in `tasks` tasks. Returns the pieces per
@@ -31,7 +32,7 @@ where
         });
     }
     while let Some(ended) = running.join_next().await {
-        ended.map_err(|error| AppError::failed(error.to_string()))??;
+        ended.map_err(failed)??;
     }
     Ok(rate(count, began.elapsed()))
 }

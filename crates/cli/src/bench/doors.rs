@@ -18,6 +18,7 @@ use super::figure::Figure;
 use super::usage::resident;
 use super::work::Maker;
 use super::yard::{ACCOUNTS, Yard};
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
@@ -85,16 +86,14 @@ struct DoorA<S: Yard> {
 impl<S: Yard> DoorA<S> {
     fn open(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
         let engine = Engine::builder(store).build();
-        let pay = engine
-            .protect(Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))
-            .map_err(|error| AppError::failed(error.to_string()))?;
-        let scope = Scope::new("t1", "p1").map_err(|error| AppError::failed(error.to_string()))?;
+        let pay = engine.protect(Endpoint::typed::<Pay>(Route::new(Mode::Transactional))).map_err(failed)?;
+        let scope = Scope::new("t1", "p1").map_err(failed)?;
         Ok(Self { engine, pay, maker: Arc::clone(maker), scope })
     }
 
     /// Sends one request and returns how it was answered.
     async fn ask(&self, key: &str, command: Pay) -> Result<Seen, AppError> {
-        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| AppError::failed(error.to_string()))?;
+        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(failed)?;
         let maker = Arc::clone(&self.maker);
         let answered = self
             .engine
@@ -232,7 +231,7 @@ async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
             _ = looks.tick() => peak = peak.max(resident(std::process::id())?),
             ended = tasks.join_next() => {
                 let Some(ended) = ended else { break };
-                let seen = ended.map_err(|error| AppError::failed(error.to_string()))??;
+                let seen = ended.map_err(failed)??;
                 ran += usize::from(seen == Seen::Executed);
             }
         }

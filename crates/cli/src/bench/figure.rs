@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::common::{Output, table};
+use crate::common::{Output, failed, table};
 use oncebox::app::AppError;
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -81,7 +81,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 pub(super) fn print(figures: &[Figure], output: Output) -> Result<(), AppError> {
     if output == Output::Json {
         for figure in figures {
-            data!("{}", serde_json::to_string(figure).map_err(|error| AppError::failed(error.to_string()))?);
+            data!("{}", serde_json::to_string(figure).map_err(failed)?);
         }
         return Ok(());
     }

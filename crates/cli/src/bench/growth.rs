@@ -17,6 +17,7 @@ use super::relay::{fill, rate};
 use super::watched::Watched;
 use super::work::Maker;
 use super::yard::Yard;
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::adapter::Gauges;
 use oncebox::app::AppError;
@@ -122,12 +123,12 @@ impl<'a, S: Yard> Outbox<'a, S> {
             measured = proven(&watched, count) => measured,
             ended = &mut relay => {
                 stop.cancel();
-                ended.map_err(|error| AppError::failed(error.to_string()))??;
+                ended.map_err(failed)??;
                 return Err(AppError::failed("the relay ended before its rows were sent"));
             }
         };
         stop.cancel();
-        relay.await.map_err(|error| AppError::failed(error.to_string()))??;
+        relay.await.map_err(failed)??;
         self.pending = self.pending.saturating_sub(watched.look(|notes| notes.proven));
         measured
     }

@@ -13,6 +13,7 @@ use super::bed::Bed;
 use super::doors::clients;
 use super::figure::Figure;
 use super::yard::Yard;
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::operation::{Fingerprint, Identity, Key, KeyFormat, Mode, OperationName, PrincipalMark, Retention, Scope};
@@ -61,10 +62,6 @@ async fn fill<S: Yard>(store: &S, count: u64) -> Result<(), AppError> {
         progress.next();
     }
     Ok(())
-}
-
-fn failed(error: impl std::fmt::Display) -> AppError {
-    AppError::failed(error.to_string())
 }
 
 fn claim() -> Result<KeyClaim, AppError> {

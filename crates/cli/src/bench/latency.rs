@@ -18,6 +18,7 @@ use super::figure::Figure;
 use super::watched::Watched;
 use super::work::{KIND, Maker};
 use super::yard::{ACCOUNTS, Yard};
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
@@ -93,7 +94,6 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, hint: bool) -> Result<Roun
     }
     .await;
     stop.cancel();
-    let failed = |error: tokio::task::JoinError| AppError::failed(error.to_string());
     relay.await.map_err(failed)??;
     consumer.await.map_err(failed)??;
     let committed = written?;

@@ -10,6 +10,7 @@ use super::figure::Figure;
 use super::usage::resident_peak;
 use super::work::Maker;
 use super::yard::Yard;
+use crate::common::failed;
 use crate::place;
 use oncebox::app::AppError;
 
@@ -30,7 +31,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
     let process = publisher.id().ok_or_else(|| AppError::failed("the publisher has ended at once"))?;
     let (mut peak, began) = (0.0_f64, Instant::now());
     loop {
-        let ended = publisher.try_wait().map_err(|error| AppError::failed(error.to_string()))?;
+        let ended = publisher.try_wait().map_err(failed)?;
         if let Some(status) = ended {
             if !status.success() {
                 return Err(AppError::failed(format!("the publisher failed: {status}")));

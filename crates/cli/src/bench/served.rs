@@ -22,6 +22,7 @@ use super::doors::{CLIENTS, Pay, milliseconds};
 use super::figure::Figure;
 use super::work::Maker;
 use super::yard::Yard;
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
@@ -118,10 +119,6 @@ impl Service {
         };
         crowd(CLIENTS, count, one).await
     }
-}
-
-fn failed(error: impl std::fmt::Display) -> AppError {
-    AppError::failed(error.to_string())
 }
 
 /// Takes the place of verified authentication.

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::roles::Payment;
 use super::show::Tables;
 use super::stage::Stage;
-use crate::common::Output;
+use crate::common::{Output, failed};
 use oncebox::app::{AnyBroker, AppError};
 
 /// What was counted after the demo, and whether the promise was kept.
@@ -49,7 +49,7 @@ impl Verdict {
 
     pub(super) fn print(&self, output: Output) -> Result<(), AppError> {
         if output == Output::Json {
-            let mut value = serde_json::to_value(self).map_err(|error| AppError::failed(error.to_string()))?;
+            let mut value = serde_json::to_value(self).map_err(failed)?;
             value["verdict"] = self.in_words().into();
             data!("{value}");
             return Ok(());

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::process::Child;
 
 use super::stage::Stage;
+use crate::common::failed;
 use crate::place;
 use oncebox::app::AppError;
 
@@ -46,13 +47,13 @@ impl Process {
             Ok(Some(status)) => {
                 Err(AppError::failed(format!("the process {} ended ({status}); see {}", self.name, self.log.display())))
             }
-            Err(error) => Err(AppError::failed(error.to_string())),
+            Err(error) => Err(failed(error)),
         }
     }
 
     /// Waits until the process ends. Returns an error unless its exit code is 0.
     pub(super) async fn finished(&mut self) -> Result<(), AppError> {
-        let status = self.child.wait().await.map_err(|error| AppError::failed(error.to_string()))?;
+        let status = self.child.wait().await.map_err(failed)?;
         if status.success() {
             return Ok(());
         }

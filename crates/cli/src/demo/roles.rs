@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::stage::Names;
-use crate::common::CommonArgs;
+use crate::common::{CommonArgs, failed};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals};
 use oncebox::error::HandlerError;
@@ -60,8 +60,7 @@ const KIND: &str = "payment.created";
 
 impl Payment {
     pub(super) fn message(&self, names: &Names, id: Uuid) -> Result<NewMessage, AppError> {
-        let message =
-            NewMessage::json(names.topic(), KIND, self).map_err(|error| AppError::failed(error.to_string()))?;
+        let message = NewMessage::json(names.topic(), KIND, self).map_err(failed)?;
         Ok(message.with_key(self.account_id.clone()).with_id(id))
     }
 }
@@ -171,7 +170,7 @@ async fn ledger<S: Store>(store: &S, names: &Names) -> Result<SqlHandler<S>, App
         .into(),
         optional: Vec::new(),
     };
-    SqlHandler::prepare(store, spec).await.map_err(|error| AppError::failed(error.to_string()))
+    SqlHandler::prepare(store, spec).await.map_err(failed)
 }
 
 struct Receipts {

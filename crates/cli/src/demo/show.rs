@@ -11,6 +11,7 @@ use super::DemoArgs;
 use super::count::{Verdict, count, payments};
 use super::processes::Process;
 use super::stage::Stage;
+use crate::common::failed;
 use crate::ground::Ground;
 use crate::sending::{outgoing, send_all};
 use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
@@ -278,7 +279,7 @@ impl<S: Tables> Show<'_, S> {
         let mut messages = Vec::new();
         for _ in 0..due {
             let row = &known[fastrand::usize(..known.len())];
-            let id: Uuid = row.message_id.parse().map_err(|error| AppError::failed(format!("{error}")))?;
+            let id: Uuid = row.message_id.parse().map_err(failed)?;
             messages.push(outgoing(id, row.payment.message(&self.stage.names, id)?));
         }
         send_all(&self.broker, &messages).await?;

@@ -11,6 +11,7 @@ use crate::bench::bed::Bed;
 use crate::bench::relay::rate;
 use crate::bench::work::account;
 use crate::bench::yard::{Effects, Yard};
+use crate::common::failed;
 use oncebox::app::AppError;
 use oncebox::broker::{Delivery, Event, PartitionId, Subscription};
 
@@ -92,7 +93,7 @@ pub(super) async fn in_batches<S: Yard>(
                     subscriber.acknowledge(source, open.first().map_or(*last, |first| first - 1)).await?;
                 }
             }
-            Some(ended) = tasks.join_next() => ended.map_err(|error| AppError::failed(error.to_string()))??,
+            Some(ended) = tasks.join_next() => ended.map_err(failed)??,
             event = tokio::time::timeout(Duration::from_secs(60), subscriber.next()) => {
                 let event = event.map_err(|_| AppError::failed("the broker delivered nothing for a minute"))??;
                 let Event::Deliveries(deliveries) = event else { continue };

@@ -10,6 +10,7 @@ use crate::bench::bed::Bed;
 use crate::bench::watched::Watched;
 use crate::bench::work::KIND;
 use crate::bench::yard::Yard;
+use crate::common::failed;
 use oncebox::app::AppError;
 use oncebox::app::config::{ConsumerSettings, Span};
 use oncebox::observe::Health;
@@ -63,7 +64,7 @@ impl Running {
         if !self.task.is_finished() {
             return Ok(());
         }
-        (&mut self.task).await.map_err(|error| AppError::failed(error.to_string()))??;
+        (&mut self.task).await.map_err(failed)??;
         Err(AppError::failed("the consumer ended by itself"))
     }
 
@@ -105,7 +106,7 @@ impl Running {
 
     pub(super) async fn stop(mut self) -> Result<(), AppError> {
         self.stop.cancel();
-        (&mut self.task).await.map_err(|error| AppError::failed(error.to_string()))?
+        (&mut self.task).await.map_err(failed)?
     }
 }
 

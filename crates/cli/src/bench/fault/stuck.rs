@@ -19,6 +19,7 @@ use crate::bench::latency::{WARM, percentiles, write};
 use crate::bench::watched::{Notes, Watched};
 use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
+use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
@@ -136,7 +137,7 @@ async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside)
     }
     .await;
     stop.cancel();
-    relay.await.map_err(|error| AppError::failed(error.to_string()))??;
+    relay.await.map_err(failed)??;
     let (committed, now) = (committed?, Instant::now());
     let times = watched.look(|notes| {
         let proof = |id| notes.proven_at.get(id).copied().unwrap_or(now);
