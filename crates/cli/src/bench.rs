@@ -29,7 +29,7 @@ mod yard;
 
 use clap::{Args, Subcommand};
 
-pub(super) use self::fault::{Role, run_role};
+pub(super) use self::fault::{PeerArgs, run_peer};
 
 use self::bed::Bed;
 use self::figure::Figure;

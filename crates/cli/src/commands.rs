@@ -85,10 +85,8 @@ enum Program {
     Consumer(ConsumerArgs),
     #[cfg(feature = "email")]
     Sender(super::sender::SenderArgs),
-    #[command(subcommand)]
-    Demo(demo::Role),
-    #[command(subcommand)]
-    Bench(bench::Role),
+    Demo(demo::RoleArgs),
+    Peer(bench::PeerArgs),
 }
 
 /// Runs the command that the arguments name; the answer is the exit code of the process.
@@ -130,8 +128,8 @@ impl OnceboxArgs {
             Command::Run(Program::Consumer(args)) => args.run(&self.common).await,
             #[cfg(feature = "email")]
             Command::Run(Program::Sender(args)) => super::sender::run(&args, &self.common).await,
-            Command::Run(Program::Bench(role)) => bench::run_role(role, &self.common).await,
-            Command::Run(Program::Demo(role)) => demo::run_role(role, &self.common).await,
+            Command::Run(Program::Demo(args)) => demo::run_role(args, &self.common).await,
+            Command::Run(Program::Peer(args)) => bench::run_peer(args, &self.common).await,
         }
     }
 }

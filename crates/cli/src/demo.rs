@@ -20,7 +20,7 @@ use super::common::{CommonArgs, Output};
 use super::place::Place;
 use oncebox::app::{AppError, stop_on_signals};
 
-pub(super) use roles::{Role, run_role};
+pub(super) use roles::{RoleArgs, run_role};
 
 /// What the demo shows.
 #[derive(Debug, Clone, Args)]

@@ -1,12 +1,13 @@
 //! Progress of long commands, on stderr: of benchmarks only on a terminal.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
 use oncebox::app::say;
 
-/// Between two lines about an act.
+/// Between two lines about an act, or two looks of a bar at the clock.
 const BETWEEN_LINES: Duration = Duration::from_millis(500);
 /// The most names of what was acted on that a person is shown.
 const SHOWN_MAX: usize = 100;
@@ -46,9 +47,12 @@ pub(super) fn shown(names: &[String]) -> String {
     shown
 }
 
-/// The progress of a benchmark, in rounds.
+/// The rounds of a benchmark, counted from 0, with their progress.
 #[derive(Debug)]
-pub(super) struct Rounds(ProgressBar);
+pub(super) struct Rounds {
+    bar: ProgressBar,
+    left: Range<u32>,
+}
 
 impl Rounds {
     pub(super) fn start(what: &'static str, rounds: u32) -> Self {
@@ -57,17 +61,23 @@ impl Rounds {
             bar.set_style(style);
         }
         bar.set_message(what);
-        bar.enable_steady_tick(std::time::Duration::from_millis(500));
-        Self(bar)
+        bar.enable_steady_tick(BETWEEN_LINES);
+        Self { bar, left: 0..rounds }
     }
+}
 
-    pub(super) fn next(&self) {
-        self.0.inc(1);
+impl Iterator for Rounds {
+    type Item = u32;
+
+    fn next(&mut self) -> Option<u32> {
+        // Where a round begins, those before it are done.
+        self.bar.set_position(u64::from(self.left.start));
+        self.left.next()
     }
 }
 
 impl Drop for Rounds {
     fn drop(&mut self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }

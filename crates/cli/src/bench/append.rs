@@ -21,21 +21,19 @@ const BULK: usize = 1_000;
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
     let (topic, _) = bed.topic("append", &[]).await?;
     let maker = Arc::new(Maker::new(&topic, load));
-    let progress = Rounds::start("append", load.rounds);
     // Warms the connections up: a new connection of PostgreSQL compiles functions and reads its
     // catalogue once, not for each transaction.
     for message in [Message::Enqueued, Message::ByHand, Message::None] {
         business(bed, &maker, message, S::WRITERS * 50).await?;
     }
     let (mut bulk, mut ten, mut by_hand, mut of_none) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("append", load.rounds) {
         bulk.push((in_bulk(bed, &maker, load.messages).await?, row_by_row(bed, &maker, load.messages / 10).await?));
         ten.push((transactions(bed, &maker, 10, 200).await?, transactions(bed, &maker, 1, 200).await?));
         let count = load.messages / 4;
         let enqueued = business(bed, &maker, Message::Enqueued, count).await?;
         by_hand.push((enqueued, business(bed, &maker, Message::ByHand, count).await?));
         of_none.push((enqueued, business(bed, &maker, Message::None, count).await?));
-        progress.next();
     }
     Ok(vec![
         Figure::beside("append.bulk", "rows/s", "row by row in one transaction", &bulk).wanted(">= 8"),

@@ -87,9 +87,8 @@ struct Lanes {
 }
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
-    let progress = Rounds::start("consume", load.rounds);
     let mut rounds = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("consume", load.rounds) {
         let numbers: &[usize] = if S::WRITERS > 1 { &[1, 4] } else { &[1] };
         let sides = ["loop", "hand1", "each1", "one1", "sets1", "sql1", "hand4", "each4", "one4", "sets4", "sql4"];
         let (topic, names) = bed.topic("consume", &sides[..1 + 5 * numbers.len()]).await?;
@@ -127,7 +126,6 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
             return Err(AppError::failed("a message that came twice had a second effect"));
         }
         rounds.push(Round { loop_by_hand, lanes: of_lanes });
-        progress.next();
     }
     Ok(figures(&rounds))
 }

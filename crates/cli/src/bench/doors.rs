@@ -131,23 +131,21 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     let (topic, _) = bed.topic("doors", &[]).await?;
     let maker = Arc::new(Maker::new(&topic, load));
     let door = Arc::new(DoorA::open(bed.store.clone(), &maker)?);
-    let progress = Rounds::start("http", load.rounds);
     // Warms the connections up: each prepares its statements and compiles its functions once.
     bare(bed, &maker, load.messages / 10).await?;
     through(&door, load.messages / 10).await?;
-    let (mut same_tx, mut replays, mut memory) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..load.rounds {
+    let (mut same_tx, mut replays) = (Vec::new(), Vec::new());
+    for _ in Rounds::start("http", load.rounds) {
         let without = bare(bed, &maker, load.messages).await?;
         same_tx.push((milliseconds(through(&door, load.messages).await?), milliseconds(without)));
         replays.push((replayed(&door, load.messages).await?, without));
-        progress.next();
     }
-    memory.push(duplicates(&door).await?);
+    let memory = duplicates(&door).await?;
     let figures = vec![
         Figure::beside("http.same_tx", "ms", "the same payment and message in a transaction of one's own", &same_tx)
             .wanted("<= 1.7"),
         Figure::beside("http.replay", "requests/s", "that transaction, per second", &replays).wanted(">= 1"),
-        Figure::alone("http.duplicates", "MB", &memory).wanted("<= 64"),
+        Figure::alone("http.duplicates", "MB", &[memory]).wanted("<= 64"),
     ];
     #[cfg(all(feature = "http", feature = "client"))]
     let figures = [figures, super::served::measure(bed, &maker, load).await?].concat();

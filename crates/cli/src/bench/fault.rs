@@ -17,7 +17,7 @@ use super::figure::Figure;
 use super::yard::Yard;
 use oncebox::app::AppError;
 
-pub(crate) use peer::{Role, run_role};
+pub(crate) use peer::{PeerArgs, run_peer};
 
 /// Measurements at a steady pace, or message by message, use `messages / SLOW_SHARE` messages.
 const SLOW_SHARE: usize = 10;

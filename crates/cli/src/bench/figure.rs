@@ -33,16 +33,11 @@ impl Figure {
     pub(super) fn beside(name: &'static str, unit: &'static str, against: &'static str, pairs: &[(f64, f64)]) -> Self {
         let ratios: Vec<f64> = pairs.iter().map(|(value, baseline)| value / baseline).collect();
         Self {
-            name,
             value: median(pairs.iter().map(|(value, _)| *value)),
-            unit,
             baseline: Some(median(pairs.iter().map(|(_, baseline)| *baseline))),
             ratio: Some(median(ratios.iter().copied())),
-            rounds: pairs.len(),
-            min: ratios.iter().copied().fold(f64::INFINITY, f64::min),
-            max: ratios.iter().copied().fold(f64::NEG_INFINITY, f64::max),
             against: Some(against),
-            target: None,
+            ..Self::alone(name, unit, &ratios)
         }
     }
 

@@ -162,13 +162,11 @@ async fn pending<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: usize) -
     let (mut many, mut few) = (Outbox::of(many), Outbox::of(&few));
     let mut figures = Vec::new();
     for (size, name) in PENDING.into_iter().filter(|(size, _)| *size <= most) {
-        let progress = Rounds::start(name, load.rounds);
         let mut pairs = Vec::new();
-        for _ in 0..load.rounds {
+        for _ in Rounds::start(name, load.rounds) {
             let count = load.messages.min(size);
             let usual = few.relay(bed, &maker, USUAL.max(count), count).await?;
             pairs.push((many.relay(bed, &maker, size, count).await?, usual));
-            progress.next();
         }
         let against = "the same number of rows, of 100,000 pending ones";
         figures.push(Figure::beside(name, "rows/s", against, &pairs).wanted(">= 0.85"));
@@ -184,13 +182,11 @@ async fn held<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, held: usize) -> R
     let holder = RelayOptions { until_empty: true, held_rows_max: HELD_MAX, ..RelayOptions::new("growth") };
     Relay::new(many.clone(), Arc::clone(&bed.broker), holder, Health::default()).run(CancellationToken::new()).await?;
     let maker = Maker::new(&topic, load);
-    let progress = Rounds::start("held rows", load.rounds);
     let mut pairs = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("held rows", load.rounds) {
         let few = bed.store.clone();
         let usual = Outbox::of(&few).relay(bed, &maker, load.messages, load.messages).await?;
         pairs.push((Outbox::of(many).relay(bed, &maker, load.messages, load.messages).await?, usual));
-        progress.next();
     }
     Ok(Figure::beside("growth.relay.held", "rows/s", "the same with no held rows", &pairs).wanted(">= 0.85"))
 }
@@ -202,12 +198,10 @@ async fn keys<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError>
     let store = bed.store.clone();
     // The first session on a topic makes its files.
     Outbox::of(&store).relay(bed, &usual, load.messages, load.messages).await?;
-    let progress = Rounds::start("keys", load.rounds);
     let mut pairs = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("keys", load.rounds) {
         let usual = Outbox::of(&store).relay(bed, &usual, load.messages, load.messages).await?;
         pairs.push((Outbox::of(&store).relay(bed, &many, load.messages, load.messages).await?, usual));
-        progress.next();
     }
     Ok(Figure::beside("growth.relay.keys", "rows/s", "the same with `--keys` keys", &pairs).wanted(">= 0.85"))
 }
@@ -220,14 +214,12 @@ async fn consumers<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load) -> Result<Ve
     }
     let (topic, names) = bed.topic("consumers", &["few", "many"]).await?;
     let (maker, few) = (Maker::new(&topic, load), bed.store.clone());
-    let progress = Rounds::start("registered consumers", load.rounds);
     let (mut relayed, mut consumed) = (Vec::new(), Vec::new());
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("registered consumers", load.rounds) {
         let usual = Outbox::of(&few).relay(bed, &maker, load.messages, load.messages).await?;
         relayed.push((Outbox::of(many).relay(bed, &maker, load.messages, load.messages).await?, usual));
         let usual = consume(bed, &few, &topic, &names[0], 2 * load.messages).await?;
         consumed.push((consume(bed, many, &topic, &names[1], 2 * load.messages).await?, usual));
-        progress.next();
     }
     let against = "the same with no other consumer";
     Ok(vec![
@@ -253,13 +245,11 @@ async fn inbox<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: u64) -> Re
             many.fill_inbox(&names[1], filled, filled + FILL).await?;
             filled += FILL;
         }
-        let progress = Rounds::start(figure, load.rounds);
         let mut pairs = Vec::new();
-        for _ in 0..load.rounds {
+        for _ in Rounds::start(figure, load.rounds) {
             raw.send_all(rows()).await?;
             let usual = consume(bed, &few, &topic, &names[0], load.messages).await?;
             pairs.push((consume(bed, many, &topic, &names[1], load.messages).await?, usual));
-            progress.next();
         }
         let against = "the same with an inbox of these messages only";
         figures.push(Figure::beside(figure, "effects/s", against, &pairs).wanted(">= 0.9"));

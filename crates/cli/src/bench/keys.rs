@@ -38,16 +38,14 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stored: u64) 
 async fn beside<S: Yard>(many: &S, few: &S, load: Load, stored: u64) -> Result<Vec<Figure>, AppError> {
     fill(few, stored / 5).await?;
     fill(many, stored).await?;
-    let progress = Rounds::start("keys", load.rounds);
     let (mut size, mut purge) = (Vec::new(), Vec::new());
     for store in [many, few] {
         claims(store, load.messages).await?;
     }
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("keys", load.rounds) {
         let alone = claims(many, load.messages).await?;
         size.push((alone, claims(few, load.messages).await?));
         purge.push((beside_purge(many, load.messages).await?, alone));
-        progress.next();
     }
     Ok(vec![
         Figure::beside("http.keys", "claims/s", "beside a fifth of the stored keys", &size).wanted(">= 0.75"),
@@ -56,10 +54,9 @@ async fn beside<S: Yard>(many: &S, few: &S, load: Load, stored: u64) -> Result<V
 }
 
 async fn fill<S: Yard>(store: &S, count: u64) -> Result<(), AppError> {
-    let progress = Rounds::start("keys to begin with", u32::try_from(count.div_ceil(FILL)).unwrap_or(u32::MAX));
-    for from in (0..count).step_by(usize::try_from(FILL).unwrap_or(usize::MAX)) {
+    for step in Rounds::start("keys to begin with", u32::try_from(count.div_ceil(FILL)).unwrap_or(u32::MAX)) {
+        let from = u64::from(step) * FILL;
         store.fill_keys(from, count.min(from + FILL)).await?;
-        progress.next();
     }
     Ok(())
 }

@@ -38,12 +38,10 @@ struct Round {
 }
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
-    let progress = Rounds::start("latency", load.rounds);
     let (mut hinted, mut polled) = (Vec::new(), Vec::new());
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("latency", load.rounds) {
         hinted.push(round(bed, load, true).await?);
         polled.push(round(bed, load, false).await?);
-        progress.next();
     }
     let against = "one publish by the bare client, median";
     let figure = |name, rounds: &[Round], pick: fn(&Round) -> f64| {

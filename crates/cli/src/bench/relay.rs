@@ -37,11 +37,9 @@ struct Round {
 }
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
-    let progress = Rounds::start("relay", load.rounds);
     let mut rounds = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("relay", load.rounds) {
         rounds.push(round(bed, load).await?);
-        progress.next();
     }
     let of = |pick: fn(&Round) -> (f64, f64)| rounds.iter().map(pick).collect::<Vec<_>>();
     let of_client = of(|round| (round.relay, round.producer));

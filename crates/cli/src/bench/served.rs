@@ -52,17 +52,15 @@ impl Drop for Service {
 
 pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Load) -> Result<Vec<Figure>, AppError> {
     let service = Arc::new(Service::start(bed.store.clone(), maker).await?);
-    let progress = Rounds::start("http through HTTP", load.rounds);
     for path in ["bare", "hand", "door", "layer"] {
         service.ask(path, load.messages / 10).await?;
     }
     let (mut hand, mut door, mut layer) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("http through HTTP", load.rounds) {
         let without = milliseconds(service.ask("bare", load.messages).await?);
         hand.push((milliseconds(service.ask("hand", load.messages).await?), without));
         door.push((milliseconds(service.ask("door", load.messages).await?), without));
         layer.push((milliseconds(service.ask("layer", load.messages).await?), without));
-        progress.next();
     }
     Ok(vec![
         Figure::beside("http.by_hand", "ms", "the same handler without a key, through HTTP", &hand),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -19,29 +19,27 @@ use oncebox::store::{NewEmail, SqlValue, Store, split_named};
 use oncebox::{HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec};
 
 /// A process of the demo.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct RoleArgs {
+    /// The tag in all names that this demo uses
+    #[arg(long)]
+    tag: String,
+    #[command(subcommand)]
+    role: Role,
+}
+
 #[derive(Debug, Clone, Subcommand)]
-pub(crate) enum Role {
+enum Role {
     /// Takes payments: writes the payment and its message in one transaction
     Till {
-        /// The tag in all names that this demo uses
-        #[arg(long)]
-        tag: String,
         /// How many payments to take
         #[arg(long)]
         messages: u64,
     },
     /// Keeps the ledger: writes an entry for each payment
-    Ledger {
-        /// The tag in all names that this demo uses
-        #[arg(long)]
-        tag: String,
-    },
+    Ledger,
     /// Writes receipts as e-mail rows
-    Receipts {
-        /// The tag in all names that this demo uses
-        #[arg(long)]
-        tag: String,
-    },
+    Receipts,
 }
 
 /// A payment as the message carries it.
@@ -65,34 +63,23 @@ impl Payment {
     }
 }
 
-pub(crate) async fn run_role(role: Role, common: &CommonArgs) -> Result<(), AppError> {
+pub(crate) async fn run_role(args: RoleArgs, common: &CommonArgs) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    oncebox::with_store_type!(&settings.database.url.0, |S| play::<S>(role, settings).await)
+    oncebox::with_store_type!(&settings.database.url.0, |S| play::<S>(args, settings).await)
 }
 
-async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppError> {
+async fn play<S: Store>(RoleArgs { tag, role }: RoleArgs, mut settings: Settings) -> Result<(), AppError> {
     let stop = stop_on_signals()?;
-    let (tag, role_name) = match &role {
-        Role::Till { tag, .. } => (tag, "till"),
-        Role::Ledger { tag } => (tag, "ledger"),
-        Role::Receipts { tag } => (tag, "receipts"),
+    let names = Names { tag };
+    let store: S = oncebox::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
+    let (consumer, handlers) = match role {
+        Role::Till { messages } => return take_payments(&store, &names, messages).await,
+        Role::Ledger => ("ledger", Handlers::new().on(KIND, ledger(&store, &names).await?)),
+        Role::Receipts => ("receipts", Handlers::new().on(KIND, Receipts { names: names.clone() })),
     };
-    let names = Names { tag: tag.clone() };
-    if let Role::Till { messages, .. } = role {
-        let store: S = oncebox::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
-        return take_payments(&store, &names, messages).await;
-    }
-    let name = names.consumer(role_name);
     // Only the consumers of the demo run.
     settings.consumer.clear();
-    let topics = [names.topic()];
-    let handlers = if let Role::Ledger { .. } = role {
-        let store: S = oncebox::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
-        Handlers::new().on(KIND, ledger(&store, &names).await?)
-    } else {
-        Handlers::new().on(KIND, Receipts { names })
-    };
-    let handlers = HandlersByConsumer::new().consumer(&name, topics, handlers);
+    let handlers = HandlersByConsumer::new().consumer(&names.consumer(consumer), [names.topic()], handlers);
     run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop).await
 }
 

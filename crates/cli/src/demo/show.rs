@@ -5,6 +5,7 @@ use std::future::Future;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
 use super::DemoArgs;
@@ -14,10 +15,11 @@ use super::stage::Stage;
 use crate::common::failed;
 use crate::ground::Ground;
 use crate::sending::{outgoing, send_all};
+use oncebox::StoreError;
 use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
 use oncebox::broker::Subscription;
 use oncebox::observe::Health;
-use oncebox::store::StoreOptions;
+use oncebox::store::{Base, StoreOptions};
 
 /// A row of payments or ledger: payment, a second text, account, number, amount.
 pub(super) type MoneyRow = (String, String, String, i64, i64);
@@ -31,13 +33,13 @@ pub(super) trait Tables: Ground {
     /// The SQL of the unique key of an e-mail row, as text.
     const EMAIL_KEY: &'static str;
 
-    fn rows(&self, sql: &str) -> impl Future<Output = Result<Vec<MoneyRow>, AppError>> + Send;
-    fn texts(&self, sql: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send;
-    fn number(&self, sql: &str) -> impl Future<Output = Result<i64, AppError>> + Send;
-    fn run(&self, sql: &str) -> impl Future<Output = Result<(), AppError>> + Send;
+    fn rows(&self, sql: &str) -> impl Future<Output = Result<Vec<MoneyRow>, StoreError>> + Send;
+    fn texts(&self, sql: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
+    fn number(&self, sql: &str) -> impl Future<Output = Result<i64, StoreError>> + Send;
+    fn run(&self, sql: &str) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The unique keys of e-mail rows with this beginning.
-    fn email_keys(&self, prefix: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send {
+    fn email_keys(&self, prefix: &str) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send {
         let sql = format!(
             "select {key} from {} where substr({key}, 1, {}) = '{prefix}'",
             Self::EMAIL_TABLE,
@@ -55,36 +57,20 @@ macro_rules! tables {
             const EMAIL_TABLE: &'static str = $emails;
             const EMAIL_KEY: &'static str = $email_key;
 
-            async fn rows(&self, sql: &str) -> Result<Vec<MoneyRow>, AppError> {
-                let sql = sqlx::AssertSqlSafe(sql.to_owned());
-                Ok(sqlx::query_as(sql)
-                    .fetch_all(oncebox::store::Base::pool(self))
-                    .await
-                    .map_err(oncebox::StoreError::from)?)
+            async fn rows(&self, sql: &str) -> Result<Vec<MoneyRow>, StoreError> {
+                Ok(sqlx::query_as(AssertSqlSafe(sql.to_owned())).fetch_all(Base::pool(self)).await?)
             }
 
-            async fn texts(&self, sql: &str) -> Result<Vec<String>, AppError> {
-                let sql = sqlx::AssertSqlSafe(sql.to_owned());
-                Ok(sqlx::query_scalar(sql)
-                    .fetch_all(oncebox::store::Base::pool(self))
-                    .await
-                    .map_err(oncebox::StoreError::from)?)
+            async fn texts(&self, sql: &str) -> Result<Vec<String>, StoreError> {
+                Ok(sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_all(Base::pool(self)).await?)
             }
 
-            async fn number(&self, sql: &str) -> Result<i64, AppError> {
-                let sql = sqlx::AssertSqlSafe(sql.to_owned());
-                Ok(sqlx::query_scalar(sql)
-                    .fetch_one(oncebox::store::Base::pool(self))
-                    .await
-                    .map_err(oncebox::StoreError::from)?)
+            async fn number(&self, sql: &str) -> Result<i64, StoreError> {
+                Ok(sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_one(Base::pool(self)).await?)
             }
 
-            async fn run(&self, sql: &str) -> Result<(), AppError> {
-                let sql = sqlx::AssertSqlSafe(sql.to_owned());
-                sqlx::raw_sql(sql)
-                    .execute(oncebox::store::Base::pool(self))
-                    .await
-                    .map_err(oncebox::StoreError::from)?;
+            async fn run(&self, sql: &str) -> Result<(), StoreError> {
+                sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(Base::pool(self)).await?;
                 Ok(())
             }
         }
@@ -153,12 +139,12 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let tag = stage.names.tag.as_str();
     let messages = args.messages.to_string();
     let cast = vec![
-        Process::start(stage, "ledger", &["demo", "ledger", "--tag", tag])?,
-        Process::start(stage, "receipts", &["demo", "receipts", "--tag", tag])?,
+        Process::start(stage, "ledger", &["demo", "--tag", tag, "ledger"])?,
+        Process::start(stage, "receipts", &["demo", "--tag", tag, "receipts"])?,
         Process::start(stage, "publisher", &["publisher"])?,
         Process::start(stage, "sender", &["sender"])?,
     ];
-    let till = Process::start(stage, "till", &["demo", "till", "--tag", tag, "--messages", &messages])?;
+    let till = Process::start(stage, "till", &["demo", "--tag", tag, "till", "--messages", &messages])?;
     let mut show = Show { args, stage, store, broker, till, cast, bar: bar(args), killed: 0, repeated: 0 };
     show.play().await?;
     let Show { store, broker, cast, killed, bar, .. } = show;
@@ -187,7 +173,8 @@ async fn make_tables<S: Tables>(store: &S, stage: &Stage) -> Result<(), AppError
     // The table has no unique key, so that only the inbox prevents a second entry. A ledger of
     // one's own has one: `deploy/compose/ledger.sql`.
     let ledger = stage.names.ledger();
-    store.run(&format!("create table {ledger} ({}, payment_id varchar(64) not null, {columns})", S::ENTRY_ID)).await
+    store.run(&format!("create table {ledger} ({}, payment_id varchar(64) not null, {columns})", S::ENTRY_ID)).await?;
+    Ok(())
 }
 
 fn bar(args: &DemoArgs) -> ProgressBar {

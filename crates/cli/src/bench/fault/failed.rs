@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 
 use super::SLOW_SHARE;
-use super::running::{Running, options};
+use super::running::{Running, drain, options};
 use crate::bench::Load;
 use crate::bench::bed::Bed;
 use crate::bench::consume::{Effect, LINGER};
@@ -53,28 +53,17 @@ impl<S: Yard> MessageHandler<S> for Failing {
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
     let messages = (load.messages / SLOW_SHARE).clamp(1, BEHIND_MAX);
     let load = Load { messages, keys: 1, ..load };
-    let progress = Rounds::start("after a failure", load.rounds);
     let mut pairs = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("after a failure", load.rounds) {
         let (topic, names) = bed.topic("failed", &["plain", "failed"]).await?;
         let rows = Maker::new(&topic, load).rows(load.messages);
         bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
-        let plain = plain(bed, &names[0], &topic, load.messages).await?;
+        let before = bed.store.effects().await?;
+        let plain = drain(bed, &names[0], &topic, before + load.messages).await?.rate(before);
         pairs.push((failed(bed, &names[1], &topic, load.messages).await?, plain));
-        progress.next();
     }
     let against = "a key that never failed";
     Ok(Figure::beside("fault.after_failure", "effects/s", against, &pairs).wanted(">= 0.25"))
-}
-
-/// Effects per second of a key that never failed.
-async fn plain<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize) -> Result<f64, AppError> {
-    let before = bed.store.effects().await?;
-    let mut running = Running::start(bed, options::<S>(name, topic)?, Effect);
-    let since = running.first_delivery().await?;
-    let course = running.course(&bed.store, since, before + count).await?;
-    running.stop().await?;
-    Ok(course.rate(before))
 }
 
 /// Effects per second from the first success after the failure, with all messages stored behind it.

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use super::peer::Peer;
-use super::running::{Running, options};
+use super::running::drain;
 use crate::bench::Load;
 use crate::bench::bed::Bed;
-use crate::bench::consume::{Effect, LINGER};
+use crate::bench::consume::LINGER;
 use crate::bench::figure::Figure;
 use crate::bench::work::Maker;
 use crate::bench::yard::{ACCOUNTS, Yard};
@@ -17,9 +17,8 @@ use oncebox::app::AppError;
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
     // Each key has its own account, so the frozen process locks only rows of its own keys.
     let load = Load { keys: load.keys.min(ACCOUNTS as u32), ..load };
-    let progress = Rounds::start("a frozen peer", load.rounds);
     let mut pairs = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("a frozen peer", load.rounds) {
         let (topic, names) = bed.topic("frozen", &["plain", "frozen"]).await?;
         let rows = Maker::new(&topic, load).rows(load.messages);
         bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
@@ -29,7 +28,6 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
         let frozen = survivor(bed, &names[1], &topic, load.messages).await;
         peer.kill().await?;
         pairs.push((frozen?, plain));
-        progress.next();
     }
     let against = "the same consumer without a peer";
     Ok(Figure::beside("fault.frozen_peer", "effects/s", against, &pairs).wanted(">= 0.5"))
@@ -39,10 +37,5 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
 /// to a batch of each of its lanes, which may be half of all messages where there are 1,000 keys.
 async fn survivor<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, messages: usize) -> Result<f64, AppError> {
     let before = bed.store.effects().await?;
-    let options = options::<S>(name, topic)?;
-    let mut running = Running::start(bed, options, Effect);
-    let since = running.first_delivery().await?;
-    let course = running.course(&bed.store, since, before + messages / 3).await?;
-    running.stop().await?;
-    Ok(course.rate(before))
+    Ok(drain(bed, name, topic, before + messages / 3).await?.rate(before))
 }

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use super::peer::Peer;
-use super::running::{Course, Running, options};
+use super::running::drain;
 use crate::bench::Load;
 use crate::bench::bed::Bed;
-use crate::bench::consume::{Effect, LINGER};
+use crate::bench::consume::LINGER;
 use crate::bench::figure::Figure;
 use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
@@ -18,9 +18,8 @@ use oncebox::app::AppError;
 const KILL_AT: usize = 4;
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
-    let progress = Rounds::start("after a kill", load.rounds);
     let (mut seconds, mut rates) = (Vec::new(), Vec::new());
-    for _ in 0..load.rounds {
+    for _ in Rounds::start("after a kill", load.rounds) {
         let (topic, names) = bed.topic("killed", &["plain", "killed"]).await?;
         let rows = Maker::new(&topic, load).rows(load.messages);
         bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
@@ -35,20 +34,10 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         let killed = drain(bed, &names[1], &topic, before + load.messages).await?;
         seconds.push((killed.reaches(plain_rate / 2.0), plain.reaches(plain_rate / 2.0)));
         rates.push((killed.rate(killed_at), plain_rate));
-        progress.next();
     }
     let against = "the same consumer with a new name, without a kill";
     Ok(vec![
         Figure::beside("fault.catch_up", "s", against, &seconds).wanted("<= 10 s"),
         Figure::beside("fault.catch_up.rate", "effects/s", against, &rates),
     ])
-}
-
-/// The course of the effects from the first delivery until all of them are there.
-async fn drain<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, until: usize) -> Result<Course, AppError> {
-    let mut running = Running::start(bed, options::<S>(name, topic)?, Effect);
-    let since = running.first_delivery().await?;
-    let course = running.course(&bed.store, since, until).await?;
-    running.stop().await?;
-    Ok(course)
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use clap::Subcommand;
+use clap::Args;
 use rustix::process::Signal;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;
@@ -33,30 +33,28 @@ const HALT_MAX: Duration = Duration::from_secs(120);
 /// less by itself.
 const SESSION: u64 = 6;
 
-/// A process of the benchmark.
-#[derive(Debug, Clone, Subcommand)]
-pub(crate) enum Role {
-    /// Handles messages; from one on it leaves its transactions open, and says so
-    Peer {
-        /// The name that the consumer has in inbox and broker
-        #[arg(long)]
-        name: String,
-        /// The topic that the consumer reads
-        #[arg(long)]
-        topic: String,
-        /// The message at which it halts, counted from 1
-        #[arg(long)]
-        halt: usize,
-    },
+/// A process of the benchmark: it handles messages; from one on it leaves its transactions open,
+/// and says so.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PeerArgs {
+    /// The name that the consumer has in inbox and broker
+    #[arg(long)]
+    name: String,
+    /// The topic that the consumer reads
+    #[arg(long)]
+    topic: String,
+    /// The message at which it halts, counted from 1
+    #[arg(long)]
+    halt: usize,
 }
 
-pub(crate) async fn run_role(role: Role, common: &CommonArgs) -> Result<(), AppError> {
+pub(crate) async fn run_peer(args: PeerArgs, common: &CommonArgs) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    oncebox::with_store_type!(&settings.database.url.0, |S| play::<S>(role, settings).await)
+    oncebox::with_store_type!(&settings.database.url.0, |S| play::<S>(args, settings).await)
 }
 
-async fn play<S: Yard>(role: Role, mut settings: Settings) -> Result<(), AppError> {
-    let Role::Peer { name, topic, halt } = role;
+async fn play<S: Yard>(args: PeerArgs, mut settings: Settings) -> Result<(), AppError> {
+    let PeerArgs { name, topic, halt } = args;
     settings.broker.kafka.session_timeout = Span::seconds(SESSION);
     let halted = Arc::new(Notify::new());
     let halting = Halting { begun: AtomicUsize::new(0), halt, halted: Arc::clone(&halted) };
@@ -102,8 +100,7 @@ impl Peer {
         let mut child = place::this_program()?
             .arg("--config")
             .arg(bed.config_file()?)
-            .args(["run", "bench", "peer", "--name", name, "--topic", topic])
-            .args(["--halt", &halt.to_string()])
+            .args(["run", "peer", "--name", name, "--topic", topic, "--halt", &halt.to_string()])
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| AppError::failed(format!("a consumer cannot be started: {error}")))?;

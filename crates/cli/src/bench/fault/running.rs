@@ -7,6 +7,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::bench::bed::Bed;
+use crate::bench::consume::Effect;
+use crate::bench::relay::rate;
 use crate::bench::watched::Watched;
 use crate::bench::work::KIND;
 use crate::bench::yard::Yard;
@@ -110,29 +112,35 @@ impl Running {
     }
 }
 
+/// Runs a consumer with the simple handler. Returns the course of the effects from its first
+/// delivery until there are `until`.
+pub(super) async fn drain<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, until: usize) -> Result<Course, AppError> {
+    let mut running = Running::start(bed, options::<S>(name, topic)?, Effect);
+    let since = running.first_delivery().await?;
+    let course = running.course(&bed.store, since, until).await?;
+    running.stop().await?;
+    Ok(course)
+}
+
 /// The number of effects at each time. It has at least one entry.
 pub(super) struct Course(Vec<(Duration, usize)>);
 
 impl Course {
     /// Effects per second until the last look, with `before` effects at the start.
     pub(super) fn rate(&self, before: usize) -> f64 {
-        self.0.last().map_or(f64::NAN, |(time, count)| rate_of(count - before, *time))
+        self.0.last().map_or(f64::NAN, |(time, count)| rate(count - before, *time))
     }
 
     /// Seconds until the rate was this for the first time, or until the end where it never was.
-    pub(super) fn reaches(&self, rate: f64) -> f64 {
+    pub(super) fn reaches(&self, wanted: f64) -> f64 {
         let fast = |(at, (time, count)): (usize, &(Duration, usize))| {
             let then = time.checked_sub(WINDOW)?;
             let (earlier, before) = self.0[..at].iter().rfind(|(earlier, _)| *earlier <= then)?;
-            (rate_of(count - before, *time - *earlier) >= rate).then_some(*time)
+            (rate(count - before, *time - *earlier) >= wanted).then_some(*time)
         };
         let end = self.0.last().map(|(time, _)| *time);
         self.0.iter().enumerate().find_map(fast).or(end).map_or(f64::NAN, |time| time.as_secs_f64())
     }
-}
-
-fn rate_of(count: usize, time: Duration) -> f64 {
-    crate::bench::relay::rate(count, time)
 }
 
 #[cfg(test)]

@@ -70,9 +70,8 @@ async fn both_sides<S: Yard>(
     [well, ill]: [Beside; 2],
 ) -> Result<Vec<(Times, Times)>, AppError> {
     let load = Load { messages: (load.messages / SLOW_SHARE).max(1), ..load };
-    let progress = Rounds::start(what, load.rounds);
     let mut rounds = Vec::new();
-    for _ in 0..load.rounds {
+    for _ in Rounds::start(what, load.rounds) {
         let plain = times(bed, &bed.store.clone(), load, well).await?;
         let (store, own) = bed.beside().await?;
         let measured = async {
@@ -83,7 +82,6 @@ async fn both_sides<S: Yard>(
         store.close().await;
         own.drop::<S>().await?;
         rounds.push((measured?, plain));
-        progress.next();
     }
     Ok(rounds)
 }

@@ -96,14 +96,6 @@ impl Yard for SqliteStore {
         Ok(())
     }
 
-    async fn log_written(&self) -> Result<Option<f64>, StoreError> {
-        Ok(None)
-    }
-
-    async fn left_behind(&self) -> Result<Option<f64>, StoreError> {
-        Ok(None)
-    }
-
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
         append: "insert into bench_message (bucket, message_id, topic, key, kind, headers, payload, content_type) \
