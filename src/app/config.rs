@@ -3,9 +3,10 @@
 
 mod load;
 mod settings;
-pub mod template;
+mod template;
 mod values;
 
 pub use load::{Layers, Loaded, load};
 pub use settings::*;
+pub use template::TEMPLATE;
 pub use values::{ByteSize, Secret, Span, SpanOrNever};

@@ -6,7 +6,7 @@ use comfy_table::{Table, presets};
 
 use super::common::{CommonArgs, Output, failed};
 use oncebox::app::AppError;
-use oncebox::app::config::{Loaded, template};
+use oncebox::app::config::{Loaded, TEMPLATE};
 
 /// What to do with settings.
 #[derive(Debug, Subcommand)]
@@ -20,7 +20,7 @@ pub(crate) enum ConfigCommand {
 pub(super) fn run(command: &ConfigCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     match command {
         ConfigCommand::Template => {
-            data!("{}", template::template().trim_end());
+            data!("{}", TEMPLATE.trim_end());
             Ok(())
         }
         ConfigCommand::Show => show(&common.load(None)?, output),
