@@ -21,6 +21,18 @@ pub(crate) fn run(url: &str, statements: &str) -> Result<(), sqlx::Error> {
     })
 }
 
+/// The statement by which an application enqueues a payment, on this kind of database.
+pub(crate) fn enqueue(url: &str, topic: &str, key: &str, payload: &str) -> String {
+    let of = "payment.created";
+    match kind(url) {
+        "postgres" => format!("select oncebox.enqueue('{topic}', '{of}', '{payload}'::text, '{key}')"),
+        "mysql" => format!("call oncebox_enqueue_p('{topic}', '{key}', '{of}', '{payload}', null, null, null, @id)"),
+        _ => format!(
+            "insert into oncebox_outbox (topic, key, kind, payload) values ('{topic}', '{key}', '{of}', '{payload}')"
+        ),
+    }
+}
+
 /// The first column of a query, as text.
 pub(crate) fn column(url: &str, query: &str) -> Vec<String> {
     let sql = AssertSqlSafe(query.to_owned());

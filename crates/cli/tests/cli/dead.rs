@@ -34,16 +34,11 @@ fn dead_in_the_outbox(place: &Place, number: usize, age: &str) {
 }
 
 fn listed(place: &Place, filter: &[&str]) -> Vec<Value> {
-    let arguments = [&["dead", "list", "--output", "json"], filter].concat();
-    place.oncebox(&arguments).run().json()["dead"].as_array().unwrap().clone()
+    place.json(&[&["dead", "list"], filter].concat())["dead"].as_array().unwrap().clone()
 }
 
 fn numbers(place: &Place, filter: &[&str]) -> Vec<String> {
     listed(place, filter).iter().map(|message| message["number"].as_str().unwrap().to_owned()).collect()
-}
-
-fn audit(place: &Place) -> Vec<String> {
-    place.column("select act || ' ' || reason from oncebox_audit order by 1")
 }
 
 #[test]
@@ -86,7 +81,7 @@ fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
     {
         assert!(shown.contains(text), "{text} in {shown}");
     }
-    let shown = place.oncebox(&["dead", "show", "o9", "--output", "json"]).run().json();
+    let shown = place.json(&["dead", "show", "o9"]);
     assert_eq!(shown["payload"], payment("o9"));
     for command in [&["dead", "show", "c4711"][..], &["dead", "discard", "c4711", "--why", "x"]] {
         place.oncebox(command).run().fails(1, &["no message `c4711`", "oncebox dead list"]);
@@ -122,7 +117,7 @@ fn an_act_on_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves() 
     let dry_run = discard(&["--topic", "payments", "--dry-run"]);
     assert!(dry_run.stderr.contains("150 more match") && dry_run.stderr.contains("--all"), "{}", dry_run.stderr);
     assert!(dry_run.ok().starts_with("would discard 100: c1 "));
-    assert_eq!((numbers(&place, &["--limit", "1000"]).len(), audit(&place).len()), (250, 0));
+    assert_eq!((numbers(&place, &["--limit", "1000"]).len(), place.audit().len()), (250, 0));
 
     let done = discard(&["--all", "--limit", "30", "--yes", "--output", "json"]).json();
     assert_eq!((done["numbers"].as_array().unwrap().len(), &done["remaining"]), (30, &json!(220)));
@@ -130,7 +125,7 @@ fn an_act_on_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves() 
     let done = discard(&["--all", "--yes"]);
     assert!(done.stderr.contains("done 220 of 220") && !done.stderr.contains("more match"), "{}", done.stderr);
     assert!(done.ok().starts_with("discard 220: c31 "));
-    assert_eq!((numbers(&place, &[]).len(), audit(&place).len()), (0, 250));
+    assert_eq!((numbers(&place, &[]).len(), place.audit().len()), (0, 250));
 }
 
 /// What the runbook says to do with a topic that nobody wants any more. A request stands until the
@@ -148,7 +143,7 @@ fn all_that_a_topic_holds_is_discarded_by_one_command() {
     let discard = ["dead", "discard", "--topic", "orders", "--state", "held", "--all", "--why", "not wanted", "--yes"];
     assert!(place.oncebox(&discard).run().ok().starts_with("discard 230: o1 o2 "));
     let requests = "select count(*) || '' from oncebox_outbox_dead where requested = 'discard'";
-    assert_eq!((place.column(requests), audit(&place).len()), (vec!["230".to_owned()], 230));
+    assert_eq!((place.column(requests), place.audit().len()), (vec!["230".to_owned()], 230));
     assert!(place.oncebox(&discard).run().ok().starts_with("discard 0:"), "each has its request");
 }
 
@@ -175,10 +170,10 @@ fn a_dry_run_says_what_would_be_done_and_does_nothing() {
     for act in ["redrive", "discard"] {
         let done = place.oncebox(&["dead", act, "--consumer", "ledger", "--why", "x", "--dry-run"]).run();
         assert_eq!(done.ok(), format!("would {act} 2: c1 c2\n"));
-        let done = place.oncebox(&["dead", act, "c1", "--why", "x", "--dry-run", "--output", "json"]).run().json();
+        let done = place.json(&["dead", act, "c1", "--why", "x", "--dry-run"]);
         assert_eq!(done, json!({ "act": act, "dry_run": true, "numbers": ["c1"], "already_handled": [] }));
     }
-    assert_eq!((listed(&place, &[]), audit(&place)), (before, Vec::new()));
+    assert_eq!((listed(&place, &[]), place.audit()), (before, Vec::new()));
 }
 
 /// A redriven message is handled once its cause is gone, a discarded one never; each act leaves an
@@ -204,7 +199,7 @@ fn redrive_and_discard_by_number_and_by_filter_do_what_they_say_once() {
     place.consume(&mended).ok();
     place.consume(&mended).ok();
     assert_eq!(place.entries(), ["p1", "p3"]);
-    assert_eq!(audit(&place), ["discard a test", "discard a test", "redrive mended", "redrive mended"]);
+    assert_eq!(place.audit(), ["discard a test", "discard a test", "redrive mended", "redrive mended"]);
     place.oncebox(&["audit", "list", "--limit", "3"]).run().ok_saying(&["there may be more", "--limit"]);
     assert!(numbers(&place, &[]).is_empty());
 }
@@ -259,7 +254,7 @@ fn what_is_not_safe_is_refused_with_4_and_nothing_is_done() {
         let arguments = [&["dead"], arguments, &["--why", "x"]].concat();
         place.oncebox(&arguments).run().fails(2, &[words]);
     }
-    assert_eq!((listed(&place, &[]), audit(&place)), (before, Vec::new()));
+    assert_eq!((listed(&place, &[]), place.audit()), (before, Vec::new()));
     place.oncebox(&["dead", "redrive", "o7", "--new-id", "--why", "known to nobody"]).run().ok();
     let age = place.config("publisher.redrive_age_max = '60days'");
     dead_in_the_outbox(&place, 8, "-30 days");
@@ -323,7 +318,7 @@ fn a_waiting_message_is_listed_with_its_error_and_tried_now_by_its_number() {
     place.consume(&config).ok();
     assert_eq!(place.entries(), ["p1"]);
     assert!(listed(&place, &[]).is_empty());
-    let acts = place.oncebox(&["audit", "list", "--output", "json"]).run().json();
+    let acts = place.json(&["audit", "list"]);
     let act = &acts["audit"][0];
     assert_eq!(
         (&act["actor"], &act["act"], &act["reason"]),
@@ -348,7 +343,7 @@ fn a_waiting_message_is_given_up_by_its_number_or_by_a_filter() {
     let number = numbers(&place, &[]).remove(0);
     let waiting = [&discard[..], &["--state", "waiting"]].concat();
     assert_eq!(place.oncebox(&waiting).run().ok(), format!("discard 1: {number}\n"));
-    assert_eq!(audit(&place), ["bury x", "discard x", "discard x"]);
+    assert_eq!(place.audit(), ["bury x", "discard x", "discard x"]);
 }
 
 /// On a terminal, which `script` of util-linux makes. Shown by asking from two messages on alone.
@@ -431,7 +426,7 @@ fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_
     assert_eq!(place.oncebox(&forget).run().ok(), "forgot ledger: 1 messages, 1 inbox rows\n");
     assert!(!list().contains("ledger"), "{}", list());
     assert!(listed(&place, &[]).is_empty());
-    assert_eq!(audit(&place), ["forget replaced by `books`"]);
+    assert_eq!(place.audit(), ["forget replaced by `books`"]);
     place.oncebox(&forget).run().fails(4, &["no consumer `ledger`"]);
 }
 
@@ -485,5 +480,5 @@ fn a_redrive_of_many_goes_at_the_rate_that_was_said() {
     }
     assert!(done.ok().contains("redrive 5: c"));
     assert_eq!(listed(&place, &["--state", "waiting"]).len(), 5);
-    assert_eq!(audit(&place), vec!["redrive x"; 5]);
+    assert_eq!(place.audit(), vec!["redrive x"; 5]);
 }

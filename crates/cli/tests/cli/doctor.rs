@@ -117,17 +117,16 @@ fn a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothi
     let place = Place::on(Some(&database.url), None);
     place.oncebox(&["migrate", "up"]).run().ok();
     let config = place.ledger();
-    let door =
-        |id: &str| format!("select oncebox.enqueue('payments', 'payment.created', '{}'::text, 'acc-7')", payment(id));
     for id in ["p1", "p2", "p3", "p4", "p5", "p6"] {
-        place.sql(&door(id));
+        place.enqueue("acc-7", &payment(id));
     }
     let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
     let proven = "select scanned_to::text from oncebox.shard where scanned_to >= 6 and isempty(gaps)";
     crate::kit::eventually("six are proven", || place.column(proven).pop());
     place.sql("delete from oncebox.outbox; select setval('oncebox.outbox_position_seq', 1)");
     publisher.until_ready_says(503, &["sequence behind cursor", "oncebox doctor --fix"]);
-    let refused = database::run(&database.url, &door("refused")).unwrap_err().to_string();
+    let enqueue = database::enqueue(&database.url, "payments", "acc-7", "{}");
+    let refused = database::run(&database.url, &enqueue).unwrap_err().to_string();
     assert!(refused.contains("sequence behind cursor") && refused.contains("oncebox doctor --fix"), "{refused}");
     // What came past the door: by the owner of the table.
     for id in ["p7", "p8"] {
@@ -147,7 +146,7 @@ fn a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothi
     let fix = ["doctor", "--fix", "--yes", "--why", "restored", "--by", "ann"];
     place.oncebox(&fix).run().ok();
     publisher.until_ready_says(200, &[]);
-    place.sql(&door("p9"));
+    place.enqueue("acc-7", &payment("p9"));
     crate::kit::eventually("the outbox is proven", || {
         place.column("select 'x' from oncebox.shard where scanned_to >= (select max(position) from oncebox.outbox) and isempty(gaps)").pop()
     });

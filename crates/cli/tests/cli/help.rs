@@ -37,35 +37,13 @@ pub(crate) fn help(program: &str, path: &[String]) -> String {
 fn every_program_and_command_explains_itself() {
     let commands = commands();
     let names: Vec<String> = commands.iter().map(|path| path.join(" ")).collect();
-    for name in [
-        "demo",
-        "migrate up",
-        "migrate status",
-        "migrate print",
-        "status",
-        "doctor",
-        "dead list",
-        "dead show",
-        "dead redrive",
-        "dead bury",
-        "dead discard",
-        "consumers list",
-        "consumers forget",
-        "audit list",
-        "keys list",
-        "keys show",
-        "keys release",
-        "keys purge",
-        "keys resolve",
-        "operations list",
-        "operations show",
-        "operations retry",
-        "operations resolve",
-        "config template",
-        "config show",
-        "completions",
-        "sender",
-    ] {
+    let known = "demo, bench relay, bench append, bench consume, bench latency, bench fault, bench http, bench growth, \
+        migrate up, migrate status, migrate print, status, doctor, \
+        dead list, dead show, dead redrive, dead bury, dead discard, consumers list, consumers forget, audit list, \
+        keys list, keys show, keys release, keys purge, keys resolve, \
+        operations list, operations show, operations retry, operations resolve, operations judge, \
+        queues repartition, config template, config show, completions, sender";
+    for name in known.split(", ") {
         assert!(names.iter().any(|known| known == name), "{name} is not in {names:?}");
     }
     let of_oncebox = commands.iter().map(|path| (ONCEBOX, path.clone()));

@@ -102,23 +102,15 @@ fn observe(place: &Place, driven: &Driven, verdict: &str) {
     with(place, async |store| store.observe(&evidence).await.unwrap());
 }
 
-fn json(place: &Place, arguments: &[&str]) -> Value {
-    place.oncebox(&[arguments, &["--output", "json"]].concat()).run().json()
-}
-
 fn hashes(place: &Place, filter: &[&str]) -> Vec<String> {
-    let listed = json(place, &[&["keys", "list"], filter].concat());
+    let listed = place.json(&[&["keys", "list"], filter].concat());
     listed["keys"].as_array().unwrap().iter().map(|key| key["hash"].as_str().unwrap().to_owned()).collect()
 }
 
 fn ids(place: &Place, filter: &[&str]) -> Vec<String> {
-    let listed = json(place, &[&["operations", "list"], filter].concat());
+    let listed = place.json(&[&["operations", "list"], filter].concat());
     let operations = listed["operations"].as_array().unwrap();
     operations.iter().map(|one| one["operation_id"].as_str().unwrap().to_owned()).collect()
-}
-
-fn audit(place: &Place) -> Vec<String> {
-    place.column("select act || ' ' || reason from oncebox_audit order by 1")
 }
 
 // Shown by: `show` that inserts the key whatever was given.
@@ -147,7 +139,7 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     assert!(!people.contains("done-0123456789abcdef"), "a key is a secret of its client: {people}");
     let key = "done-0123456789abcdef";
     let named = ["keys", "show", key, "--tenant", "t1", "--operation", "create_note"];
-    let mut by_key = json(&place, &named);
+    let mut by_key = place.json(&named);
     assert_eq!((&by_key["key"], &by_key["state"], &by_key["status"]), (&json!(key), &json!("COMPLETED"), &json!(201)));
     assert_eq!(by_key["resource"], json!({ "kind": "note", "id": "7", "location": "/notes/7" }));
     assert!(by_key["body_expires_at"].is_string() && by_key["error_code"].is_null(), "{by_key}");
@@ -155,7 +147,7 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     assert!(people.contains(key) && people.contains("/notes/7"), "{people}");
     // Who has only seen the list has the hash, and learns no key from it: neither for people nor
     // for machines.
-    let by_hash = json(&place, &["keys", "show", &done]);
+    let by_hash = place.json(&["keys", "show", &done]);
     by_key.as_object_mut().unwrap().remove("key");
     assert_eq!(by_hash, by_key, "all but the key");
     let people = place.oncebox(&["keys", "show", &done]).run().ok();
@@ -194,8 +186,8 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
         // One that is refused leaves the others as they are.
         place.oncebox(&["keys", "purge", &hashed[0], key, "--why", "w", "--yes"]).run().fails(4, &[why]);
     }
-    assert_eq!((hashes(&place, &[]).len(), audit(&place).len()), (4, 0));
-    let dry = json(&place, &["keys", "release", &hashed[0], "--why", "w", "--dry-run"]);
+    assert_eq!((hashes(&place, &[]).len(), place.audit().len()), (4, 0));
+    let dry = place.json(&["keys", "release", &hashed[0], "--why", "w", "--dry-run"]);
     assert_eq!(dry, json!({ "act": "release", "dry_run": true, "hashes": [hashed[0]] }));
     assert_eq!(hashes(&place, &[]).len(), 4);
     place.oncebox(&["keys", "release", &hashed[0], "--why", "asked for"]).run().ok();
@@ -206,7 +198,7 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     place.oncebox(&["keys", "purge", "--all", "--why", "w"]).run().fails(4, &["2 keys would be purged", "--yes"]);
     place.oncebox(&["keys", "purge", "--all", "--why", "leaving", "--yes"]).run().ok();
     assert_eq!(hashes(&place, &[]), [open, unknown]);
-    assert_eq!(audit(&place), ["purge leaving", "purge leaving", "release asked for"]);
+    assert_eq!(place.audit(), ["purge leaving", "purge leaving", "release asked for"]);
     assert_eq!(place.column("select count(*) || '' from oncebox_idempotency_purge"), ["0"], "their keys carry no time");
 }
 
@@ -231,7 +223,7 @@ fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves()
     let done = purge(&["--all", "--limit", "20", "--yes", "--output", "json"]).json();
     assert_eq!((done["hashes"].as_array().unwrap().len(), &done["remaining"]), (20, &json!(110)));
     assert!(purge(&["--all", "--yes"]).ok().starts_with("purge 110: "));
-    assert_eq!((hashes(&place, &[]), audit(&place).len()), (vec![open], 130));
+    assert_eq!((hashes(&place, &[]), place.audit().len()), (vec![open], 130));
 }
 
 #[test]
@@ -250,21 +242,21 @@ fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
     let resolve =
         ["keys", "resolve", &done, "--completed", &file, "--status", "201", "--ttl", "2h", "--why", "seen it"];
     place.oncebox(&resolve).run().ok();
-    let shown = json(&place, &["keys", "show", &done]);
+    let shown = place.json(&["keys", "show", &done]);
     assert_eq!((&shown["state"], &shown["status"], &shown["body"]), (&json!("COMPLETED"), &json!(201), &json!("kept")));
     let kept = "select cast(bytes as text) || ' ' || (expires_at - (select outcome_at from oncebox_idempotency_request \
         where state = 'COMPLETED')) from oncebox_idempotency_body";
     assert_eq!(place.column(kept), ["{\"id\":\"n7\"} 7200000"]);
     place.oncebox(&resolve).run().fails(4, &["COMPLETED"]);
     place.oncebox(&["keys", "resolve", &not, "--not-happened", "--why", "looked"]).run().ok();
-    assert_eq!(json(&place, &["keys", "show", &not])["state"], "FAILED_RETRYABLE");
+    assert_eq!(place.json(&["keys", "show", &not])["state"], "FAILED_RETRYABLE");
     let driven = asked(&place, "phased", "key");
     park(&place, &driven);
     let phased = &hashes(&place, &["--state", "unknown"])[0];
     let id = driven.operation_id.to_string();
     let refused = place.oncebox(&["keys", "resolve", phased, "--not-happened", "--why", "w"]).run();
     refused.fails(4, &["oncebox operations resolve", &id]);
-    assert_eq!(audit(&place), ["resolve looked", "resolve seen it"]);
+    assert_eq!(place.audit(), ["resolve looked", "resolve seen it"]);
 }
 
 #[test]
@@ -288,7 +280,7 @@ fn operations_are_listed_and_shown_with_their_evidence_and_without_what_was_sent
         assert_eq!(ids(&place, filter).len(), count, "{filter:?}");
     }
     let id = parked.operation_id.to_string();
-    let shown = json(&place, &["operations", "show", &id]);
+    let shown = place.json(&["operations", "show", &id]);
     assert_eq!(
         (&shown["parked"], &shown["stage"], &shown["driven_until"]),
         (&json!("not-found"), &json!("UNKNOWN"), &Value::Null)
@@ -304,7 +296,7 @@ fn operations_are_listed_and_shown_with_their_evidence_and_without_what_was_sent
     }
     let people = place.oncebox(&["operations", "list"]).run().ok();
     assert!(people.contains(&id) && people.contains("charge: open") && people.contains("not-found"), "{people}");
-    assert!(json(&place, &["operations", "show", &driven.operation_id.to_string()])["driven_until"].is_string());
+    assert!(place.json(&["operations", "show", &driven.operation_id.to_string()])["driven_until"].is_string());
     place.oncebox(&["operations", "show", "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b"]).run().fails(1, &["no operation"]);
 }
 
@@ -321,17 +313,17 @@ fn o6_an_operation_is_retried_as_its_worker_may_or_with_a_duplicate_accepted() {
     assert_eq!(ids(&place, &["--parked"]).len(), 2);
     // One that is refused leaves the others as they are.
     place.oncebox(&["operations", "retry", &id, &other, "--why", "w", "--yes"]).run().fails(4, &["strategy `none`"]);
-    assert_eq!((ids(&place, &["--parked"]).len(), audit(&place).len()), (2, 0));
+    assert_eq!((ids(&place, &["--parked"]).len(), place.audit().len()), (2, 0));
     place.oncebox(&retry).run().ok();
     assert_eq!(ids(&place, &["--parked"]), std::slice::from_ref(&other));
     place.oncebox(&["operations", "retry", &other, "--accept-duplicate", "--why", "may be twice"]).run().ok();
-    let shown = json(&place, &["operations", "show", &other]);
+    let shown = place.json(&["operations", "show", &other]);
     assert_eq!(
         (&shown["evidence"][0]["kind"], &shown["evidence"][0]["verdict"]),
         (&json!("operator"), &json!("waived"))
     );
     assert!(shown["evidence"][0]["seen"].as_str().unwrap().contains("may be twice"));
-    assert_eq!(audit(&place), ["retry may be twice", "retry provider is back"]);
+    assert_eq!(place.audit(), ["retry may be twice", "retry provider is back"]);
 }
 
 #[test]
@@ -354,7 +346,7 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
     assert_eq!(ids(&place, &["--stage", "succeeded"]).len(), 0);
     place.oncebox(&resolve).run().ok();
     place.oncebox(&resolve).run().fails(4, &["no outcome is rewritten"]);
-    let keys = json(&place, &["keys", "list", "--state", "completed"]);
+    let keys = place.json(&["keys", "list", "--state", "completed"]);
     assert_eq!((&keys["keys"][0]["operation_id"], &keys["keys"][0]["status"]), (&json!(id), &json!(201)));
     assert_eq!(ids(&place, &["--conflicts"]), [id]);
     park(&place, &second);
@@ -363,9 +355,9 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
         .run()
         .fails(4, &["no effect"]);
     place.oncebox(&["operations", "resolve", &other, "--happened", "charge", "--why", "in their books"]).run().ok();
-    let shown = json(&place, &["operations", "show", &other]);
+    let shown = place.json(&["operations", "show", &other]);
     assert_eq!((&shown["parked"], &shown["evidence"][0]["verdict"]), (&Value::Null, &json!("success")));
-    assert_eq!(audit(&place), ["resolve asked them", "resolve in their books"]);
+    assert_eq!(place.audit(), ["resolve asked them", "resolve in their books"]);
     place.oncebox(&["operations", "judge", &other, "--why", "w"]).run().fails(4, &["no outcome to judge"]);
     place.oncebox(&["operations", "judge", &driven.operation_id.to_string(), "--why", "looked into it"]).run().ok();
     assert!(ids(&place, &["--conflicts"]).is_empty(), "judged");

@@ -391,11 +391,23 @@ impl Place {
         assert_eq!(self.publisher(&["--until-empty"]).run().ok(), "", "it has no data");
     }
 
-    /// A payment in the outbox, by the door of SQLite.
+    /// A payment in the outbox, by the door of the database.
     pub(crate) fn enqueue(&self, key: &str, payload: &str) {
-        self.sql(&format!(
-            "insert into oncebox_outbox (topic, key, kind, payload) values ('payments', '{key}', 'payment.created', '{payload}')"
-        ));
+        self.enqueue_to("payments", key, payload);
+    }
+
+    pub(crate) fn enqueue_to(&self, topic: &str, key: &str, payload: &str) {
+        self.sql(&super::database::enqueue(&self.database, topic, key, payload));
+    }
+
+    /// What a command prints as JSON.
+    pub(crate) fn json(&self, arguments: &[&str]) -> Value {
+        self.oncebox(&[arguments, &["--output", "json"]].concat()).run().json()
+    }
+
+    /// What operators did, and why.
+    pub(crate) fn audit(&self) -> Vec<String> {
+        self.column("select act || ' ' || reason from oncebox_audit order by 1")
     }
 
     /// A record in the broker that no publisher of ours wrote: these headers and nothing else. The

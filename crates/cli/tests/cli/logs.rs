@@ -48,6 +48,8 @@ fn an_error_is_an_object_too_also_where_the_settings_cannot_be_read() {
     let in_file = place.config("[log]\nformat = 'json'");
     for (done, code, words) in [
         (place.oncebox(&["status", "--log-format", "json"]).run(), 3, "oncebox migrate up"),
+        // Who prints JSON says its errors as JSON too.
+        (place.oncebox(&["status", "--output", "json"]).run(), 3, "oncebox migrate up"),
         (place.publisher(&["--log-format", "json"]).env("RUST_LOG", "off").run(), 3, "oncebox migrate up"),
         (place.consumer(&["--config", &in_file]).run(), 2, "no consumer is configured"),
         (place.oncebox(&["status", "--log-format", "json", "--config", &broken]).run(), 2, "unknown setting `databse`"),
@@ -72,16 +74,6 @@ fn the_log_filter_decides_what_is_said_and_rust_log_stands_over_it() {
     assert!(place.publisher(&["--until-empty", "--config", &chatty]).run().stderr.contains("DEBUG oncebox"));
 }
 
-/// Shown by printing errors as text there: a machine that asked for JSON cannot read why it failed.
-#[test]
-fn a_command_that_prints_json_says_its_errors_as_json_too() {
-    let place = Place::new();
-    let done = place.oncebox(&["status", "--output", "json"]).run();
-    let said = objects(&done);
-    assert!(said.last().unwrap()["fields"]["message"].as_str().unwrap().contains("oncebox migrate up"), "{said:?}");
-    assert_eq!((done.code(), done.stdout.as_str()), (Some(3), ""));
-}
-
 /// `oncebox migrate print | head`. Shown by an error for every line that cannot be written.
 #[test]
 fn a_reader_that_goes_away_is_no_error() {
@@ -103,7 +95,7 @@ fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
     let headers = [("ce_id", "evt-17"), ("ce_source", "shop"), ("ce_type", "payment.created")];
     place.append(Some("acc-7"), &headers, "{}");
     place.consume(&config).ok_saying(&["a message is dead", "sent_id=evt-17"]);
-    let all = place.oncebox(&["dead", "list", "--output", "json"]).run().json();
+    let all = place.json(&["dead", "list"]);
     let id = all["dead"][0]["message_id"].as_str().unwrap().to_owned();
     for filter in [&[][..], &["--id", "evt-17", "--source", "shop"], &["--id", id.as_str()]] {
         let listed = place.oncebox(&[&["dead", "list"], filter].concat()).run().ok();

@@ -10,7 +10,7 @@ use crate::support::service;
 
 /// The dead messages, as `dead list` shows them.
 fn dead(place: &Place) -> Vec<Value> {
-    let listed = place.oncebox(&["dead", "list", "--state", "dead", "--output", "json"]).run().json();
+    let listed = place.json(&["dead", "list", "--state", "dead"]);
     listed["dead"].as_array().unwrap().clone()
 }
 
@@ -119,33 +119,26 @@ fn one_payment_under_two_message_ids_is_booked_once_by_the_ledger_to_copy() {
     assert!(sql.contains(nothing) && template.contains(of_mariadb), "{sql}");
     let databases = ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"].map(|name| service(test, name));
     let [postgres, mariadb] = databases.map(|server| server.map(|server| Database::on(&server)));
-    let of_sqlite = format!(
-        "insert into oncebox_outbox (topic, key, kind, payload) values ('payments', 'acc-7', 'payment.created', '{body}')"
-    );
     let on_postgres = postgres.as_ref().map(|database| {
-        let enqueue = format!("select oncebox.enqueue('payments', 'payment.created', '{body}'::text, 'acc-7')");
         let (table, config) = (read("deploy/compose/ledger.sql"), read("deploy/compose/consumer.toml"));
-        (Some(database.url.as_str()), table, config, enqueue)
+        (Some(database.url.as_str()), table, config)
     });
-    let on_mariadb = mariadb.as_ref().map(|database| {
-        let values = format!("'payments', 'acc-7', 'payment.created', '{body}', null, null, null, @id");
-        let (config, enqueue) =
-            (handler(&sql.replace(nothing, of_mariadb)), format!("call oncebox_enqueue_p({values})"));
-        (Some(database.url.as_str()), table.to_owned(), config, enqueue)
-    });
-    let on_sqlite = (None, table.to_owned(), handler(sql), of_sqlite);
-    for (url, table, config, enqueue) in [Some(on_sqlite), on_postgres, on_mariadb].into_iter().flatten() {
+    let on_mariadb = mariadb
+        .as_ref()
+        .map(|database| (Some(database.url.as_str()), table.to_owned(), handler(&sql.replace(nothing, of_mariadb))));
+    let on_sqlite = (None, table.to_owned(), handler(sql));
+    for (url, table, config) in [Some(on_sqlite), on_postgres, on_mariadb].into_iter().flatten() {
         let place = Place::on(url, None);
         place.oncebox(&["migrate", "up"]).run().ok();
         place.sql(&table);
         let config = place.config(&config);
         for _ in 0..2 {
-            place.sql(&enqueue);
+            place.enqueue("acc-7", &body);
         }
         place.publish();
         place.consume(&config).ok();
         assert_eq!(place.column("select source_payment_id from ledger_entry"), ["pay_1"], "{config}");
-        let left = place.oncebox(&["dead", "list", "--output", "json"]).run().json();
+        let left = place.json(&["dead", "list"]);
         assert_eq!(left["dead"], serde_json::json!([]), "both are handled");
     }
 }
@@ -167,7 +160,7 @@ fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_dat
     let words = "UNIQUE constraint failed: ledger_entry.payment_id (SQLite code 2067)";
     assert_eq!(dead(&place)[0]["error"], words);
     let number = the_dead_one(&place, "acc-7", "attempts", &[words]);
-    let shown = place.oncebox(&["dead", "show", &number, "--output", "json"]).run().json();
+    let shown = place.json(&["dead", "show", &number]);
     assert_eq!(shown["history"].as_array().unwrap().len(), 2, "each try is kept: {shown}");
     assert_eq!(place.entries(), ["p1"]);
 
@@ -265,16 +258,4 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
     place.consume(&dead_config).ok();
     the_dead_one(&place, "ledger", "unhandled", &["payment.refunded"]);
-}
-
-/// A consumer keeps the rule by which it told messages apart: another one would take known messages
-/// for new.
-#[test]
-fn another_id_rule_than_at_the_first_start_is_refused() {
-    let place = Place::migrated();
-    let config = place.ledger();
-    place.consume(&config).ok();
-    let other = CONSUMER_OF_PAYMENTS.replace("topics =", "id = 'header:event-id'\ntopics =");
-    let other = place.config(&format!("{other}{}", crate::kit::LEDGER));
-    place.consume(&other).fails(3, &["ledger", "envelope", "header:event-id"]);
 }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::readme::{blocks, read, root};
+use crate::readme::{blocks, files_below, read, root};
 
 /// The folder that cargo builds into, so that nothing is built twice.
 fn target() -> PathBuf {
@@ -65,18 +65,9 @@ fn the_code_of_the_readme_compiles_as_pasted_in_a_crate_that_depends_on_oncebox_
 /// Shown to fail: by another name of a variable in such a block of the README.
 #[test]
 fn what_a_page_shows_as_part_of_an_example_stands_in_one() {
-    let (mut pages, mut examples) = (vec![root().join("README.md")], String::new());
-    let mut open = vec![root().join("docs"), root().join("examples")];
-    while let Some(directory) = open.pop() {
-        for path in std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
-            match path.extension().and_then(|extension| extension.to_str()) {
-                None if path.is_dir() => open.push(path),
-                Some("md") => pages.push(path),
-                Some("rs") => examples += &std::fs::read_to_string(path).unwrap(),
-                _ => {}
-            }
-        }
-    }
+    let text = |path: &PathBuf| std::fs::read_to_string(path).unwrap();
+    let examples: String = files_below("examples", "rs").iter().map(text).collect();
+    let pages = [files_below("docs", "md"), files_below("examples", "md"), vec![root().join("README.md")]].concat();
     let mut shown = 0;
     for page in pages {
         let text = std::fs::read_to_string(&page).unwrap();

@@ -32,11 +32,7 @@ impl Shop {
     fn on(database: Option<&str>, broker: Option<&str>) -> Self {
         let place = Place::on(database, broker);
         place.oncebox(&["migrate", "up"]).run().ok();
-        place.sql(match place.database().split(':').next().unwrap() {
-            "postgres" => "select oncebox.enqueue('orders', 'order.placed', '{}'::text, 'PROD-3')",
-            "mysql" => "call oncebox_enqueue_p('orders', 'PROD-3', 'order.placed', '{}', null, null, null, @id)",
-            _ => "insert into oncebox_outbox (topic, key, kind, payload) values ('orders', 'PROD-3', 'order.placed', '{}')",
-        });
+        place.enqueue_to("orders", "PROD-3", "{}");
         let config = place.config(&format!(
             "database.url = '{}'\nbroker.url = '{}'\n[[consumer]]\nname = 'shop'\ntopics = ['orders']",
             place.database(),
@@ -59,7 +55,7 @@ impl Shop {
 
     /// Its order waits for its own publisher, nobody came or went, and nothing is left behind.
     fn is_untouched(&self) {
-        let status = self.place.oncebox(&["status", "--output", "json"]).run().json();
+        let status = self.place.json(&["status"]);
         assert_eq!(
             (&status["pending"], &status["held"], &status["dead"]),
             (&1.into(), &0.into(), &0.into()),

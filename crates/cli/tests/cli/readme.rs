@@ -235,7 +235,7 @@ fn what_cannot_be_run_inside_a_test_run_is_there() {
 fn every_link_of_the_documents_leads_to_a_file() {
     let alone = ["README.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md"];
     let mut documents: Vec<PathBuf> = alone.map(|name| root().join(name)).to_vec();
-    documents.extend(documents_below("docs"));
+    documents.extend(files_below("docs", "md"));
     let mut links = 0;
     for document in &documents {
         let text = std::fs::read_to_string(document).unwrap();
@@ -258,12 +258,8 @@ fn every_link_of_the_documents_leads_to_a_file() {
     }
 }
 
-/// The documents below a folder.
-fn documents_below(folder: &str) -> Vec<PathBuf> {
-    files_below(folder, "md")
-}
-
-fn files_below(folder: &str, extension: &str) -> Vec<PathBuf> {
+/// The files below a folder whose names end so.
+pub(crate) fn files_below(folder: &str, extension: &str) -> Vec<PathBuf> {
     let (mut open, mut found) = (vec![root().join(folder)], Vec::new());
     while let Some(directory) = open.pop() {
         for entry in std::fs::read_dir(directory).unwrap() {
@@ -279,7 +275,7 @@ fn files_below(folder: &str, extension: &str) -> Vec<PathBuf> {
 #[test]
 fn every_file_that_a_guide_names_is_there() {
     let mut named = 0;
-    for document in documents_below("docs") {
+    for document in files_below("docs", "md") {
         let text = std::fs::read_to_string(&document).unwrap();
         let is_part = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
         for word in text.split(|c| !is_part(c)).map(|word| word.trim_end_matches('.')) {
@@ -298,7 +294,7 @@ fn every_file_that_a_guide_names_is_there() {
 fn every_command_that_a_guide_names_is_one_with_these_flags() {
     let known = commands();
     let mut named = 0;
-    for document in documents_below("docs") {
+    for document in files_below("docs", "md") {
         let text = std::fs::read_to_string(&document).unwrap();
         let codes = text.split('`').skip(1).step_by(2).filter_map(|code| code.strip_prefix("oncebox "));
         for code in codes {
@@ -335,7 +331,7 @@ fn every_setting_that_a_page_or_a_message_names_is_one() {
             known.insert(format!("[{section}] {name}"));
         }
     }
-    let mut files = documents_below("docs");
+    let mut files = files_below("docs", "md");
     files.extend(files_below("src", "rs"));
     let mut named = 0;
     for file in files {

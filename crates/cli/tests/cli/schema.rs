@@ -53,7 +53,7 @@ fn a_database_without_the_schema_ends_every_program_with_3_and_is_left_as_it_is(
     for url in databases {
         let place = Place::on(Some(&url), None);
         all_end_with_3(&place, &["the schema of oncebox is missing", "run `oncebox migrate up`"]);
-        assert_eq!(place.oncebox(&["migrate", "up", "--output", "json"]).run().json()["applied"][0], 1);
+        assert_eq!(place.json(&["migrate", "up"])["applied"][0], 1);
         place.oncebox(&["status"]).run().ok();
     }
 }
@@ -114,8 +114,8 @@ fn migrating_twice_applies_nothing_the_second_time_and_status_shows_it() {
     assert_eq!(listed.matches("missing").count(), 4, "{listed}");
     assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "applied 1\napplied 2\napplied 3\napplied 4\n");
     assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
-    assert_eq!(place.oncebox(&["migrate", "up", "--output", "json"]).run().json()["applied"], serde_json::json!([]));
-    let listed = place.oncebox(&["migrate", "status", "--output", "json"]).run().json();
+    assert_eq!(place.json(&["migrate", "up"])["applied"], serde_json::json!([]));
+    let listed = place.json(&["migrate", "status"]);
     let rows = listed["migrations"].as_array().unwrap();
     assert!(rows.len() == 4 && rows.iter().all(|row| row["applied"] == true), "{listed}");
 }

@@ -43,12 +43,7 @@ impl World {
     }
 
     pub(crate) fn enqueue(&self, key: &str, payload: &str) {
-        let (name, url) = (&self.name, self.place.database());
-        self.place.sql(&if url.starts_with("mysql") {
-            format!("call oncebox_enqueue_p('{name}', '{key}', 'payment.created', '{payload}', null, null, null, @id)")
-        } else {
-            format!("select oncebox.enqueue('{name}', 'payment.created', '{payload}'::text, '{key}')")
-        });
+        self.place.enqueue_to(&self.name, key, payload);
     }
 
     pub(crate) fn with_config(&self, program: Program) -> Program {
@@ -162,11 +157,9 @@ fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
     let place = Place::migrated();
     let arguments = ["--broker", &broker, "--config", &place.ledger()];
     let name = unique("cli");
-    place.sql(&format!(
-        "insert into oncebox_outbox (topic, kind, payload) values ('{name}', 'payment.created', '{{}}')"
-    ));
+    place.enqueue_to(&name, "acc-7", "{}");
     place.publisher(&[&["--until-empty"], &arguments[..]].concat()).run().ok_saying(&["held=1", "oncebox dead list"]);
-    let status = place.oncebox(&["status", "--output", "json"]).run().json();
+    let status = place.json(&["status"]);
     assert_eq!((&status["held"], &status["dead"]), (&1.into(), &0.into()), "{status}");
     let config = place.config(&format!("[[consumer]]\nname = '{name}'\ntopics = ['{name}']"));
     // Also where no consumer is configured here: the outbox holds a message for it.
@@ -195,9 +188,7 @@ fn a_topic_without_a_queue_on_rabbitmq_is_shown_with_what_to_do() {
     let (place, name) = (Place::migrated(), unique("cli"));
     let _own = Own::new(&broker, &name);
     let on_it = |program: Program| program.env("ONCEBOX_BROKER__RABBITMQ__EXCHANGE", &name);
-    place.sql(&format!(
-        "insert into oncebox_outbox (topic, kind, payload) values ('{name}', 'payment.created', '{{}}')"
-    ));
+    place.enqueue_to(&name, "acc-7", "{}");
     on_it(place.publisher(&["--until-empty", "--broker", &broker])).run().ok_saying(&["held=1"]);
     let shown = on_it(place.oncebox(&["doctor", "--broker", &broker, "--output", "json"])).run().json();
     let rows = shown["findings"].as_array().unwrap();

@@ -97,15 +97,7 @@ fn waits_for_the_database(server: &str) {
     let place = Place::on(Some(&database.url), None);
     place.oncebox(&["migrate", "up"]).run().ok();
     let config = place.ledger();
-    let enqueue = if server.starts_with("mysql") {
-        format!(
-            "call oncebox_enqueue_p('payments', 'acc-7', 'payment.created', '{}', null, null, null, @id)",
-            payment("p1")
-        )
-    } else {
-        format!("select oncebox.enqueue('payments', 'payment.created', '{}'::text, 'acc-7')", payment("p1"))
-    };
-    place.sql(&enqueue);
+    place.enqueue("acc-7", &payment("p1"));
 
     let door = Door::closed();
     let url = door.url(&database.url);
@@ -119,8 +111,7 @@ fn waits_for_the_database(server: &str) {
         program.says(&["WARN", "waiting", "database", &door.0.to_string()]);
     }
     // Told to stop while it waits, a program has done nothing wrong.
-    let other = place.publisher(&listen).start();
-    let mut other = other;
+    let mut other = place.publisher(&listen).start();
     other.until_ready_says(503, &waiting);
     other.stop().ok_saying(&["stopped while waiting for the database"]);
 
@@ -164,7 +155,7 @@ fn programs_wait_visibly_for_a_standby_to_be_promoted() {
          do $$ begin execute format('alter database %I set search_path = standby, pg_catalog, public', current_database()); end $$",
     );
     let config = place.ledger();
-    place.sql(&format!("select oncebox.enqueue('payments', 'payment.created', '{}'::text, 'acc-7')", payment("p1")));
+    place.enqueue("acc-7", &payment("p1"));
     let arguments = ["--listen", "127.0.0.1:0", "--config", &config];
     let mut publisher = place.publisher(&arguments).start();
     let mut consumer = place.consumer(&arguments).start();
@@ -197,11 +188,8 @@ fn waits_for_the_broker(server: &str, settings: &str, part: &str) {
     let mut consumer = place.consumer(&arguments).env("RUST_LOG", "debug").start();
     publisher.until_ready_says(503, &[part, "waiting", &door.0.to_string()]);
     consumer.until_ready_says(503, &["consumer", "waiting", &door.0.to_string()]);
-    place.sql(&format!(
-        "insert into oncebox_outbox (topic, key, kind, payload) values ('{name}', 'acc-7', 'payment.created', '{}')",
-        payment("p1")
-    ));
-    let status = place.oncebox(&["status", "--output", "json"]).run().json();
+    place.enqueue_to(&name, "acc-7", &payment("p1"));
+    let status = place.json(&["status"]);
     assert_eq!((&status["pending"], &status["dead"], &status["held"]), (&1.into(), &0.into(), &0.into()));
 
     door.open(server);
@@ -316,7 +304,7 @@ fn a_wrong_password_for_the_broker_is_waited_with_loudly_and_doctor_says_3() {
         publisher.until_ready_says(503, &["waiting", "not authorised", address]);
         publisher.says(&["not authorised"]);
         publisher.stop().ok();
-        let status = place.oncebox(&["status", "--output", "json"]).run().json();
+        let status = place.json(&["status"]);
         assert_eq!((&status["pending"], &status["dead"], &status["held"]), (&1.into(), &0.into(), &0.into()));
     }
 }
