@@ -4,6 +4,9 @@
 mod answers;
 #[cfg(all(feature = "http", feature = "sqlite"))]
 mod axum_service;
+#[path = "../../../../tests/store_mysql/fixture.rs"]
+#[allow(dead_code)]
+mod mysql;
 mod payments;
 mod plain_sql;
 #[path = "../../../../tests/support/postgres.rs"]

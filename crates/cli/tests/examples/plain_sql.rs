@@ -4,12 +4,11 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use sqlx::{AssertSqlSafe, Connection, MySqlConnection};
 use url::Url;
 
+use crate::mysql::Db;
 use crate::postgres::with_database;
 use crate::stage::{ONCEBOX, PUBLISHER, Stage, finished};
-use crate::support::{service, unique};
 
 fn script(database: &str) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
@@ -70,25 +69,19 @@ async fn psql_enqueues_from_plain_sql() {
 #[tokio::test]
 async fn the_mariadb_client_enqueues_from_plain_sql() {
     let name = "the_mariadb_client_enqueues_from_plain_sql";
-    let Some(admin) = service(name, "ONCEBOX_TEST_MARIADB") else { return };
+    let Some(database) = Db::empty(name).await else { return };
     if !is_there(name, "mariadb") {
         return;
     }
-    let database = unique("examples").replace('-', "_");
-    run(&admin, format!("create database {database}")).await;
-    let mut url = Url::parse(&admin).unwrap();
-    url.set_path(&database);
+    let url = Url::parse(&database.url).unwrap();
     let mut mariadb = Command::new("mariadb");
     mariadb
         .args(["--no-defaults", "--protocol=tcp", "--skip-ssl-verify-server-cert", "--host", url.host_str().unwrap()])
         .args(["--port", &url.port().unwrap().to_string(), "--user", url.username()])
         .env("MYSQL_PWD", url.password().unwrap_or_default())
-        .arg(&database)
+        .arg(url.path().trim_start_matches('/'))
         .stdin(File::open(script("mariadb")).unwrap());
-    let stage = Stage::new(Some(url.as_str()), None);
-    let outcome = tokio::spawn(async move { enqueues(&stage, mariadb).await }).await;
-    run(&admin, format!("drop database {database}")).await;
-    outcome.unwrap();
+    enqueues(&Stage::new(Some(&database.url), None), mariadb).await;
 }
 
 #[tokio::test]
@@ -100,9 +93,4 @@ async fn the_sqlite_client_enqueues_from_plain_sql() {
     let mut sqlite = Command::new("sqlite3");
     sqlite.arg("-bail").arg(stage.path("service.db")).stdin(File::open(script("sqlite")).unwrap());
     enqueues(&stage, sqlite).await;
-}
-
-async fn run(admin: &str, sql: String) {
-    let mut connection = MySqlConnection::connect(admin).await.unwrap();
-    sqlx::raw_sql(AssertSqlSafe(sql)).execute(&mut connection).await.unwrap();
 }

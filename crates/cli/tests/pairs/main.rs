@@ -18,53 +18,41 @@ use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use rounds::{Pair, play};
+use sqlx::{AssertSqlSafe, Connection, MySqlConnection, PgConnection};
 use support::{service, unique};
 
 fn main_rounds() -> u32 {
     std::env::var("ONCEBOX_TEST_CRASH_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)
 }
 
-/// A database of the test's own, dropped at its end.
+/// A database of the test's own on a server, dropped at its end.
 struct Database {
     url: String,
-    admin: Option<String>,
+    admin: String,
     name: String,
 }
 
 impl Database {
-    async fn postgres(admin: &str) -> Self {
+    async fn on(admin: String) -> Self {
         let name = unique("pairs").replace('-', "_");
-        let mut connection = <sqlx::PgConnection as sqlx::Connection>::connect(admin).await.unwrap();
-        sqlx::raw_sql(sqlx::AssertSqlSafe(format!("create database {name}"))).execute(&mut connection).await.unwrap();
-        let url = format!("{}/{name}", admin.rsplit_once('/').unwrap().0);
-        Self { url, admin: Some(admin.to_owned()), name }
-    }
-
-    async fn mysql(admin: &str) -> Self {
-        let name = unique("pairs").replace('-', "_");
-        let mut connection = <sqlx::MySqlConnection as sqlx::Connection>::connect(admin).await.unwrap();
-        sqlx::raw_sql(sqlx::AssertSqlSafe(format!("create database {name}"))).execute(&mut connection).await.unwrap();
-        let url = format!("{}/{name}", admin.rsplit_once('/').unwrap().0);
-        Self { url, admin: Some(admin.to_owned()), name }
-    }
-
-    fn sqlite(dir: &std::path::Path) -> Self {
-        let url = format!("sqlite://{}", dir.join("business.db").display());
-        Self { url, admin: None, name: String::new() }
+        run(&admin, format!("create database {name}")).await;
+        Self { url: format!("{}/{name}", admin.rsplit_once('/').unwrap().0), admin, name }
     }
 
     async fn drop(self) {
-        let Some(admin) = self.admin else { return };
-        if admin.starts_with("postgres") {
-            let mut connection = <sqlx::PgConnection as sqlx::Connection>::connect(&admin).await.unwrap();
-            let sql = format!("drop database {} with (force)", self.name);
-            sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut connection).await.unwrap();
-        } else {
-            let mut connection = <sqlx::MySqlConnection as sqlx::Connection>::connect(&admin).await.unwrap();
-            let sql = format!("drop database {}", self.name);
-            sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut connection).await.unwrap();
-        }
+        let force = if self.admin.starts_with("postgres") { " with (force)" } else { "" };
+        run(&self.admin, format!("drop database {}{force}", self.name)).await;
     }
+}
+
+async fn run(server: &str, statement: String) {
+    let sql = sqlx::raw_sql(AssertSqlSafe(statement));
+    let done = if server.starts_with("postgres") {
+        sql.execute(&mut PgConnection::connect(server).await.unwrap()).await.map(drop)
+    } else {
+        sql.execute(&mut MySqlConnection::connect(server).await.unwrap()).await.map(drop)
+    };
+    done.unwrap();
 }
 
 async fn pair<B: Business>(
@@ -81,14 +69,16 @@ async fn pair<B: Business>(
     let (Some(database), Some(broker)) = (wanted(database), wanted(broker)) else { return };
     let dir = tempfile::tempdir().unwrap();
     let database = match database {
-        Some(url) if url.starts_with("postgres") => Database::postgres(&url).await,
-        Some(url) => Database::mysql(&url).await,
-        None => Database::sqlite(dir.path()),
+        Some(server) => Some(Database::on(server).await),
+        None => None,
     };
-    let broker = broker.unwrap_or_else(|| format!("embedded://{}", dir.path().join("broker.db").display()));
-    let url = database.url.clone();
+    let file = |scheme: &str, name: &str| format!("{scheme}://{}", dir.path().join(name).display());
+    let url = database.as_ref().map_or_else(|| file("sqlite", "business.db"), |database| database.url.clone());
+    let broker = broker.unwrap_or_else(|| file("embedded", "broker.db"));
     play::<B>(Pair { name, database: url, broker, rounds, consumers, dir: dir.path().to_owned() }).await;
-    database.drop().await;
+    if let Some(database) = database {
+        database.drop().await;
+    }
 }
 
 macro_rules! pairs {

@@ -1,13 +1,12 @@
 //! `POST /charges` and `GET /operations/ID` of the example, over HTTP, on three databases.
 
-use oncebox::sqlx::mysql::MySqlConnection;
-use oncebox::sqlx::{AssertSqlSafe, Connection, Executor};
 use serde_json::json;
 
 use crate::api::{Api, Plan, SOON, body};
-use crate::postgres::{with_database, with_path};
+use crate::mysql::Db;
+use crate::postgres::with_database;
 use crate::provider::ProviderProcess;
-use crate::support::{eventually, service, unique};
+use crate::support::eventually;
 
 fn plan(database: &str, provider: &ProviderProcess) -> Plan {
     Plan {
@@ -129,15 +128,8 @@ async fn m111_charges_on_postgres() {
 
 #[tokio::test]
 async fn m111_charges_on_mariadb() {
-    let Some(server) = service("m111_charges_on_mariadb", "ONCEBOX_TEST_MARIADB") else { return };
-    let mut admin = MySqlConnection::connect(&server).await.unwrap();
-    let names = [unique("charges").replace('-', "_"), unique("charges").replace('-', "_")];
-    for name in &names {
-        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.unwrap();
-    }
-    all(&with_path(&server, &names[0])).await;
-    beyond_its_budget(&with_path(&server, &names[1])).await;
-    for name in &names {
-        admin.execute(AssertSqlSafe(format!("drop database {name}"))).await.unwrap();
-    }
+    let Some(database) = Db::empty("m111_charges_on_mariadb").await else { return };
+    all(&database.url).await;
+    let Some(database) = Db::empty("m111_charges_on_mariadb").await else { return };
+    beyond_its_budget(&database.url).await;
 }

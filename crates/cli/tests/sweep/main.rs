@@ -14,6 +14,8 @@ mod mysql;
 mod points;
 #[path = "../../../../tests/support/postgres.rs"]
 mod postgres;
+#[path = "../../../../tests/support/process.rs"]
+mod process;
 #[path = "../../../../tests/support/provider.rs"]
 mod provider;
 #[path = "../../../../tests/support/mod.rs"]
