@@ -165,14 +165,14 @@ fn a_key_that_cannot_be_read_is_named_and_hides_no_other() {
     let broken = edge(&place, "broken", Some(completed()));
     place.sql("update oncebox_idempotency_request set principal = 'none'");
     let done = edge(&place, "done", Some(completed()));
-    let listed = json(&place, &["keys", "list"]);
+    let listed = place.json(&["keys", "list"]);
     assert_eq!((&listed["keys"][0]["hash"], &listed["keys"][1]), (&json!(done), &Value::Null));
     assert_eq!(listed["unreadable"][0]["hash"], json!(broken));
     place.oncebox(&["keys", "list"]).run().ok_saying(&[broken.as_str(), "cannot be read"]);
     place.oncebox(&["keys", "show", &broken]).run().fails(1, &["cannot be read"]);
     let purge = ["keys", "purge", "--state", "completed", "--why", "as agreed", "--yes"];
     place.oncebox(&purge).run().ok_saying(&["keys that cannot be read, and stay: 1"]);
-    assert_eq!(json(&place, &["keys", "list"])["keys"], json!([]));
+    assert_eq!(place.json(&["keys", "list"])["keys"], json!([]));
 }
 
 #[test]
