@@ -199,26 +199,6 @@ impl Default for EmbeddedSettings {
     }
 }
 
-/// What a dead message does to later messages of its key: `hold` or `skip`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DeadChoice {
-    /// Later messages of the key are held behind a dead one.
-    #[default]
-    Hold,
-    /// Later messages of the key continue without it.
-    Skip,
-}
-
-impl From<DeadChoice> for DeadPolicy {
-    fn from(choice: DeadChoice) -> Self {
-        match choice {
-            DeadChoice::Hold => Self::Hold,
-            DeadChoice::Skip => Self::Skip,
-        }
-    }
-}
-
 /// The section `[publisher]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -245,9 +225,9 @@ pub struct PublisherSettings {
     /// stops, and the health says so.
     pub dead_rows_max: usize,
     /// What a message that cannot be sent does to its key.
-    pub dead: DeadChoice,
+    pub dead: DeadPolicy,
     /// The same choice for single topics.
-    pub dead_topics: BTreeMap<String, DeadChoice>,
+    pub dead_topics: BTreeMap<String, DeadPolicy>,
     /// How long the broker may be silent while messages are in flight.
     pub publish_stall: Span,
     /// The pause between two trials of a blocked destination.
@@ -269,24 +249,13 @@ impl Default for PublisherSettings {
             poll_max: Span(options.poll_max),
             held_rows_max: options.held_rows_max,
             dead_rows_max: options.dead_rows_max,
-            dead: DeadChoice::Hold,
+            dead: DeadPolicy::Hold,
             dead_topics: BTreeMap::new(),
             publish_stall: Span(options.publish_stall),
             probe: Span(options.probe),
             redrive_age_max: Span::seconds(7 * 24 * 3600),
         }
     }
-}
-
-/// What happens to a message whose kind has no handler: `acknowledge` or `dead`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum UnhandledChoice {
-    /// The message is acknowledged, and counted as unhandled.
-    #[default]
-    Acknowledge,
-    /// The message is stored as dead.
-    Dead,
 }
 
 /// The table `[consumer.retry]` of one consumer.
@@ -360,10 +329,10 @@ pub struct ConsumerSettings {
     pub handler_timeout: Option<Span>,
     /// What happens to the messages behind a dead one.
     #[serde(default)]
-    pub dead: DeadChoice,
+    pub dead: DeadPolicy,
     /// What happens to kinds without a handler.
     #[serde(default)]
-    pub unhandled: UnhandledChoice,
+    pub unhandled: Unhandled,
     /// How long the inbox remembers ids: a duration, or `never` to forget nothing.
     #[serde(default)]
     pub horizon: SpanOrNever,
@@ -433,8 +402,8 @@ impl ConsumerSettings {
             dead_rows_max: None,
             waiting_rows_max: None,
             handler_timeout: None,
-            dead: DeadChoice::default(),
-            unhandled: UnhandledChoice::default(),
+            dead: DeadPolicy::default(),
+            unhandled: Unhandled::default(),
             horizon: SpanOrNever::default(),
             drain: None,
             retry: RetrySettings::default(),
@@ -493,11 +462,8 @@ impl ConsumerSettings {
         }
         options.handler_timeout = self.handler_timeout.map_or(options.handler_timeout, |timeout| timeout.0);
         options.drain = self.drain.map_or(options.drain, |drain| drain.0);
-        options.dead = self.dead.into();
-        options.unhandled = match self.unhandled {
-            UnhandledChoice::Acknowledge => Unhandled::Acknowledge,
-            UnhandledChoice::Dead => Unhandled::Dead,
-        };
+        options.dead = self.dead;
+        options.unhandled = self.unhandled;
         options.horizon = self.horizon.duration().map_or(Horizon::Never, Horizon::After);
         options.shutdown_grace = shutdown_grace.0;
         options.retry.in_place = self.retry.in_place;
@@ -589,8 +555,8 @@ impl PublisherSettings {
             poll_max: self.poll_max.0,
             held_rows_max: self.held_rows_max,
             dead_rows_max: self.dead_rows_max.max(1),
-            dead: self.dead.into(),
-            dead_topics: self.dead_topics.iter().map(|(topic, dead)| (topic.clone(), (*dead).into())).collect(),
+            dead: self.dead,
+            dead_topics: self.dead_topics.clone(),
             publish_stall: self.publish_stall.0,
             probe: self.probe.0,
             shutdown_grace: shutdown_grace.0,

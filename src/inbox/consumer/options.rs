@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::inbox::rules::horizon::Horizon;
 use crate::message::IdRule;
 use crate::outbox::rules::diversion::DeadPolicy;
 use crate::time::retry::RetryPolicy;
 
 /// What happens to a message whose kind no handler takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Unhandled {
     /// The message is acknowledged, and counted as unhandled.
     #[default]
