@@ -180,7 +180,7 @@ async fn measure<S: Yard>(command: &BenchCommand, bed: &mut Bed<S>, load: Load) 
         BenchCommand::Fault(args) => fault::measure(bed, load, args.stuck).await,
         BenchCommand::Growth(args) => {
             let pending = usize::try_from(args.pending).unwrap_or(usize::MAX);
-            growth::measure(bed, load, growth::Growth { pending, stored: args.stored }).await
+            growth::measure(bed, load, pending, args.stored).await
         }
         BenchCommand::Http(args) => {
             let mut figures = doors::measure(bed, load).await?;

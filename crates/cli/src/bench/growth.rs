@@ -48,14 +48,13 @@ const LANES: usize = 4;
 /// How long a relay may prove nothing.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// How much is stored, at most.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Growth {
-    pub(super) pending: usize,
-    pub(super) stored: u64,
-}
-
-pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, growth: Growth) -> Result<Vec<Figure>, AppError> {
+/// Measures beside at most so many rows that are pending, and so many `stored` ids in the inbox.
+pub(super) async fn measure<S: Yard>(
+    bed: &mut Bed<S>,
+    load: Load,
+    most: usize,
+    stored: u64,
+) -> Result<Vec<Figure>, AppError> {
     let mut figures = vec![keys(bed, load).await?];
     for phase in [Phase::Consumers, Phase::Inbox, Phase::Held, Phase::Pending] {
         // The embedded broker makes a topic with its first message, so it refuses none.
@@ -63,7 +62,15 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, growth: Growt
             continue;
         }
         let (many, own) = bed.beside().await?;
-        let measured = beside(bed, &many, load, growth, phase).await;
+        let measured = match many.make_tables().await {
+            Err(error) => Err(error),
+            Ok(()) => match phase {
+                Phase::Consumers => consumers(bed, &many, load).await,
+                Phase::Inbox => inbox(bed, &many, load, stored).await,
+                Phase::Held => held(bed, &many, load, most.clamp(1, HELD)).await.map(|figure| vec![figure]),
+                Phase::Pending => pending(bed, &many, load, most).await,
+            },
+        };
         many.close().await;
         own.drop::<S>().await?;
         figures.extend(measured?);
@@ -79,22 +86,6 @@ enum Phase {
     Held,
     /// Last, because it leaves rows in the first database.
     Pending,
-}
-
-async fn beside<S: Yard>(
-    bed: &mut Bed<S>,
-    many: &S,
-    load: Load,
-    growth: Growth,
-    phase: Phase,
-) -> Result<Vec<Figure>, AppError> {
-    many.make_tables().await?;
-    match phase {
-        Phase::Consumers => consumers(bed, many, load).await,
-        Phase::Inbox => inbox(bed, many, load, growth.stored).await,
-        Phase::Held => Ok(vec![held(bed, many, load, growth.pending.clamp(1, HELD)).await?]),
-        Phase::Pending => pending(bed, many, load, growth.pending).await,
-    }
 }
 
 /// A database, and how many rows of its outbox are not relayed.

@@ -3,9 +3,8 @@
 
 use serde_json::Value;
 
-use crate::database::{self, Database};
+use crate::database;
 use crate::kit::{Done, Place, payment};
-use crate::support::service;
 
 /// The findings by name: how much they matter and what to do.
 fn findings(done: &Done) -> Vec<(String, String, String)> {
@@ -112,10 +111,7 @@ fn o21_the_fingerprints_of_live_processes_are_shown_and_a_version_raised_too_ear
 #[test]
 fn a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothing_stays_unread() {
     let test = "a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothing_stays_unread";
-    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
-    let database = Database::on(&server);
-    let place = Place::on(Some(&database.url), None);
-    place.oncebox(&["migrate", "up"]).run().ok();
+    let Some(place) = Place::on_server(test, "ONCEBOX_TEST_POSTGRES") else { return };
     let config = place.ledger();
     for id in ["p1", "p2", "p3", "p4", "p5", "p6"] {
         place.enqueue("acc-7", &payment(id));
@@ -125,8 +121,8 @@ fn a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothi
     crate::kit::eventually("six are proven", || place.column(proven).pop());
     place.sql("delete from oncebox.outbox; select setval('oncebox.outbox_position_seq', 1)");
     publisher.until_ready_says(503, &["sequence behind cursor", "oncebox doctor --fix"]);
-    let enqueue = database::enqueue(&database.url, "payments", "acc-7", "{}");
-    let refused = database::run(&database.url, &enqueue).unwrap_err().to_string();
+    let enqueue = database::enqueue(place.database(), "payments", "acc-7", "{}");
+    let refused = database::run(place.database(), &enqueue).unwrap_err().to_string();
     assert!(refused.contains("sequence behind cursor") && refused.contains("oncebox doctor --fix"), "{refused}");
     // What came past the door: by the owner of the table.
     for id in ["p7", "p8"] {

@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use super::database::Database;
+use super::support::service;
+
 /// Long enough for a busy machine; what is waited for ends the wait at once.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 /// The password of every URL, property and setting here. It must not occur in anything that a
@@ -305,6 +308,7 @@ pub(crate) struct Place {
     directory: tempfile::TempDir,
     database: String,
     broker: String,
+    _own: Option<Database>,
 }
 
 impl Place {
@@ -313,7 +317,7 @@ impl Place {
         let directory = tempfile::tempdir().unwrap();
         let file = |name: &str| directory.path().join(name).display().to_string();
         let (database, broker) = (format!("sqlite://{}", file("app.db")), format!("embedded://{}", file("broker.db")));
-        Self { directory, database, broker }
+        Self { directory, database, broker, _own: None }
     }
 
     /// Another database or broker instead.
@@ -329,6 +333,14 @@ impl Place {
         let place = Self::new();
         place.oncebox(&["migrate", "up"]).run().ok();
         place
+    }
+
+    /// With the tables, in a database of its own on this server; none where there is no server.
+    pub(crate) fn on_server(test: &str, variable: &str) -> Option<Self> {
+        let own = Database::on(&service(test, variable)?);
+        let place = Self { database: own.url.clone(), _own: Some(own), ..Self::new() };
+        place.oncebox(&["migrate", "up"]).run().ok();
+        Some(place)
     }
 
     pub(crate) fn path(&self) -> &Path {

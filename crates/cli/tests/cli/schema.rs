@@ -68,10 +68,7 @@ fn migrations_newer_than_the_program_knows_end_it_with_3() {
     let listed = place.oncebox(&["migrate", "status"]).run().stdout;
     assert!(listed.contains("99  applied  of a newer program"), "{listed}");
     let test = "migrations_newer_than_the_program_knows_end_it_with_3";
-    let Some(server) = service(test, "ONCEBOX_TEST_MARIADB") else { return };
-    let database = Database::on(&server);
-    let place = Place::on(Some(&database.url), None);
-    place.oncebox(&["migrate", "up"]).run().ok();
+    let Some(place) = Place::on_server(test, "ONCEBOX_TEST_MARIADB") else { return };
     place.sql("insert into oncebox_migration values (99, 'later', 99, utc_timestamp(6))");
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
@@ -95,10 +92,7 @@ fn a_migration_that_was_applied_with_another_text_ends_every_program_with_3() {
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
     let test = "a_migration_that_was_applied_with_another_text_ends_every_program_with_3";
-    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
-    let database = Database::on(&server);
-    let place = Place::on(Some(&database.url), None);
-    place.oncebox(&["migrate", "up"]).run().ok();
+    let Some(place) = Place::on_server(test, "ONCEBOX_TEST_POSTGRES") else { return };
     place.sql(r"update oncebox.migration set checksum = '\x00' where version = 2");
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);

@@ -6,7 +6,6 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use tokio::net::TcpSocket;
 
 use crate::broker::Own;
-use crate::database::Database;
 use crate::kit::{Done, Place, Program, SECRET, eventually, payment};
 use crate::support::{service, unique};
 
@@ -92,15 +91,13 @@ fn doctor_names_a_broker_that_is_away_and_goes_on_with_the_database() {
 }
 
 /// Waits visibly, and goes on when the door is opened; nothing of what waited is lost.
-fn waits_for_the_database(server: &str) {
-    let database = Database::on(server);
-    let place = Place::on(Some(&database.url), None);
-    place.oncebox(&["migrate", "up"]).run().ok();
+fn waits_for_the_database(test: &str, variable: &str) {
+    let Some(place) = Place::on_server(test, variable) else { return };
     let config = place.ledger();
     place.enqueue("acc-7", &payment("p1"));
 
     let door = Door::closed();
-    let url = door.url(&database.url);
+    let url = door.url(place.database());
     let waiting = ["database: waiting", &door.0.to_string(), "Connection refused"];
     let listen = ["--listen", "127.0.0.1:0", "--database", &url];
     let mut publisher = place.publisher(&listen).env("RUST_LOG", "debug").start();
@@ -115,7 +112,7 @@ fn waits_for_the_database(server: &str) {
     other.until_ready_says(503, &waiting);
     other.stop().ok_saying(&["stopped while waiting for the database"]);
 
-    door.open(server);
+    door.open(place.database());
     let ready = publisher.until_ready_says(200, &["relay 0: ready"]);
     assert!(!ready.contains("database"), "what was waited for is there: {ready}");
     consumer.until_ready_says(200, &["consumer ledger: ready"]);
@@ -129,15 +126,13 @@ fn waits_for_the_database(server: &str) {
 #[test]
 fn programs_wait_visibly_for_postgres_and_go_on_when_it_appears() {
     let test = "programs_wait_visibly_for_postgres_and_go_on_when_it_appears";
-    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
-    waits_for_the_database(&server);
+    waits_for_the_database(test, "ONCEBOX_TEST_POSTGRES");
 }
 
 #[test]
 fn programs_wait_visibly_for_mariadb_and_go_on_when_it_appears() {
     let test = "programs_wait_visibly_for_mariadb_and_go_on_when_it_appears";
-    let Some(server) = service(test, "ONCEBOX_TEST_MARIADB") else { return };
-    waits_for_the_database(&server);
+    waits_for_the_database(test, "ONCEBOX_TEST_MARIADB");
 }
 
 /// Between a failover and the promotion. The server is told to say that it is a standby by a
@@ -145,10 +140,7 @@ fn programs_wait_visibly_for_mariadb_and_go_on_when_it_appears() {
 #[test]
 fn programs_wait_visibly_for_a_standby_to_be_promoted() {
     let test = "programs_wait_visibly_for_a_standby_to_be_promoted";
-    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
-    let database = Database::on(&server);
-    let place = Place::on(Some(&database.url), None);
-    place.oncebox(&["migrate", "up"]).run().ok();
+    let Some(place) = Place::on_server(test, "ONCEBOX_TEST_POSTGRES") else { return };
     place.sql(
         "create schema standby;
          create function standby.pg_is_in_recovery() returns boolean language sql as 'select true';
