@@ -135,7 +135,8 @@ fn figures(rounds: &[Round]) -> Vec<Figure> {
     const BATCH: &str = "by hand: 100 a transaction, ids and effects each in one statement";
     const EFFECT: &str = "an effect of the sql handler";
     const EACH: &str = "by hand: 100 a transaction, ids in one statement, effects in one each";
-    // For each number of lanes: against the loop, one, one against a statement each, sets, sql, a duplicate.
+    // For each number of lanes: against the loop, one, one against a statement each, sets, sql, a
+    // duplicate.
     const NAMES: [[&str; 6]; 2] = [
         ["consume.batches", "consume.one", "consume.one.of_each", "consume.sets", "consume.sql", "consume.duplicate"],
         [

@@ -41,46 +41,28 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     for _ in Rounds::start("relay", load.rounds) {
         rounds.push(round(bed, load).await?);
     }
-    let of = |pick: fn(&Round) -> (f64, f64)| rounds.iter().map(pick).collect::<Vec<_>>();
-    let of_client = of(|round| (round.relay, round.producer));
-    let of_client = Figure::beside("relay.of_client", "rows/s", "the bare warmed client", &of_client);
+    let beside = |name, against, pick: fn(&Round) -> (f64, f64)| {
+        Figure::beside(name, "rows/s", against, &rounds.iter().map(pick).collect::<Vec<_>>())
+    };
+    let of_client = beside("relay.of_client", "the bare warmed client", |round| (round.relay, round.producer));
     // Kafka's client takes rows faster than any database gives them.
     let of_client = match bed.broker.name() {
         "rabbitmq" => of_client.wanted(">= 0.9"),
         "embedded" => of_client.wanted(">= 0.7"),
         _ => of_client,
     };
+    let smaller = "the smaller of the bare warmed client and the plain reader";
+    let limit = "a row read plainly, then sent by the bare client";
+    let both = |round: &Round| (round.relay, 1.0 / (1.0 / round.producer + 1.0 / round.reader));
+    let one_by_one = "select, await each publish, update each row";
+    let cpu: Vec<f64> = rounds.iter().map(|round| round.cpu_micros).collect();
     let mut figures = vec![
-        Figure::beside(
-            "relay.rows",
-            "rows/s",
-            "the smaller of the bare warmed client and the plain reader",
-            &of(|round| (round.relay, round.producer.min(round.reader))),
-        )
-        .wanted(">= 0.40"),
-        Figure::beside(
-            "relay.of_limit",
-            "rows/s",
-            "a row read plainly, then sent by the bare client",
-            &of(|round| (round.relay, 1.0 / (1.0 / round.producer + 1.0 / round.reader))),
-        )
-        .wanted(">= 0.9"),
+        beside("relay.rows", smaller, |round| (round.relay, round.producer.min(round.reader))).wanted(">= 0.40"),
+        beside("relay.of_limit", limit, both).wanted(">= 0.9"),
         of_client,
-        Figure::beside(
-            "relay.of_reader",
-            "rows/s",
-            "a plain reader of the same rows",
-            &of(|round| (round.relay, round.reader)),
-        ),
-        Figure::beside(
-            "relay.of_one_by_one",
-            "rows/s",
-            "select, await each publish, update each row",
-            &of(|round| (round.relay, round.one_by_one)),
-        )
-        .wanted(">= 20"),
-        Figure::alone("relay.cpu", "us/row", &rounds.iter().map(|round| round.cpu_micros).collect::<Vec<_>>())
-            .wanted("<= 5"),
+        beside("relay.of_reader", "a plain reader of the same rows", |round| (round.relay, round.reader)),
+        beside("relay.of_one_by_one", one_by_one, |round| (round.relay, round.one_by_one)).wanted(">= 20"),
+        Figure::alone("relay.cpu", "us/row", &cpu).wanted("<= 5"),
     ];
     let log: Option<Vec<f64>> = rounds.iter().map(|round| round.log).collect();
     if let Some(log) = log {
