@@ -21,7 +21,7 @@ macro_rules! on_store {
         oncebox::with_store!(&$settings, None, |$store| {
             oncebox::app::require_schema(&$store, &$settings).await?;
             let done = $body;
-            $store.close().await;
+            oncebox::store::Base::close(&$store).await;
             done
         })
     }};
