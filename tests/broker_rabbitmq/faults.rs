@@ -33,6 +33,8 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     let broker = corner.broker();
     broker.subscriber(&corner.subscription()).await.unwrap().close().await;
     let mut publisher = broker.publisher().await.unwrap();
+    // As the relay does, it asks for the topic before it sends.
+    assert_eq!(publisher.topic(&corner.topic).await.unwrap(), TopicState::Ready);
     assert!(send_all(&mut *publisher, numbered(&corner.topic, 2, 10)).await.iter().all(|one| one.outcome.is_ok()));
     let unrouted = format!("{}-unrouted", corner.topic);
     assert!(send_all(&mut *publisher, vec![(10, message(&unrouted, None, 10))]).await[0].outcome.is_err());
