@@ -5,8 +5,9 @@
 //!
 //! The middleware cannot switch off the redirects of the client below: put it on
 //! [`Client::reqwest`](super::Client::reqwest), or on a client without redirects. With redirects,
-//! an answer from another URL still ends nothing, but the key has been sent there. Put no middleware
-//! below it that sends again by itself: it hides an attempt of unknown outcome behind the last one.
+//! an answer from another URL still ends nothing, but the key has been sent there. Put no
+//! middleware below it that sends again by itself: it hides an attempt of unknown outcome behind
+//! the last one.
 
 use std::sync::Arc;
 

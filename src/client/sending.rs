@@ -236,7 +236,7 @@ impl ClientState {
 /// What follows an attempt or a query.
 enum Then {
     Ended(Answer),
-    /// Send the operation.
+    /// Send the operation once more.
     Send,
     /// Ask this URL for the outcome.
     Ask(Url),
