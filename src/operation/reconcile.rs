@@ -67,7 +67,7 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
                 Err(error) => return unwritten(&endpoint, &error),
             },
             Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(RunOutcome::Unknown),
-            Reconciled::Unknown => Ok(RunOutcome::Unknown),
+            Reconciled::Unknown => Ok(success_of_late_run(&engine, &endpoint, &record).await),
             Reconciled::Completed(reply) => encode(reply).map(RunOutcome::Completed),
             Reconciled::Failed(reply) => {
                 let error_code = error_code(endpoint.endpoint(), &reply);
@@ -135,6 +135,16 @@ fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     match run.verdict.as_str() {
         "success" => RunOutcome::Completed(answer),
         _ => RunOutcome::FailedReplayable { answer, error_code: None },
+    }
+}
+
+/// The outcome where the route cannot say it: a run that ended while the route was asked found the
+/// record in use, so it left only its evidence. A success is the outcome, whatever other runs did;
+/// a failure says nothing of a run after it.
+async fn success_of_late_run(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
+    match how_it_ended(engine, record).await {
+        Ok(Some(run)) if run.verdict == "success" => outcome_of(endpoint, &run),
+        _ => RunOutcome::Unknown,
     }
 }
 

@@ -16,9 +16,11 @@ use super::layer::{edge, layered};
 on_all! {
     o11_a_sweep_leaves_what_this_process_runs_to_its_heartbeats,
     what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find_it,
+    a_late_success_is_the_outcome_though_its_route_does_not_know,
     a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same,
     a_late_run_that_does_not_know_what_it_did_leaves_no_free_key,
     a_late_run_that_did_nothing_says_nothing_of_the_run_after_it,
+    a_late_run_that_failed_says_nothing_of_the_run_after_it,
     a_late_run_that_did_nothing_frees_its_key_though_its_route_was_asked_meanwhile,
     a_repeated_run_of_which_nothing_is_stored_keeps_the_id_of_the_operation,
     a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
@@ -101,6 +103,24 @@ async fn what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find
     assert_eq!((slow.calls(), other.calls(), world.effects().await), (1, 0, 1));
 }
 
+// The run finds that its route is being asked, so it leaves only its evidence. Shown by: writing
+// only what the route says (the record stays UNKNOWN).
+async fn a_late_success_is_the_outcome_though_its_route_does_not_know<S: Sql>(world: World<S>) {
+    let (slow, answer) = stands_still(&world).await;
+    let (asked, other, url) = told_by_its_route(&world, || Reconciled::Unknown).await;
+    send(post(&url, K1, "{}")).await.is(Code::RecoveryPending);
+    asked.begun().await;
+    slow.let_go();
+    answer.await.unwrap().is(Code::ResultNotStored);
+    asked.let_go();
+    until("the route has answered", || async {
+        world.record("t1", K1).await.is_some_and(|record| record.state != Remembered::InProgress)
+    })
+    .await;
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::Completed);
+    assert_eq!((slow.calls(), other.calls(), world.effects().await), (1, 0, 1));
+}
+
 // Shown by: leaving a record that is gone as it is.
 async fn a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same<S: Sql>(world: World<S>) {
     let (slow, _answer) = stands_still(&world).await;
@@ -137,7 +157,17 @@ async fn a_late_run_that_does_not_know_what_it_did_leaves_no_free_key<S: Sql>(wo
 
 // Shown by: freeing whatever is unknown under the operation id of the late run.
 async fn a_late_run_that_did_nothing_says_nothing_of_the_run_after_it<S: Sql>(world: World<S>) {
-    let (slow, answer) = stands_still_told(&world, r#"{"tag":"retryable"}"#).await;
+    says_nothing_of_the_run_after_it(&world, r#"{"tag":"retryable"}"#).await;
+}
+
+// Shown by: asking the late run only whether it did nothing: the key says FAILED, and the run after
+// it may have had an effect.
+async fn a_late_run_that_failed_says_nothing_of_the_run_after_it<S: Sql>(world: World<S>) {
+    says_nothing_of_the_run_after_it(&world, r#"{"status":402}"#).await;
+}
+
+async fn says_nothing_of_the_run_after_it<S: Sql>(world: &World<S>, told: &'static str) {
+    let (slow, answer) = stands_still_told(world, told).await;
     let seen = world.record("t1", K1).await.unwrap();
     assert_eq!(world.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
     // The operation runs again under its id, and nobody knows how that run ended.
@@ -151,7 +181,7 @@ async fn a_late_run_that_did_nothing_says_nothing_of_the_run_after_it<S: Sql>(wo
     assert_eq!(world.store.finish(&owned, &unknown, &edge().retention).await.unwrap(), Fenced::Done);
     slow.let_go();
     answer.await.unwrap();
-    assert_eq!(late_runs(&world).await, 1, "the first run ended late");
+    assert_eq!(late_runs(world).await, 1, "the first run ended late");
     assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::UnknownRequiresRecovery);
 }
 

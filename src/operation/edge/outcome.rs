@@ -33,6 +33,12 @@ struct End {
     outcome: Option<RunOutcome>,
 }
 
+impl End {
+    fn is_success(&self) -> bool {
+        matches!(self.outcome, Some(RunOutcome::Completed(_)))
+    }
+}
+
 impl Edge {
     /// Writes the outcome, and gives the answer as soon as it is known whether the outcome is
     /// stored. The lease is renewed until then.
@@ -186,9 +192,13 @@ impl Edge {
             None if end.did_nothing => return end.outcome.is_none(),
             None => Basis::New,
             Some(record) if !ours(record) || record.mode != Mode::Edge => return self.anothers(record),
-            // That this run did nothing says nothing of a later run, which left the record UNKNOWN.
-            Some(record) if end.did_nothing && record.attempts != self.owned.attempts => return self.anothers(record),
-            Some(record) if record.state == State::UnknownRequiresRecovery => Basis::Reconcile(record),
+            Some(record) if record.state == State::UnknownRequiresRecovery => {
+                // A later run left it so. That this one failed or did nothing says nothing of that.
+                if record.attempts != self.owned.attempts && !end.is_success() {
+                    return self.anothers(record);
+                }
+                Basis::Reconcile(record)
+            }
             Some(record) if record.state == State::FailedRetryable && !end.did_nothing => Basis::Late(record),
             Some(record) => return self.anothers(record),
         };
