@@ -385,9 +385,9 @@ pub trait Keys: Debug + Send + Sync + 'static {
     async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError>;
 
     /// The records of mode `edge` whose outcome is unknown and that were not changed for a pause,
-    /// at most `limit`. The pause is as long as the time from the first claim of the key to the
-    /// last change of the record, so each reconciliation doubles it; `pauses` has the shortest and
-    /// the longest. A guard returns none, as the default does.
+    /// at most `limit`, the oldest change first. The pause is as long as the time from the first
+    /// claim of the key to the last change of the record, so each reconciliation doubles it;
+    /// `pauses` has the shortest and the longest. A guard returns none, as the default does.
     async fn unknown_due(
         &self,
         operation: &OperationName,

@@ -1,8 +1,8 @@
 //! Claims whose process died and whose client never returns: a sweep ends them, by their mode (O1,
 //! O2, O11). Nothing but the sweep asks for their keys.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncebox::StoreError;
@@ -17,6 +17,7 @@ on_all! {
     o11_a_client_that_never_returns_leaves_no_open_record,
     o11_a_claim_that_nobody_drives_is_reconciled_without_its_client,
     o11_an_unknown_outcome_is_asked_for_again_without_its_client,
+    o11_what_was_left_alone_for_longest_is_asked_for_first,
     o11_a_purge_that_meets_a_lock_leaves_no_claim_open,
     o1_a_committed_claim_without_its_client_becomes_unknown,
     o11_an_operator_resolves_a_claim_that_nobody_drives,
@@ -31,6 +32,15 @@ async fn left<S: Sql>(world: &World<S>, endpoint: &Registered, key: &str, mode: 
         look.record.is_some_and(|record| !record.is_owned(look.now))
     })
     .await;
+}
+
+/// The database's time so many minutes ago.
+fn ago<S: Sql>(minutes: i32) -> String {
+    match S::NAME {
+        "sqlite" => format!("cast(strftime('%s', 'now') as integer) * 1000 - {minutes} * 60000"),
+        "postgres" => format!("clock_timestamp() - interval '{minutes} minutes'"),
+        _ => format!("utc_timestamp(6) - interval {minutes} minute"),
+    }
 }
 
 async fn state<S: Sql>(world: &World<S>, key: &str) -> Option<State> {
@@ -87,7 +97,8 @@ async fn o11_a_claim_that_nobody_drives_is_reconciled_without_its_client<S: Sql>
 }
 
 // Shown by: a sweep that reads claims in progress only (nobody asks again); one that asks each
-// time; a pause that does not grow, or that grows without a bound.
+// time; a pause that does not grow, or that grows without a bound; one that ends only when a clock
+// that went back has caught up.
 async fn o11_an_unknown_outcome_is_asked_for_again_without_its_client<S: Sql>(world: World<S>) {
     let asked = Gate::open();
     let asks = asked.clone();
@@ -95,7 +106,7 @@ async fn o11_an_unknown_outcome_is_asked_for_again_without_its_client<S: Sql>(wo
         let asks = asks.clone();
         Box::pin(async move {
             asks.pass().await;
-            Ok(if asks.calls() == 3 { Reconciled::Completed(Reply::json(201, &"found")?) } else { Reconciled::Unknown })
+            Ok(if asks.calls() == 4 { Reconciled::Completed(Reply::json(201, &"found")?) } else { Reconciled::Unknown })
         })
     });
     let endpoint = world.engine.protect(endpoint).unwrap();
@@ -104,20 +115,46 @@ async fn o11_an_unknown_outcome_is_asked_for_again_without_its_client<S: Sql>(wo
     assert_eq!((asked.calls(), state(&world, K1).await), (1, Some(State::UnknownRequiresRecovery)));
     world.engine.sweep(10).await.unwrap();
     assert_eq!(asked.calls(), 1, "at most once in a lease");
-    // So many minutes ago the key was claimed, and the route was asked last.
-    for (claimed, last, calls) in [(40, 10, 1), (15, 10, 2), (600, 50, 2), (600, 70, 3)] {
-        let ago = |minutes: u32| match S::NAME {
-            "sqlite" => format!("cast(strftime('%s', 'now') as integer) * 1000 - {minutes} * 60000"),
-            "postgres" => format!("clock_timestamp() - interval '{minutes} minutes'"),
-            _ => format!("utc_timestamp(6) - interval {minutes} minute"),
-        };
-        let set = format!("created_at = {}, updated_at = {}", ago(claimed), ago(last));
+    // So many minutes ago the key was claimed, and the route was asked last; at the end before the
+    // clock went back.
+    for (claimed, last, calls) in [(40, 10, 1), (15, 10, 2), (600, 50, 2), (600, 70, 3), (600, -70, 4)] {
+        let set = format!("created_at = {}, updated_at = {}", ago::<S>(claimed), ago::<S>(last));
         world.store.exec(&format!("update {}idempotency_request set {set}", S::PREFIX)).await;
         world.engine.sweep(10).await.unwrap();
         assert_eq!(asked.calls(), calls, "claimed {claimed} minutes ago, asked {last} minutes ago");
     }
     let record = world.record("t1", K1).await.unwrap();
     assert_eq!((record.state, record.attempts), (State::Completed, 1));
+}
+
+// The limit is one key, and both are due each time. Shown by: a page without an order (one key is
+// asked for again and again, and the other one never).
+async fn o11_what_was_left_alone_for_longest_is_asked_for_first<S: Sql>(world: World<S>) {
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let asks = Arc::clone(&asked);
+    let endpoint = Endpoint::typed::<Put>(Route { reconciles: true, ..edge() }).reconciled_by(move |run| {
+        asks.lock().unwrap().push(run.operation_id);
+        Box::pin(async { Ok(Reconciled::Unknown) })
+    });
+    let endpoint = world.engine.protect(endpoint).unwrap();
+    let mut expected = Vec::new();
+    for key in [K1, K2] {
+        left(&world, &endpoint, key, Mode::Edge).await;
+        expected.push(world.record("t1", key).await.unwrap().operation_id);
+    }
+    world.engine.sweep(2).await.unwrap();
+    asked.lock().unwrap().clear();
+    let table = format!("{}idempotency_request", S::PREFIX);
+    for (longest, other) in [(K1, K2), (K2, K1)] {
+        for (key, minutes) in [(longest, 90), (other, 80)] {
+            let digest: String = identity("t1", key).digest().iter().map(|byte| format!("{byte:02x}")).collect();
+            let digest = if S::NAME == "postgres" { format!("'\\x{digest}'") } else { format!("x'{digest}'") };
+            let set = format!("updated_at = {}", ago::<S>(minutes));
+            world.store.exec(&format!("update {table} set {set} where key_digest = {digest}")).await;
+        }
+        world.engine.sweep(1).await.unwrap();
+    }
+    assert_eq!(*asked.lock().unwrap(), expected);
 }
 
 // Shown by: a sweep that ends with the first error of a purge (the claim stays open).

@@ -1,6 +1,8 @@
 //! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need,
 //! not all of them.
 
+use std::time::Duration;
+
 use oncebox::adapter::stored::DbTime;
 use oncebox::operation::State;
 use oncebox::store::mysql::MySqlStore;
@@ -79,6 +81,9 @@ async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
         MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
     let before = read_so_far(&store).await;
     assert_eq!(store.stale(&"put".parse().unwrap(), 100).await.unwrap().len(), 3);
+    let pauses = (Duration::ZERO, Duration::from_secs(3_600));
+    let due = store.unknown_due(&"put".parse().unwrap(), pauses, 100).await.unwrap();
+    assert_eq!(due.len(), UNKNOWN - 3);
     let read = read_so_far(&store).await - before;
     assert!(read < 500, "{read} rows were read");
     store.close().await;
@@ -136,7 +141,7 @@ async fn a_purge_reads_what_may_go_and_not_the_table() {
     let store =
         MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
     let now: DbTime = store.bounds(consumer).await.unwrap().now;
-    let below = DbTime::from_millis(now.before(std::time::Duration::from_secs(5 * 86_400)).millis());
+    let below = DbTime::from_millis(now.before(Duration::from_secs(5 * 86_400)).millis());
     let before = read_so_far(&store).await;
     let (mut gone, mut after) = (0, None);
     loop {

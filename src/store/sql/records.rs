@@ -52,20 +52,27 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
 
 /// The page is found first, among the records of the operation without an outcome. Each of its
 /// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
-/// unknown and that are due to be asked for (`unknown`): who asked last has changed the record, so
-/// the pause since then grows with the age that the record had then.
+/// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
+/// last change is the last time that it was asked for, and the pause after it is as long as the key
+/// was old then.
+///
+/// The record that was left alone for longest comes first: without an order the same records would
+/// fill each page, and the others would never be reached. A change that lies ahead of the clock was
+/// written before the clock went back; the distance counts in both directions, so that such a
+/// record is not left alone until the clock has caught up (R22).
 const OPEN_PAGE: &str = "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
     (select key_digest from oncebox.idempotency_request \
       {my: force index (idempotency_request_purge)}{lite: indexed by oncebox_idempotency_request_open} \
       where operation = :operation and outcome_at is null \
         {if lost: and state = 'IN_PROGRESS' \
           and (mode = 'same_tx' or (mode in ('bridged', 'edge') and {piece lease is over}))} \
-        {if unknown: and state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge' and {age updated_at} >= :least \
-          and ({age updated_at} >= {micros updated_at} - {micros created_at} or {age updated_at} >= :most)} \
-      limit :limit) as s \
+        {if unknown: and state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge' and abs({age updated_at}) >= :least \
+          and (abs({age updated_at}) >= {micros updated_at} - {micros created_at} or abs({age updated_at}) >= :most)} \
+      order by updated_at limit :limit) as s \
     {my: straight_join}{pg: join}{lite: cross join} oncebox.idempotency_request as r on r.key_digest = s.key_digest \
     left join oncebox.idempotency_purge as p on p.operation = r.operation \
-    left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id";
+    left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
+    order by r.updated_at";
 
 const OPEN_OF_TENANT: &str =
     "{pg: /* planned anew */ }select count(*) from {piece requests} where {piece open} and r.tenant = :tenant";
