@@ -15,6 +15,7 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures::future::join_all;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
@@ -376,8 +377,9 @@ impl Core {
         self.announce().await;
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
         observe::forgotten(Forgotten::Bodies, forgotten);
-        let (mut swept, mut ended) = (HashSet::new(), Ok(()));
-        for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
+        let protected = self.protected();
+        let (mut swept, mut asks, mut ended) = (HashSet::new(), Vec::new(), Ok(()));
+        for endpoint in protected.iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
             let purged = purged.await;
@@ -389,11 +391,16 @@ impl Core {
                 observe::forgotten(Forgotten::Keys, keys);
                 forgotten += keys;
             }));
-            match stale::end(self, endpoint, limit).await {
+            let mut of_route = Vec::new();
+            match stale::end(self, endpoint, limit, &mut of_route).await {
                 Err(error @ StoreError::Unavailable(_)) => return Err(error),
                 other => ended = ended.and(other),
             }
+            asks.push(stale::ask(self, endpoint, of_route));
         }
+        // Last, and all routes at once: what one of them waits for, a provider that does not answer
+        // for example, holds up neither the purge nor the others.
+        join_all(asks).await;
         ended.map(|()| forgotten)
     }
 

@@ -44,15 +44,20 @@ const STARTS_FOR: Duration = Duration::from_secs(10);
 /// the lease of the route.
 const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 
-/// Reads at most `limit` abandoned claims of an operation and ends them. If they are fewer, it asks
-/// for records that are UNKNOWN, up to the same limit. Where one fails, for example because its
-/// record is locked, the others are ended all the same.
+/// Reads at most `limit` abandoned claims of an operation and ends them. Adds to `asks` those that
+/// are to be reconciled, and if the claims were fewer than `limit`, also records that are UNKNOWN,
+/// up to that number. Where one claim cannot be ended, for example because its record is locked,
+/// the others are ended all the same.
 ///
 /// # Errors
-/// The first error of the store, after all claims were tried; at once if the store is away. A
-/// reconciliation that fails is only logged: the next sweep starts it again.
-pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Result<(), StoreError> {
-    let (mut asked, mut all) = (Vec::new(), Ok(()));
+/// The first error of the store, after all claims were tried; at once if the store is away.
+pub(super) async fn end(
+    engine: &Core,
+    endpoint: &Registered,
+    limit: u32,
+    asks: &mut Vec<Record>,
+) -> Result<(), StoreError> {
+    let mut all = Ok(());
     let stale = engine.store().stale(endpoint.operation(), limit).await?;
     let room = limit.saturating_sub(u32::try_from(stale.len()).unwrap_or(limit));
     // After an outage the next heartbeat of a run may come later than this sweep.
@@ -63,7 +68,7 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
         }
         let ended = match record.mode {
             Mode::Edge if endpoint.route().reconciles => {
-                asked.push(record);
+                asks.push(record);
                 continue;
             }
             Mode::Edge | Mode::Transactional => mark_unknown(engine, endpoint, &record).await,
@@ -83,10 +88,16 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
     if endpoint.route().reconciles && room > 0 {
         let pauses = (endpoint.route().lease, PAUSE_MAX);
         let due = engine.store().unknown_due(endpoint.operation(), pauses, room).await;
-        all = all.and(due.map(|due| asked.extend(due.into_iter().filter(|record| !runs_here(record)))));
+        all = all.and(due.map(|due| asks.extend(due.into_iter().filter(|record| !runs_here(record)))));
     }
+    all
+}
+
+/// Reconciles these records of an operation. One that fails is only logged: a later sweep starts it
+/// again.
+pub(super) async fn ask(engine: &Core, endpoint: &Registered, asks: Vec<Record>) {
     let until = Instant::now() + STARTS_FOR;
-    let asks = stream::iter(asked).take_while(|_| ready(Instant::now() < until));
+    let asks = stream::iter(asks).take_while(|_| ready(Instant::now() < until));
     asks.for_each_concurrent(RECONCILED_AT_ONCE, |record| async move {
         let Some(task) = reconcile::wake(engine, endpoint, &record) else { return };
         if let Err(error) = task.await {
@@ -95,7 +106,6 @@ pub(super) async fn end(engine: &Core, endpoint: &Registered, limit: u32) -> Res
         }
     })
     .await;
-    all
 }
 
 async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(), StoreError> {

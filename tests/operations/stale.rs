@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncebox::StoreError;
-use oncebox::operation::{Answered, Code, Endpoint, Engine, Mode, Reconciled, Registered, Reply, Route, State};
-use oncebox::store::{ActContext, Basis, Claimed, KeyChange, RunOutcome};
+use oncebox::operation::{
+    Answered, Code, Endpoint, Engine, Identity, Mode, Reconciled, Registered, Reply, Route, State,
+};
+use oncebox::store::{ActContext, Basis, Claimed, KeyChange, KeyClaim, RunOutcome};
 
 use super::faulty::{Faults, Faulty};
 use super::kit::*;
@@ -18,6 +20,7 @@ on_all! {
     o11_a_claim_that_nobody_drives_is_reconciled_without_its_client,
     o11_an_unknown_outcome_is_asked_for_again_without_its_client,
     o11_what_was_left_alone_for_longest_is_asked_for_first,
+    o11_a_route_whose_provider_hangs_holds_up_no_other,
     o11_a_purge_that_meets_a_lock_leaves_no_claim_open,
     o1_a_committed_claim_without_its_client_becomes_unknown,
     o11_an_operator_resolves_a_claim_that_nobody_drives,
@@ -25,8 +28,11 @@ on_all! {
 
 /// Leaves a claim behind whose lease is over, as a process does that dies.
 async fn left<S: Sql>(world: &World<S>, endpoint: &Registered, key: &str, mode: Mode) {
-    let lost = claim(endpoint, key, mode, Duration::from_millis(1));
-    assert!(matches!(world.store.claim(&lost, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    leave(world, &claim(endpoint, key, mode, Duration::from_millis(1))).await;
+}
+
+async fn leave<S: Sql>(world: &World<S>, lost: &KeyClaim) {
+    assert!(matches!(world.store.claim(lost, Basis::New).await.unwrap(), Claimed::Owned(_)));
     until("its lease is over", || async {
         let look = world.store.find(&lost.identity).await.unwrap();
         look.record.is_some_and(|record| !record.is_owned(look.now))
@@ -155,6 +161,34 @@ async fn o11_what_was_left_alone_for_longest_is_asked_for_first<S: Sql>(world: W
         world.engine.sweep(1).await.unwrap();
     }
     assert_eq!(*asked.lock().unwrap(), expected);
+}
+
+// Its lease is longer than the test waits. Shown by: asking for one route after the other.
+async fn o11_a_route_whose_provider_hangs_holds_up_no_other<S: Sql>(world: World<S>) {
+    let (hangs, answers) = (Gate::closed(), Gate::open());
+    let route = || Route { reconciles: true, lease: SOON * 10, ..edge() };
+    let asking = |endpoint: Endpoint, gate: &Gate| {
+        let asks = gate.clone();
+        endpoint.reconciled_by(move |_| {
+            let asks = asks.clone();
+            Box::pin(async move {
+                asks.pass().await;
+                Ok(Reconciled::Unknown)
+            })
+        })
+    };
+    let first = world.engine.protect(asking(Endpoint::typed::<Put>(route()), &hangs)).unwrap();
+    let second = world.engine.protect(asking(Endpoint::raw("other", route()), &answers)).unwrap();
+    left(&world, &first, K1, Mode::Edge).await;
+    let lost = claim(&second, K2, Mode::Edge, Duration::from_millis(1));
+    let identity = Identity::new(&scope("t1", "p1"), second.operation().clone(), lost.identity.key().clone());
+    leave(&world, &KeyClaim { identity, ..lost }).await;
+    let engine = world.engine.clone();
+    let sweeps = tokio::spawn(async move { engine.sweep(10).await });
+    hangs.begun().await;
+    answers.begun().await;
+    hangs.let_go();
+    sweeps.await.unwrap().unwrap();
 }
 
 // Shown by: a sweep that ends with the first error of a purge (the claim stays open).
