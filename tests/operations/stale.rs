@@ -21,6 +21,7 @@ on_all! {
     o11_an_unknown_outcome_is_asked_for_again_without_its_client,
     o11_what_was_left_alone_for_longest_is_asked_for_first,
     o11_a_route_whose_provider_hangs_holds_up_no_other,
+    o11_a_claim_that_cannot_be_read_hides_no_other,
     o11_a_purge_that_meets_a_lock_leaves_no_claim_open,
     o1_a_committed_claim_without_its_client_becomes_unknown,
     o11_an_operator_resolves_a_claim_that_nobody_drives,
@@ -189,6 +190,17 @@ async fn o11_a_route_whose_provider_hangs_holds_up_no_other<S: Sql>(world: World
     answers.begun().await;
     hangs.let_go();
     sweeps.await.unwrap().unwrap();
+}
+
+// The limit is one claim, and the one that cannot be read is the oldest. Shown by: a page without
+// room for what cannot be read (the other claim stays open).
+async fn o11_a_claim_that_cannot_be_read_hides_no_other<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(edge());
+    left(&world, &endpoint, K1, Mode::Edge).await;
+    world.store.exec(&format!("update {}idempotency_request set principal = 'none'", S::PREFIX)).await;
+    left(&world, &endpoint, K2, Mode::Edge).await;
+    world.engine.sweep(1).await.unwrap();
+    assert_eq!(state(&world, K2).await, Some(State::UnknownRequiresRecovery));
 }
 
 // Shown by: a sweep that ends with the first error of a purge (the claim stays open).

@@ -232,7 +232,7 @@ pub(in crate::store) async fn stale(
     operation: &OperationName,
     limit: u32,
 ) -> Result<Vec<Record>, StoreError> {
-    readable(store, operation, open_of(operation, None, limit)).await
+    readable(store, operation, None, limit).await
 }
 
 /// The records of an operation whose outcome is unknown and that are due to be asked for.
@@ -242,19 +242,38 @@ pub(in crate::store) async fn unknown_due(
     pauses: (Duration, Duration),
     limit: u32,
 ) -> Result<Vec<Record>, StoreError> {
-    readable(store, operation, open_of(operation, Some(pauses), limit)).await
+    readable(store, operation, Some(pauses), limit).await
 }
 
-/// The records of a page. One that cannot be read does not hide the others.
-async fn readable(store: &dyn SqlStore, operation: &OperationName, page: Statement) -> Result<Vec<Record>, StoreError> {
-    let mut found = Vec::new();
-    for row in store.reader().await?.rows(page).await? {
-        match look_of(&*row) {
-            Ok(look) => found.extend(look.record.filter(|record| !is_fresh(record.lease, look.now))),
-            Err(error) => tracing::error!(%operation, %error, "a record without an outcome cannot be read"),
+/// The records of a page. Nobody changes those that cannot be read, so they stand first in every
+/// page. They hide no others, because the page is then read again with more room.
+async fn readable(
+    store: &dyn SqlStore,
+    operation: &OperationName,
+    pauses: Option<(Duration, Duration)>,
+    limit: u32,
+) -> Result<Vec<Record>, StoreError> {
+    let mut reader = store.reader().await?;
+    let mut room = 0;
+    loop {
+        let page = limit.saturating_add(room);
+        let rows = reader.rows(open_of(operation, pauses, page)).await?;
+        let (mut found, mut unreadable) = (Vec::new(), Vec::new());
+        for row in &rows {
+            match look_of(&**row) {
+                Ok(look) => found.extend(look.record.filter(|record| !is_fresh(record.lease, look.now))),
+                Err(error) => unreadable.push(error),
+            }
         }
+        if unreadable.len() <= room as usize || rows.len() < page as usize {
+            for error in unreadable {
+                tracing::error!(%operation, %error, "a record without an outcome cannot be read");
+            }
+            found.truncate(limit as usize);
+            return Ok(found);
+        }
+        room = u32::try_from(unreadable.len()).unwrap_or(u32::MAX).saturating_mul(2);
     }
-    Ok(found)
 }
 
 /// How many records of a tenant have no outcome.
