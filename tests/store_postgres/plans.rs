@@ -169,6 +169,29 @@ async fn m101_what_is_due_goes_without_a_look_at_what_is_not() {
     .await;
 }
 
+// Shown by: a page that its index does not serve (all records of the operation are read).
+#[tokio::test]
+async fn o11_what_a_sweep_asks_for_is_found_among_the_open_records() {
+    let test = "o11_what_a_sweep_asks_for_is_found_among_the_open_records";
+    with_database(test, |database| async move {
+        fill(&database).await;
+        let before = read_so_far(&database, RECORDS).await;
+        let store = database.another_store().await;
+        let (put, pauses) = ("put".parse().unwrap(), (Duration::ZERO, Duration::from_secs(3_600)));
+        assert_eq!(store.unknown_due(&put, pauses, 100).await.unwrap().len(), UNKNOWN);
+        assert_eq!(store.stale(&put, 100).await.unwrap().len(), 0);
+        store.close().await;
+        let [_, _, whole, indexed] = eventually("the reads are counted", Duration::from_secs(60), || async {
+            let after = read_so_far(&database, RECORDS).await;
+            let read: [i64; 4] = std::array::from_fn(|at| after[at] - before[at]);
+            (read[0] + read[1] > 0).then_some(read)
+        })
+        .await;
+        assert!(whole == 0 && indexed < 1_000, "{whole} rows in order, {indexed} by an index");
+    })
+    .await;
+}
+
 /// Entries that were read of the index of what is kept.
 async fn entries_so_far(database: &Database) -> i64 {
     let text =
