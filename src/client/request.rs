@@ -28,7 +28,8 @@ pub struct Request {
     pub(super) headers: HeaderMap,
     pub(super) body: Vec<u8>,
     pub(super) key: Key,
-    /// Shared by all clones: a later call begins in doubt where an earlier one ended in doubt.
+    /// Shared by all clones: each call knows what the others may have executed, before it and at the
+    /// same time.
     pub(super) attempts: Arc<Mutex<Attempts>>,
 }
 

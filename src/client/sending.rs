@@ -67,10 +67,17 @@ struct Course {
     /// The same begin, for the age: a key grows older also while this machine is suspended.
     since: Since,
     failed: u32,
-    doubt: bool,
+    /// True where the journal had the operation: another process may have sent it.
+    was_noted: bool,
 }
 
 impl Course {
+    /// Whether an attempt may have executed the operation, also one of another call that uses this
+    /// request at the same time.
+    fn in_doubt(&self, request: &Request) -> bool {
+        self.was_noted || request.in_doubt_for().is_some()
+    }
+
     /// Why no attempt may begin after this pause; `None`: it may.
     fn over(&self, pause: Duration, last: &str) -> Option<Cause> {
         let lasted = self.began.elapsed();
@@ -98,26 +105,23 @@ impl ClientState {
                 attempt: self.options.attempt_timeout,
             },
             began: Instant::now(),
-            age: Duration::ZERO,
+            age: request.in_doubt_for().unwrap_or_default(),
             since: Since::now(),
             failed: 0,
-            doubt: false,
+            was_noted: false,
         };
-        if let Some(age) = request.in_doubt_for() {
-            (course.doubt, course.age) = (true, age);
-        }
         if let Some(journal) = &self.journal
             && let Some(first_sent_at) = journal.note(request).await?
         {
             // It may have been sent, even if the process died before that.
-            course.doubt = true;
+            course.was_noted = true;
             course.age = course.age.max(age(first_sent_at, SystemTime::now()));
         }
         let ended = self.run(transport, request, &mut course).await;
         ended.map_err(|cause| {
-            let key = request.key().clone();
-            tracing::warn!(key = key.short_hash(), doubt = course.doubt, %cause, "an operation has no known end");
-            if course.doubt { ClientError::OutcomeUnknown { key, cause } } else { ClientError::NotSent { key, cause } }
+            let (key, doubt) = (request.key().clone(), course.in_doubt(request));
+            tracing::warn!(key = key.short_hash(), doubt, %cause, "an operation has no known end");
+            if doubt { ClientError::OutcomeUnknown { key, cause } } else { ClientError::NotSent { key, cause } }
         })
     }
 
@@ -243,40 +247,33 @@ enum Then {
 }
 
 /// Decides what follows an attempt.
-fn sent(met: Met, asked: &Url, course: &mut Course, request: &Request) -> Result<Then, Cause> {
+fn sent(met: Met, asked: &Url, course: &Course, request: &Request) -> Result<Then, Cause> {
     let (seen, arrived) = match met {
         Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
         Met::Nothing { seen, .. } => (seen, None),
     };
-    let next = after_attempt(seen, course.doubt);
-    let ran_nothing = match next {
-        Next::Again { doubt } => !doubt,
-        // A refusal ends only an operation without doubt.
-        Next::Done => {
-            matches!(seen, Seen::Answer { key_state, .. } if !key_state.is_some_and(KeyState::ends_the_operation))
-        }
-        Next::Follow | Next::Unknown => false,
-    };
-    if ran_nothing {
+    if ran_nothing(seen) {
         request.attempt_ran_nothing();
     }
-    match (next, arrived) {
-        (Next::Done, Some(arrived)) => return Ok(Then::Ended(arrived.into_answer(request.key.clone()))),
-        (Next::Again { doubt }, _) => course.doubt = doubt,
-        (Next::Follow, Some(arrived)) => {
-            course.doubt = true;
-            if let Some(place) = arrived.location() {
-                return Ok(Then::Ask(place));
-            }
-        }
-        (Next::Unknown, Some(arrived)) => {
-            course.doubt = true;
-            return Err(arrived.cause());
-        }
+    // Asked now, not at the start of the call: another call may have begun an attempt since.
+    match (after_attempt(seen, course.in_doubt(request)), arrived) {
+        (Next::Done, Some(arrived)) => Ok(Then::Ended(arrived.into_answer(request.key.clone()))),
+        (Next::Follow, Some(arrived)) => Ok(arrived.location().map_or(Then::Send, Then::Ask)),
+        (Next::Unknown, Some(arrived)) => Err(arrived.cause()),
         // The table does not end or follow without an answer; if it did, the outcome is unknown.
-        (Next::Done | Next::Follow | Next::Unknown, None) => course.doubt = true,
+        (Next::Again { .. }, _) | (Next::Done | Next::Follow | Next::Unknown, None) => Ok(Then::Send),
     }
-    Ok(Then::Send)
+}
+
+/// Whether an attempt that met this certainly executed nothing. That says nothing of other attempts
+/// under its key.
+fn ran_nothing(seen: Seen) -> bool {
+    match (after_attempt(seen, false), seen) {
+        (Next::Again { doubt }, _) => !doubt,
+        // A refusal. A spent key shows that the operation has an outcome.
+        (Next::Done, Seen::Answer { key_state, .. }) => !key_state.is_some_and(KeyState::ends_the_operation),
+        _ => false,
+    }
 }
 
 /// Decides what follows a query for the outcome.

@@ -1,8 +1,10 @@
 //! What ends an operation, and what does not (O26).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::client::{Cause, Client, ClientError, ClientOptions};
+use tokio::sync::Notify;
 
 use super::server::{Server, Step, client, problem, quick, say};
 use super::support::eventually;
@@ -93,6 +95,46 @@ async fn o26_a_request_stays_in_doubt_after_its_call_failed_or_was_dropped() {
     server.next([say(404, &[], "")]);
     let other = request.with_key("order-7-0123456789abcdef").unwrap();
     assert_eq!(client().send(&other).await.unwrap().status, 404);
+}
+
+// Shown by: asking for doubt at the begin of a call only. The call that was refused then ended with
+// the refusal, while the attempt of the other one had had its effect.
+#[tokio::test]
+async fn o26_a_refusal_is_no_end_while_an_attempt_of_another_call_with_the_same_request_may_have_an_effect() {
+    for _ in 0..8 {
+        let server = Server::start([Step::Hang, say(401, &[], "")]).await;
+        let (client, request) = (client(), server.request());
+        let same = request.clone();
+        // One of them hangs, whichever came first.
+        let refused = tokio::select! {
+            ended = client.send(&request) => ended,
+            ended = client.send(&same) => ended,
+        };
+        assert_eq!(unknown(refused.unwrap_err()), Cause::Answer { status: 401, code: None });
+        assert_eq!((server.all_the_same(), server.effects().len()), (2, 1));
+    }
+}
+
+// Shown by: counting every attempt of a call in doubt as one that may have executed.
+#[tokio::test]
+async fn o26_a_call_that_began_in_doubt_leaves_none_where_every_attempt_was_refused() {
+    let answers = Arc::new(Notify::new());
+    let server = Server::start([Step::Hold(Arc::clone(&answers)), say(401, &[], "")]).await;
+    let (client, request) = (client(), server.request());
+    let held = request.clone();
+    let first = async {
+        let ended = client.send(&held).await;
+        assert_eq!(ended.unwrap().status, 403, "no other attempt may have executed it");
+    };
+    let second = async {
+        eventually("it was sent", Duration::from_secs(60), || async { (!server.came().is_empty()).then_some(()) })
+            .await;
+        unknown(client.send(&request).await.unwrap_err());
+        answers.notify_one();
+    };
+    tokio::join!(first, second);
+    server.next([say(400, &[], "")]);
+    assert_eq!(client.send(&request).await.unwrap().status, 400);
 }
 
 // Shown by: counting the lifetime from the begin of each call.

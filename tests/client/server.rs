@@ -7,6 +7,7 @@ use std::time::Duration;
 use oncebox::client::{Client, ClientOptions, Request};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
 
 /// What happens to one request.
 #[derive(Debug, Clone)]
@@ -23,6 +24,8 @@ pub(crate) enum Step {
     Hang,
     /// This is answered, and nothing happens.
     Say(String),
+    /// Nothing happens, and 403 is answered after a notice.
+    Hold(Arc<Notify>),
 }
 
 /// A request as it came.
@@ -100,7 +103,7 @@ impl Server {
             let mut book = self.book.lock().unwrap();
             book.came.push(Came { line: line.trim_end().to_owned(), headers, body });
             let step = book.steps.pop_front().unwrap_or(Step::Serve);
-            if !matches!(step, Step::DropBefore | Step::Say(_)) {
+            if !matches!(step, Step::DropBefore | Step::Say(_) | Step::Hold(_)) {
                 let key = key.clone().unwrap_or_default();
                 if !book.effects.contains(&key) {
                     book.effects.push(key);
@@ -114,6 +117,10 @@ impl Server {
             Step::DropBefore | Step::DropAfter => return None,
             Step::Hang => std::future::pending().await,
             Step::Cut => stream.write_all(&served.as_bytes()[..served.len() - 5]).await.ok()?,
+            Step::Hold(notice) => {
+                notice.notified().await;
+                stream.write_all(answer(403, &[], "").as_bytes()).await.ok()?;
+            }
             Step::Say(text) => stream.write_all(text.as_bytes()).await.ok()?,
             Step::Serve => stream.write_all(served.as_bytes()).await.ok()?,
         }
