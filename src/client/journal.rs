@@ -147,7 +147,7 @@ impl Pending {
             (kept, Some(body)) if kept.is(&body) => body,
             (_, Some(_)) => return Err(JournalError::OtherBody.into()),
         };
-        let mut request = Request::new(&self.method, &self.url, body)?.with_key(self.key.as_str())?;
+        let mut request = Request::with_any_url(&self.method, &self.url, body)?.with_key(self.key.as_str())?;
         request.headers = self.headers.clone();
         for name in headers.keys() {
             request.headers.remove(name);

@@ -71,15 +71,20 @@ impl Request {
     /// [`ClientError::Request`]: the method cannot be used; the URL is not one of `http` or
     /// `https`, or has a user or password in it.
     pub fn new(method: &str, url: &str, body: impl Into<Vec<u8>>) -> Result<Self, ClientError> {
+        let request = Self::with_any_url(method, url, body.into())?;
+        check_url(&request.url)?;
+        Ok(request)
+    }
+
+    /// As [`Self::new`], with a URL that may have a user in it: the journal of an earlier version may
+    /// hold such an operation, whose outcome could not be found out otherwise.
+    pub(super) fn with_any_url(method: &str, url: &str, body: Vec<u8>) -> Result<Self, ClientError> {
         let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
-        let method = Method::from_bytes(method.as_bytes()).map_err(|error| unusable(&error))?;
-        let url = Url::parse(url).map_err(|error| unusable(&error))?;
-        check_url(&url)?;
         Ok(Self {
-            method,
-            url,
+            method: Method::from_bytes(method.as_bytes()).map_err(|error| unusable(&error))?,
+            url: Url::parse(url).map_err(|error| unusable(&error))?,
             headers: HeaderMap::new(),
-            body: body.into(),
+            body,
             key: new_key()?,
             attempts: Arc::default(),
         })

@@ -206,6 +206,17 @@ mod tests {
         assert!(refused.contains("credential") && !refused.contains("abc"), "{refused}");
     }
 
+    // Shown by: checking the URL as that of a new request. An operation that an earlier version had
+    // sent could then never be continued.
+    #[test]
+    fn o27_an_entry_of_an_earlier_version_with_a_user_in_its_url_can_be_continued() {
+        let request = Request { url: "https://user@api.example.com/payments".parse().unwrap(), ..request() };
+        let bytes = Entry::seal(&request, SystemTime::now(), &Bodies::Digest).unwrap();
+        let pending = Entry::open(&bytes, &Bodies::Digest).unwrap();
+        let continued = pending.request(Some(request.body.clone()), &HeaderMap::new()).unwrap();
+        assert_eq!((continued.url, continued.key), (request.url, request.key));
+    }
+
     // Shown by: leaving the associated data out; the URL in the line.
     #[cfg(feature = "encrypt")]
     #[test]
