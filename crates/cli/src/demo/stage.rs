@@ -48,11 +48,10 @@ impl Names {
 }
 
 impl Stage {
-    /// Makes the directory and the database.
+    /// Makes the directory and the database. Where it fails, it leaves neither behind.
     pub(super) async fn set<S: Ground>(place: Place) -> Result<Self, AppError> {
         let made = OwnDatabase::make::<S>(&place, format!("oncebox_demo_{}", place.tag)).await;
         let database = made.inspect_err(|_| _ = place.remove())?;
-        private_directory(&place.dir.join("logs"))?;
         let mut settings = place.settings.clone();
         settings.database.url = database.url.clone();
         // The viewer waits for each takeover after a kill, so the lease is short here.
@@ -61,9 +60,19 @@ impl Stage {
         settings.broker.kafka.session_timeout = Span::seconds(6);
         settings.email.directory = place.dir.join("emails");
         settings.shutdown_grace = Span::seconds(5);
-        let config_file = write_config(&settings, &place.dir)?;
-        let names = Names { tag: place.tag.clone() };
-        Ok(Self { place, database, config_file, settings, names })
+        let files = private_directory(&place.dir.join("logs")).and_then(|()| write_config(&settings, &place.dir));
+        match files {
+            Ok(config_file) => {
+                let names = Names { tag: place.tag.clone() };
+                Ok(Self { place, database, config_file, settings, names })
+            }
+            Err(error) => {
+                if let Err(left) = database.drop::<S>().await.and(place.remove()) {
+                    say("INFO", &left.message);
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Removes database and files, and reports what cannot be removed.

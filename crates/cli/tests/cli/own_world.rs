@@ -265,3 +265,22 @@ fn demo_and_bench_that_cannot_begin_say_why_and_leave_no_directory_behind() {
     }
     fails(BENCH, ["--broker", "amqp://127.0.0.1:1"], 1, &["refused"]);
 }
+
+/// Shown to fail: by leaving the database where a file beside it cannot be made.
+#[test]
+fn a_demo_whose_files_cannot_be_made_leaves_no_database_behind() {
+    let test = "a_demo_whose_files_cannot_be_made_leaves_no_database_behind";
+    for server in ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"] {
+        let Some(server) = service(test, server) else { continue };
+        let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+        let (before, other) = (databases_of_shows(&server), Database::on(&server));
+        let place = Place::new();
+        // A file where the directory of the logs is to be.
+        place.file("logs", "");
+        let dir = place.path().display().to_string();
+        let demo = Program::new(ONCEBOX, &[DEMO, &["--dir", &dir, "--database", &other.url]].concat());
+        demo.run().fails(1, &["logs cannot be made"]);
+        let left: Vec<_> = databases_of_shows(&server).into_iter().filter(|name| !before.contains(name)).collect();
+        assert!(left.is_empty(), "{left:?} were left behind");
+    }
+}
