@@ -223,6 +223,8 @@ fn in_words(expected: &str) -> &str {
         "a sequence" => "a list",
         "a map" => "a table",
         _ if expected.starts_with("struct ") => "a table",
+        // Not the name of a type in the code.
+        _ if expected.starts_with("enum ") => "one of its words",
         _ if expected.starts_with('u') => "a whole number that is not negative",
         _ if expected.starts_with('i') => "a whole number",
         _ => expected,

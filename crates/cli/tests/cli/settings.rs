@@ -65,6 +65,7 @@ fn a_value_that_cannot_be_used_is_named_with_what_may_be_written() {
         ("publisher.batch_rows = 'many'", &["`publisher.batch_rows`", "found text"]),
         ("broker.kafka.partitions = 'six'", &["`broker.kafka.partitions`", "a whole number"]),
         ("publisher.dead = 'keep'", &["`publisher.dead`", "`keep` is unknown", "hold, skip"]),
+        ("publisher.dead = true", &["`publisher.dead`", "found a boolean, expected one of its words"]),
         ("publisher.dead_topics = { audit = 'keep' }", &["`publisher.dead_topics.audit`", "hold, skip"]),
         ("log.format = 'xml'", &["`log.format`", "`xml` is unknown", "text, json"]),
         ("log.filter = 'a=b=c'", &["log.filter = `a=b=c`", "info,oncebox=debug"]),
