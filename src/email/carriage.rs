@@ -41,14 +41,16 @@ impl EmailTransport {
         Ok(Self::Smtp(builder.timeout(Some(Duration::from_secs(20))).build()))
     }
 
-    /// Makes the directory, if e-mails go to files.
+    /// Makes the directory, if e-mails go to files, and synchronises it once: where that is not
+    /// possible each e-mail would count as not sent, although its file is there.
     ///
     /// # Errors
-    /// The directory cannot be made.
+    /// The directory cannot be made or synchronised.
     pub(crate) fn make(&self) -> Result<(), String> {
         match self {
             Self::Files(directory) => std::fs::create_dir_all(directory)
-                .map_err(|error| format!("the directory {} cannot be made: {error}", directory.display())),
+                .and_then(|()| std::fs::File::open(directory)?.sync_all())
+                .map_err(|error| format!("the directory {} cannot be made or used: {error}", directory.display())),
             Self::Smtp(_) => Ok(()),
         }
     }
@@ -158,13 +160,24 @@ async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::i
     // Without it tokio would keep the error of a write to itself: `sync_all` does not return it.
     part.flush().await?;
     part.sync_all().await?;
+    // Opened before the file has its name: after a failure here nobody has seen the e-mail.
+    let names = File::open(directory).await?;
     tokio::fs::rename(&beside, &file).await?;
-    File::open(directory).await?.sync_all().await
+    names.sync_all().await
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// It fails where the directory is only made. Then each attempt writes the file and fails, and
+    /// whoever takes files away sends the e-mail once for each attempt.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_directory_that_cannot_be_synchronised_is_refused_before_any_e_mail() {
+        let refused = EmailTransport::Files("/proc".into()).make();
+        assert!(refused.is_err_and(|why| why.contains("/proc")));
+    }
 
     #[test]
     fn a_message_id_is_a_function_of_the_unique_key() {

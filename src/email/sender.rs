@@ -107,7 +107,7 @@ impl Sender {
     /// Makes a sender with this transport.
     ///
     /// # Errors
-    /// The address is not valid, or the directory cannot be made.
+    /// The address is not valid, or the directory cannot be made or used.
     pub fn new(
         store: impl Mailbox + 'static,
         transport: EmailTransport,
