@@ -346,7 +346,8 @@ impl PublishWindow {
         true
     }
 
-    /// True where no row was given to the client, and no outcome waits for the relay.
+    /// True where no row ever had a slot (slots are used again and never removed), and no outcome
+    /// waits for the relay.
     pub(super) fn is_unused(&self) -> bool {
         let state = self.state();
         state.slots.is_empty() && state.settled.is_empty()
