@@ -28,8 +28,8 @@ pub struct Request {
     pub(super) headers: HeaderMap,
     pub(super) body: Vec<u8>,
     pub(super) key: Key,
-    /// Shared by all clones: each call knows what the others may have executed, before it and at the
-    /// same time.
+    /// Shared by all clones: each call knows what the others may have executed, before it and at
+    /// the same time.
     pub(super) attempts: Arc<Mutex<Attempts>>,
 }
 
@@ -76,8 +76,8 @@ impl Request {
         Ok(request)
     }
 
-    /// As [`Self::new`], with a URL that may have a user in it: the journal of an earlier version may
-    /// hold such an operation, whose outcome could not be found out otherwise.
+    /// As [`Self::new`], with a URL that may have a user in it: the journal of an earlier version
+    /// may hold such an operation, whose outcome could not be found out otherwise.
     pub(super) fn with_any_url(method: &str, url: &str, body: Vec<u8>) -> Result<Self, ClientError> {
         let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
         Ok(Self {

@@ -465,9 +465,9 @@ fn behind() -> Refusal {
 }
 
 /// Takes the results of all futures that are ready. The set returns `Pending` although some are
-/// ready where others were woken while it polled them, so that other tasks get a turn; it then wakes
-/// its own task. So it is polled again until it returns `Pending` without that. This ends, because
-/// a confirm wakes the set only when the client library has news of it.
+/// ready where others were woken while it polled them, so that other tasks get a turn; it then
+/// wakes its own task. So it is polled again until it returns `Pending` without that. This ends,
+/// because a confirm wakes the set only when the client library has news of it.
 fn take_ready<F: Future>(set: &mut FuturesUnordered<F>) -> Vec<F::Output> {
     let woken = Arc::new(Woken(AtomicBool::new(false)));
     let waker = Waker::from(Arc::clone(&woken));

@@ -137,9 +137,10 @@ impl RabbitPublisher {
 impl Publisher for RabbitPublisher {
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
         self.ended()?;
-        // R16 needs this to tell a missing destination from a lost broker. It is asked only before the
-        // session sends anything, because a server that blocks the connection answers nothing on it.
-        // If the exchange is deleted later, the next publish ends the session, and a new one asks.
+        // R16 needs this to tell a missing destination from a lost broker. It is asked only before
+        // the session sends anything, because a server that blocks the connection answers nothing
+        // on it. If the exchange is deleted later, the next publish ends the session, and a new one
+        // asks.
         if !self.exchange_seen {
             let exchange = &self.config.exchange;
             self.exchange_seen = Topology::new(&self.link, &self.config).exchange_exists(exchange).await?;
