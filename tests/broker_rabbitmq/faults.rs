@@ -75,6 +75,41 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     subscriber.close().await;
 }
 
+/// The client cannot answer the close there, and tells of no end before the server cuts the
+/// connection. Shown by: not looking at the connection of a server that is blocked.
+#[tokio::test]
+async fn a_session_that_is_blocked_ends_where_the_server_closes_its_connection() {
+    let Some(private) = Private::of("a_session_that_is_blocked_ends_where_the_server_closes") else { return };
+    let _alone = private.peace.write().await;
+    let mut corner = corner(&private).await;
+    // With a heartbeat so long the server waits 30 s for the answer before it cuts the connection.
+    corner.config.heartbeat = Duration::from_secs(600);
+    corner.config.close_deadline = Duration::from_millis(300);
+    let broker = corner.broker();
+    broker.subscriber(&corner.subscription()).await.unwrap().close().await;
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic(&corner.topic).await.unwrap(), TopicState::Ready);
+    assert!(private.control(&["set_vm_memory_high_watermark", "0.00001"]));
+    // Of one key, so that all that was published is on its way and nothing waits in the client.
+    publisher.send((0..400).map(|n| (n, message(&corner.topic, Some("k"), n))).collect()).await.unwrap();
+    eventually("it is blocked", SOON, async || publisher.blocked()).await;
+    assert!(private.control(&["close_all_connections", "a test"]));
+    let (closed, mut settled) = (Instant::now(), Vec::new());
+    let error = loop {
+        assert!(closed.elapsed() < SOON, "it has no end");
+        assert!(settled.len() < 400, "nothing was held back: nothing is shown");
+        let waited = tokio::time::timeout(Duration::from_millis(100), publisher.settle(&mut settled)).await;
+        if let Ok(Err(error)) = waited {
+            break error;
+        }
+    };
+    let took = closed.elapsed();
+    publisher.close().await;
+    assert!(private.control(&["set_vm_memory_high_watermark", "absolute", "1GB"]));
+    assert!(matches!(error, BrokerError::Unavailable(_)), "{error}");
+    assert!(took < Duration::from_secs(20), "{took:?}");
+}
+
 #[tokio::test]
 async fn d8_a_channel_closed_by_the_consumer_timeout_is_told_and_a_new_subscriber_works() {
     let Some(private) = Private::of("d8_a_channel_closed_by_the_consumer_timeout") else { return };

@@ -447,12 +447,13 @@ impl Confirms {
         self.shared.notify();
     }
 
-    /// Ends the session with its connection: nothing reports that while no confirm is due.
+    /// Ends the session with its connection, where nothing else reports the end: while no confirm
+    /// is due, and while the server is blocked. There the client library writes nothing, so it
+    /// cannot answer a close of the server, and without that answer it reports no end.
     fn look_at_the_connection(&mut self) {
         let is_blocked = self.shared.lock().blocked.is_some();
         if self.ending.is_none()
-            && !is_blocked
-            && self.publishing.is_empty()
+            && (is_blocked || self.publishing.is_empty())
             && !self.link.connection().status().connected()
         {
             self.end(BrokerError::Unavailable("the connection to RabbitMQ has ended".to_owned()));
