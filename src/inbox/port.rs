@@ -327,8 +327,8 @@ pub trait InboxTx: Send {
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Removes leased waiting messages of one key and one lease. False where the lease is not ours
-    /// any more: then roll back. The next message of the key is not due yet, because a handler that
-    /// commits by itself commits this too: [`Self::wake`] comes after the proof.
+    /// any more: then roll back. It does not make the next message of the key due, because a
+    /// handler that commits by itself would commit that too: call [`Self::wake`] after the proof.
     async fn finish(&mut self, leased: &[crate::inbox::port::waiting::LeasedMessage]) -> Result<bool, StoreError>;
 
     /// Makes the first message of each of these keys due, if it waits without a due time.

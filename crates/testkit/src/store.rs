@@ -304,6 +304,7 @@ macro_rules! store_conformance {
                 r25_only_the_head_of_a_key_is_leased,
                 r25_a_head_is_leased_once_by_many_at_once,
                 r25_finishing_makes_the_next_of_the_key_due,
+                r23_a_head_that_its_handler_finished_gets_its_place_back,
                 a_message_comes_back_from_waiting_as_it_was,
                 a_message_is_not_due_before_its_time,
                 a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,

@@ -53,8 +53,10 @@ const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}\
     {pg lite: oncebox.attempt a where a.consumer_id = :consumer and a.message_id {in ids :ids}}";
 
-/// On MySQL a row that does not order its key has no lane id. A conflict is a dead copy, or the
-/// place that the same message took in a transaction whose answer was lost.
+/// On MySQL a row that does not order its key has no lane id. A dead copy that is there already
+/// stays. A message that gets its place back may stand there already, where the answer of a commit
+/// was lost. A number that the server gave and that is taken is an error: nothing else would store
+/// the message.
 const PARK: &str = "insert into oncebox.waiting ({if sequence: sequence, }consumer_id, message_id, content_hash, lane_id, state, due_at, attempts, reason, \
       history, stored_at, dead_at, id_text, topic, {key}, kind, payload, tombstone, content_type, source, message_time, \
       traceparent, tracestate, place, partition_no, offset_no, \
@@ -67,7 +69,7 @@ const PARK: &str = "insert into oncebox.waiting ({if sequence: sequence, }consum
         coalesce((select array_agg(decode(h.pair ->> 1, 'hex') order by h.n) \
           from jsonb_array_elements(:headers::jsonb) with ordinality h (pair, n)), '{}'), :is_dead and :orders, :error}\
       {my: :headers, case when :is_dead then :hash end, :error}{lite: :headers, :orders}) \
-    {pg lite: on conflict do nothing}\
+    {pg lite: on conflict {if comes_last: (consumer_id, message_id, content_hash) where state = 'dead' }do nothing}\
     {my: on duplicate key update sequence = sequence}";
 
 /// Stores messages as waiting or dead, in order. A dead copy that is there already stays as it is.
@@ -111,6 +113,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
     let trace = message.trace.as_ref();
     sql(PARK)
         .bind("sequence", parked.sequence)
+        .bind("comes_last", parked.sequence.is_none())
         .bind("consumer", consumer)
         .bind("id", message.id.uuid())
         .bind("hash", Uuid::from_bytes(message.content_hash()))

@@ -5,7 +5,9 @@ use std::time::Duration;
 use super::trial::{arrived, due, entry, eventually, everything, in_a_day, message, parked};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
-use oncebox::store::{ConsumerId, DeadFilter, Inbox, LeasedMessage, Operator, ParkAs, RowLease, Scope, Waiting};
+use oncebox::store::{
+    ConsumerId, DeadFilter, Inbox, LeasedMessage, Operator, ParkAs, Parked, RowLease, Scope, Waiting,
+};
 
 const LEASE: Duration = Duration::from_secs(600);
 
@@ -104,6 +106,31 @@ pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Tri
     }
     assert_eq!(order, ["a1", "a2", "a3"]);
     assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
+}
+
+/// A handler finished a head by its own commit: nothing of the key is due, and the message is
+/// stored as dead at the place that it had, before those behind it. It is stored again where the
+/// answer was lost, which changes nothing.
+pub async fn r23_a_head_that_its_handler_finished_gets_its_place_back<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a"]).await;
+    let head = lease(trial, consumer).await.remove(0);
+    let lane = head.message.lane_id();
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+    tx.commit().await.unwrap();
+    assert!(lease(trial, consumer).await.is_empty(), "nobody woke the key");
+    let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: true };
+    let dead = Parked { sequence: Some(head.sequence), ..parked(&head.message, park_as) };
+    for _ in 0..2 {
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.park(std::slice::from_ref(&dead)).await.unwrap();
+        tx.wake(lane.as_slice()).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+    assert!(lease(trial, consumer).await.is_empty(), "it holds its key");
+    let dead = trial.store.dead(&DeadFilter::default()).await.unwrap();
+    assert_eq!(dead.iter().map(|dead| (dead.payload.as_slice(), dead.behind)).collect::<Vec<_>>(), [(&b"a1"[..], 2)]);
 }
 
 /// Every part of a message comes back unchanged, whatever its bytes are.
