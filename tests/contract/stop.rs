@@ -160,6 +160,32 @@ async fn r23_a_stop_behind_a_raw_commit_leaves_its_message_dead_and_not_lost_on_
     }
 }
 
+/// The database falls silent behind such a commit. Shown by: a question without a bound; the task
+/// was aborted while it asked, and nothing told of the message.
+#[tokio::test]
+async fn r23_a_stop_says_that_nobody_knows_how_a_transaction_ended() {
+    let (heard, _hearing) = super::observed::hear();
+    on_postgres("r23_silent_stop", |world| async move {
+        let Behind { direct, through, proxy } = Behind::new(world, "sslmode=disable", StoreOptions::new("")).await;
+        direct.deliver_all(&["a1"]);
+        let options = ConsumerOptions {
+            handler_timeout: Duration::from_secs(60),
+            shutdown_grace: Duration::from_secs(10),
+            ..consumer_options()
+        };
+        let act = |_: &str, _: &oncebox::Message| Act::Then("commit", Box::new(Act::Hang));
+        let consumer = through.consumer(options, Does(act));
+        direct.until_effects(&["a1"]).await;
+        proxy.fails(Failure::Silence);
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        let said = heard.said();
+        let is_unknown = |text: &String| text.contains("is not known at the stop");
+        assert!(said.iter().any(|said| said.fields.get("message").is_some_and(is_unknown)), "{said:?}");
+        proxy.works();
+    })
+    .await;
+}
+
 /// The grace leaves as long for what runs as COMMIT takes, and what it says counts. Shown to fail:
 /// it was dropped in the middle, and its message was not acknowledged.
 #[tokio::test]
