@@ -176,13 +176,23 @@ pub(super) async fn run(
     // What is stored nowhere else is written if the database comes back within the grace.
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     while let Err(error) = retrier.settle_up().await {
-        let Some(Owed::StoreAsEnded(run)) = &retrier.owed else {
+        let Some(Owed::StoreAsEnded(_)) = &retrier.owed else {
             tracing::warn!(consumer = %retrier.shared.options.name, %error, "a lease was not given back; it runs out");
             break;
         };
+        tracing::warn!(consumer = %retrier.shared.options.name, %error, "messages whose handler ended their transaction are not stored as dead yet");
         if !pace.wait(&retrier.abandon).await {
-            run.iter().for_each(|ended| settle::say_lost(&retrier.shared.options.name, &ended.message, &error));
             break;
+        }
+    }
+}
+
+/// Tells of messages that were not stored as dead, also where an abort or a panic ends the task.
+impl Drop for Retrier {
+    fn drop(&mut self) {
+        if let Some(Owed::StoreAsEnded(run)) = &self.owed {
+            let why = "its task ended before that";
+            run.iter().for_each(|ended| settle::say_lost(&self.shared.options.name, &ended.message, why));
         }
     }
 }

@@ -3,6 +3,8 @@
 //! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is
 //! there already.)
 
+use std::sync::Arc;
+
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::blame::{Blame, Fault};
@@ -174,18 +176,38 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
 /// tries until that works or the grace of a stop is over. It is never acknowledged as a duplicate
 /// (R23).
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
+    let shared = Arc::clone(&lane.shared);
+    let why = "its task was ended before the database answered".to_owned();
+    let mut unstored = Unstored { consumer: &shared.options.name, message: &item.message, why: Some(why) };
     loop {
-        match store_ended(&lane.shared, lane.consumer, &item.message, 1, None).await {
+        match store_ended(&shared, lane.consumer, &item.message, 1, None).await {
             Ok(()) => {
+                unstored.why = None;
                 lane.went_well();
                 return lane.report(&item, true);
             }
             Err(error) => {
+                unstored.why = Some(error.to_string());
                 if !lane.wait_out_a_stop(&error).await {
-                    say_lost(&lane.shared.options.name, &item.message, &error);
                     return lane.report(&item, false);
                 }
             }
+        }
+    }
+}
+
+/// Tells of a message that was not stored as dead when it is dropped, also by an abort of its task.
+struct Unstored<'a> {
+    consumer: &'a str,
+    message: &'a Message,
+    /// None where the message is stored.
+    why: Option<String>,
+}
+
+impl Drop for Unstored<'_> {
+    fn drop(&mut self) {
+        if let Some(why) = &self.why {
+            say_lost(self.consumer, self.message, why);
         }
     }
 }
@@ -221,6 +243,6 @@ pub(super) async fn store_ended(
 
 /// Logs that the program stops before a message whose handler committed could be stored as dead.
 /// This line is the only trace of it: a redelivery is a duplicate.
-pub(super) fn say_lost(consumer: &str, message: &Message, error: &StoreError) {
-    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, %error, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
+pub(super) fn say_lost(consumer: &str, message: &Message, why: &str) {
+    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, why, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
 }
