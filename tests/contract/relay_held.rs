@@ -367,6 +367,25 @@ async fn g3_requests_that_cannot_be_carried_out_yet_hide_none_behind_them() {
     relay.end().await.unwrap();
 }
 
+/// Shown by: reading a thousand requests and the next ones half a second later. The dead message was
+/// gone by then, so what stood behind it was sent, although its discard had been asked for too.
+#[tokio::test]
+async fn r17_of_many_messages_of_a_key_that_are_discarded_together_none_is_sent() {
+    let world = sqlite().await;
+    let names: Vec<String> = (1..=1_500).map(|number| format!("a{number}")).collect();
+    let ids = world.enqueue("t", &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    refuse(&world, ids[0]);
+    let relay = world.relay(relay_options());
+    world.until_status("the first is dead", |status| (status.dead, status.held) == (1, 1_499)).await;
+    relay.end().await.unwrap();
+    let before = world.published("t").await;
+    world.run("update oncebox_outbox_dead set requested = 'discard', requested_at = 0").await;
+    let relay = world.relay(relay_options());
+    world.until_status("all are gone", |status| status.dead + status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+    assert_eq!(world.published("t").await, before);
+}
+
 /// `a1` is dead and redriven, and `a2` behind it has ended two sessions: it is to be sent alone.
 /// The third session waits at the gate.
 async fn to_be_sent_alone(world: &World<SqliteStore>) -> (Running<Result<RelayEnd, RelayError>>, Arc<Troubled>) {

@@ -17,13 +17,14 @@ use super::sending::Unsent;
 use super::trial::TrialResult;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
-use crate::outbox::port::{Diversion, OutboxRow, RequestedAct};
+use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow, RequestedAct};
 use crate::outbox::rules::diversion::{Diversion as DivertedRows, Diverted, DivertedRow};
 
 /// How often the session looks for requests of operators.
 const REQUESTS: Duration = Duration::from_millis(500);
-/// How many requests one look takes. The next look begins behind them, so that requests that cannot
-/// be carried out yet hide no other.
+/// How many requests are read at a time. A look goes on until it has read them all: requests that
+/// cannot be carried out yet hide no other, and no row is released whose discard was asked for
+/// together with that of a row before it.
 const REQUESTS_MAX: usize = 1_000;
 
 /// How many rows are released at first. Each one that is proven allows one more at a time, so that
@@ -54,8 +55,6 @@ pub(super) struct Release {
     /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
-    /// The position behind which the next look for requests begins.
-    requests_after: i64,
     /// By blocked topic: the row of it that says why, and what it says.
     reasons: HashMap<String, (i64, String)>,
 }
@@ -71,7 +70,6 @@ impl Release {
             owes_a_read: false,
             look: true,
             requests_at: now,
-            requests_after: 0,
             reasons: HashMap::new(),
         }
     }
@@ -143,7 +141,7 @@ impl Release {
     /// Notes that the table was loaded anew; requests are read again.
     pub(super) fn reloaded(&mut self, now: Instant) {
         self.redriven.clear();
-        (self.requests_at, self.requests_after) = (now, 0);
+        self.requests_at = now;
         self.look = true;
     }
 }
@@ -178,9 +176,7 @@ impl Pump<'_> {
 
     /// Handles operators' requests, trials, and rows to release. False where nothing happened.
     pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
-        let now = Instant::now();
-        if now >= self.release.requests_at {
-            self.release.requests_at = now + REQUESTS;
+        if Instant::now() >= self.release.requests_at {
             self.take_requests().await?;
         }
         if self.diverted.is_empty() {
@@ -197,10 +193,22 @@ impl Pump<'_> {
         Ok(self.send_released().await? || tried)
     }
 
+    /// Takes all requests, in the order of positions, before anything more is released. The pause
+    /// after it grows with their number, so that many that cannot be carried out yet cost little.
     async fn take_requests(&mut self) -> Result<(), Doubt> {
-        let requests = self.session.requests(self.release.requests_after, REQUESTS_MAX).await?;
-        let is_last = requests.len() < REQUESTS_MAX;
-        self.release.requests_after = requests.last().filter(|_| !is_last).map_or(0, |last| last.position);
+        let mut after = Some(0);
+        let mut pause = Duration::ZERO;
+        while let Some(position) = after {
+            let requests = self.session.requests(position, REQUESTS_MAX).await?;
+            after = requests.last().filter(|_| requests.len() == REQUESTS_MAX).map(|last| last.position);
+            pause += REQUESTS;
+            self.take(requests);
+        }
+        self.release.requests_at = Instant::now() + pause;
+        Ok(())
+    }
+
+    fn take(&mut self, requests: Vec<OperatorRequest>) {
         for request in requests {
             match request.act {
                 RequestedAct::Redrive if self.release.redriven.insert(request.position) => {
@@ -216,7 +224,6 @@ impl Pump<'_> {
                 _ => {}
             }
         }
-        Ok(())
     }
 
     /// Handles what trials found, and starts those that are due.
