@@ -230,6 +230,7 @@ impl Pump<'_> {
     async fn look_after_trials(&mut self) -> Result<bool, Doubt> {
         let every = self.relay.options.probe;
         let mut moved = false;
+        let mut told = HashMap::new();
         while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses, every) {
             moved = true;
             match found {
@@ -247,9 +248,10 @@ impl Pump<'_> {
                     self.memory.alone.insert(position);
                     self.opened(topic);
                 }
-                TrialResult::Blocked { topic, reason } => self.says_why(topic, reason),
+                TrialResult::Blocked { topic, reason } => _ = told.insert(topic, reason),
             }
         }
+        self.say_why(told);
         let blocked: HashSet<&str> = self.diverted.blocked_topics().collect();
         self.release.open.retain(|topic| blocked.contains(topic.as_str()));
         self.release.reasons.retain(|topic, _| blocked.contains(topic.as_str()));
@@ -263,24 +265,37 @@ impl Pump<'_> {
         Ok(moved)
     }
 
-    /// Stores why a topic is blocked with the first row of it, unless a row of it says so already.
-    /// What the rows say is known from the table, not from earlier trials: a mark may not have been
-    /// made, and an operator may have discarded the row while its trial ran.
-    fn says_why(&mut self, topic: String, reason: String) {
+    /// Stores what trials told of topics: with the first row of each, unless a row of it says so
+    /// already. What the rows say is known from the table, not from earlier trials: a mark may not
+    /// have been made, and an operator may have discarded the row while its trial ran. One way
+    /// through the rows serves all topics, because a broker that goes away or comes back changes
+    /// what is told of each of them.
+    fn say_why(&mut self, mut told: HashMap<String, String>) {
         let stays = |row: &DivertedRow| {
             row.why == Diverted::Destination
                 && !self.diverted.is_on_way(row.position)
                 && !self.unmarked.contains(&row.position)
         };
-        let known = self.release.reasons.get(&topic).filter(|(_, known)| *known == reason);
-        if known.and_then(|(position, _)| self.diverted.get(*position)).is_some_and(stays) {
+        told.retain(|topic, reason| {
+            let known = self.release.reasons.get(topic).filter(|(_, known)| *known == *reason);
+            !known.and_then(|(position, _)| self.diverted.get(*position)).is_some_and(stays)
+        });
+        if told.is_empty() {
             return;
         }
-        tracing::info!(%topic, reason, "the destination is blocked still");
-        let first = self.diverted.releasable(|one| one == topic).find(|row| stays(row)).map(|row| row.position);
-        let Some(position) = first else { return };
-        self.window.changed_beside(position, Diversion::HeldDestination { reason: reason.clone() });
-        self.release.reasons.insert(topic, (position, reason));
+        let mut first: HashMap<&str, i64> = HashMap::new();
+        for row in self.diverted.releasable(|topic| told.contains_key(topic)).filter(|row| stays(row)) {
+            first.entry(&row.topic).or_insert(row.position);
+            if first.len() == told.len() {
+                break;
+            }
+        }
+        for (topic, reason) in &told {
+            tracing::info!(%topic, reason, "the destination is blocked still");
+            let Some(position) = first.get(topic.as_str()).copied() else { continue };
+            self.window.changed_beside(position, Diversion::HeldDestination { reason: reason.clone() });
+            self.release.reasons.insert(topic.clone(), (position, reason.clone()));
+        }
     }
 
     /// Shows in the health whether every topic with work is blocked: then the relay is not ready.
