@@ -367,8 +367,8 @@ async fn g3_requests_that_cannot_be_carried_out_yet_hide_none_behind_them() {
     relay.end().await.unwrap();
 }
 
-/// Shown by: reading a thousand requests and the next ones half a second later. The dead message was
-/// gone by then, so what stood behind it was sent, although its discard had been asked for too.
+/// Shown by: reading a thousand requests and the next ones half a second later. The dead message
+/// was gone by then, so what stood behind it was sent, although its discard was asked for too.
 #[tokio::test]
 async fn r17_of_many_messages_of_a_key_that_are_discarded_together_none_is_sent() {
     let world = sqlite().await;

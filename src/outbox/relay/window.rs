@@ -12,8 +12,8 @@ use crate::outbox::port::{Diversion, Mark};
 /// How many keys are remembered with the time of their last settled row. Above it all are
 /// forgotten, and the rows in flight count from the time they were sent.
 const TURNS_MAX: usize = 20_000;
-/// How many rows one mark discards. An operator may discard all rows at once, and the transaction of
-/// a mark must end before its statements time out and before the lease does.
+/// How many rows one mark discards. An operator may discard all rows at once, and the transaction
+/// of a mark must end before its statements time out and before the lease does.
 const DISCARDED_MAX: usize = 1_000;
 
 /// Rows that were read together.
