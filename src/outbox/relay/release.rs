@@ -121,9 +121,14 @@ impl Release {
         self.look = true;
     }
 
-    /// Closes a topic until its next trial: this row is held for its destination, for this reason.
-    pub(super) fn close(&mut self, topic: &str, position: i64, reason: &str) {
+    /// Closes a topic until its next trial. Not to be called for a row that only stands behind held
+    /// ones: these go on, and it follows them.
+    pub(super) fn close(&mut self, topic: &str) {
         self.open.remove(topic);
+    }
+
+    /// Notes that this row is held for its destination, for this reason.
+    pub(super) fn says(&mut self, topic: &str, position: i64, reason: &str) {
         let says = self.reasons.entry(topic.to_owned()).or_insert_with(|| (position, String::new()));
         if says.0 == position {
             reason.clone_into(&mut says.1);
