@@ -40,7 +40,7 @@ async fn waiting<S: Sql>(world: &World<S>, names: &[&str], tries: u32) {
         let park_as = if keys.insert(message.key.clone()) { ParkAs::Due(Duration::ZERO) } else { ParkAs::Behind };
         let mut tx = world.store.begin(consumer).await.unwrap();
         tx.admit(&[InboxEntry { id: message.id, hash: message.content_hash() }]).await.unwrap();
-        tx.park(&[Parked { message, park_as, attempts: tries, error: None, sequence: None }]).await.unwrap();
+        tx.park(&[Parked { message, park_as, attempts: tries, error: None }]).await.unwrap();
         tx.commit().await.unwrap();
     }
 }

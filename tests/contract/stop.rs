@@ -186,32 +186,25 @@ async fn r23_a_stop_says_that_nobody_knows_how_a_transaction_ended() {
     .await;
 }
 
-/// The connection that is to store such a message falls silent, after a batch or after a retry.
-/// Shown by: telling of it only after an error; the task was aborted while it waited.
+/// The connection that is to store a message of a batch falls silent. Shown by: telling of it only
+/// after an error; the task was aborted while it waited.
 #[tokio::test]
 async fn r23_a_stop_tells_of_a_message_that_it_could_not_store_as_dead() {
-    for fails_before in [0, 2] {
-        let (heard, _hearing) = super::observed::hear();
-        on_postgres("r23_untold", move |world| async move {
-            let Behind { direct, through, proxy } = Behind::new(world, "sslmode=disable", StoreOptions::new("")).await;
-            let at = if fails_before == 0 { "insert into oncebox.waiting" } else { "overriding system value" };
-            proxy.fail_at("", at, 0, When::BeforeRequest, Failure::Silence);
-            let tries = AtomicU32::new(0);
-            direct.deliver_all(&["a1"]);
-            let act = move |_: &str, _: &oncebox::Message| match tries.fetch_add(1, Ordering::Relaxed) {
-                n if n < fails_before => fails(),
-                _ => Act::RunAndFail("commit"),
-            };
-            let options = ConsumerOptions { shutdown_grace: Duration::from_secs(4), ..consumer_options() };
-            let consumer = through.consumer(options, Does(act));
-            eventually("it is silent", SOON, || async { proxy.has_failed().then_some(()) }).await;
-            assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
-            let is_told = |text: &String| text.contains("nothing else will tell of it");
-            let told = || heard.said().iter().any(|said| said.fields.get("message").is_some_and(is_told));
-            eventually("it is told", SOON, || async { told().then_some(()) }).await;
-        })
-        .await;
-    }
+    let (heard, _hearing) = super::observed::hear();
+    on_postgres("r23_untold", |world| async move {
+        let Behind { direct, through, proxy } = Behind::new(world, "sslmode=disable", StoreOptions::new("")).await;
+        proxy.fail_at("", "insert into oncebox.waiting", 0, When::BeforeRequest, Failure::Silence);
+        direct.deliver_all(&["a1"]);
+        let act = |_: &str, _: &oncebox::Message| Act::RunAndFail("commit");
+        let options = ConsumerOptions { shutdown_grace: Duration::from_secs(4), ..consumer_options() };
+        let consumer = through.consumer(options, Does(act));
+        eventually("it is silent", SOON, || async { proxy.has_failed().then_some(()) }).await;
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        let is_told = |text: &String| text.contains("nothing else will tell of it");
+        let told = || heard.said().iter().any(|said| said.fields.get("message").is_some_and(is_told));
+        eventually("it is told", SOON, || async { told().then_some(()) }).await;
+    })
+    .await;
 }
 
 /// The grace leaves as long for what runs as COMMIT takes, and what it says counts. Shown to fail:

@@ -593,7 +593,7 @@ mod tests {
         let mut tx = parts.store.begin(consumer).await.unwrap();
         tx.admit(&[InboxEntry { id: first.message.id, hash: first.hash }]).await.unwrap();
         let (message, park_as) = (first.message.clone(), ParkAs::Behind);
-        tx.park(&[Parked { message, park_as, attempts: 0, error: None, sequence: None }]).await.unwrap();
+        tx.park(&[Parked { message, park_as, attempts: 0, error: None }]).await.unwrap();
         tx.commit().await.unwrap();
         let due = || parts.store.next_due(consumer, &parts.shared.scope);
         assert_eq!(due().await.unwrap(), None);

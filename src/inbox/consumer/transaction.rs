@@ -138,7 +138,7 @@ async fn ask(shared: &Shared, tx: &mut dyn InboxTx, give_up: &CancellationToken)
         let why = format!("the database does not say what became of a transaction: {error}");
         unknown.get_or_insert_with(|| Unknown::new(shared)).says(why);
         if !pace.wait(give_up).await {
-            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, its messages come again as duplicates");
+            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, messages of a batch come again as duplicates, and those of a retry are dead");
             return Err(error);
         }
     }

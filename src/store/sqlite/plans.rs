@@ -42,6 +42,10 @@ fn words(text: &'static str) -> &'static str {
         "all",
         "kept",
         "content",
+        "reason",
+        "attempts",
+        "error",
+        "holds",
     ];
     ones.into_iter().fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
 }
@@ -79,6 +83,8 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("due head", words(waiting::DUE_HEAD)),
         ("behind a head", words(waiting::BEHIND)),
         ("lease", words(waiting::LEASE)),
+        ("bury", words(waiting::BURY)),
+        ("remove what was buried", words(waiting::REMOVE_BURIED)),
         ("leased too long", words(waiting::LEASED_TOO_LONG)),
         ("lost heads", words(waiting::LOST_HEADS)),
         ("wake next", words(waiting::TO_WAKE)),
