@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
-use super::flow::{AnyCommand, AnyFlow, Given};
+use super::flow::{AnyCommand, AnyFlow, Erased, Given};
 use super::hold::Hold;
 use super::phase::Context;
 use super::reasons::{FIRST_ENDED, gap_name};
@@ -134,6 +134,9 @@ pub(super) enum Next {
     Again,
     End(End),
 }
+
+/// A phase that ran: its transaction and how it ended, or what follows if it did not end.
+type Ran<E> = Result<(Box<dyn PhaseTx>, E), Next>;
 
 impl Driver {
     pub(super) fn new(
@@ -265,19 +268,30 @@ impl Driver {
         }
     }
 
-    async fn local(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
-        let Some(code) = flow.local(&stored.point) else { return self.park_for_operator("no-such-point").await };
+    /// Runs the code of a later phase in a transaction of its own.
+    async fn run<E>(
+        &mut self,
+        code: &dyn Erased<E>,
+        stored: &StoredOperation,
+        settled: &Settlements,
+    ) -> Result<Ran<E>, StoreError> {
         let mut tx = match self.begin(stored).await? {
             Ok(tx) => tx,
-            Err(next) => return Ok(next),
+            Err(next) => return Ok(Err(next)),
         };
-        let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended =
-            guarded(self.member.timeout(), code.run(Given { tx: tx.as_mut(), context: &context, command: &command }))
-                .await;
-        let end = match ended {
-            Ok(end) => end,
-            Err(error) => return self.failed(tx, stored, &error).await,
+        let given = Given { tx: tx.as_mut(), context: &self.context, command: &self.command, settled };
+        let ended = guarded(self.member.timeout(), code.run(given)).await;
+        Ok(match ended {
+            Ok(end) => Ok((tx, end)),
+            Err(error) => Err(self.failed(tx, stored, &error).await?),
+        })
+    }
+
+    async fn local(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
+        let Some(code) = flow.local(&stored.point) else { return self.park_for_operator("no-such-point").await };
+        let (tx, end) = match self.run(code, stored, &Settlements::default()).await? {
+            Ok(ended) => ended,
+            Err(next) => return Ok(next),
         };
         // The stage UNKNOWN means here that an earlier drive was given up at this point.
         let Some(stage) = Stage::Local.after(end.end()) else { return self.impossible(tx, end.end()).await };
@@ -300,19 +314,9 @@ impl Driver {
             return self.park_for_operator("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
-        let mut tx = match self.begin(stored).await? {
-            Ok(tx) => tx,
+        let (tx, end) = match self.run(code, stored, &settlements).await? {
+            Ok(ended) => ended,
             Err(next) => return Ok(next),
-        };
-        let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended = guarded(
-            self.member.timeout(),
-            code.run(Given { tx: tx.as_mut(), context: &context, command: &command }, &settlements),
-        )
-        .await;
-        let end = match ended {
-            Ok(end) => end,
-            Err(error) => return self.failed(tx, stored, &error).await,
         };
         // The stage UNKNOWN means here that an earlier run of this phase was lost.
         let Some(stage) = Stage::Settled.after(end.end()) else { return self.impossible(tx, end.end()).await };

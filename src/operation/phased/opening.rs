@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
-use super::effect::Intent;
+use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
@@ -143,11 +143,9 @@ impl Opening {
         let driven = tx.driven().clone();
         let identities = Identities::new(phased.deployment, driven.operation_id);
         let context = Context::new(identities, begin.claim.identity.clone());
-        let ended = guarded(
-            self.member.timeout(),
-            flow.first().run(Given { tx: tx.as_mut(), context: &context, command: &self.command }),
-        )
-        .await;
+        let settled = Settlements::default();
+        let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
+        let ended = guarded(self.member.timeout(), flow.first().run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
