@@ -50,16 +50,6 @@ fn stopped() -> StoreError {
 }
 
 impl Driver {
-    /// Makes the send that was begun together with its intent.
-    pub(super) async fn first_send(
-        &mut self,
-        effect: &Declared,
-        stored: &StoredOperation,
-        intent: &StoredIntent,
-    ) -> Result<Next, StoreError> {
-        self.send(effect, stored, intent, 1, None).await
-    }
-
     /// Sends the same bytes again under the same key. `window`: the window in which the send must
     /// start, because an earlier send may have arrived.
     pub(super) async fn send_again(
@@ -78,7 +68,8 @@ impl Driver {
         }
     }
 
-    async fn send(
+    /// Makes a send whose beginning is committed.
+    pub(super) async fn send(
         &mut self,
         effect: &Declared,
         stored: &StoredOperation,
@@ -86,7 +77,7 @@ impl Driver {
         number: u32,
         window: Option<KeyWindow>,
     ) -> Result<Next, StoreError> {
-        // The send is begun in the store, and nothing was sent yet.
+        // Nothing was sent yet.
         let bytes = match self.ready(effect, intent).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {

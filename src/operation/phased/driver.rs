@@ -355,7 +355,7 @@ impl Driver {
         }
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
-            return self.first_send(effect, stored, intent).await;
+            return self.send(effect, stored, intent, 1, None).await;
         }
         let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
         let seen = evidence::evidence(&rows);
