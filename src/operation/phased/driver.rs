@@ -105,7 +105,6 @@ pub(super) struct Driver {
     pub(super) command: AnyCommand,
     pub(super) driven: Driven,
     pub(super) hold: Hold,
-    /// The fingerprint is part of the associated data of the sealed answer.
     pub(super) fingerprint: Fingerprint,
     pub(super) stop: CancellationToken,
     /// The effect whose first send this driver committed with its intent and has not made yet.
@@ -129,6 +128,10 @@ pub(super) struct Driver {
     pub(super) reply: Option<Reply>,
 }
 
+/// What a driver needs of its operation. The fingerprint is part of the associated data of the
+/// sealed answer.
+pub(super) type Ready = (Arc<Member>, Context, AnyCommand, Fingerprint);
+
 /// The result of a step.
 pub(super) enum Next {
     Again,
@@ -141,7 +144,7 @@ type Ran<E> = Result<(Box<dyn PhaseTx>, E), Next>;
 impl Driver {
     pub(super) fn new(
         phased: Arc<Phased>,
-        (member, context, command, fingerprint): (Arc<Member>, Context, AnyCommand, Fingerprint),
+        (member, context, command, fingerprint): Ready,
         hold: Hold,
         came: Came,
         stop: CancellationToken,
