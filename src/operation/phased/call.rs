@@ -293,9 +293,10 @@ impl Driver {
     pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
         for intent in &stored.intents {
             // An operator who ends the operation leaves its effects without an outcome.
-            let decided = match (intent.outcome.as_deref(), stored.stage) {
-                (Some("succeeded"), _) | (None, Stage::Succeeded) => Settled::Succeeded,
-                (Some(_), _) | (None, Stage::Failed) => Settled::Failed,
+            let decided = match (intent.settled(), stored.stage) {
+                (Some(settled), _) => settled,
+                (None, Stage::Succeeded) => Settled::Succeeded,
+                (None, Stage::Failed) => Settled::Failed,
                 (None, _) => continue,
             };
             let effect = intent.intent.effect.as_str();

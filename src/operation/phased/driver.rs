@@ -442,12 +442,8 @@ impl Driver {
     fn settlements(&self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Settlements, StoreError> {
         let mut settlements = Settlements::default();
         for intent in &stored.intents {
-            let (Some(effect), Some(outcome)) = (flow.effect(&intent.intent.effect), intent.outcome.as_deref()) else {
+            let (Some(effect), Some(settled)) = (flow.effect(&intent.intent.effect), intent.settled()) else {
                 continue;
-            };
-            let settled = match outcome {
-                "succeeded" => provider::Settled::Succeeded,
-                _ => provider::Settled::Failed,
             };
             let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
             let saw = rows.into_iter().rev().find(|row| settles(row.proof.verdict, settled)).map(|row| row.saw);

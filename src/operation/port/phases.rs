@@ -41,9 +41,9 @@ use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, RunOutcome};
-use crate::operation::rules::Identity;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
+use crate::operation::rules::{Identity, provider};
 use crate::time::db_time::DbTime;
 
 /// The point of an operation until its first phase is committed. The first phase gives it as `from`
@@ -150,6 +150,14 @@ pub struct StoredIntent {
     pub sends: u32,
     /// `succeeded`, `failed` or `not-sent` once it is proven.
     pub outcome: Option<String>,
+}
+
+impl StoredIntent {
+    /// What is proven of the effect: a success, or a failure, whichever it was.
+    pub(crate) fn settled(&self) -> Option<provider::Settled> {
+        let outcome = self.outcome.as_deref()?;
+        Some(if outcome == "succeeded" { provider::Settled::Succeeded } else { provider::Settled::Failed })
+    }
 }
 
 /// The result of `Phases::take_operation`.
