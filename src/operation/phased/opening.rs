@@ -282,20 +282,10 @@ impl Opening {
 /// Stores an operation whose run left no row of its own (O1): parked, under its key, also if the
 /// key was used before. If another run has claimed the key since, nothing changes.
 async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
-    let busy = |what: &str| StoreError::Busy(sqlx::Error::Protocol(what.to_owned()));
-    match store.begin_first(new, basis, patience).await? {
-        Begun::Claimed(mut tx) => {
-            tx.park(FIRST_ENDED).await?;
-            tx.commit().await
-        }
-        // The claim may be refused because the record's time for a retry is over; the caller tries
-        // again.
-        Begun::Existing(record) if basis.seen().is_some_and(|seen| seen.epoch == record.epoch) => {
-            Err(busy("the record stands as it was seen"))
-        }
-        Begun::Existing(_) => Ok(()),
-        Begun::Locked => Err(busy("another transaction holds the key")),
-    }
+    let begun = store.begin_first(new, basis, patience).await?;
+    let Some(mut tx) = begun.unless_overtaken(basis)? else { return Ok(()) };
+    tx.park(FIRST_ENDED).await?;
+    tx.commit().await
 }
 
 /// Logs that the first phase failed and nothing of it is stored, and returns the code to answer.
