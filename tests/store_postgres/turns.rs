@@ -178,7 +178,7 @@ async fn operations(store: &PostgresStore, number: usize) {
     tx.commit().await.unwrap();
     assert_eq!(store.drive_on(&driven, LEASE).await.unwrap(), Fenced::Done);
     assert!(store.operation(new.claim.operation_id).await.unwrap().is_some());
-    assert!(store.take_due("put", &[1], 10, LEASE).await.unwrap().is_empty(), "it is driven");
+    assert!(store.take_due("put", &[1], 10, LEASE, &[]).await.unwrap().is_empty(), "it is driven");
     let mut tx = store.begin_phase(&driven).await.unwrap();
     tx.finish("SENT", &outcome, &kept).await.unwrap();
     tx.commit().await.unwrap();

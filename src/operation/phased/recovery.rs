@@ -214,7 +214,7 @@ impl Recovery {
             let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
             let store = &self.phased.store;
             let asked = Since::now();
-            for (held, stored) in store.take_due_but(flow, &versions, share.min(more), lease, &full).await? {
+            for (held, stored) in store.take_due(flow, &versions, share.min(more), lease, &full).await? {
                 worked = true;
                 let tenant = stored.identity.as_ref().map(|identity| identity.tenant().as_bytes().to_vec());
                 let one = self.driven_of.one(tenant.unwrap_or_default());

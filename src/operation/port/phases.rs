@@ -357,27 +357,16 @@ pub trait Phases: Operations {
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError>;
 
     /// Takes up at most `limit` operations of a flow, in these versions, that are due and that no
-    /// process drives, the longest due first. It does so in one transaction, and twenty workers get
-    /// different operations. An operation that cannot be read is parked with the reason, and the
-    /// others are taken.
+    /// process drives, the longest due first, but none of the tenants in `but`. It does so in one
+    /// transaction, and twenty workers get different operations. An operation that cannot be read
+    /// is parked with the reason, and the others are taken.
     async fn take_due(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
-    ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
-        self.take_due_but(flow, versions, limit, lease, &[]).await
-    }
-
-    /// As [`Phases::take_due`], but without the operations of these tenants.
-    async fn take_due_but(
-        &self,
-        flow: &str,
-        versions: &[u32],
-        limit: u32,
-        lease: Duration,
-        tenants: &[Vec<u8>],
+        but: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError>;
 
     /// Extends the lease, from now.
