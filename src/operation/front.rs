@@ -444,7 +444,10 @@ impl Front {
                     return None;
                 }
                 self.note_lock(decision, false);
-                return Some(Turn::Answer(self.answer_running(decision, &run)));
+                return Some(Turn::Answer(match decision {
+                    Decision::InProgress(_) => self.still_running(run.since.elapsed()),
+                    decision => self.refusal(decision, None),
+                }));
             }
             Seen::Nobody => None,
         };

@@ -11,7 +11,6 @@ use crate::operation::rules::pace::{retry_after, while_running};
 use crate::operation::rules::record::Resource;
 use crate::operation::rules::route::WhileRunning;
 use crate::operation::rules::{Code, Decision, Record, State};
-use crate::operation::running::Run;
 use crate::time::db_time::DbTime;
 
 /// `Retry-After` for a tenant that has too many bytes stored: space becomes free in minutes, not in
@@ -72,13 +71,6 @@ impl Front {
         tracing::error!(operation = %self.endpoint.operation(), mode = %self.endpoint.route().mode,
             "the operation claims every request, and its route has `requirement = off`: register it with `optional`");
         self.problem(Code::StoreUnavailable)
-    }
-
-    pub(super) fn answer_running(&self, decision: Decision, run: &Run) -> Answered {
-        match decision {
-            Decision::InProgress(_) => self.still_running(run.since.elapsed()),
-            decision => self.refusal(decision, None),
-        }
     }
 
     pub(super) async fn answer(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {

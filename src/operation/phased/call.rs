@@ -18,7 +18,7 @@ use crate::operation::port::Fenced;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict, may_start};
+use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict};
 use crate::time::pace::Pace;
 
 /// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
@@ -202,12 +202,14 @@ impl Driver {
         Ok(Some(asked))
     }
 
-    /// Whether a call fits into the lease. Renews the lease first if it would not fit.
+    /// Whether a call fits into the rest of the lease: none begins after another process became the
+    /// owner (O5). Renews the lease first if it would not fit.
     async fn fits(&self, effect: &Declared) -> bool {
-        if !may_start(effect.provider.timeout(), self.hold.left()) {
+        let timeout = effect.provider.timeout();
+        if timeout > self.hold.left() {
             self.hold.renew().await;
         }
-        !self.hold.is_lost() && may_start(effect.provider.timeout(), self.hold.left())
+        timeout <= self.hold.left()
     }
 
     fn request(&self, effect: &Declared, intent: &StoredIntent) -> Result<Vec<u8>, StoreError> {

@@ -310,13 +310,6 @@ impl Step {
     }
 }
 
-/// Whether a call may start: its timeout must fit into the rest of the lease, measured by the
-/// process's own monotonic clock. So no call begins after another process became the owner (O5).
-#[must_use]
-pub fn may_start(timeout: Duration, lease_left: Duration) -> bool {
-    timeout <= lease_left
-}
-
 #[cfg(test)]
 mod model;
 #[cfg(test)]
