@@ -153,7 +153,7 @@ async fn claim_and_drive<S, T, R, W>(
     // A bridged handler holds a connection, as a transactional one does. Whether another handler
     // holds one is not known.
     let place = match front.endpoint().route().mode {
-        Mode::Bridged => match front.engine().place(front.endpoint().operation()).await {
+        Mode::Bridged => match front.engine().admission().place(front.endpoint().operation()).await {
             Some(place) => Some(place),
             None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
         },

@@ -19,7 +19,7 @@ use futures::future::join_all;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
-use super::admission::{Admission, Place};
+use super::admission::Admission;
 use super::codec::{self, Kept, SealError, Sealer};
 use super::endpoint::{Endpoint, EndpointError, Registered};
 use super::live::Live;
@@ -410,15 +410,9 @@ impl Core {
         &self.inner.reach
     }
 
-    /// Returns a place as [`Self::place`] does, but only if one is free now.
-    pub(super) fn place_at_once(&self, operation: &OperationName) -> Option<Place> {
-        self.inner.admission.at_once(operation)
-    }
-
-    /// Waits for a place for an operation that holds a connection while it runs. Returns `None` if
-    /// no place became free in time; the caller answers that there is no room.
-    pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
-        self.inner.admission.place(operation).await
+    /// The places of operations that hold a connection while they run.
+    pub(super) fn admission(&self) -> &Admission {
+        &self.inner.admission
     }
 
     /// Waits for a task that needs the store. Returns `None` when the store is away for so long

@@ -247,7 +247,7 @@ struct Execution {
 impl Execution {
     async fn run(mut self, start: Start) -> Answered {
         let engine = self.front.engine().clone();
-        let mut place = engine.place_at_once(self.front.endpoint().operation());
+        let mut place = engine.admission().at_once(self.front.endpoint().operation());
         let (mut begin, mut claimed) = match start {
             Start::Seen(begin) => (begin, None),
             Start::Unseen(begin) => {
@@ -275,7 +275,7 @@ impl Execution {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.place(self.front.endpoint().operation()).await {
+                None => match engine.admission().place(self.front.endpoint().operation()).await {
                     Some(place) => place,
                     None => return self.front.no_room(),
                 },

@@ -220,7 +220,9 @@ impl PhasedEngine {
                         patience: front.patience(),
                         permit: Arc::clone(&permit),
                     };
-                    let Some(place) = engine.place(endpoint.operation()).await else { return front.no_room() };
+                    let Some(place) = engine.admission().place(endpoint.operation()).await else {
+                        return front.no_room();
+                    };
                     let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
                         Some(Ok(opened)) => opened,
                         ended => {
