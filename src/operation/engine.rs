@@ -32,7 +32,7 @@ use super::stale;
 use crate::error::StoreError;
 use crate::observe::{self, Forgotten, Health};
 use crate::operation::port::{Answer, KeptBody, Keys};
-use crate::operation::rules::pace::Usual;
+use crate::operation::rules::pace;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::{Fingerprint, Identity, Keyring, Mode, OperationName, Record, Scope};
 
@@ -59,7 +59,7 @@ struct Inner {
     running: Running,
     reach: Reach,
     admission: Admission,
-    usual: Mutex<HashMap<OperationName, Usual>>,
+    usual: Mutex<HashMap<OperationName, Duration>>,
     body_memory: BodyMemory,
     open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
@@ -482,11 +482,13 @@ impl Core {
     }
 
     pub(super) fn usual(&self, operation: &OperationName) -> Option<Duration> {
-        lock(&self.inner.usual).get(operation).and_then(|usual| usual.duration())
+        lock(&self.inner.usual).get(operation).copied()
     }
 
     pub(super) fn has_run(&self, operation: &OperationName, ran: Duration) {
-        lock(&self.inner.usual).entry(operation.clone()).or_default().observe(ran);
+        let mut all = lock(&self.inner.usual);
+        let usual = pace::usual(all.get(operation).copied(), ran);
+        all.insert(operation.clone(), usual);
     }
 }
 

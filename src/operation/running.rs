@@ -214,7 +214,7 @@ mod tests {
 
     fn enter(map: &Running, key: &str, tries: bool, at_most: Option<u32>) -> Result<Entry, NotEntered> {
         let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
-        let fingerprinter = Fingerprinter::of::<Nothing>(None, ring.clone()).unwrap();
+        let fingerprinter = Fingerprinter::new(Nothing::OPERATION.parse().unwrap(), 1..=1, None, ring.clone()).unwrap();
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
         let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
         map.enter(&identity, scope.mark(&ring), fingerprinter.write(&Nothing), tries, at_most)

@@ -228,9 +228,8 @@ impl Front {
     }
 
     fn comes_again(&self, left: Duration, ran: Duration) -> u32 {
-        let usual = self.engine.usual(self.endpoint.operation());
-        let expected = while_running(left, ran, usual.or(Some(ran + Duration::from_secs(1))));
-        retry_after(expected, fastrand::f64())
+        let usual = self.engine.usual(self.endpoint.operation()).unwrap_or(ran + Duration::from_secs(1));
+        retry_after(while_running(left, ran, usual), fastrand::f64())
     }
 }
 
