@@ -115,7 +115,6 @@ impl Fingerprinter {
     /// (O21).
     ///
     /// # Errors
-    ///
     /// `write_version` is not one of these versions.
     pub fn new(
         operation: OperationName,

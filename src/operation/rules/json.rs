@@ -69,7 +69,6 @@ pub enum JsonFault {
 /// Returns the canonical text of a document.
 ///
 /// # Errors
-///
 /// The first fault of the document, and its offset.
 pub(crate) fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
     let text =

@@ -166,7 +166,6 @@ impl KeyWindow {
     /// Checks the window.
     ///
     /// # Errors
-    ///
     /// No send could be repeated within the window.
     pub fn validate(self) -> Result<(), KeyWindowError> {
         let Self { retention, max_in_flight } = self;

@@ -66,7 +66,6 @@ impl RawCommand {
     /// unless it is empty.
     ///
     /// # Errors
-    ///
     /// The body is JSON that two parsers may read differently.
     pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, JsonError> {
         self.content_type = essence(content_type);
