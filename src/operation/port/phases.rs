@@ -397,11 +397,6 @@ pub trait Phases: Operations {
         self.leave(driven, Leave::HandBack(due)).await
     }
 
-    /// Sets stage and record to UNKNOWN and makes it due again: [`Leave::Doubt`].
-    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        self.leave(driven, Leave::Doubt(due)).await
-    }
-
     /// Sets stage and record to UNKNOWN and leaves it to an operator: [`Leave::Park`].
     async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
         self.leave(driven, Leave::Park(reason)).await

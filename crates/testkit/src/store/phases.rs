@@ -11,7 +11,7 @@ use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::operation::{Mode, Stage, State};
 use oncebox::store::{
-    Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, NewEvidence, NewIntent, NewOperation,
+    Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, Leave, NewEvidence, NewIntent, NewOperation,
     PhaseTx, Phases, Proof, RunOutcome, Sealed, StoredOperation, Taken,
 };
 
@@ -437,7 +437,8 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     check(driven.clone(), Stage::Local).await;
     step(trial, &driven, "LOCAL", "SENT", Stage::Outstanding, &[intent("charge", "c")]).await;
     check(driven.clone(), Stage::Outstanding).await;
-    trial.store.doubt(&driven, Due { after: Some(Duration::ZERO), attempt: true }).await.unwrap();
+    let due = Due { after: Some(Duration::ZERO), attempt: true };
+    trial.store.leave(&driven, Leave::Doubt(due)).await.unwrap();
     check(driven.clone(), Stage::Unknown).await;
     let (next, found) = taken(trial, driven.operation_id).await;
     assert_eq!(found.attempts, 1);
@@ -453,7 +454,7 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     tx.commit().await.unwrap();
     check(driven.clone(), Stage::Settled).await;
     assert_eq!(stored(trial, &driven).await.intents[0].outcome.as_deref(), Some("failed"));
-    trial.store.doubt(&driven, AT_ONCE).await.unwrap();
+    trial.store.leave(&driven, Leave::Doubt(AT_ONCE)).await.unwrap();
     driven = taken(trial, driven.operation_id).await.0;
     for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();

@@ -10,7 +10,7 @@ use super::phases::{AT_ONCE, LONG, new_operation, observed, outstanding, stored,
 use super::trial::eventually;
 use super::{Fixture, Trial};
 use oncebox::operation::{Stage, State};
-use oncebox::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
+use oncebox::store::{Driven, Due, Fenced, KeyOperator, Leave, OperationFilter, Phases};
 
 /// An operation that cannot be read is parked, and the others are taken. An operation without its
 /// record can still be parked.
@@ -88,14 +88,10 @@ pub async fn o9_what_is_left_as_it_was_due_is_due_when_it_was<F: Fixture>(trial:
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     trial.store.hand_back(&driven, Due { after: Some(LONG), attempt: false }).await.unwrap();
     let due = stored(trial, &driven).await.due_at;
-    for doubt in [false, true] {
+    let as_before = Due { after: None, attempt: false };
+    for leave in [Leave::HandBack(as_before), Leave::Doubt(as_before)] {
         let (driven, _) = taken(trial, driven.operation_id).await;
-        let as_before = Due { after: None, attempt: false };
-        let left = if doubt {
-            trial.store.doubt(&driven, as_before).await.unwrap()
-        } else {
-            trial.store.hand_back(&driven, as_before).await.unwrap()
-        };
+        let left = trial.store.leave(&driven, leave).await.unwrap();
         assert_eq!((left, stored(trial, &driven).await.due_at), (Fenced::Done, due));
     }
 }
