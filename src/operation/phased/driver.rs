@@ -388,7 +388,10 @@ impl Driver {
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
                 self.release_with_backoff(stored.attempts.max(doubled)).await
             }
-            Step::Resend | Step::Query if self.is_spent() => self.release_in_doubt(stored.attempts).await,
+            // The evidence proves nothing.
+            Step::Resend | Step::Query if self.is_spent() => {
+                Ok(Next::End(self.release_unknown_outcome(self.pause(stored.attempts), self.reached).await?))
+            }
             Step::Send => {
                 self.catch_breath().await;
                 self.send_again(effect, stored, intent, None).await

@@ -34,7 +34,7 @@ use crate::store::base::Base;
 use crate::time::pace::Since;
 
 /// Runs the phased operations of an engine. Cheap to clone.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PhasedEngine {
     phased: Arc<Phased>,
     stop: CancellationToken,
@@ -348,11 +348,5 @@ async fn wait(
             tracing::error!(%error, "the driver of an operation died: its lease runs out, and it is recovered");
             None
         }
-    }
-}
-
-impl Clone for PhasedEngine {
-    fn clone(&self) -> Self {
-        Self { phased: Arc::clone(&self.phased), stop: self.stop.clone() }
     }
 }

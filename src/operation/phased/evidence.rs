@@ -81,19 +81,16 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-fn pause_of(verdict: Verdict) -> Duration {
-    if let Verdict::Wait(pause) = verdict { pause } else { Duration::ZERO }
-}
-
 pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, StoreError> {
     let kind = match seen.by {
         By::Answer => "answer",
         By::Query => "query",
         By::Error => "error",
     };
+    let pause = if let Verdict::Wait(pause) = seen.verdict { pause } else { Duration::ZERO };
     let body = Body {
         proves: seen.verdict.name().to_owned(),
-        pause_ms: u64::try_from(pause_of(seen.verdict).as_millis()).unwrap_or(u64::MAX),
+        pause_ms: u64::try_from(pause.as_millis()).unwrap_or(u64::MAX),
         saw: String::from_utf8_lossy(&seen.saw[..seen.saw.len().min(SAW_MAX)]).into_owned(),
     };
     let bytes = serde_json::to_vec(&body).map_err(|error| StoreError::Corrupt(format!("evidence: {error}")))?;

@@ -85,10 +85,7 @@ enum Tried {
 
 impl Opening {
     pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
-        match self.open(begin).await {
-            Ok(opened) => opened,
-            Err(error) => Opened::Failed(error),
-        }
+        self.open(begin).await.unwrap_or_else(Opened::Failed)
     }
 
     async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {

@@ -123,14 +123,12 @@ impl Recovery {
     /// If the future is dropped, the leases expire, and other workers take the operations over.
     pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), StoreError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
-        Box::pin(self.work(stop))
-    }
-
-    async fn work(self, stop: CancellationToken) -> Result<(), StoreError> {
-        tokio::select! {
-            worked = self.recover(stop) => worked,
-            never = self.measure() => match never {},
-        }
+        Box::pin(async move {
+            tokio::select! {
+                worked = self.recover(stop) => worked,
+                never = self.measure() => match never {},
+            }
+        })
     }
 
     /// Sets the gauges of M103 from time to time: the process of a worker may have nothing else
