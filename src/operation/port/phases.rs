@@ -276,11 +276,6 @@ impl Settled {
     }
 }
 
-/// The error for the outcome of an effect that has no intent.
-pub(crate) fn no_effect(effect: &str) -> StoreError {
-    StoreError::Refused(format!("there is no effect `{effect}` to settle"))
-}
-
 /// The error for an intent that breaks a unique key: the effect, or the key that its provider sees,
 /// is there already (O5).
 pub(crate) fn twice(intent: &NewIntent) -> StoreError {
