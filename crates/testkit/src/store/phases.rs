@@ -303,7 +303,7 @@ pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_k
         assert_eq!(trial.store.drive_on(stale, LONG).await.unwrap(), Fenced::LostOwnership);
         assert_eq!(trial.store.begin_send(stale, "charge").await.unwrap(), None);
         assert_eq!(trial.store.hand_back(stale, AT_ONCE).await.unwrap(), Fenced::LostOwnership);
-        assert_eq!(trial.store.doubt(stale, AT_ONCE).await.unwrap(), Fenced::LostOwnership);
+        assert_eq!(trial.store.leave(stale, Leave::Doubt(AT_ONCE)).await.unwrap(), Fenced::LostOwnership);
         assert_eq!(trial.store.park(stale, "no").await.unwrap(), Fenced::LostOwnership);
         let mut tx = trial.store.begin_phase(stale).await.unwrap();
         tx.settle("charge", "succeeded").await.unwrap();
