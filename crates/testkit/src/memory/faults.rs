@@ -138,11 +138,6 @@ impl Faults {
         self.shared.change(|state| state.faults.publishers_ended = state.sessions);
     }
 
-    /// Ends every open subscriber. Its unacknowledged deliveries come again.
-    pub fn drop_subscribers(&self) {
-        self.shared.change(|state| state.faults.subscribers_ended = state.sessions);
-    }
-
     /// The broker is away, with this reason: sessions end, and none can be opened.
     pub fn away(&self, reason: Option<&str>) {
         self.shared.change(|state| {
@@ -161,24 +156,12 @@ impl Faults {
 
     /// A topic neither takes nor refuses, like a queue without a majority; or it answers again.
     pub fn silent_topic(&self, topic: &str, silent: bool) {
-        self.set(|faults| {
-            if silent {
-                faults.silent_topics.insert(topic.to_owned());
-            } else {
-                faults.silent_topics.remove(topic);
-            }
-        });
+        self.set(|faults| switch(&mut faults.silent_topics, topic, silent));
     }
 
     /// A topic does not exist for publishers, or exists again.
     pub fn missing_topic(&self, topic: &str, missing: bool) {
-        self.set(|faults| {
-            if missing {
-                faults.missing_topics.insert(topic.to_owned());
-            } else {
-                faults.missing_topics.remove(topic);
-            }
-        });
+        self.set(|faults| switch(&mut faults.missing_topics, topic, missing));
     }
 
     /// Nothing is delivered until this is switched off.
@@ -218,5 +201,13 @@ impl Faults {
                 group.expire_leases();
             }
         });
+    }
+}
+
+fn switch(topics: &mut BTreeSet<String>, topic: &str, on: bool) {
+    if on {
+        topics.insert(topic.to_owned());
+    } else {
+        topics.remove(topic);
     }
 }

@@ -17,6 +17,14 @@ pub(super) struct Lease {
     pub(super) committed: i64,
 }
 
+impl Lease {
+    /// Nobody owns the partition any more, and whoever did is fenced.
+    fn end(&mut self) {
+        self.owner = None;
+        self.epoch += 1;
+    }
+}
+
 /// One consumer group: its members, and the lease of each partition.
 #[derive(Debug, Default)]
 pub(super) struct Group {
@@ -73,8 +81,7 @@ impl Group {
 
     pub(super) fn release(&mut self, me: i64, place: &Place, epoch: u64) {
         if let Some(lease) = self.held(me, place, epoch) {
-            lease.owner = None;
-            lease.epoch += 1;
+            lease.end();
         }
     }
 
@@ -84,16 +91,10 @@ impl Group {
 
     pub(super) fn leave(&mut self, me: i64) {
         self.members.remove(&me);
-        for lease in self.leases.values_mut().filter(|lease| lease.owner == Some(me)) {
-            lease.owner = None;
-            lease.epoch += 1;
-        }
+        self.leases.values_mut().filter(|lease| lease.owner == Some(me)).for_each(Lease::end);
     }
 
     pub(super) fn expire_leases(&mut self) {
-        for lease in self.leases.values_mut().filter(|lease| lease.owner.is_some()) {
-            lease.owner = None;
-            lease.epoch += 1;
-        }
+        self.leases.values_mut().filter(|lease| lease.owner.is_some()).for_each(Lease::end);
     }
 }

@@ -23,11 +23,6 @@ pub fn every(n: usize) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static 
     }
 }
 
-/// Every row, so that the fault applies to each message.
-pub fn any() -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
-    |_| true
-}
-
 /// The row with this id, each time it is sent.
 pub fn id(id: Uuid) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     move |message| message.id == id
@@ -37,18 +32,6 @@ pub fn id(id: Uuid) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
 pub fn topic(topic: impl Into<String>) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     let topic = topic.into();
     move |message| message.topic == topic
-}
-
-/// Every row with this key.
-pub fn key(key: impl Into<String>) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
-    let key = key.into();
-    move |message| message.key.as_ref() == Some(&key)
-}
-
-/// Every row of this kind.
-pub fn kind(kind: impl Into<String>) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
-    let kind = kind.into();
-    move |message| message.kind == kind
 }
 
 /// The first `times` rows that another matcher accepts.

@@ -47,12 +47,6 @@ impl Owned {
         }
         usize::try_from(self.position - self.acknowledged).unwrap_or_default().saturating_sub(self.spared.len())
     }
-
-    fn spare(&mut self, sequence: i64) {
-        if (self.acknowledged..self.position).contains(&sequence) {
-            self.spared.insert(sequence);
-        }
-    }
 }
 
 /// One member of a group.
@@ -157,12 +151,16 @@ impl MemorySubscriber {
                 let end = state.end(&place.0, place.1);
                 let id = PartitionId { place: place.0.as_str().into(), partition: place.1, generation: lease.epoch };
                 sources.push(id.clone());
-                let position = lease.committed;
-                let epoch = lease.epoch;
-                let spared = BTreeSet::new();
-                let acknowledged = position;
-                let (is_refused, leaving) = (false, None);
-                let owned = Owned { id, epoch, position, acknowledged, spared, end, is_refused, leaving };
+                let owned = Owned {
+                    id,
+                    epoch: lease.epoch,
+                    position: lease.committed,
+                    acknowledged: lease.committed,
+                    spared: BTreeSet::new(),
+                    end,
+                    is_refused: false,
+                    leaving: None,
+                };
                 self.owned.insert(place, owned);
             }
             return Ok((Some(Event::Assigned(sources)), true));
@@ -176,6 +174,12 @@ impl MemorySubscriber {
             return Ok((Some(Event::Revoked { sources: vec![owned.id.clone()], lost: false, done }), changed));
         }
         Ok((self.deliver(state), changed))
+    }
+
+    /// What this member owns of a source, unless it was assigned anew since.
+    fn owned(&mut self, source: &PartitionId) -> Option<&mut Owned> {
+        let place = (source.place.to_string(), source.partition);
+        self.owned.get_mut(&place).filter(|owned| owned.id == *source)
     }
 
     fn deliver(&mut self, state: &State) -> Option<Event> {
@@ -254,11 +258,10 @@ impl Subscriber for MemorySubscriber {
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
-        let place = (source.place.to_string(), source.partition);
-        let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == *source) else { return Ok(()) };
+        let Some(owned) = self.owned(source) else { return Ok(()) };
         owned.acknowledged = owned.acknowledged.max(through.saturating_add(1));
         owned.spared = owned.spared.split_off(&owned.acknowledged);
-        let (epoch, next) = (owned.epoch, owned.acknowledged);
+        let (place, epoch, next) = ((source.place.to_string(), source.partition), owned.epoch, owned.acknowledged);
         self.shared.change(|state| {
             if !state.faults.acknowledgements_lost
                 && let Some(group) = state.groups.get_mut(&self.group)
@@ -276,15 +279,15 @@ impl Subscriber for MemorySubscriber {
     }
 
     fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
-        let place = (source.place.to_string(), source.partition);
-        if let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == *source) {
-            owned.spare(sequence);
+        if let Some(owned) = self.owned(source)
+            && (owned.acknowledged..owned.position).contains(&sequence)
+        {
+            owned.spared.insert(sequence);
         }
     }
 
     fn refuse(&mut self, source: &PartitionId) {
-        let place = (source.place.to_string(), source.partition);
-        if let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == *source) {
+        if let Some(owned) = self.owned(source) {
             owned.is_refused = true;
         }
     }
