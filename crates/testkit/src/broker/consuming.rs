@@ -5,12 +5,11 @@
 //! the bound, or wait for something after they took an event from their channel.
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 use std::time::Duration;
 
-use uuid::Uuid;
-
 use super::Fixture;
-use super::harness::{Case, assert_exactly, assert_order, number, numbers, row, rows};
+use super::harness::{Case, assert_exactly, assert_order, number, numbers, row, rows, subscription};
 use oncebox::adapter::position::{Break, Position};
 use oncebox::broker::{Broker, Delivery, Event, PartitionId, Subscription};
 use oncebox::message::OutgoingMessage;
@@ -23,8 +22,7 @@ const QUIET: Duration = Duration::from_millis(700);
 pub async fn publisher_and_subscriber_start_in_any_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let topic = case.name("any-order");
-    let subscription = Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.clone()]);
-    let consuming = tokio::spawn(consume_all(std::sync::Arc::clone(&case.broker), subscription.clone(), 20));
+    let consuming = tokio::spawn(consume_all(Arc::clone(&case.broker), subscription(&topic), 20));
     // Gives the subscriber time to act before the topic is declared.
     tokio::time::sleep(Duration::from_millis(300)).await;
     case.broker.declare(std::slice::from_ref(&topic)).await.expect("topics are declared");
@@ -34,17 +32,13 @@ pub async fn publisher_and_subscriber_start_in_any_order(fixture: &dyn Fixture) 
 }
 
 /// Consumes as the runtime does: when a subscriber ends, it subscribes again.
-async fn consume_all(
-    broker: std::sync::Arc<dyn Broker>,
-    subscription: Subscription,
-    count: usize,
-) -> std::collections::BTreeSet<usize> {
-    let mut got = std::collections::BTreeSet::new();
+async fn consume_all(broker: Arc<dyn Broker>, subscription: Subscription, count: usize) -> BTreeSet<usize> {
+    let mut got = BTreeSet::new();
     while got.len() < count {
         if let Ok(mut subscriber) = broker.subscriber(&subscription).await {
             while got.len() < count {
                 match subscriber.next().await {
-                    Ok(oncebox::broker::Event::Deliveries(deliveries)) => {
+                    Ok(Event::Deliveries(deliveries)) => {
                         got.extend(deliveries.iter().map(|delivery| number(&delivery.arrived)));
                     }
                     Ok(_) => {}
@@ -80,24 +74,13 @@ pub async fn what_was_acknowledged_does_not_come_again_and_the_rest_does_in_orde
     case.publish(rows(&topic, 10, 0, 500)).await;
     let mut reader = case.reader(&subscription).await;
     reader.read(500, false).await;
-    let mut by_source: HashMap<PartitionId, Vec<(i64, usize)>> = HashMap::new();
-    for delivery in &reader.got {
-        by_source.entry(delivery.source.clone()).or_default().push((delivery.sequence, number(&delivery.arrived)));
-    }
-    let mut left = Vec::new();
-    for (source, delivered) in by_source {
-        let (handled, rest) = delivered.split_at(delivered.len() / 2);
-        left.extend(rest.iter().map(|(_, number)| *number));
-        if let Some((through, _)) = handled.last() {
-            reader.subscriber.acknowledge(&source, *through).await.expect("an acknowledgement is taken");
-        }
-    }
+    assert_exactly(reader.arrived(), 0..500);
+    let handled = numbers(&reader.acknowledge_half().await);
     reader.close().await;
-    left.sort_unstable();
 
     let mut again = case.reader(&subscription).await;
-    again.read(left.len(), true).await;
-    assert_exactly(again.arrived(), left.into_iter());
+    again.read(500 - handled.len(), true).await;
+    assert_exactly(again.arrived(), (0..500).filter(|number| !handled.contains(number)));
     assert_order(again.arrived());
     again.close().await;
 
@@ -110,7 +93,7 @@ pub async fn what_was_acknowledged_does_not_come_again_and_the_rest_does_in_orde
 pub async fn every_group_gets_everything(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, first) = case.topic("groups").await;
-    let second = Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.clone()]);
+    let second = subscription(&topic);
     case.prepare(&second).await;
     case.publish(rows(&topic, 5, 0, 200)).await;
     for subscription in [&first, &second] {
@@ -128,27 +111,12 @@ pub async fn caught_up_says_so_once_what_stood_there_was_delivered(fixture: &dyn
     let (topic, subscription) = case.topic("caught-up").await;
     let mut empty = case.reader(&subscription).await;
     empty.assigned().await;
-    case.within("an empty topic to be caught up with", async {
-        while !empty.subscriber.caught_up().await.expect("an answer") {
-            // An adapter may learn this only while its events are taken.
-            if let Ok(event) = tokio::time::timeout(Duration::from_millis(50), empty.subscriber.next()).await {
-                empty.take(event.expect("the subscriber stands"), true).await;
-            }
-        }
-    })
-    .await;
+    empty.catch_up().await;
     empty.close().await;
 
     case.publish(rows(&topic, 10, 0, 300)).await;
     let mut reader = case.reader(&subscription).await;
-    case.within("everything to be caught up with", async {
-        while !reader.subscriber.caught_up().await.expect("an answer") {
-            if let Ok(event) = tokio::time::timeout(Duration::from_millis(50), reader.subscriber.next()).await {
-                reader.take(event.expect("the subscriber stands"), true).await;
-            }
-        }
-    })
-    .await;
+    reader.catch_up().await;
     assert_exactly(reader.arrived(), 0..300);
     reader.close().await;
 }
@@ -207,11 +175,12 @@ pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &
     case.within("all the others", async {
         while numbers(reader.arrived()).len() < 1_000 {
             let event = reader.next().await;
-            let came = reader.take(event, false).await;
+            let is_first = reader.got.is_empty();
             let mut finished: HashMap<PartitionId, Vec<i64>> = HashMap::new();
             // The very first delivery stays unfinished.
-            let new = reader.got.iter().enumerate().skip((reader.got.len() - came).max(1));
-            new.for_each(|(_, new)| finished.entry(new.source.clone()).or_default().push(new.sequence));
+            for new in reader.take(event, false).await.iter().skip(usize::from(is_first)) {
+                finished.entry(new.source.clone()).or_default().push(new.sequence);
+            }
             for (source, sequences) in finished {
                 reader.subscriber.finished(&source, &sequences).await;
             }

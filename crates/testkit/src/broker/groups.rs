@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Fixture;
 use super::harness::{Case, Reader, assert_order, number, numbers, rows};
-use oncebox::broker::{Delivery, Event, PartitionId};
+use oncebox::broker::{Event, PartitionId};
 use oncebox::message::Arrived;
 
 /// What two readers handled, in order.
@@ -19,9 +19,8 @@ impl Handled {
     /// Waits a moment for an event of a reader; handles and acknowledges its deliveries.
     async fn step(&mut self, reader: &mut Reader) {
         let Ok(event) = tokio::time::timeout(Duration::from_millis(10), reader.subscriber.next()).await else { return };
-        let came = reader.take(event.expect("the subscriber stands"), true).await;
-        let from = reader.got.len() - came;
-        self.0.extend(reader.got[from..].iter().map(|delivery: &Delivery| delivery.arrived.clone()));
+        let new = reader.take(event.expect("the subscriber stands"), true).await;
+        self.0.extend(new.iter().map(|delivery| delivery.arrived.clone()));
     }
 }
 
@@ -75,32 +74,15 @@ pub async fn a_subscriber_that_is_dropped_without_close_is_taken_over_in_order(f
     let (topic, subscription) = case.topic("takeover").await;
     case.publish(rows(&topic, 20, 0, 1_000)).await;
     let mut first = case.reader(&subscription).await;
-    // Half of its deliveries are handled and acknowledged, source by source.
     first.read(400, false).await;
-    let mut halves: std::collections::BTreeMap<_, Vec<&Delivery>> = std::collections::BTreeMap::new();
-    for delivery in &first.got {
-        halves.entry(delivery.source.clone()).or_default().push(delivery);
-    }
-    let mut handled = Vec::new();
-    let mut through = Vec::new();
-    for (source, delivered) in halves {
-        let half = &delivered[..delivered.len() / 2];
-        handled.extend(half.iter().map(|delivery| delivery.arrived.clone()));
-        through.extend(half.last().map(|delivery| (source, delivery.sequence)));
-    }
-    for (source, sequence) in &through {
-        first.subscriber.acknowledge(source, *sequence).await.expect("an acknowledgement is taken");
-    }
+    let mut handled = first.acknowledge_half().await;
     let mut second = case.reader(&subscription).await;
     drop(first);
-    let done = numbers(&handled);
-    let mut seen = done.clone();
+    let mut seen = numbers(&handled);
     case.within("the second to take over", async {
         while seen.len() < 1_000 {
             let event = second.next().await;
-            let came = second.take(event, true).await;
-            let from = second.got.len() - came;
-            for delivery in &second.got[from..] {
+            for delivery in second.take(event, true).await {
                 seen.insert(number(&delivery.arrived));
                 handled.push(delivery.arrived.clone());
             }
@@ -120,14 +102,14 @@ pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(f
     let mut first = case.reader(&subscription).await;
     first.read(150, true).await;
     // A standby subscriber, where the broker has one, connects before the hand-over.
-    let mut second = if case.can.shares { None } else { Some(case.reader(&subscription).await) };
+    let standby = if case.can.shares { None } else { Some(case.reader(&subscription).await) };
     let handled: Vec<Arrived> = first.arrived().cloned().collect();
     let done = numbers(&handled);
     first.close().await;
-    if second.is_none() {
-        second = Some(case.reader(&subscription).await);
-    }
-    let mut second = second.expect("the second");
+    let mut second = match standby {
+        Some(reader) => reader,
+        None => case.reader(&subscription).await,
+    };
     second.read(1_000 - done.len(), true).await;
     let again: Vec<usize> = second.arrived().map(number).filter(|number| done.contains(number)).collect();
     assert!(again.is_empty(), "{} rows that were acknowledged came again: {again:?}", again.len());

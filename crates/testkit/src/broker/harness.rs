@@ -1,7 +1,7 @@
 //! The code that the cases share: numbered rows, publishing until all is settled, reading until a
 //! condition holds.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ impl<'f> Case<'f> {
     /// A topic that exists, and a subscription that gets what is published from now on.
     pub(super) async fn topic(&self, label: &str) -> (String, Subscription) {
         let topic = self.name(label);
-        let subscription = Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.clone()]);
+        let subscription = subscription(&topic);
         self.fixture.prepare(&subscription).await;
         (topic, subscription)
     }
@@ -135,6 +135,11 @@ pub(super) async fn prepare(broker: &dyn Broker, can: &Capabilities, subscriptio
     .await;
 }
 
+/// A subscription of a new consumer to this topic.
+pub(super) fn subscription(topic: &str) -> Subscription {
+    Subscription::new(format!("c-{}", Uuid::now_v7().simple()), vec![topic.to_owned()])
+}
+
 /// A row with a key; its payload is its number.
 pub(super) fn row(topic: &str, key: Option<&str>, number: usize) -> OutgoingMessage {
     OutgoingMessage {
@@ -214,16 +219,15 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Handles an event. Deliveries are acknowledged where `acknowledge` is true; revoked sources
-    /// are given up. Returns the number of deliveries.
-    pub(super) async fn take(&mut self, event: Event, acknowledge: bool) -> usize {
+    /// are given up. Returns the new deliveries.
+    pub(super) async fn take(&mut self, event: Event, acknowledge: bool) -> &[Delivery] {
+        let before = self.got.len();
         match event {
             Event::Assigned(sources) => {
                 self.assigned += sources.len();
                 self.sources.extend(sources);
-                0
             }
             Event::Deliveries(deliveries) => {
-                let came = deliveries.len();
                 for delivery in &deliveries {
                     assert!(self.sources.contains(&delivery.source), "a delivery of a source that is not assigned");
                 }
@@ -231,16 +235,15 @@ impl Reader {
                     self.acknowledge(deliveries.iter().map(|d| (&d.source, d.sequence))).await;
                 }
                 self.got.extend(deliveries);
-                came
             }
             Event::Revoked { sources, done, .. } => {
                 for source in &sources {
                     assert!(self.sources.remove(source), "a source is revoked once, and only after it was assigned");
                 }
                 drop(done);
-                0
             }
         }
+        &self.got[before..]
     }
 
     /// Acknowledges the highest sequence of every source among these.
@@ -261,20 +264,46 @@ impl Reader {
         self.acknowledge(handled.iter().map(|(source, sequence)| (source, *sequence))).await;
     }
 
+    /// Acknowledges the first half of what came of every source. Returns the messages of it.
+    pub(super) async fn acknowledge_half(&mut self) -> Vec<Arrived> {
+        let mut by_source: BTreeMap<&PartitionId, Vec<&Delivery>> = BTreeMap::new();
+        for delivery in &self.got {
+            by_source.entry(&delivery.source).or_default().push(delivery);
+        }
+        let mut handled = Vec::new();
+        for delivered in by_source.into_values() {
+            let half = &delivered[..delivered.len() / 2];
+            handled.extend(half.iter().map(|one| (one.source.clone(), one.sequence, one.arrived.clone())));
+        }
+        self.acknowledge(handled.iter().map(|(source, sequence, _)| (source, *sequence))).await;
+        handled.into_iter().map(|(_, _, arrived)| arrived).collect()
+    }
+
+    /// Takes and acknowledges events until the subscriber has caught up.
+    pub(super) async fn catch_up(&mut self) {
+        within(self.patience, "the subscriber to catch up", async {
+            while !self.subscriber.caught_up().await.expect("an answer") {
+                // An adapter may learn this only while its events are taken.
+                if let Ok(event) = tokio::time::timeout(Duration::from_millis(50), self.subscriber.next()).await {
+                    self.take(event.expect("the subscriber stands"), true).await;
+                }
+            }
+        })
+        .await;
+    }
+
     pub(super) async fn next(&mut self) -> Event {
         within(self.patience, "an event", self.subscriber.next()).await.expect("the subscriber stands")
     }
 
     /// Reads until so many different rows have come in total.
     pub(super) async fn read(&mut self, distinct: usize, acknowledge: bool) {
-        let patience = self.patience;
-        let what = format!("{distinct} rows");
-        within(patience, &what, async {
+        within(self.patience, &format!("{distinct} rows"), async {
             let mut seen = numbers(self.arrived());
             while seen.len() < distinct {
                 let event = self.subscriber.next().await.expect("the subscriber stands");
-                let came = self.take(event, acknowledge).await;
-                seen.extend(self.got[self.got.len() - came..].iter().map(|delivery| number(&delivery.arrived)));
+                let new = self.take(event, acknowledge).await;
+                seen.extend(new.iter().map(|delivery| number(&delivery.arrived)));
             }
         })
         .await;
@@ -284,7 +313,7 @@ impl Reader {
     pub(super) async fn read_until_quiet(&mut self, quiet: Duration) -> usize {
         let mut came = 0;
         while let Ok(event) = tokio::time::timeout(quiet, self.subscriber.next()).await {
-            came += self.take(event.expect("the subscriber stands"), false).await;
+            came += self.take(event.expect("the subscriber stands"), false).await.len();
         }
         came
     }
@@ -319,10 +348,8 @@ impl Reader {
         let mut last: HashMap<&PartitionId, i64> = HashMap::new();
         for delivery in &self.got {
             let before = last.insert(&delivery.source, delivery.sequence);
-            assert!(
-                before.is_none_or(|before| before < delivery.sequence),
-                "sequences of a source ascend: {delivery:?}"
-            );
+            let ascends = before.is_none_or(|before| before < delivery.sequence);
+            assert!(ascends, "sequences of a source ascend: {delivery:?}");
         }
     }
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::Fixture;
-use super::harness::{Case, number, row, rows};
+use super::harness::{Case, assert_exactly, assert_order, row, rows};
 use oncebox::message::wire::{ONCEBOX_HASH, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time, parse_time};
 use oncebox::message::{Arrived, IdRule, Message, MessageId, OutgoingMessage, TraceContext, content_hash};
 
@@ -138,10 +138,8 @@ pub async fn read_all_gives_everything_that_was_published_since_the_tap(fixture:
         loop {
             let all = case.broker.read_all(&topic).await.expect("everything");
             if all.len() >= 300 {
-                let mut numbers: Vec<usize> = all.iter().map(number).collect();
-                numbers.sort_unstable();
-                assert_eq!(numbers, (0..300).collect::<Vec<_>>());
-                super::harness::assert_order(&all);
+                assert_exactly(&all, 0..300);
+                assert_order(&all);
                 break;
             }
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
