@@ -1,7 +1,9 @@
 //! Cases of idempotency records that are claimed and finished by separate statements (O2 to O4,
 //! O11, O16, O23, M29 to M42, M99, M100): what every [`Keys`] must do, in a database or elsewhere.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
+
+use uuid::Uuid;
 
 use super::KeysFixture;
 pub use super::keys_machine::{
@@ -19,6 +21,8 @@ use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyCl
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
 pub(super) const SHORT: Duration = Duration::from_millis(1);
+/// How long a case waits for its turn to write, where it does not test that wait.
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// Lifetimes that no case outlives.
 pub(super) const KEPT: Retention = Retention { ttl: LONG, body: LONG, metadata: LONG };
 /// Lifetimes that are over at once.
@@ -40,8 +44,8 @@ pub(super) fn claim(mode: Mode, key: &str, command: u8) -> KeyClaim {
         principal: mark,
         fingerprint: format!("1:sha256:{}", format!("{command:02x}").repeat(32)).parse().unwrap(),
         mode,
-        operation_id: uuid::Uuid::now_v7(),
-        owner: uuid::Uuid::now_v7(),
+        operation_id: Uuid::now_v7(),
+        owner: KeyClaim::new_owner(),
         lease: LONG,
     }
 }
@@ -66,6 +70,48 @@ pub(super) fn completed() -> RunOutcome {
     RunOutcome::Completed(answer())
 }
 
+/// The outcome of an operation that failed for good.
+pub(super) fn failed() -> RunOutcome {
+    RunOutcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
+}
+
+/// The outcome of an operation that may run again.
+pub(super) fn retryable() -> RunOutcome {
+    RunOutcome::FailedRetryable { error_code: None }
+}
+
+/// An outcome that leaves a record in this state.
+pub(super) fn outcome(state: State) -> RunOutcome {
+    match state {
+        State::Completed => completed(),
+        State::FailedReplayable => failed(),
+        State::FailedRetryable => retryable(),
+        _ => RunOutcome::Unknown,
+    }
+}
+
+/// The same request again, by another process and under an operation id of its own.
+pub(super) fn again(claim: &KeyClaim) -> KeyClaim {
+    KeyClaim { operation_id: Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() }
+}
+
+/// A claim on the same key of another operation.
+pub(super) fn of_operation(operation: &str, claim: KeyClaim) -> KeyClaim {
+    let scope = Scope::new("t1", "user-7").unwrap();
+    let identity = Identity::new(&scope, operation.parse().unwrap(), claim.identity.key().clone());
+    KeyClaim { identity, ..claim }
+}
+
+/// A claim on a key that carries this time.
+pub(super) fn timed(at: SystemTime) -> KeyClaim {
+    let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    let id = Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, since.as_secs(), since.subsec_nanos()));
+    let key = Key::parse(id.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
+    let plain = claim(Mode::Edge, "timed", 1);
+    let scope = Scope::new("t1", "user-7").unwrap();
+    KeyClaim { identity: Identity::new(&scope, plain.identity.operation().clone(), key), ..plain }
+}
+
 fn owned(claimed: Claimed) -> Owned {
     match claimed {
         Claimed::Owned(owned) => owned,
@@ -85,6 +131,18 @@ pub(super) async fn take<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Owned {
     owned(trial.store().claim(claim, Basis::New).await.unwrap())
 }
 
+/// Claims the key and writes this outcome.
+pub(super) async fn run<F: KeysFixture>(
+    trial: &F,
+    claim: &KeyClaim,
+    outcome: &RunOutcome,
+    retention: &Retention,
+) -> Owned {
+    let owner = take(trial, claim).await;
+    assert_eq!(trial.store().finish(&owner, outcome, retention).await.unwrap(), Fenced::Done);
+    owner
+}
+
 /// The record, which must be there.
 pub(super) async fn record<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
     trial.store().find(&claim.identity).await.unwrap().record.unwrap()
@@ -100,6 +158,15 @@ pub(super) async fn over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record 
             _ => record.state_at(look.now) == State::Expired,
         };
         is_over.then_some(record)
+    })
+    .await
+}
+
+/// Waits until the lifetime of the body is over, and returns the record.
+async fn body_over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
+    eventually("the body's time is over", || async {
+        let found = record(trial, claim).await;
+        (found.answer.as_ref()?.body == StoredBody::Tombstone(Tombstone::Purged)).then_some(found)
     })
     .await
 }
@@ -143,8 +210,7 @@ pub async fn o16_keys_and_tenants_that_differ_in_one_byte_are_different<F: KeysF
     let claims = tenants.iter().flat_map(|tenant| keys.iter().map(move |key| identity(tenant, key)));
     let claims: Vec<KeyClaim> = claims.map(|identity| KeyClaim { identity, ..claim(Mode::Edge, "k", 1) }).collect();
     for one in &claims {
-        let one = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..one.clone() };
-        owned(trial.store().claim(&one, Basis::New).await.unwrap());
+        take(trial, &again(one)).await;
     }
     for one in &claims {
         assert_eq!(record(trial, one).await.identity, one.identity);
@@ -161,12 +227,11 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
     });
     for (number, (body, stored, resource)) in bodies.chain([reference]).enumerate() {
         let claim = claim(Mode::Edge, &format!("k{number}"), 1);
-        let owner = take(trial, &claim).await;
         let outcome = RunOutcome::FailedReplayable {
             answer: Answer { body: body.clone(), resource: resource.clone(), ..answer() },
             error_code: Some("INSUFFICIENT_FUNDS".to_owned()),
         };
-        assert_eq!(trial.store().finish(&owner, &outcome, &KEPT).await.unwrap(), Fenced::Done);
+        run(trial, &claim, &outcome, &KEPT).await;
         let found = record(trial, &claim).await;
         assert_eq!((found.state, found.lease), (State::FailedReplayable, None));
         assert_eq!(found.expires_at, found.outcome_at.map(|at| at.after(KEPT.ttl)));
@@ -190,14 +255,9 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
 /// Shown by: writing the resource only where nothing else is kept; a claim that leaves it.
 pub async fn m34_m99_a_resource_outlives_the_body_and_not_its_run<F: KeysFixture>(trial: &F) {
     let claim = claim(Mode::Edge, "k", 1);
-    let owner = take(trial, &claim).await;
     let made = RunOutcome::Completed(Answer { resource: Some(payment()), ..answer() });
-    trial.store().finish(&owner, &made, &ENDED).await.unwrap();
-    let purged = eventually("the body's time is over", || async {
-        let found = record(trial, &claim).await;
-        (found.answer.as_ref()?.body == StoredBody::Tombstone(Tombstone::Purged)).then_some(found)
-    })
-    .await;
+    run(trial, &claim, &made, &ENDED).await;
+    let purged = body_over(trial, &claim).await;
     assert_eq!(purged.answer.as_ref().unwrap().resource, Some(payment()), "also before it is taken away");
     trial.store().expire_bodies(100).await.unwrap();
     assert_eq!(record(trial, &claim).await.answer.unwrap().resource, Some(payment()));
@@ -205,8 +265,7 @@ pub async fn m34_m99_a_resource_outlives_the_body_and_not_its_run<F: KeysFixture
         return;
     }
     let expired = over(trial, &claim).await;
-    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
-    let owner = owned(trial.store().claim(&anew, Basis::Anew(&expired)).await.unwrap());
+    let owner = owned(trial.store().claim(&again(&claim), Basis::Anew(&expired)).await.unwrap());
     trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
     assert_eq!(record(trial, &claim).await.answer.unwrap().resource, None);
 }
@@ -223,8 +282,7 @@ pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture
     assert_eq!(winners(trial, &claim, Basis::TakeOver(&stale)).await, 0);
     assert_eq!(trial.store().heartbeat(&owner, SHORT).await.unwrap(), Fenced::Done);
     let stale = over(trial, &claim).await;
-    let next =
-        KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
+    let next = KeyClaim { lease: LONG, ..again(&claim) };
     assert_eq!(winners(trial, &next, Basis::TakeOver(&stale)).await, 1);
     let taken = record(trial, &claim).await;
     assert!(taken.epoch > stale.epoch, "whoever owned it is fenced out");
@@ -250,7 +308,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
     let stale = over(trial, &claim).await;
-    let next = KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), ..claim.clone() };
+    let next = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..claim.clone() };
     let new = owned(trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap());
     let before = record(trial, &claim).await;
     // Forged owners: one has the new epoch, the other the new token.
@@ -278,9 +336,7 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(tria
     let first = take(trial, &claim).await;
     assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::Done);
     assert_eq!(trial.store().find(&claim.identity).await.unwrap().record, None);
-    let second =
-        take(trial, &KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() })
-            .await;
+    let second = take(trial, &again(&claim)).await;
     assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::LostOwnership, "another's claim is not freed");
     assert_eq!(trial.store().finish(&second, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
     assert_eq!(trial.store().release(&second).await.unwrap(), Fenced::LostOwnership, "what is unknown is never freed");
@@ -372,7 +428,7 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
         assert_eq!(trial.store().finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
         let seen = record(trial, &claim).await;
         assert_eq!((seen.state, seen.attempts), (State::FailedRetryable, attempt));
-        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
+        let anew = again(&claim);
         existing(trial.store().claim(&anew, Basis::Anew(&seen)).await.unwrap());
         owner = owned(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
         existing(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
@@ -387,7 +443,7 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
 pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F) {
     let first = claim(Mode::Edge, "k", 1);
     let owner = take(trial, &first).await;
-    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..first.clone() };
+    let anew = again(&first);
     let running = record(trial, &first).await;
     existing(trial.store().claim(&anew, Basis::Anew(&running)).await.unwrap());
     trial.store().finish(&owner, &completed(), &ENDED).await.unwrap();
@@ -399,8 +455,7 @@ pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F
     assert_eq!((found.state, found.generation, found.attempts), (State::InProgress, 2, 1));
     assert_eq!((found.operation_id, found.outcome_at, found.answer), (anew.operation_id, None, None));
     let kept = claim(Mode::Edge, "kept", 1);
-    let owner = take(trial, &kept).await;
-    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    run(trial, &kept, &completed(), &KEPT).await;
     let seen = record(trial, &kept).await;
     assert_eq!(winners(trial, &kept, Basis::Anew(&seen)).await, 0, "its time is not over");
 }
@@ -410,18 +465,12 @@ pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
     let short = Retention { body: SHORT, ..KEPT };
     let claims: Vec<KeyClaim> = (0..5).map(|number| claim(Mode::Edge, &format!("k{number}"), 1)).collect();
     for one in &claims {
-        let owner = take(trial, one).await;
-        trial.store().finish(&owner, &completed(), &short).await.unwrap();
+        run(trial, one, &completed(), &short).await;
     }
     let kept = claim(Mode::Edge, "kept", 1);
-    let owner = take(trial, &kept).await;
-    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    run(trial, &kept, &completed(), &KEPT).await;
     for one in &claims {
-        let purged = eventually("the body's time is over", || async {
-            let found = record(trial, one).await;
-            (found.answer.as_ref()?.body == StoredBody::Tombstone(Tombstone::Purged)).then_some(found)
-        })
-        .await;
+        let purged = body_over(trial, one).await;
         assert_eq!(trial.store().body(&purged).await.unwrap(), None, "also before it is taken away");
         assert_eq!((purged.state, purged.fingerprint), (State::Completed, one.fingerprint.clone()));
     }
@@ -455,8 +504,7 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
         assert!(look.body.is_none_or(|beside| beside == body), "{size}");
         assert_eq!(trial.store().body(&look.record.unwrap()).await.unwrap(), Some(body));
         let expired = over(trial, &claim).await;
-        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
-        owner = owned(trial.store().claim(&anew, Basis::Anew(&expired)).await.unwrap());
+        owner = owned(trial.store().claim(&again(&claim), Basis::Anew(&expired)).await.unwrap());
         assert_eq!(trial.store().find(&claim.identity).await.unwrap().body, None, "it runs");
     }
 }
@@ -469,15 +517,12 @@ pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial:
     let operation = claim(Mode::Edge, "k", 1).identity.operation().clone();
     let (running, unknown) = (claim(Mode::Edge, "running", 1), claim(Mode::Edge, "unknown", 1));
     take(trial, &KeyClaim { lease: SHORT, ..running.clone() }).await;
-    let owner = take(trial, &unknown).await;
-    trial.store().finish(&owner, &RunOutcome::Unknown, &GONE).await.unwrap();
+    run(trial, &unknown, &RunOutcome::Unknown, &GONE).await;
     let kept = claim(Mode::Edge, "kept", 1);
-    let owner = take(trial, &kept).await;
-    trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
+    run(trial, &kept, &completed(), &KEPT).await;
     let old: Vec<KeyClaim> = (0..5).map(|number| claim(Mode::Edge, &format!("old{number}"), 1)).collect();
     for one in &old {
-        let owner = take(trial, one).await;
-        trial.store().finish(&owner, &completed(), &GONE).await.unwrap();
+        run(trial, one, &completed(), &GONE).await;
         if !trial.forgets_by_itself() {
             over(trial, one).await;
         }
@@ -525,18 +570,12 @@ fn is_guard(store: &dyn Keys) -> bool {
 /// Shown by: counting the open records of the first operation only, or of the last (PostgreSQL).
 pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
     assert_eq!(trial.store().operation_stats().await.unwrap(), oncebox::store::OperationStats::default());
-    let of = |operation: &str, key: &str| {
-        let one = claim(Mode::Edge, key, 1);
-        let scope = Scope::new("t1", "user-7").unwrap();
-        let identity = Identity::new(&scope, operation.parse().unwrap(), one.identity.key().clone());
-        KeyClaim { identity, ..one }
-    };
+    let of = |operation: &str, key: &str| of_operation(operation, claim(Mode::Edge, key, 1));
     for (operation, key) in [("create_payment", "a"), ("refund", "b")] {
         take(trial, &of(operation, key)).await;
     }
     for (operation, key, outcome) in [("cancel", "c", RunOutcome::Unknown), ("list", "d", completed())] {
-        let owner = take(trial, &of(operation, key)).await;
-        trial.store().finish(&owner, &outcome, &KEPT).await.unwrap();
+        run(trial, &of(operation, key), &outcome, &KEPT).await;
     }
     let stats = trial.store().operation_stats().await.unwrap();
     assert_eq!((stats.in_progress, stats.unknown), (2, 1));
@@ -561,36 +600,33 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
         return;
     }
     let stored = async || trial.store().stored_of_tenant("t1").await.unwrap();
-    let run = async |claim: KeyClaim, outcome: RunOutcome, retention: &Retention| {
-        let owner = take(trial, &claim).await;
-        assert_eq!(trial.store().finish(&owner, &outcome, retention).await.unwrap(), Fenced::Done);
-    };
     let of = |key| claim(Mode::Edge, key, 1);
     assert_eq!(stored().await, 0);
     // Each header counts with the bytes of its name and value, and eight more.
-    run(of("a"), completed(), &KEPT).await;
+    run(trial, &of("a"), &completed(), &KEPT).await;
     let headers = 3 * 8 + ("link".len() + 4) + ("link".len() + 2) + ("location".len() + 11);
     let mut sum = u64::try_from(headers + 4).unwrap();
     assert_eq!(stored().await, sum);
     for (key, bytes) in [("b", 0), ("c", 1_000), ("d", 100_000)] {
-        run(of(key), of_size(bytes), &KEPT).await;
+        run(trial, &of(key), &of_size(bytes), &KEPT).await;
         sum += bytes as u64;
         assert_eq!(stored().await, sum, "{bytes}");
     }
     let RunOutcome::Completed(failure) = of_size(500) else { return };
-    run(of("e"), RunOutcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
+    run(trial, &of("e"), &RunOutcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
     sum += 500;
     // These do not count: no body, no outcome, another tenant.
     let tombstone = Answer { body: AnswerBody::Tombstone(Tombstone::Oversize), ..answer() };
-    run(of("f"), RunOutcome::Completed(tombstone), &KEPT).await;
-    run(of("g"), RunOutcome::Unknown, &KEPT).await;
+    run(trial, &of("f"), &RunOutcome::Completed(tombstone), &KEPT).await;
+    run(trial, &of("g"), &RunOutcome::Unknown, &KEPT).await;
     take(trial, &of("h")).await;
-    run(KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") }, of_size(7), &KEPT).await;
+    let others = KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") };
+    run(trial, &others, &of_size(7), &KEPT).await;
     assert_eq!((stored().await, trial.store().stored_of_tenant("t2").await.unwrap()), (sum, 7));
     // Bodies whose lifetime is over do not count, removed or not, small or large. Nor does the body
     // that a key had before it was used anew.
     for (key, bytes) in [("j", 1_000), ("k", 100_000)] {
-        run(of(key), of_size(bytes), &ENDED).await;
+        run(trial, &of(key), &of_size(bytes), &ENDED).await;
     }
     let seen = over(trial, &of("k")).await;
     eventually("the bodies are over", || async { (stored().await == sum).then_some(()) }).await;

@@ -1,24 +1,42 @@
 //! Cases of keys on any store: every call changes a record only as the state machine allows (M31),
 //! and a key whose record is gone is too old (O23).
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use super::KeysFixture;
-use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, answer, claim, completed, over, record, take};
+use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, again, claim, completed, outcome, over, record, run, take, timed};
 use super::trial::eventually;
 use oncebox::adapter::horizon::Bounds;
 use oncebox::adapter::operation::{Event, allowed};
-use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Scope, State};
-use oncebox::store::{Basis, Fenced, KeyClaim, Keys, RunOutcome};
+use oncebox::operation::{KeyAge, Mode, Record, State};
+use oncebox::store::{Basis, KeyClaim, Keys};
+
+/// The states that a run can leave a record in.
+pub(super) const OUTCOMES: [State; 4] =
+    [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
 
 /// The state of a record before a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Before {
+pub(super) enum Before {
     Nothing,
     Owned(Mode),
     Stale(Mode),
     Ended(State),
     Expired(State),
+}
+
+impl Before {
+    pub(super) fn all() -> Vec<Self> {
+        let mut all = vec![Self::Nothing];
+        all.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Self::Owned(mode), Self::Stale(mode)]));
+        all.extend(OUTCOMES.map(Self::Ended));
+        all.extend(OUTCOMES[..3].iter().map(|state| Self::Expired(*state)));
+        all
+    }
+
+    pub(super) fn mode(self) -> Mode {
+        if let Self::Owned(mode) | Self::Stale(mode) = self { mode } else { Mode::Edge }
+    }
 }
 
 /// A call, with its event where there are several.
@@ -32,13 +50,25 @@ enum Call {
     Purge,
 }
 
-fn outcome(state: State) -> RunOutcome {
-    match state {
-        State::Completed => completed(),
-        State::FailedReplayable => RunOutcome::FailedReplayable { answer: answer(), error_code: None },
-        State::FailedRetryable => RunOutcome::FailedRetryable { error_code: None },
-        _ => RunOutcome::Unknown,
+/// What a claim for this event requires. Without a record, each event becomes a claim of a new key.
+pub(super) fn basis(event: Event, seen: Option<&Record>) -> Basis<'_> {
+    match (event, seen) {
+        (Event::TakeOver, Some(seen)) => Basis::TakeOver(seen),
+        (Event::Reclaim, Some(seen)) => Basis::Reclaim(seen),
+        (Event::ExecuteAsNew, Some(seen)) => Basis::Anew(seen),
+        _ => Basis::New,
     }
+}
+
+/// The state of the record, as `find` returns it, and its epoch.
+pub(super) async fn state<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Option<(State, i64)> {
+    let look = trial.store().find(&claim.identity).await.unwrap();
+    look.record.map(|record| (record.state_at(look.now), record.epoch))
+}
+
+/// The states that a record is read in, and none.
+pub(super) fn read_states() -> Vec<Option<State>> {
+    [None, Some(State::Expired)].into_iter().chain(State::STORED.map(Some)).collect()
 }
 
 /// Makes each call on a record in each state, by its owner or by a former owner. The state machine
@@ -48,26 +78,19 @@ fn outcome(state: State) -> RunOutcome {
 ///
 /// Shown by: a `finish` that does not check the state; a take-over of a record with an outcome.
 pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixture>(trial: &F) {
-    const OUTCOMES: [State; 4] =
-        [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
-    let mut from = vec![Before::Nothing];
-    from.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Before::Owned(mode), Before::Stale(mode)]));
-    from.extend(OUTCOMES.map(Before::Ended));
-    from.extend(OUTCOMES[..3].iter().map(|state| Before::Expired(*state)));
     let mut calls = vec![Call::Heartbeat, Call::Release, Call::MarkUnknown, Call::Purge];
     calls.extend([Event::Claim, Event::TakeOver, Event::Reclaim, Event::ExecuteAsNew].map(Call::Claim));
     calls.extend(OUTCOMES.map(Call::Finish));
     let (store, mut changes) = (trial.store(), Vec::new());
-    for (row, from) in from.iter().enumerate() {
+    for (row, from) in Before::all().into_iter().enumerate() {
         for (column, call) in calls.iter().enumerate() {
-            let mode = if let Before::Owned(mode) | Before::Stale(mode) = *from { mode } else { Mode::Edge };
             let lease = if matches!(from, Before::Stale(_)) { SHORT } else { LONG };
-            let claim = KeyClaim { lease, ..claim(mode, &format!("r{row}c{column}"), 1) };
+            let claim = KeyClaim { lease, ..claim(from.mode(), &format!("r{row}c{column}"), 1) };
             let mut owner = claim.owned(Basis::New);
-            if *from != Before::Nothing {
+            if from != Before::Nothing {
                 owner = take(trial, &claim).await;
             }
-            let seen = match *from {
+            let seen = match from {
                 Before::Nothing => None,
                 Before::Owned(_) => Some(record(trial, &claim).await),
                 Before::Stale(_) => Some(over(trial, &claim).await),
@@ -80,18 +103,11 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
                     Some(over(trial, &claim).await)
                 }
             };
-            let look = store.find(&claim.identity).await.unwrap();
-            let before = look.record.as_ref().map(|record| (record.state_at(look.now), record.epoch));
-            let again = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() };
+            let before = state(trial, &claim).await;
             let event = match *call {
                 Call::Claim(event) => {
-                    let basis = match (event, &seen) {
-                        (Event::TakeOver, Some(seen)) => Basis::TakeOver(seen),
-                        (Event::Reclaim, Some(seen)) => Basis::Reclaim(seen),
-                        (Event::ExecuteAsNew, Some(seen)) => Basis::Anew(seen),
-                        _ => Basis::New,
-                    };
-                    drop(store.claim(&again, basis).await.unwrap());
+                    let basis = basis(event, seen.as_ref());
+                    drop(store.claim(&again(&claim), basis).await.unwrap());
                     if matches!(basis, Basis::New) { Event::Claim } else { event }
                 }
                 Call::Finish(state) => {
@@ -117,8 +133,7 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
                     Event::Purge
                 }
             };
-            let look = store.find(&claim.identity).await.unwrap();
-            let after = look.record.as_ref().map(|record| (record.state_at(look.now), record.epoch));
+            let after = state(trial, &claim).await;
             if before != after {
                 let (before, after) = (before.map(|(state, _)| state), after.map(|(state, _)| state));
                 assert!(allowed(before, event, after), "{from:?}, {call:?}: {before:?} became {after:?}: not drawn");
@@ -126,7 +141,7 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
             }
         }
     }
-    let states: Vec<Option<State>> = [None, Some(State::Expired)].into_iter().chain(State::STORED.map(Some)).collect();
+    let states = read_states();
     for (before, after) in states.iter().flat_map(|before| states.iter().map(move |after| (*before, *after))) {
         for event in Event::ALL {
             let here = match event {
@@ -149,21 +164,14 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
 /// Shown by: using the usual skew for all routes on Redis.
 pub async fn o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone<F: KeysFixture>(trial: &F) {
     let (ahead, id_skew) = (Duration::from_secs(300), LONG);
-    let time = (std::time::SystemTime::now() + ahead).duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
-    let key = uuid::Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, time.as_secs(), time.subsec_nanos()));
-    let key = Key::parse(key.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
-    let plain = claim(Mode::Edge, "timed", 1);
-    let operation = plain.identity.operation().clone();
-    let identity = Identity::new(&Scope::new("t1", "user-7").unwrap(), operation.clone(), key.clone());
-    let claim = KeyClaim { identity, ..plain };
-    let owner = take(trial, &claim).await;
-    assert_eq!(trial.store().finish(&owner, &completed(), &GONE).await.unwrap(), Fenced::Done);
+    let claim = timed(SystemTime::now() + ahead);
+    run(trial, &claim, &completed(), &GONE).await;
     let look = eventually("its record is gone", || async {
-        trial.store().purge_keys(&operation, &GONE, id_skew, 10).await.unwrap();
+        trial.store().purge_keys(claim.identity.operation(), &GONE, id_skew, 10).await.unwrap();
         let look = trial.store().find(&claim.identity).await.unwrap();
         (look.record.is_none() && look.purged_below.is_some()).then_some(look)
     })
     .await;
     let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
-    assert_eq!(KeyAge::of(key.time(), bounds), KeyAge::TooOld);
+    assert_eq!(KeyAge::of(claim.identity.key().time(), bounds), KeyAge::TooOld);
 }

@@ -3,14 +3,9 @@
 
 use std::time::Duration;
 
-use super::trial::{ENDED, LEASE, Tx, due, effect, eventually, everything, message, new_entry};
-use super::{Connection, Fixture, Trial};
+use super::trial::{ENDED, LEASE, Tx, careless, due, effect, eventually, everything, message, new_entry};
+use super::{Fixture, Trial};
 use oncebox::store::{Inbox, Proof, RowLease, Undone, Waiting};
-
-/// Runs SQL as a careless handler does: it ignores an error.
-async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
-    let _ = F::run(connection, sql).await;
-}
 
 /// The state after a handler that wrote `before`, ran the statements, wrote `after`, and returned
 /// Ok.

@@ -4,17 +4,18 @@
 
 use std::time::{Duration, SystemTime};
 
-use uuid::Uuid;
-
-use super::keys::{answer, claim, completed, record};
+use super::keys::{
+    PATIENCE, again, claim, completed, failed, of_operation, outcome, record, retryable, run, take, timed,
+};
+use super::keys_machine::{self, Before, OUTCOMES, basis, read_states};
 use super::phases::{local, new_operation};
+use super::trial::{context, moved};
 use super::{Fixture, Trial};
 use oncebox::adapter::horizon::Bounds;
 use oncebox::adapter::operation::{Event, allowed};
-use oncebox::operation::{Identity, Key, KeyAge, KeyFormat, Mode, Record, Retention, Scope, State};
+use oncebox::operation::{KeyAge, Mode, Record, Retention, State};
 use oncebox::store::{
-    ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Owned, Proof,
-    RunOutcome,
+    Base, Basis, Begun, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Owned, Proof, RunOutcome,
 };
 
 const fn seconds(seconds: u64) -> Duration {
@@ -23,64 +24,41 @@ const fn seconds(seconds: u64) -> Duration {
 
 /// Lifetimes that are longer than a case runs.
 const RETENTION: Retention = Retention { ttl: seconds(10_000), body: seconds(5_000), metadata: seconds(20_000) };
-const PATIENCE: Duration = seconds(20);
 
 /// Sets these columns of all records back by this number of seconds.
-async fn set_back<F: Fixture>(trial: &Trial<F>, columns: &[&str], by: u64) {
-    let back = |column: &&str| match <F::Store as Base>::NAME {
-        "postgres" => format!("{column} = {column} - interval '{by} seconds'"),
-        "mysql" => format!("{column} = {column} - interval {by} second"),
-        _ => format!("{column} = {column} - {by}000"),
-    };
-    let set: Vec<String> = columns.iter().map(back).collect();
+async fn set_back<F: Fixture>(trial: &Trial<F>, columns: &[&str], by: i64) {
+    let set: Vec<String> = columns.iter().map(|column| format!("{column} = {}", moved::<F>(column, -by))).collect();
     trial.run(&format!("update {} set {}", trial.table("idempotency_request"), set.join(", "))).await;
 }
 
 /// Ages all records and bodies by this number of seconds.
-async fn go_by<F: Fixture>(trial: &Trial<F>, by: u64) {
+async fn go_by<F: Fixture>(trial: &Trial<F>, by: i64) {
     set_back(trial, &["created_at", "updated_at", "outcome_at", "expires_at", "body_expires_at"], by).await;
     if <F::Store as Base>::NAME == "sqlite" {
-        trial.run(&format!("update {} set expires_at = expires_at - {by}000", trial.table("idempotency_body"))).await;
-    }
-}
-
-async fn owned<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, basis: Basis<'_>) -> Owned {
-    match trial.store.claim(claim, basis).await.unwrap() {
-        Claimed::Owned(owned) => owned,
-        other => panic!("not claimed: {other:?}"),
+        let back = moved::<F>("expires_at", -by);
+        trial.run(&format!("update {} set expires_at = {back}", trial.table("idempotency_body"))).await;
     }
 }
 
 async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, outcome: &RunOutcome, retention: &Retention) -> KeyClaim {
     let claim = claim(Mode::Edge, key, 1);
-    let owner = owned(trial, &claim, Basis::New).await;
-    assert_eq!(trial.store.finish(&owner, outcome, retention).await.unwrap(), Fenced::Done);
+    run(trial, &claim, outcome, retention).await;
     claim
-}
-
-fn failed() -> RunOutcome {
-    RunOutcome::FailedReplayable { answer: answer(), error_code: None }
-}
-
-fn retryable() -> RunOutcome {
-    RunOutcome::FailedRetryable { error_code: None }
 }
 
 async fn purged<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim, retention: &Retention) -> u64 {
     trial.store.purge_keys(claim.identity.operation(), retention, seconds(60), 100).await.unwrap()
 }
 
-/// The state of the record, as `find` returns it.
 async fn state<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<State> {
-    let look = trial.store.find(&claim.identity).await.unwrap();
-    look.record.map(|record| record.state_at(look.now))
+    keys_machine::state(trial, claim).await.map(|(state, _)| state)
 }
 
 /// Each lifetime counts from the outcome, also three days after the claim. Shown by: lifetimes that
 /// count from the claim.
 pub async fn o3_every_lifetime_counts_from_the_outcome<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::Edge, "recovered", 1);
-    let owner = owned(trial, &claim, Basis::New).await;
+    let owner = take(trial, &claim).await;
     set_back(trial, &["created_at", "updated_at"], 259_200).await;
     assert_eq!(trial.store.finish(&owner, &completed(), &RETENTION).await.unwrap(), Fenced::Done);
     for (after, bodies, records, seen) in [
@@ -113,9 +91,9 @@ pub async fn m98_a_time_that_was_promised_holds_when_the_settings_are_shortened<
 /// A record without an outcome is never purged. Shown by: a purge by age alone.
 pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fixture>(trial: &Trial<F>) {
     let running = claim(Mode::Edge, "running", 1);
-    owned(trial, &running, Basis::New).await;
+    take(trial, &running).await;
     let bridged = claim(Mode::Bridged, "bridged", 1);
-    owned(trial, &bridged, Basis::New).await;
+    take(trial, &bridged).await;
     let unknown = ended(trial, "unknown", &RunOutcome::Unknown, &RETENTION).await;
     let mut gone = Vec::new();
     for (key, outcome) in [("completed", completed()), ("failed", failed()), ("retryable", retryable())] {
@@ -140,24 +118,17 @@ pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(t
     let skew = seconds(60);
     // Only the skew raises the bound above the time of the key: the outcome is older than the
     // lifetime of the metadata, the key is not.
-    let past = 20_030;
+    let past: u32 = 20_030;
     // The clock of the client is ahead by the whole skew, and the outcome comes at the claim.
-    let time = (SystemTime::now() - seconds(past) + skew).duration_since(SystemTime::UNIX_EPOCH).unwrap();
-    let key = Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, time.as_secs(), time.subsec_nanos()));
-    let key = Key::parse(key.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
-    let plain = claim(Mode::Edge, "timed", 1);
-    let scope = Scope::new("t1", "user-7").unwrap();
-    let identity = Identity::new(&scope, plain.identity.operation().clone(), key.clone());
-    let claim = KeyClaim { identity, ..plain };
-    let owner = owned(trial, &claim, Basis::New).await;
-    assert_eq!(trial.store.finish(&owner, &completed(), &RETENTION).await.unwrap(), Fenced::Done);
+    let claim = timed(SystemTime::now() - seconds(past.into()) + skew);
+    run(trial, &claim, &completed(), &RETENTION).await;
     let age = || async {
         let look = trial.store.find(&claim.identity).await.unwrap();
         assert_eq!(look.record, None);
         let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew: skew };
-        (KeyAge::of(key.time(), bounds), look.purged_below)
+        (KeyAge::of(claim.identity.key().time(), bounds), look.purged_below)
     };
-    go_by(trial, past).await;
+    go_by(trial, past.into()).await;
     assert_eq!(purged(trial, &claim, &RETENTION).await, 1);
     let (first, bound) = age().await;
     assert_eq!(first, KeyAge::TooOld);
@@ -178,27 +149,23 @@ pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(t
 pub async fn o11_what_nobody_drives_any_more_is_found_by_operation_and_in_pages<F: Fixture>(trial: &Trial<F>) {
     let (edge, bridged, ended_tx) =
         (claim(Mode::Edge, "edge", 1), claim(Mode::Bridged, "bridged", 1), claim(Mode::Bridged, "same_tx", 1));
-    let others = claim(Mode::Edge, "others", 1);
-    let scope = Scope::new("t1", "user-7").unwrap();
-    let other = "another_operation".parse().unwrap();
-    let others = KeyClaim { identity: Identity::new(&scope, other, others.identity.key().clone()), ..others };
+    let others = of_operation("another_operation", claim(Mode::Edge, "others", 1));
     for one in [&edge, &bridged, &ended_tx, &others] {
-        owned(trial, one, Basis::New).await;
+        take(trial, one).await;
     }
     let phased = new_operation("phased", seconds(600));
     local(trial, &phased).await;
     set_back(trial, &["lease_until"], 3_600).await;
-    let (hour, length, of_tx) = match <F::Store as Base>::NAME {
-        "postgres" => ("interval '1 hour'", "lease_seconds", format!("operation_id = '{}'", ended_tx.operation_id)),
-        name => {
-            let of_tx = format!("hex(operation_id) = upper('{}')", ended_tx.operation_id.simple());
-            if name == "mysql" { ("interval 1 hour", "lease_seconds", of_tx) } else { ("3600000", "lease_ms", of_tx) }
-        }
+    let earlier = moved::<F>("lease_until", -3_600);
+    trial.run(&format!("update {} set lease_until = {earlier}", trial.table("operation"))).await;
+    let length = if F::Store::NAME == "sqlite" { "lease_ms" } else { "lease_seconds" };
+    let of_tx = match F::Store::NAME {
+        "postgres" => format!("operation_id = '{}'", ended_tx.operation_id),
+        _ => format!("hex(operation_id) = upper('{}')", ended_tx.operation_id.simple()),
     };
-    trial.run(&format!("update {} set lease_until = lease_until - {hour}", trial.table("operation"))).await;
     let set = format!("mode = 'same_tx', owner = null, lease_until = null, {length} = null");
     trial.run(&format!("update {} set {set} where {of_tx}", trial.table("idempotency_request"))).await;
-    owned(trial, &claim(Mode::Edge, "lives", 1), Basis::New).await;
+    take(trial, &claim(Mode::Edge, "lives", 1)).await;
     ended(trial, "done", &completed(), &RETENTION).await;
     ended(trial, "unknown", &RunOutcome::Unknown, &RETENTION).await;
     let stale = async |limit| trial.store.stale(edge.identity.operation(), limit).await.unwrap();
@@ -214,16 +181,6 @@ pub async fn o11_what_nobody_drives_any_more_is_found_by_operation_and_in_pages<
     assert_eq!((stale(2).await.len(), trial.store.stale(others.identity.operation(), 9).await.unwrap().len()), (2, 1));
     assert_eq!(trial.store.mark_unknown(&record(trial, &edge).await).await.unwrap(), Fenced::Done);
     assert_eq!(stale(100).await.len(), 2);
-}
-
-/// The state of a record before an act.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Before {
-    Nothing,
-    Owned(Mode),
-    Stale(Mode),
-    Ended(State),
-    Expired(State),
 }
 
 /// An act on a record.
@@ -247,26 +204,13 @@ enum Act {
     Time,
 }
 
-const OUTCOMES: [State; 4] =
-    [State::Completed, State::FailedReplayable, State::FailedRetryable, State::UnknownRequiresRecovery];
-
-fn outcome(state: State) -> RunOutcome {
-    match state {
-        State::Completed => completed(),
-        State::FailedReplayable => failed(),
-        State::FailedRetryable => retryable(),
-        _ => RunOutcome::Unknown,
-    }
-}
-
 /// Makes a record in this state. Returns the claim, the owner (or the last one), and the record.
 async fn prepare<F: Fixture>(trial: &Trial<F>, key: &str, from: Before) -> (KeyClaim, Owned, Option<Record>) {
-    let mode = if let Before::Owned(mode) | Before::Stale(mode) = from { mode } else { Mode::Edge };
-    let claim = claim(mode, key, 1);
+    let claim = claim(from.mode(), key, 1);
     if from == Before::Nothing {
         return (claim.clone(), claim.owned(Basis::New), None);
     }
-    let owner = owned(trial, &claim, Basis::New).await;
+    let owner = take(trial, &claim).await;
     match from {
         Before::Stale(_) => set_back(trial, &["lease_until"], 3_600).await,
         Before::Ended(state) => drop(trial.store.finish(&owner, &outcome(state), &RETENTION).await.unwrap()),
@@ -287,15 +231,8 @@ async fn act<F: Fixture>(
     (claim, owner, seen): (&KeyClaim, &Owned, Option<&Record>),
 ) -> Vec<Event> {
     let store = &trial.store;
-    let by = ActContext { actor: "a".to_owned(), reason: "r".to_owned(), dry_run: false, redrive_age_max: None };
-    let again = KeyClaim { operation_id: Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() };
-    // Without a record, each event becomes a claim of a new key.
-    let basis = |event: Event| match (event, seen) {
-        (Event::TakeOver, Some(seen)) => Basis::TakeOver(seen),
-        (Event::Reclaim, Some(seen)) => Basis::Reclaim(seen),
-        (Event::ExecuteAsNew, Some(seen)) => Basis::Anew(seen),
-        _ => Basis::New,
-    };
+    let again = again(claim);
+    let basis = |event: Event| basis(event, seen);
     match act {
         Act::Claim => drop(store.claim(&again, Basis::New).await.unwrap()),
         Act::TakeOver => drop(store.claim(&again, basis(Event::TakeOver)).await.unwrap()),
@@ -324,7 +261,7 @@ async fn act<F: Fixture>(
             if let Some(seen) = seen {
                 // Runs the statement without the check before it, because the statement alone must
                 // follow the state machine.
-                drop(store.change_key(seen, &change, &by).await);
+                drop(store.change_key(seen, &change, &context()).await);
             }
         }
         Act::DoorA(event, state) => {
@@ -361,10 +298,6 @@ async fn act<F: Fixture>(
 /// Shown by: a `finish` that does not check the state; a purge of an unknown record; a release by
 /// somebody who is not the owner; a take-over of a record with an outcome.
 pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fixture>(trial: &Trial<F>) {
-    let mut from = vec![Before::Nothing];
-    from.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Before::Owned(mode), Before::Stale(mode)]));
-    from.extend(OUTCOMES.map(Before::Ended));
-    from.extend(OUTCOMES[..3].iter().map(|state| Before::Expired(*state)));
     let mut acts = vec![Act::Claim, Act::TakeOver, Act::Reclaim, Act::Anew, Act::Heartbeat, Act::Release];
     acts.extend([Act::MarkUnknown, Act::InsertUnknown, Act::Purge, Act::ForgetByHand, Act::PurgeByHand, Act::Time]);
     acts.extend(OUTCOMES.map(Act::Finish));
@@ -373,18 +306,17 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
         acts.extend(OUTCOMES.map(|state| Act::DoorA(event, state)));
     }
     let mut seen_changes = Vec::new();
-    for (row, from) in from.iter().enumerate() {
+    for (row, from) in Before::all().into_iter().enumerate() {
         for (column, one) in acts.iter().enumerate() {
-            let (claim, owner, seen) = prepare(trial, &format!("r{row}c{column}"), *from).await;
-            let before = state(trial, &claim).await;
-            let epoch = seen.as_ref().map(|seen| seen.epoch);
+            let (claim, owner, seen) = prepare(trial, &format!("r{row}c{column}"), from).await;
+            let before = keys_machine::state(trial, &claim).await;
             let events = act(trial, *one, (&claim, &owner, seen.as_ref())).await;
-            let look = trial.store.find(&claim.identity).await.unwrap();
-            let after = look.record.as_ref().map(|record| record.state_at(look.now));
+            let after = keys_machine::state(trial, &claim).await;
             // Only this record counts. The act may age the other records of the case.
-            if (before, epoch) == (after, look.record.as_ref().map(|record| record.epoch)) {
+            if before == after {
                 continue;
             }
+            let (before, after) = (before.map(|(state, _)| state), after.map(|(state, _)| state));
             let by_transactional = matches!(one, Act::DoorA(..));
             let step = events.iter().find(|event| {
                 if by_transactional {
@@ -402,8 +334,7 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
         }
     }
     // Conversely, each change that the machine allows is made by some statement.
-    let states = [None].into_iter().chain(State::STORED.map(Some)).chain([Some(State::Expired)]);
-    let states: Vec<Option<State>> = states.collect();
+    let states = read_states();
     for (before, after) in states.iter().flat_map(|before| states.iter().map(move |after| (*before, *after))) {
         for event in Event::ALL {
             // A heartbeat changes only a time. Recovery writes through `finish`, as the new owner.

@@ -4,17 +4,14 @@
 
 use std::time::Duration;
 
-use super::keys::{KEPT, answer, claim, completed, record};
-use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
+use super::keys::{KEPT, PATIENCE, answer, claim, completed, failed, record, retryable};
+use super::trial::{careless, effect, eventually, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
 use oncebox::adapter::operation::doubt;
 use oncebox::operation::{Mode, State};
 use oncebox::store::{
     Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Proof, RunOutcome,
 };
-
-/// How long a case waits for its turn to write, where it does not test that wait.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 type Tx = Box<dyn OperationTx>;
 
@@ -49,7 +46,7 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
     }
     let found = record(trial, &claim).await;
     assert_eq!((found.state, found.mode, found.lease, found.epoch), (State::Completed, Mode::Transactional, None, 1));
-    let oncebox::store::AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
+    let AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
     assert_eq!(trial.store.body(&found).await.unwrap(), Some(body));
     assert_eq!(trial.effects("payment").await, 1);
     assert_eq!(payloads(&read_rows(&mut session, 1).await.0), ["payment.created"]);
@@ -117,7 +114,7 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
         };
         let _ = tokio::time::timeout(Duration::from_micros(400 * round), work).await;
     }
-    let mut tx = super::trial::eventually("the last dropped one is rolled back", || async {
+    let mut tx = eventually("the last dropped one is rolled back", || async {
         match trial.store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
             Begun::Claimed(tx) => Some(tx),
             Begun::Locked => None,
@@ -236,24 +233,18 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
 /// A final rejection undoes the effects and keeps the failure with its answer (pitfall 18), also
 /// after an error that the handler ignored.
 pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
-    for (key, careless) in [("plain", false), ("swallowed", true)] {
+    for (key, swallows) in [("plain", false), ("swallowed", true)] {
         let claim = claim(Mode::Transactional, key, 1);
         let mut tx = begin(trial, &claim).await;
         effect::<F>(tx.connection().unwrap(), key, "1").await.unwrap();
-        if careless {
-            let _ = F::run(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
+        if swallows {
+            careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
         }
         assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
-        let rejected =
-            RunOutcome::FailedReplayable { answer: answer(), error_code: Some("INSUFFICIENT_FUNDS".to_owned()) };
-        assert_eq!(tx.complete(Vec::new(), &rejected, &KEPT).await.unwrap(), Proof::Same);
+        assert_eq!(tx.complete(Vec::new(), &failed(), &KEPT).await.unwrap(), Proof::Same);
         tx.commit().await.unwrap();
         assert_eq!((record(trial, &claim).await.state, trial.effects(key).await), (State::FailedReplayable, 0));
     }
-}
-
-async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
-    let _ = F::run(connection, sql).await;
 }
 
 /// A handler ends its transaction in every way that it can, with and without an undo of its
@@ -403,10 +394,7 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
 pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &first).await;
-    assert_eq!(
-        tx.complete(Vec::new(), &RunOutcome::FailedRetryable { error_code: None }, &KEPT).await.unwrap(),
-        Proof::Same
-    );
+    assert_eq!(tx.complete(Vec::new(), &retryable(), &KEPT).await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
     let seen = record(trial, &first).await;
     let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), ..first.clone() };

@@ -8,8 +8,8 @@ use uuid::Uuid;
 use super::{Connection, Fixture, KeysFixture};
 use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId, NewMessage};
 use oncebox::store::{
-    Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow,
-    ParkAs, Parked, RelaySession, Scope,
+    ActContext, Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, LeaseAnswer, LeaseRequest, Mark,
+    Outbox, OutboxRow, ParkAs, Parked, RelaySession, Scope,
 };
 
 /// How long a case waits for something that must happen.
@@ -75,6 +75,18 @@ impl<F: Fixture> Trial<F> {
         F::number(&mut connection, sql).await.unwrap()
     }
 
+    /// How many rows this table of oncebox has.
+    pub async fn rows(&self, table: &str) -> i64 {
+        self.number(&format!("select count(*) from {}", self.table(table))).await
+    }
+
+    /// Sets the length of every lease in this table to a second and keeps its end, as if the clock
+    /// had gone back.
+    pub(super) async fn shorten_leases_of(&self, table: &str) {
+        let length = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
+        self.run(&format!("update {} set {length}", self.table(table))).await;
+    }
+
     /// How many effects of a message are in the table.
     pub async fn effects(&self, message: &str) -> i64 {
         self.number(&format!("select count(*) from effect where message = '{message}'")).await
@@ -122,6 +134,23 @@ impl<F: Fixture> Trial<F> {
         true
     }
 
+    /// Admits messages in one committed transaction. Returns what was known of each.
+    pub(super) async fn admit(&self, consumer: ConsumerId, entries: &[InboxEntry]) -> Vec<Option<Known>> {
+        let mut tx = self.store.begin(consumer).await.unwrap();
+        let known = tx.admit(entries).await.unwrap().known;
+        tx.commit().await.unwrap();
+        known
+    }
+
+    /// Stores a message as dead for a verdict that leaves no inbox row.
+    pub(super) async fn refuse(&self, consumer: ConsumerId, message: &Message, reason: &str) {
+        let mut tx = self.store.begin(consumer).await.unwrap();
+        tx.admit(&[entry(message)]).await.unwrap();
+        tx.forget(&[message.id]).await.unwrap();
+        tx.park(&[parked(message, ParkAs::Dead { reason: reason.into(), holds: false })]).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+
     /// Parks a message together with its inbox row, in one committed transaction.
     pub async fn park(&self, consumer: ConsumerId, message: &Message, park_as: ParkAs) {
         let mut tx = self.store.begin(consumer).await.unwrap();
@@ -144,16 +173,15 @@ impl<F: Fixture> KeysFixture for Trial<F> {
     }
 
     async fn shorten_leases(&self) {
-        let length = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
-        self.run(&format!("update {} set {length}", self.table("idempotency_request"))).await;
+        self.shorten_leases_of("idempotency_request").await;
     }
 
     async fn records(&self) -> i64 {
-        self.number(&format!("select count(*) from {}", self.table("idempotency_request"))).await
+        self.rows("idempotency_request").await
     }
 
     async fn bodies(&self) -> i64 {
-        let large = self.number(&format!("select count(*) from {}", self.table("idempotency_body"))).await;
+        let large = self.rows("idempotency_body").await;
         if F::Store::NAME == "sqlite" {
             return large;
         }
@@ -173,6 +201,11 @@ pub(super) async fn effect<F: Fixture>(
     note: &str,
 ) -> Result<u64, sqlx::Error> {
     F::run(connection, &format!("insert into effect (message, note) values ('{message}', '{note}')")).await
+}
+
+/// Runs SQL as a careless handler does: it ignores an error.
+pub(super) async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
+    let _ = F::run(connection, sql).await;
 }
 
 /// A request for the first shard.
@@ -244,18 +277,28 @@ pub(super) fn everything() -> Scope {
     Scope { topics: vec!["payments".to_owned()], places: Vec::new(), kinds: None }
 }
 
-/// The column `due_at`, a day later.
-pub(super) fn in_a_day<F: Fixture>() -> &'static str {
+/// The time in this column, moved by this number of seconds, in the words of the database.
+pub(super) fn moved<F: Fixture>(column: &str, seconds: i64) -> String {
     match F::Store::NAME {
-        "sqlite" => "due_at + 86400000",
-        "mysql" => "due_at + interval 1 day",
-        _ => "due_at + interval '1 day'",
+        "sqlite" => format!("{column} + {}", seconds * 1_000),
+        "mysql" => format!("{column} + interval {seconds} second"),
+        _ => format!("{column} + interval '{seconds} seconds'"),
     }
+}
+
+/// Who acts, where the case does not ask for it.
+pub(super) fn context() -> ActContext {
+    ActContext { actor: "ann".into(), reason: "a test".into(), dry_run: false, redrive_age_max: None }
 }
 
 /// Parks a message so that it is due at once.
 pub(super) fn due() -> ParkAs {
     ParkAs::Due(Duration::ZERO)
+}
+
+/// Parks a message as dead. Where it `holds`, later messages of its key wait.
+pub(super) fn dead(holds: bool) -> ParkAs {
+    ParkAs::Dead { reason: "terminal".into(), holds }
 }
 
 /// Reads, with a checkpoint after each read as the relay does, until this many rows came. Returns
