@@ -1,25 +1,25 @@
 //! Cases of what an operator does with keys and operations (O6, O8, O9, O11): an act is refused
 //! where an effect may have happened, and audited where it is done.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use uuid::Uuid;
 
-use super::keys::{KEPT, answer, claim, completed, record};
+use super::keys::{KEPT, LONG, SHORT, claim, completed, failed, outcome, record, retryable, run, take, timed};
 use super::phases::{
-    AT_ONCE, LONG, MOVED, SHORT, intent, local, new_operation, observed, outstanding, step, stored, taken,
+    AT_ONCE, MOVED, confirm, end, intent, lease_over, local, new_operation, observed, outstanding, step, stored, taken,
 };
-use super::trial::eventually;
+use super::trial::moved;
 use super::{Fixture, KeysFixture, Trial};
 use oncebox::StoreError;
 use oncebox::adapter::nothing_stands;
 use oncebox::adapter::operation::{Announced, Versions};
 use oncebox::adapter::stored::DbTime;
 use oncebox::operation::provider::{Evidence, Proof as ProviderProof, Settled, Verdict};
-use oncebox::operation::{Identity, Key, KeyFormat, Kid, Mode, Record, Scope, Stage, State};
+use oncebox::operation::{Kid, Mode, Record, Stage, State};
 use oncebox::store::{
-    ActContext, Base, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
-    NewIntent, OperationFilter, Phases, Resolution, RunOutcome, Taken,
+    ActContext, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence, NewIntent, OperationFilter,
+    Phases, Resolution, RunOutcome, Taken,
 };
 
 fn context(dry_run: bool) -> ActContext {
@@ -38,10 +38,6 @@ fn any() -> OperationFilter {
     OperationFilter { limit: 100, ..OperationFilter::default() }
 }
 
-fn failed() -> RunOutcome {
-    RunOutcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
-}
-
 async fn audits<F: Fixture>(trial: &Trial<F>, act: &str) -> i64 {
     let where_ = format!("where act = '{act}' and actor = 'on-call' and reason = 'as agreed'");
     trial.number(&format!("select count(*) from {} {where_}", trial.table("audit"))).await
@@ -50,20 +46,24 @@ async fn audits<F: Fixture>(trial: &Trial<F>, act: &str) -> i64 {
 /// A record of mode `edge` in this state.
 async fn edge<F: Fixture>(trial: &Trial<F>, key: &str, state: State) -> Record {
     let new = claim(Mode::Edge, key, 1);
-    let Claimed::Owned(owned) = trial.store.claim(&new, Basis::New).await.unwrap() else { panic!("not claimed") };
-    let outcome = match state {
-        State::InProgress => return record(trial, &new).await,
-        State::Completed => completed(),
-        State::FailedReplayable => failed(),
-        State::FailedRetryable => RunOutcome::FailedRetryable { error_code: None },
-        _ => RunOutcome::Unknown,
-    };
-    assert_eq!(trial.store.finish(&owned, &outcome, &KEPT).await.unwrap(), Fenced::Done);
+    if state == State::InProgress {
+        take(trial, &new).await;
+    } else {
+        run(trial, &new, &outcome(state), &KEPT).await;
+    }
     record(trial, &new).await
 }
 
 fn is_refused(done: &Result<(), StoreError>) -> bool {
     matches!(done, Err(StoreError::Refused(_)))
+}
+
+/// The operations that are listed as conflicts, in the order of their ids, and the late runs.
+pub(super) async fn conflicts<F: Fixture>(trial: &Trial<F>) -> (Vec<Uuid>, Vec<Uuid>) {
+    let found = trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap();
+    let mut listed: Vec<Uuid> = found.operations.iter().map(|one| one.operation_id).collect();
+    listed.sort_unstable();
+    (listed, found.orphans)
 }
 
 /// Each filter finds what it names, and nothing else.
@@ -74,9 +74,7 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
     let done = edge(trial, "done", State::Completed).await;
     edge(trial, "unknown", State::UnknownRequiresRecovery).await;
     let asked = outstanding(trial, &new_operation("asked", LONG)).await;
-    let mut tx = trial.store.begin_phase(&asked).await.unwrap();
-    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    end(trial, &asked, "SENT", &completed(), &KEPT).await;
     let digest = done.identity.digest();
     let cases = [
         (all(), 4),
@@ -126,9 +124,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
         }
     }
     let asked = outstanding(trial, &new_operation("asked", LONG)).await;
-    let mut tx = trial.store.begin_phase(&asked).await.unwrap();
-    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    end(trial, &asked, "SENT", &completed(), &KEPT).await;
     let seen = record(trial, &new_operation("asked", LONG).claim).await;
     for change in [&release, &purge] {
         assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await));
@@ -157,20 +153,16 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
 /// because its operation decides.
 pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
     let resolve = |outcome| KeyChange::Resolve { outcome: Box::new(outcome), retention: KEPT, against_evidence: false };
-    for (key, outcome, state) in [
-        ("done", completed(), State::Completed),
-        ("not", RunOutcome::FailedRetryable { error_code: None }, State::FailedRetryable),
-    ] {
+    for (key, outcome, state) in [("done", completed(), State::Completed), ("not", retryable(), State::FailedRetryable)]
+    {
         let seen = edge(trial, key, State::UnknownRequiresRecovery).await;
         assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(RunOutcome::Unknown), &really()).await));
         trial.store.act_on_key(&seen, &resolve(outcome.clone()), &really()).await.unwrap();
         let found = record(trial, &claim(Mode::Edge, key, 1)).await;
         assert_eq!((found.state, found.expires_at), (state, found.outcome_at.map(|at| at.after(KEPT.ttl))));
         assert_eq!(trial.store.body(&found).await.unwrap().is_some(), state == State::Completed);
-        assert!(
-            is_refused(&trial.store.act_on_key(&found, &resolve(failed()), &really()).await),
-            "no outcome is rewritten"
-        );
+        let rewritten = trial.store.act_on_key(&found, &resolve(failed()), &really()).await;
+        assert!(is_refused(&rewritten), "no outcome is rewritten");
         assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(failed()), &really()).await), "it has changed");
     }
     let running = edge(trial, "running", State::InProgress).await;
@@ -208,13 +200,9 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     // The operation ended as a success although its effect had no outcome. Later evidence says
     // otherwise.
     let wrong = outstanding(trial, &new_operation("wrong", LONG)).await;
-    let mut tx = trial.store.begin_phase(&wrong).await.unwrap();
-    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    end(trial, &wrong, "SENT", &completed(), &KEPT).await;
     trial.store.observe(&observed(&wrong, "indefinite")).await.unwrap();
-    let conflicts =
-        || async { trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().operations };
-    assert_eq!(conflicts().await, vec![]);
+    assert!(conflicts(trial).await.0.is_empty());
     trial.store.observe(&observed(&wrong, "failure")).await.unwrap();
     let cases = [
         (any(), 4),
@@ -233,9 +221,9 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     for (filter, count) in cases {
         assert_eq!(trial.store.operations(&filter).await.unwrap().operations.len(), count, "{filter:?}");
     }
-    assert_eq!(conflicts().await[0].operation_id, wrong.operation_id);
+    assert_eq!(conflicts(trial).await.0, [wrong.operation_id]);
     trial.store.observe(&observed(&undone, "failure")).await.unwrap();
-    assert_eq!(conflicts().await.len(), 2);
+    assert_eq!(conflicts(trial).await.0.len(), 2);
 }
 
 /// The table accepts every word of a verdict and no other. A mismatch contradicts any outcome until
@@ -260,20 +248,15 @@ pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it
         trial.store.observe(&see(verdict)).await.unwrap();
     }
     assert!(trial.store.observe(&observed(&driven, "charged-back")).await.is_err());
-    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
-    let conflicts = || async {
-        trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().operations.len()
-    };
-    assert_eq!(conflicts().await, 0);
+    end(trial, &driven, "SENT", &completed(), &KEPT).await;
+    assert!(conflicts(trial).await.0.is_empty());
     let word = NewEvidence { kind: "operator".to_owned(), ..see(Verdict::Succeeded) };
     for (evidence, expected) in [(see(Verdict::Mismatch), 1), (word, 0), (see(Verdict::Mismatch), 1)] {
         trial.store.observe(&evidence).await.unwrap();
-        assert_eq!(conflicts().await, expected, "{evidence:?}");
+        assert_eq!(conflicts(trial).await.0.len(), expected, "{evidence:?}");
     }
     trial.store.observe(&see(Verdict::Failed)).await.unwrap();
-    assert_eq!(conflicts().await, 1);
+    assert_eq!(conflicts(trial).await.0.len(), 1);
 }
 
 /// Makes an ended operation: its effect `charge` has this strategy and outcome, and may be undone.
@@ -369,10 +352,8 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
             *stands || evidence.contradicts(if succeeded { Settled::Succeeded } else { Settled::Failed })
         });
         let mut expected: Vec<Uuid> = expected.map(|(id, ..)| *id).collect();
-        let found = trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().operations;
-        let mut found: Vec<Uuid> = found.into_iter().map(|one| one.operation_id).collect();
+        let (found, _) = conflicts(trial).await;
         expected.sort_unstable();
-        found.sort_unstable();
         listed_once |= found.len() > 1;
         let words: Vec<_> = rows.iter().map(|(verdict, send)| (verdicts[*verdict].word(), *send)).collect();
         let shapes_of = |ids: &[Uuid]| {
@@ -392,8 +373,7 @@ pub async fn r22_an_operator_may_change_what_a_clock_that_went_back_left_owned<F
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let held = stored(trial, &driven).await;
     assert!(is_refused(&trial.store.retry(&held, false, false, &really()).await), "somebody drives it");
-    let shorter = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
-    trial.run(&format!("update {} set {shorter}", trial.table("operation"))).await;
+    trial.shorten_leases_of("operation").await;
     let seen = stored(trial, &driven).await;
     assert_eq!(seen.lease_until, None);
     trial.store.retry(&seen, false, false, &really()).await.unwrap();
@@ -405,9 +385,7 @@ pub async fn r22_an_operator_may_change_what_a_clock_that_went_back_left_owned<F
 /// Shown by: an order that ignores parked operations, or those without an outcome.
 pub async fn what_waits_for_a_person_is_listed_first_then_what_is_open<F: Fixture>(trial: &Trial<F>) {
     let ended = outstanding(trial, &new_operation("ended", LONG)).await;
-    let mut tx = trial.store.begin_phase(&ended).await.unwrap();
-    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    end(trial, &ended, "SENT", &completed(), &KEPT).await;
     let open = outstanding(trial, &new_operation("open", LONG)).await;
     let parked = outstanding(trial, &new_operation("parked", LONG)).await;
     trial.store.park(&parked, "not found").await.unwrap();
@@ -489,7 +467,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await));
     let seen = stored(trial, &driven).await;
     assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await), "against the evidence");
-    for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
+    for outcome in [RunOutcome::Unknown, retryable()] {
         let end = Resolution::Ended(Box::new(outcome), KEPT);
         assert!(is_refused(&trial.store.resolve(&seen, &end, true, true, &really()).await));
     }
@@ -505,14 +483,14 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     assert_eq!(audits(trial, "resolve").await, 1);
     // An operation whose driver is dead needs no takeover.
     let dead = outstanding(trial, &new_operation("dead", SHORT)).await;
-    eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
+    lease_over(trial, &dead).await;
     let failure = Resolution::Ended(Box::new(failed()), KEPT);
     let seen = stored(trial, &dead).await;
     // But here the driver was only slow: it renews its lease after the operator read the operation.
     assert_eq!(trial.store.drive_on(&dead, LONG).await.unwrap(), Fenced::Done);
     assert!(is_refused(&trial.store.resolve(&seen, &failure, false, false, &really()).await));
     assert_eq!(trial.store.drive_on(&dead, SHORT).await.unwrap(), Fenced::Done);
-    eventually("it is over again", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
+    lease_over(trial, &dead).await;
     trial.store.resolve(&stored(trial, &dead).await, &failure, false, false, &really()).await.unwrap();
     assert_eq!(record(trial, &new_operation("dead", SHORT).claim).await.state, State::FailedReplayable);
 }
@@ -524,24 +502,17 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
 /// effect.
 pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
-    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-    tx.settle("charge", "succeeded").await.unwrap();
-    assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    confirm(trial, &driven).await;
     trial.store.park(&driven, "phase-failed").await.unwrap();
     let seen = stored(trial, &driven).await;
     let failure = Resolution::Ended(Box::new(failed()), KEPT);
     assert!(is_refused(&trial.store.resolve(&seen, &failure, false, false, &really()).await));
     trial.store.resolve(&seen, &failure, false, true, &really()).await.unwrap();
-    let conflicts = || async {
-        let found = trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap();
-        (found.operations.into_iter().map(|one| one.operation_id).collect::<Vec<Uuid>>(), found.orphans)
-    };
-    assert_eq!(conflicts().await, (vec![driven.operation_id], vec![]));
+    assert_eq!(conflicts(trial).await, (vec![driven.operation_id], vec![]));
     trial.store.judge(driven.operation_id, &context(true)).await.unwrap();
-    assert_eq!(conflicts().await.0.len(), 1, "a dry run");
+    assert_eq!(conflicts(trial).await.0.len(), 1, "a dry run");
     trial.store.judge(driven.operation_id, &really()).await.unwrap();
-    assert_eq!((conflicts().await, audits(trial, "judge").await), ((vec![], vec![]), 1));
+    assert_eq!((conflicts(trial).await, audits(trial, "judge").await), ((vec![], vec![]), 1));
     assert!(is_refused(&trial.store.judge(Uuid::now_v7(), &really()).await), "nothing is known of it");
     let open = outstanding(trial, &new_operation("open", LONG)).await;
     assert!(is_refused(&trial.store.judge(open.operation_id, &really()).await), "there is nothing to judge yet");
@@ -553,21 +524,13 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
 /// Shown by: a bound made of the time of the outcome and a fixed skew (a key beyond it looks new,
 /// and executes again).
 pub async fn a_key_that_was_purged_by_hand_is_too_old_however_far_its_clock_was_ahead<F: Fixture>(trial: &Trial<F>) {
-    let at = std::time::SystemTime::now() + LONG;
-    let since = at.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
-    let ahead = Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, since.as_secs(), since.subsec_nanos()));
-    let key = Key::parse(ahead.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
-    let new = claim(Mode::Edge, "timed", 1);
-    let scope = Scope::new("t1", "user-7").unwrap();
-    let identity = Identity::new(&scope, new.identity.operation().clone(), key.clone());
-    let new = oncebox::store::KeyClaim { identity, ..new };
-    let Claimed::Owned(owned) = trial.store.claim(&new, Basis::New).await.unwrap() else { panic!("not claimed") };
-    assert_eq!(trial.store.finish(&owned, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+    let new = timed(SystemTime::now() + LONG);
+    run(trial, &new, &completed(), &KEPT).await;
     let seen = record(trial, &new).await;
     trial.store.act_on_key(&seen, &KeyChange::Purge { against_evidence: false }, &really()).await.unwrap();
     let look = trial.store.find(&new.identity).await.unwrap();
     let below = look.purged_below.expect("it is recorded");
-    let time = key.time().expect("it carries its time");
+    let time = new.identity.key().time().expect("it carries its time");
     assert!(time < below && below <= time.after(Duration::from_millis(1)), "{time:?} {below:?}");
 }
 
@@ -582,10 +545,7 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     let due = trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap();
     let (next, found): &(Driven, _) = &due[0];
     assert_eq!((found.evidence[0].evidence.verdict.as_str(), found.stage), ("success", Stage::Unknown));
-    let mut tx = trial.store.begin_phase(next).await.unwrap();
-    tx.settle("charge", "succeeded").await.unwrap();
-    assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    confirm(trial, next).await;
     trial.store.hand_back(next, AT_ONCE).await.unwrap();
     let settled = stored(trial, next).await;
     assert!(is_refused(&trial.store.resolve(&settled, &effect("charge", false), false, false, &really()).await));
@@ -612,16 +572,11 @@ pub async fn o21_what_live_processes_say_of_their_fingerprints_is_shown<F: Fixtu
     let live = trial.store.live_versions().await.unwrap();
     assert_eq!(live, [announced(one, &note), announced(one, &pay), announced(two, &pay)]);
     for (age, kept) in [(130, 3), (90_000, 1)] {
-        let at = match <F::Store as Base>::NAME {
-            "postgres" => format!("seen_at - {age} * interval '1 second'"),
-            "mysql" => format!("seen_at - interval {age} second"),
-            _ => format!("seen_at - {age}000"),
-        };
+        let at = moved::<F>("seen_at", -age);
         trial.run(&format!("update {} set seen_at = {at}", trial.table("operation_process"))).await;
         assert_eq!(trial.store.live_versions().await.unwrap(), [], "{age} s ago");
         trial.store.announce(one, std::slice::from_ref(&note)).await.unwrap();
         assert_eq!(trial.store.live_versions().await.unwrap(), [announced(one, &note)]);
-        let stored = trial.number(&format!("select count(*) from {}", trial.table("operation_process"))).await;
-        assert_eq!(stored, kept, "{age} s ago");
+        assert_eq!(trial.rows("operation_process").await, kept, "{age} s ago");
     }
 }

@@ -1,14 +1,12 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
-use super::key_operator::really;
-use super::keys::{KEPT, SHORT, claim, completed, record, take};
+use super::key_operator::{conflicts, really};
+use super::keys::{KEPT, SHORT, again, claim, completed, over, record, retryable, run, take};
 use super::phases::run_ended;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::operation::{Mode, Retention, State};
-use oncebox::store::{
-    Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, RunOutcome,
-};
+use oncebox::store::{Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, RunOutcome};
 
 /// The outcome commits or rolls back with the handler's transaction. An owner that was fenced
 /// writes none.
@@ -42,8 +40,7 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
 pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Trial<F>) {
     let gone = Retention { ttl: SHORT, metadata: SHORT, ..KEPT };
     let claim = claim(Mode::Edge, "k", 1);
-    let owner = take(trial, &claim).await;
-    assert_eq!(trial.store.finish(&owner, &completed(), &gone).await.unwrap(), Fenced::Done);
+    run(trial, &claim, &completed(), &gone).await;
     eventually("it is purged", || async {
         let purged = trial.store.purge_keys(claim.identity.operation(), &gone, SHORT, 10).await.unwrap();
         (purged == 1).then_some(())
@@ -74,11 +71,8 @@ pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fix
         let said = trial.store.runs_of(owner.operation_id).await.unwrap();
         assert_eq!(said.iter().map(|row| &row.evidence).collect::<Vec<_>>(), [&run]);
         if released == Fenced::LostOwnership {
-            assert_eq!(
-                trial.store.finish(&owner, &completed(), &KEPT).await.unwrap(),
-                Fenced::Done,
-                "it is still ours"
-            );
+            let finished = trial.store.finish(&owner, &completed(), &KEPT).await.unwrap();
+            assert_eq!(finished, Fenced::Done, "it is still ours");
         }
     }
 }
@@ -90,7 +84,6 @@ pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fix
 /// Shown by: a retry, or a release by an operator, that does not check the evidence.
 pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
-    let failed = RunOutcome::FailedRetryable { error_code: None };
     for (key, ended, runs_again, is_released) in [
         ("indefinite", "indefinite", true, true),
         ("nothing", "not-sent", true, true),
@@ -99,8 +92,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
     ] {
         for by in ["retry", "late", "release"] {
             let claim = claim(Mode::Edge, &format!("{key}-{by}"), 1);
-            let owner = take(trial, &claim).await;
-            assert_eq!(store.finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
+            let owner = run(trial, &claim, &retryable(), &KEPT).await;
             let seen = record(trial, &claim).await;
             store.observe_run(&run_ended(owner.operation_id, ended)).await.unwrap();
             let release = |against_evidence| KeyChange::Release { against_evidence };
@@ -133,11 +125,10 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
     }
     // Evidence that an operator overruled stops nothing.
     let claim = claim(Mode::Edge, "overruled", 1);
-    let owner = take(trial, &claim).await;
-    assert_eq!(store.finish(&owner, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    let owner = run(trial, &claim, &RunOutcome::Unknown, &KEPT).await;
     store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
     let unknown = record(trial, &claim).await;
-    let resolve = KeyChange::Resolve { outcome: Box::new(failed), retention: KEPT, against_evidence: true };
+    let resolve = KeyChange::Resolve { outcome: Box::new(retryable()), retention: KEPT, against_evidence: true };
     store.act_on_key(&unknown, &resolve, &really()).await.unwrap();
     let seen = record(trial, &claim).await;
     let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim.clone() };
@@ -156,23 +147,16 @@ pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_sa
     trial: &Trial<F>,
 ) {
     let gone = Retention { ttl: SHORT, ..KEPT };
-    let failed = RunOutcome::FailedRetryable { error_code: None };
     let mut expected = Vec::new();
-    for (key, outcome) in [("agrees", completed()), ("differs", failed)] {
+    for (key, outcome) in [("agrees", completed()), ("differs", retryable())] {
         let claim = claim(Mode::Edge, key, 1);
         let owner = take(trial, &claim).await;
         trial.store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
         assert_eq!(trial.store.finish(&owner, &outcome, &gone).await.unwrap(), Fenced::Done);
-        let seen = eventually("its time is over", || async {
-            let look = trial.store.find(&claim.identity).await.unwrap();
-            look.record.filter(|record| record.state_at(look.now) == State::Expired)
-        })
-        .await;
-        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim };
-        let claimed = trial.store.claim(&anew, Basis::Anew(&seen)).await.unwrap();
+        let seen = over(trial, &claim).await;
+        let claimed = trial.store.claim(&again(&claim), Basis::Anew(&seen)).await.unwrap();
         assert!(matches!(claimed, Claimed::Owned(_)), "{key}");
         expected.extend((key == "differs").then_some(seen.operation_id));
     }
-    let filter = OperationFilter { conflicts: true, limit: 100, ..OperationFilter::default() };
-    assert_eq!(trial.store.operations(&filter).await.unwrap().orphans, expected);
+    assert_eq!(conflicts(trial).await.1, expected);
 }

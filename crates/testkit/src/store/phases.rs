@@ -5,21 +5,16 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::keys::{KEPT, answer, claim, completed, identity, record};
+use super::keys::{KEPT, LONG, PATIENCE, SHORT, answer, claim, completed, failed, identity, record, retryable};
 use super::transactional::still_works;
-use super::trial::{effect, eventually};
+use super::trial::{careless, effect, eventually};
 use super::{Fixture, Trial};
-use oncebox::operation::{Mode, Stage, State};
+use oncebox::operation::{Mode, Retention, Stage, State};
 use oncebox::store::{
-    Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, Leave, NewEvidence, NewIntent, NewOperation,
-    PhaseTx, Phases, Proof, RunOutcome, Sealed, StoredOperation, Taken,
+    AnswerBody, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, Leave, NewEvidence, NewIntent,
+    NewOperation, PhaseTx, Phases, Proof, RunOutcome, Sealed, StoredOperation, Taken,
 };
 
-/// A lease that no case outlives.
-pub(super) const LONG: Duration = Duration::from_secs(600);
-pub(super) const SHORT: Duration = Duration::from_millis(1);
-/// How long a case waits for its turn to write.
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// Hands an operation back so that it is due at once and counts no attempt.
 pub(super) const AT_ONCE: Due = Due { after: Some(Duration::ZERO), attempt: false };
 /// The answer of a phase that moved on.
@@ -108,6 +103,32 @@ pub(super) async fn step<F: Fixture>(
     tx.commit().await.unwrap();
 }
 
+/// Ends the operation and commits.
+pub(super) async fn end<F: Fixture>(
+    trial: &Trial<F>,
+    driven: &Driven,
+    from: &str,
+    outcome: &RunOutcome,
+    retention: &Retention,
+) {
+    let mut tx = trial.store.begin_phase(driven).await.unwrap();
+    assert_eq!(tx.finish(from, outcome, retention).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+}
+
+/// Settles the effect `charge` as done, and moves on from `SENT`.
+pub(super) async fn confirm<F: Fixture>(trial: &Trial<F>, driven: &Driven) {
+    let mut tx = trial.store.begin_phase(driven).await.unwrap();
+    tx.settle("charge", "succeeded").await.unwrap();
+    assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+}
+
+/// Waits until the lease of the operation is over.
+pub(super) async fn lease_over<F: Fixture>(trial: &Trial<F>, driven: &Driven) {
+    eventually("its lease is over", || async { stored(trial, driven).await.lease_until.is_none().then_some(()) }).await;
+}
+
 /// An operation with the intent `charge`, at the point `SENT`, driven by us.
 pub(super) async fn outstanding<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Driven {
     let driven = local(trial, new).await;
@@ -194,7 +215,7 @@ pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(tr
     let free = local(trial, &new_operation("free", LONG)).await;
     assert_eq!(trial.store.hand_back(&free, Due { after: Some(LONG), attempt: false }).await.unwrap(), Fenced::Done);
     let dead = local(trial, &new_operation("dead", SHORT)).await;
-    eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
+    lease_over(trial, &dead).await;
     for (old, attempts) in [(free, 0), (dead, 1)] {
         let racing = (0..20).map(|_| trial.store.take_operation(old.operation_id, LONG));
         let mut won = Vec::new();
@@ -214,8 +235,7 @@ pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(tr
 /// The lease was written before the clock went back (R22).
 pub async fn r22_a_lease_of_an_operation_longer_than_its_length_is_over<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
-    let length = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
-    trial.run(&format!("update {} set {length}", trial.table("operation"))).await;
+    trial.shorten_leases_of("operation").await;
     assert_eq!(stored(trial, &driven).await.lease_until, None);
     assert_eq!(trial.store.begin_send(&driven, "charge").await.unwrap(), None, "its lease is over");
     let (next, _) = taken(trial, driven.operation_id).await;
@@ -407,15 +427,12 @@ pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(tria
     assert_eq!(trial.store.begin_send(&next, "charge").await.unwrap(), Some(22));
     let found = stored(trial, &next).await;
     assert!(found.intents[0].first_sent_at < found.intents[0].last_sent_at);
-    let mut tx = trial.store.begin_phase(&next).await.unwrap();
-    tx.settle("charge", "succeeded").await.unwrap();
-    assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
-    tx.commit().await.unwrap();
+    confirm(trial, &next).await;
     assert_eq!(trial.store.begin_send(&next, "charge").await.unwrap(), None, "it is settled");
     // A driver whose lease is over begins no send, also where nobody has taken the operation yet.
     let dead = outstanding(trial, &new_operation("dead", LONG)).await;
     trial.store.drive_on(&dead, SHORT).await.unwrap();
-    eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
+    lease_over(trial, &dead).await;
     assert_eq!(trial.store.begin_send(&dead, "charge").await.unwrap(), None);
 }
 
@@ -456,16 +473,15 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     assert_eq!(stored(trial, &driven).await.intents[0].outcome.as_deref(), Some("failed"));
     trial.store.leave(&driven, Leave::Doubt(AT_ONCE)).await.unwrap();
     driven = taken(trial, driven.operation_id).await.0;
-    for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
+    for outcome in [RunOutcome::Unknown, retryable()] {
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();
         assert!(tx.finish("CONFIRMED", &outcome, &KEPT).await.is_err(), "{outcome:?} is no end");
         tx.rollback().await.unwrap();
     }
-    let failed = RunOutcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) };
     for commit in [false, true] {
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();
         effect::<F>(tx.connection().unwrap(), "void", "1").await.unwrap();
-        assert_eq!(tx.finish("CONFIRMED", &failed, &KEPT).await.unwrap(), MOVED);
+        assert_eq!(tx.finish("CONFIRMED", &failed(), &KEPT).await.unwrap(), MOVED);
         if commit {
             tx.commit().await.unwrap();
             check(driven.clone(), Stage::Failed).await;
@@ -477,7 +493,7 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     }
     let (found, seen) = (stored(trial, &driven).await, record(trial, &new.claim).await);
     assert_eq!((found.lease_until, found.due_at, seen.lease), (None, None, None));
-    let oncebox::store::AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
+    let AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
     assert_eq!(trial.store.body(&seen).await.unwrap(), Some(body));
     let differ = format!(
         "select count(*) from {} o join {} r on r.operation_id = o.operation_id where o.expires_at <> r.expires_at",
@@ -510,17 +526,16 @@ pub async fn o13_a_phase_does_not_move_on_to_what_it_is_not<F: Fixture>(trial: &
 
 /// After a rejection the claim stays with its answer, and nothing else of the first phase.
 pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
-    for careless in [false, true] {
-        let key = format!("k{careless}");
+    for swallows in [false, true] {
+        let key = format!("k{swallows}");
         let new = new_operation(&key, LONG);
         let mut tx = begin(trial, &new).await;
         effect::<F>(tx.connection().unwrap(), &key, "1").await.unwrap();
-        if careless {
-            let _ = F::run(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
+        if swallows {
+            careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
         }
         assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
-        let rejected = RunOutcome::FailedReplayable { answer: answer(), error_code: Some("NO_FUNDS".to_owned()) };
-        assert_eq!(tx.finish(FIRST_POINT, &rejected, &KEPT).await.unwrap(), MOVED);
+        assert_eq!(tx.finish(FIRST_POINT, &failed(), &KEPT).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
         assert_eq!((record(trial, &new.claim).await.state, trial.effects(&key).await), (State::FailedReplayable, 0));
     }
@@ -546,7 +561,7 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
             let from = if first { FIRST_POINT } else { "SENT" };
             effect::<F>(tx.connection().unwrap(), &key, "before").await.unwrap();
             for statement in statements {
-                let _ = F::run(tx.connection().unwrap(), statement).await;
+                careless::<F>(tx.connection().unwrap(), statement).await;
             }
             let _ = effect::<F>(tx.connection().unwrap(), &key, "after").await;
             let (proof, _) = if finish {

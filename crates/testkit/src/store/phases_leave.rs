@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::keys::record;
-use super::phases::{AT_ONCE, LONG, new_operation, observed, outstanding, stored, taken};
+use super::keys::{LONG, record};
+use super::phases::{AT_ONCE, new_operation, observed, outstanding, stored, taken};
 use super::trial::eventually;
 use super::{Fixture, Trial};
 use oncebox::operation::{Stage, State};

@@ -6,8 +6,8 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::key_operator::really;
-use super::keys::{KEPT, completed};
-use super::phases::{LONG, MOVED, PATIENCE, SHORT, local, new_operation, step, stored, taken};
+use super::keys::{KEPT, LONG, PATIENCE, SHORT, completed};
+use super::phases::{MOVED, local, new_operation, step, stored, taken};
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::operation::Stage;
