@@ -110,7 +110,7 @@ pub async fn r34_every_limit_holds_at_the_rust_door<F: Fixture>(trial: &Trial<F>
         }
     }
     assert!(taken > 50);
-    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 0);
+    assert_eq!(trial.rows("outbox").await, 0);
 }
 
 /// All messages are checked before the first is written.
@@ -121,7 +121,7 @@ pub async fn one_bad_message_refuses_the_whole_call<F: Fixture>(trial: &Trial<F>
     assert!(matches!(&answer, Err(StoreError::Limit(error)) if error.limit == "key"), "{answer:?}");
     // A caller that ignores the error and commits writes none of them.
     let _ = tx.commit().await;
-    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("outbox"))).await, 0);
+    assert_eq!(trial.rows("outbox").await, 0);
     assert!(trial.enqueue(Vec::new()).await.is_empty());
 }
 

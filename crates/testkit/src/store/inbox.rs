@@ -7,14 +7,14 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::trial::{
-    arrived, due, effect, entry, everything, message, new_entry, new_message, parked, payloads, read_nothing,
+    arrived, dead, due, effect, entry, everything, message, new_entry, new_message, parked, payloads, read_nothing,
     read_rows, spec,
 };
 use super::{Connection, Fixture, Trial};
 use oncebox::adapter::position::Position;
 use oncebox::error::StoreError;
 use oncebox::message::{MessageId, identity};
-use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, ParkAs, Proof};
+use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, Proof};
 
 /// A consumer is registered once. Its id rule changes only if the operator accepts that (R31).
 pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Trial<F>) {
@@ -147,9 +147,7 @@ pub async fn consumers_do_not_share_their_inboxes<F: Fixture>(trial: &Trial<F>) 
     let entry = new_entry();
     for name in ["ledger", "email"] {
         let consumer = trial.consumer(name).await;
-        let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None], "{name}");
-        tx.commit().await.unwrap();
+        assert_eq!(trial.admit(consumer, &[entry]).await, [None], "{name}");
     }
 }
 
@@ -157,14 +155,10 @@ pub async fn consumers_do_not_share_their_inboxes<F: Fixture>(trial: &Trial<F>) 
 pub async fn g7_another_content_under_the_same_id_is_seen<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let first = new_entry();
-    let mut tx = trial.store.begin(consumer).await.unwrap();
-    tx.admit(&[first]).await.unwrap();
-    tx.commit().await.unwrap();
+    trial.admit(consumer, &[first]).await;
     for _ in 0..2 {
         let other = InboxEntry { hash: [8; 16], ..first };
-        let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[other]).await.unwrap().known, vec![Some(Known { hash: [7; 16] })]);
-        tx.commit().await.unwrap();
+        assert_eq!(trial.admit(consumer, &[other]).await, [Some(Known { hash: [7; 16] })]);
     }
 }
 
@@ -180,10 +174,8 @@ pub async fn r32_ids_that_differ_only_in_spelling_are_different<F: Fixture>(tria
     trailing[15] = 0;
     ids.push(MessageId::from_uuid(uuid::Uuid::from_bytes(trailing)));
     for id in &ids {
-        let mut tx = trial.store.begin(consumer).await.unwrap();
-        let known = tx.admit(&[InboxEntry { id: *id, hash: [0; 16] }]).await.unwrap().known;
-        assert_eq!(known, vec![None], "{id}");
-        tx.commit().await.unwrap();
+        let known = trial.admit(consumer, &[InboxEntry { id: *id, hash: [0; 16] }]).await;
+        assert_eq!(known, [None], "{id}");
     }
     assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), ids.len());
 }
@@ -192,7 +184,6 @@ pub async fn r32_ids_that_differ_only_in_spelling_are_different<F: Fixture>(tria
 /// not.
 pub async fn a_parked_message_blocks_its_key_and_no_other<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
-    let dead = |holds| ParkAs::Dead { reason: "terminal".into(), holds };
     let cases = [("due", due(), true), ("holding", dead(true), true), ("skipped", dead(false), false)];
     for (key, park_as, blocks) in cases {
         let parked = message(key, "1");
@@ -235,9 +226,7 @@ pub async fn what_is_parked_goes_with_its_inbox_row<F: Fixture>(trial: &Trial<F>
 pub async fn r31_a_forgotten_id_is_new_again<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let (kept, taken_back, old) = (new_entry(), new_entry(), new_entry());
-    let mut tx = trial.store.begin(consumer).await.unwrap();
-    tx.admit(&[old]).await.unwrap();
-    tx.commit().await.unwrap();
+    trial.admit(consumer, &[old]).await;
     let mut tx = trial.store.begin(consumer).await.unwrap();
     tx.admit(&[kept, taken_back, old]).await.unwrap();
     tx.forget(&[taken_back.id, old.id]).await.unwrap();
@@ -301,13 +290,12 @@ pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial
     let consumer = trial.consumer("c").await;
     let (entry, other) = (new_entry(), new_entry());
     let store = &trial.store;
-    let rows = format!("select count(*) from {}", trial.table("attempt"));
     store.begin_attempt(consumer, entry.id).await.unwrap();
     store.begin_attempt(consumer, other.id).await.unwrap();
     store.take_back_attempts(consumer, &[entry.id]).await.unwrap();
     store.take_back_attempts(consumer, &[entry.id]).await.unwrap();
     assert_eq!(store.attempts(consumer, &[entry.id, other.id]).await.unwrap(), [(other.id, 1)]);
-    assert_eq!(trial.number(&rows).await, 1, "nothing is left of it");
+    assert_eq!(trial.rows("attempt").await, 1, "nothing is left of it");
     assert_eq!(store.failed_attempt(consumer, entry.id, "no", true).await.unwrap(), 1);
     assert_eq!(store.begin_attempt(consumer, entry.id).await.unwrap(), 2);
     store.take_back_attempts(consumer, &[entry.id]).await.unwrap();
@@ -325,7 +313,7 @@ pub async fn r26_tries_are_taken_back_without_those_that_the_next_owner_counted<
     assert_eq!(store.begin_attempt(consumer, ids[0]).await.unwrap(), 2, "the next owner");
     store.take_back_attempts(consumer, &ids).await.unwrap();
     assert_eq!(store.attempts(consumer, &ids).await.unwrap(), [(ids[0], 1)]);
-    assert_eq!(trial.number(&format!("select count(*) from {}", trial.table("attempt"))).await, 1);
+    assert_eq!(trial.rows("attempt").await, 1);
     store.take_back_attempts(consumer, &[]).await.unwrap();
 }
 

@@ -1,7 +1,7 @@
 //! Cases of a connection that is lost in the inbox transaction (R27, G12): every statement then
 //! fails with a transient error, and the outcome of a commit is unknown.
 
-use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
+use super::trial::{LEASE, Tx, due, effect, everything, message, new_entry, new_message, parked};
 use super::{Connection, Fixture, Trial};
 use oncebox::error::{HandlerError, StoreError};
 use oncebox::message::Message;
@@ -28,7 +28,7 @@ async fn run<F: Fixture>(
         "bury" => {
             // The lease uses another connection, which is not lost.
             let consumer = trial.consumer("c").await;
-            let lease = RowLease::new(super::trial::LEASE);
+            let lease = RowLease::new(LEASE);
             let leased = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
             tx.bury(&[leased], "transaction-ended", "lost", true).await.map(drop)
         }

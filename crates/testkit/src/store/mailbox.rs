@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
-use super::trial::{eventually, in_a_day, new_entry};
+use super::trial::{LEASE, eventually, moved, new_entry};
 use super::{Connection, Fixture, Trial};
 use oncebox::store::{EmailOutcome, EmailToSend, Enqueue, Inbox, Mailbox, NewEmail, RowLease};
-
-const LEASE: Duration = Duration::from_secs(600);
 
 fn email(key: &str) -> NewEmail {
     NewEmail {
@@ -120,7 +118,7 @@ pub async fn r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over<
     let tried = store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
     let later = EmailOutcome::Again { after: LEASE, error: "450 busy".into() };
     assert!(store.settle_email(&tried, &later).await.unwrap());
-    trial.run(&format!("update {} set due_at = {}", trial.table("email"), in_a_day::<F>())).await;
+    trial.run(&format!("update {} set due_at = {}", trial.table("email"), moved::<F>("due_at", 86_400))).await;
     let again: Vec<_> = store.lease_emails(9, &RowLease::new(LEASE)).await.unwrap();
     let again: Vec<_> = again.into_iter().map(|email| email.unique_key).collect();
     assert_eq!(again, ["leased"], "what waits for its next try goes on waiting");

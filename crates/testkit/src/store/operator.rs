@@ -4,26 +4,22 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::trial::{arrived, due, entry, everything, message, new_message, parked, read_rows, through};
+use super::trial::{
+    LEASE, Session, arrived, context, dead, due, entry, eventually, everything, message, moved, new_message, parked,
+    read_rows, spec, through,
+};
+use super::waiting::{lease, payloads};
 use super::{Fixture, Trial};
 use oncebox::error::StoreError;
 use oncebox::message::{Message, MessageId};
 use oncebox::store::{
-    ActContext, Base, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome, Enqueue,
-    Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest,
-    ParkAs, RequestedAct, RowLease, Waiting,
+    ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome, Enqueue, Forgotten, Holding,
+    Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest, ParkAs, RequestedAct,
+    RowLease, Waiting,
 };
-
-fn context() -> ActContext {
-    ActContext { actor: "ann".into(), reason: "a test".into(), dry_run: false, redrive_age_max: None }
-}
 
 fn by_number(dead: &DeadMessage) -> DeadFilter {
     DeadFilter { numbers: vec![dead.number.clone()], ..DeadFilter::default() }
-}
-
-fn dead(holds: bool) -> ParkAs {
-    ParkAs::Dead { reason: "terminal".into(), holds }
 }
 
 async fn list<F: Fixture>(trial: &Trial<F>) -> Vec<DeadMessage> {
@@ -31,21 +27,12 @@ async fn list<F: Fixture>(trial: &Trial<F>) -> Vec<DeadMessage> {
 }
 
 async fn audits<F: Fixture>(trial: &Trial<F>) -> i64 {
-    trial.number(&format!("select count(*) from {}", trial.table("audit"))).await
-}
-
-async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Message> {
-    let mut leased = Vec::new();
-    let lease = || RowLease::new(Duration::from_secs(600));
-    while let Some(head) = trial.store.lease_due(consumer, &everything(), &lease()).await.unwrap() {
-        leased.push(head.message);
-    }
-    leased
+    trial.rows("audit").await
 }
 
 /// Makes two dead outbox rows, the first of which holds another row. Returns the session and their
 /// positions.
-async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (super::trial::Session, Vec<i64>) {
+async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (Session, Vec<i64>) {
     trial.enqueue(vec![new_message("a", "1"), new_message("b", "2"), new_message("a", "3")]).await;
     let mut session = trial.session("a").await;
     let (rows, batch) = read_rows(&mut session, 3).await;
@@ -76,7 +63,7 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
         assert!(tx.queue_email(&email).await.unwrap());
     }
     tx.commit().await.unwrap();
-    let email = trial.store.lease_emails(1, &RowLease::new(Duration::from_secs(60))).await.unwrap().remove(0);
+    let email = trial.store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
     assert!(trial.store.settle_email(&email, &EmailOutcome::Sent).await.unwrap());
 
     let status = trial.store.status().await.unwrap();
@@ -213,7 +200,7 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     assert!(lease(trial, consumer).await.is_empty(), "nothing is due");
     // The redrive makes it due at once, and a process takes it.
     assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
-    let leased = RowLease::new(Duration::from_secs(600));
+    let leased = RowLease::new(LEASE);
     let running = store.lease_due(consumer, &everything(), &leased).await.unwrap().unwrap();
     for wanted in [OperatorAct::Redrive, OperatorAct::Bury, OperatorAct::Discard] {
         is_refused(act(head, wanted).await, "is handling it now");
@@ -261,7 +248,7 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
 /// Shown by: forgetting without a check whether the consumer is there; leaving rows of it behind.
 pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F: Fixture>(trial: &Trial<F>) {
     let (gone, stays) = (trial.consumer("gone").await, trial.consumer("stays").await);
-    let rule = super::trial::spec("gone").id_rule;
+    let rule = spec("gone").id_rule;
     assert!(!trial.store.seen(stays, "another rule").await.unwrap(), "one that another rule was accepted for");
     for consumer in [gone, stays] {
         trial.park(consumer, &message("a", "1"), dead(true)).await;
@@ -273,9 +260,8 @@ pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F
     }
     let refused = trial.store.forget_consumer("gone", &context()).await.unwrap_err();
     assert!(matches!(&refused, StoreError::Refused(why) if why.contains("consumer `gone` was seen")), "{refused}");
-    let an_hour = if F::Store::NAME == "sqlite" { "3600000" } else { "interval '1' hour" };
-    let consumers = trial.table("consumer");
-    trial.run(&format!("update {consumers} set seen_at = seen_at - {an_hour} where consumer_id = {}", gone.0)).await;
+    let (consumers, earlier) = (trial.table("consumer"), moved::<F>("seen_at", -3_600));
+    trial.run(&format!("update {consumers} set seen_at = {earlier} where consumer_id = {}", gone.0)).await;
     let status = trial.store.status().await.unwrap();
     let seen: Vec<_> = status.consumers.iter().map(|one| (one.name.as_str(), one.seen_seconds_ago > 600.0)).collect();
     assert_eq!(seen, [("gone", true), ("stays", false)]);
@@ -286,8 +272,7 @@ pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F
     assert_eq!(trial.store.status().await.unwrap().consumers.len(), 2, "a dry run changes nothing");
     assert_eq!(trial.store.forget_consumer("gone", &context()).await.unwrap(), expected);
     for (table, left) in [("waiting", 2), ("inbox", 2), ("attempt", 1), ("assignment", 1), ("consumer", 1)] {
-        let table = trial.table(table);
-        assert_eq!(trial.number(&format!("select count(*) from {table}")).await, left, "{table}");
+        assert_eq!(trial.rows(table).await, left, "{table}");
     }
     assert!(!trial.store.seen(gone, &rule).await.unwrap(), "whoever still runs is told");
     assert!(matches!(trial.store.forget_consumer("gone", &context()).await, Err(StoreError::Refused(_))));
@@ -350,11 +335,10 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
     tx.clear_attempts(&[failing.id]).await.unwrap();
     tx.commit().await.unwrap();
     let store = &trial.store;
-    let head =
-        store.lease_due(consumer, &everything(), &RowLease::new(Duration::from_secs(600))).await.unwrap().unwrap();
+    let head = store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap().unwrap();
     assert!(store.postpone(&head, Duration::ZERO, "third").await.unwrap());
-    let head = super::trial::eventually("it is due", || async {
-        store.lease_due(consumer, &everything(), &RowLease::new(Duration::from_secs(600))).await.unwrap()
+    let head = eventually("it is due", || async {
+        store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap()
     })
     .await;
     assert!(store.bury(&head, "attempts", "fourth", true).await.unwrap());
@@ -417,7 +401,8 @@ pub async fn a_redriven_consumer_message_runs_again_and_is_audited<F: Fixture>(t
     assert_eq!((outcome.numbers.len(), outcome.dry_run), (1, false));
     assert_eq!(audits(trial).await, 1);
     let leased = lease(trial, consumer).await;
-    assert_eq!(leased, [Message { attempt: 1, ..first.clone() }]);
+    let leased: Vec<&Message> = leased.iter().map(|one| &one.message).collect();
+    assert_eq!(leased, [&Message { attempt: 1, ..first.clone() }]);
     assert_eq!(list(trial).await.len(), 1);
     assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a second copy is a duplicate");
     let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
@@ -436,8 +421,7 @@ pub async fn a_discarded_consumer_message_lets_its_key_go_on<F: Fixture>(trial: 
     trial.store.act(&filter, &OperatorAct::Discard, &context()).await.unwrap();
     assert!(list(trial).await.is_empty());
     assert_eq!(audits(trial).await, 1);
-    let leased = lease(trial, consumer).await;
-    assert_eq!(leased.iter().map(|message| message.payload.as_slice()).collect::<Vec<_>>(), [b"2"]);
+    assert_eq!(payloads(&lease(trial, consumer).await), ["2"]);
     assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a redelivery is still a duplicate");
 }
 
@@ -455,7 +439,7 @@ pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Tri
     let act = OperatorAct::RedriveAs { id, payload: Some(b"edited".to_vec()) };
     trial.store.act(&filter, &act, &context()).await.unwrap();
     assert_eq!(audits(trial).await, 1);
-    let leased = lease(trial, consumer).await.remove(0);
+    let leased = lease(trial, consumer).await.remove(0).message;
     assert_eq!((leased.id.uuid(), leased.payload.as_slice()), (id, b"edited".as_slice()));
     assert_eq!((&leased.topic, &leased.key, &leased.kind), (&first.topic, &first.key, &first.kind));
     let ids = [first.id, MessageId::from_uuid(id)];
@@ -545,7 +529,7 @@ pub async fn r31_an_old_outbox_row_needs_a_new_id<F: Fixture>(trial: &Trial<F>) 
     let filter = by_number(&list(trial).await[0]);
     let strict = ActContext { redrive_age_max: Some(Duration::ZERO), ..context() };
     // Every row is older than zero as soon as the clock of the database has moved on.
-    super::trial::eventually("it is too old", || async {
+    eventually("it is too old", || async {
         let dry = ActContext { dry_run: true, ..strict.clone() };
         let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &dry).await;
         outcome.is_err().then_some(())
@@ -569,12 +553,7 @@ pub async fn r31_an_old_outbox_row_needs_a_new_id<F: Fixture>(trial: &Trial<F>) 
 pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let old = message("k", "1");
-    let mut tx = trial.store.begin(consumer).await.unwrap();
-    tx.admit(&[entry(&old)]).await.unwrap();
-    tx.forget(&[old.id]).await.unwrap();
-    let too_old = ParkAs::Dead { reason: "too-old".into(), holds: false };
-    tx.park(&[parked(&old, too_old)]).await.unwrap();
-    tx.commit().await.unwrap();
+    trial.refuse(consumer, &old, "too-old").await;
     assert!(trial.store.known(consumer, &[old.id]).await.unwrap().is_empty());
     trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await.unwrap();
     assert_eq!(trial.store.known(consumer, &[old.id]).await.unwrap().len(), 1);
@@ -598,14 +577,8 @@ pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixt
     let consumer = trial.consumer("ledger").await;
     for reason in ["too-old", "from-the-future"] {
         let dead = message("k", reason);
-        let mut tx = trial.store.begin(consumer).await.unwrap();
-        tx.admit(&[entry(&dead)]).await.unwrap();
-        tx.forget(&[dead.id]).await.unwrap();
-        tx.park(&[parked(&dead, ParkAs::Dead { reason: reason.into(), holds: false })]).await.unwrap();
-        tx.commit().await.unwrap();
-        let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[entry(&dead)]).await.unwrap().known, [None], "the second copy is new");
-        tx.commit().await.unwrap();
+        trial.refuse(consumer, &dead, reason).await;
+        assert_eq!(trial.admit(consumer, &[entry(&dead)]).await, [None], "the second copy is new");
 
         let filter = by_number(&list(trial).await[0]);
         let dry = ActContext { dry_run: true, ..context() };

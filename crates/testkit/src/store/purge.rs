@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::trial::{arrived, due, entry, parked};
+use super::trial::{arrived, dead, due, entry, parked};
 use super::{Fixture, Trial};
 use oncebox::adapter::horizon::{Age, Verdict, judge};
 use oncebox::adapter::stored::DbTime;
@@ -22,9 +22,7 @@ async fn id_at<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, seconds: i64)
 
 async fn admit<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, ids: &[MessageId]) {
     let entries: Vec<InboxEntry> = ids.iter().map(|id| InboxEntry { id: *id, hash: [7; 16] }).collect();
-    let mut tx = trial.store.begin(consumer).await.unwrap();
-    tx.admit(&entries).await.unwrap();
-    tx.commit().await.unwrap();
+    trial.admit(consumer, &entries).await;
 }
 
 /// A bound that is later than everything received until now.
@@ -96,9 +94,8 @@ pub async fn a_purge_goes_on_where_its_last_step_ended<F: Fixture>(trial: &Trial
 /// The redrive of a waiting or dead message inserts no inbox row, so the row must still be there.
 pub async fn r31_messages_that_wait_or_are_dead_keep_their_rows<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
-    let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
     let mut ids = Vec::new();
-    for (key, park_as) in [("due", due()), ("due", ParkAs::Behind), ("dead", dead())] {
+    for (key, park_as) in [("due", due()), ("due", ParkAs::Behind), ("dead", dead(true))] {
         for id in [id_at(trial, consumer, -10).await.to_string(), format!("{key} as a text {}", ids.len())] {
             let message = arrived(Some(key), "1", &id);
             trial.park(consumer, &message, park_as.clone()).await;

@@ -1,21 +1,13 @@
 //! Cases of a redrive beside other messages of its key (R25, R31). In each of them the three stores
 //! once did something else.
 
-use std::time::Duration;
-
 use uuid::Uuid;
 
-use super::trial::{ENDED, due, everything, message};
+use super::trial::{context, dead, due, message};
+use super::waiting::{finish_run, lease, payloads};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
-use oncebox::store::{
-    ActContext, ConsumerId, DeadFilter, DeadMessage, DeadState, Inbox, LeasedMessage, Operator, OperatorAct, ParkAs,
-    RowLease, Waiting,
-};
-
-fn dead(holds: bool) -> ParkAs {
-    ParkAs::Dead { reason: "terminal".into(), holds }
-}
+use oncebox::store::{DeadFilter, DeadMessage, DeadState, LeasedMessage, Operator, OperatorAct, ParkAs, Waiting};
 
 /// The only message of this consumer in the list with this payload.
 async fn listed<F: Fixture>(trial: &Trial<F>, state: DeadState, payload: &str) -> DeadMessage {
@@ -24,32 +16,9 @@ async fn listed<F: Fixture>(trial: &Trial<F>, state: DeadState, payload: &str) -
 }
 
 async fn act<F: Fixture>(trial: &Trial<F>, found: &DeadMessage, act: OperatorAct) {
-    let context = ActContext { actor: "ann".into(), reason: "a test".into(), dry_run: false, redrive_age_max: None };
     let filter = DeadFilter { numbers: vec![found.number.clone()], states: vec![found.state], ..DeadFilter::default() };
-    let outcome = trial.store.act(&filter, &act, &context).await.unwrap();
+    let outcome = trial.store.act(&filter, &act, &context()).await.unwrap();
     assert_eq!((outcome.numbers.len(), outcome.already_handled.len()), (1, 0), "{act:?}");
-}
-
-/// Leases every head that is due.
-async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<LeasedMessage> {
-    let mut leased = Vec::new();
-    let lease = || RowLease::new(Duration::from_secs(600));
-    while let Some(head) = trial.store.lease_due(consumer, &everything(), &lease()).await.unwrap() {
-        leased.push(head);
-    }
-    leased
-}
-
-fn payloads(leased: &[LeasedMessage]) -> Vec<&str> {
-    leased.iter().map(|one| std::str::from_utf8(&one.message.payload).unwrap()).collect()
-}
-
-async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, leased: &[LeasedMessage]) {
-    let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.bury(leased, ENDED, "no", true).await.unwrap());
-    assert!(tx.finish().await.unwrap());
-    tx.wake(leased[0].message.lane_id().as_slice()).await.unwrap();
-    tx.commit().await.unwrap();
 }
 
 /// A message got a new id and died again. Its inbox row has the hash that was computed for the new
@@ -105,10 +74,10 @@ pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(tr
     heads.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
     assert_eq!(payloads(&heads), ["a1", "b1"]);
     for head in heads {
-        finish(trial, consumer, std::slice::from_ref(&head)).await;
+        assert!(finish_run(trial, consumer, &[head]).await);
     }
     let mut next = lease(trial, consumer).await;
     next.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
     assert_eq!(payloads(&next), ["a2", "b2"]);
-    finish(trial, consumer, &next[..1]).await;
+    assert!(finish_run(trial, consumer, &next[..1]).await);
 }

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use super::trial::{DEADLINE, Session, new_message, payloads, read_nothing, read_rows, through};
+use super::trial::{DEADLINE, Session, context, lease, new_message, payloads, read_nothing, read_rows, taken, through};
 use super::{Fixture, Trial};
 use oncebox::error::StoreError;
 use oncebox::message::NewMessage;
-use oncebox::store::{ActContext, Base, LeaseRequest, Mark, Operator, Outbox, OutboxRow};
+use oncebox::store::{Base, LeaseRequest, Mark, Operator, Outbox, OutboxRow};
 
 fn messages(numbers: std::ops::Range<u32>) -> Vec<NewMessage> {
     numbers.map(|number| new_message("k", number.to_string())).collect()
@@ -208,7 +208,6 @@ async fn set_back<F: Fixture>(trial: &Trial<F>) {
 /// `oncebox doctor --fix`, and the row is read after that command; or the row is read at once. A
 /// row is never accepted and then passed over.
 pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixture>(trial: &Trial<F>) {
-    let context = ActContext { actor: "ann".into(), reason: "restored".into(), dry_run: false, redrive_age_max: None };
     let is_refused = |error: &StoreError| error.to_string().contains("oncebox doctor --fix");
     for count in [1, 3] {
         trial.enqueue(messages(0..9)).await;
@@ -237,7 +236,7 @@ pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixtu
             Err(error) => assert!(is_refused(&error), "{error}"),
         }
         drop(session);
-        trial.store.mend(&context).await.unwrap();
+        trial.store.mend(&context()).await.unwrap();
         if !is_written {
             trial.enqueue(messages(0..count)).await;
         }
@@ -289,8 +288,8 @@ pub(super) fn within_bytes(rows: &[OutboxRow]) {
 /// Opens a session whose reads have the bound `READ_BYTES`.
 pub(super) async fn bounded<F: Fixture>(trial: &Trial<F>) -> Session {
     F::set_lease_end(&trial.store, -1).await;
-    let request = LeaseRequest { read_bytes: READ_BYTES, ..super::trial::lease("bounded") };
-    super::trial::taken(trial.store.open(&request).await.unwrap())
+    let request = LeaseRequest { read_bytes: READ_BYTES, ..lease("bounded") };
+    taken(trial.store.open(&request).await.unwrap())
 }
 
 /// The bound of bytes holds whatever number of rows is asked for: a thousand of the largest would

@@ -2,21 +2,19 @@
 
 use std::time::Duration;
 
-use super::trial::{ENDED, arrived, due, entry, eventually, everything, in_a_day, message, parked};
+use super::trial::{ENDED, LEASE, arrived, dead, due, eventually, everything, message, moved, parked};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
 use oncebox::store::{
     ConsumerId, DeadFilter, Inbox, LeasedMessage, Operator, ParkAs, Proof, RowLease, Scope, Undone, Waiting,
 };
 
-const LEASE: Duration = Duration::from_secs(600);
-
-fn payloads(leased: &[LeasedMessage]) -> Vec<String> {
+pub(super) fn payloads(leased: &[LeasedMessage]) -> Vec<String> {
     leased.iter().map(|leased| String::from_utf8_lossy(&leased.message.payload).into_owned()).collect()
 }
 
 /// Leases one head after the other, until none is due.
-async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<LeasedMessage> {
+pub(super) async fn lease<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<LeasedMessage> {
     let mut leased = Vec::new();
     while let Some(head) = lease_one(trial, consumer, LEASE).await {
         leased.push(head);
@@ -30,7 +28,7 @@ async fn lease_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: D
 
 /// Finishes messages that were leased together, in one transaction. Returns whether that
 /// succeeded.
-async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[LeasedMessage]) -> bool {
+pub(super) async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[LeasedMessage]) -> bool {
     let mut tx = trial.store.begin(consumer).await.unwrap();
     let buried = tx.bury(run, ENDED, "no", true).await.unwrap();
     if buried {
@@ -375,7 +373,13 @@ pub async fn r22_a_lease_that_ends_later_than_any_lease_can_is_over<F: Fixture>(
     let leased = lease_one(trial, consumer, LEASE).await.unwrap();
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "the lease stands");
     let waiting = trial.table("waiting");
-    trial.run(&format!("update {waiting} set due_at = {} where sequence = {}", in_a_day::<F>(), leased.sequence)).await;
+    trial
+        .run(&format!(
+            "update {waiting} set due_at = {} where sequence = {}",
+            moved::<F>("due_at", 86_400),
+            leased.sequence
+        ))
+        .await;
     assert!(lease(trial, consumer).await.is_empty());
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 1);
     assert_eq!(payloads(&lease(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
@@ -460,18 +464,13 @@ pub async fn messages_without_a_key_wait_for_nobody<F: Fixture>(trial: &Trial<F>
 pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut message = message("k", "1");
-    let dead = || ParkAs::Dead { reason: "too-old".into(), holds: false };
     for _ in 0..3 {
-        let mut tx = trial.store.begin(consumer).await.unwrap();
-        tx.admit(&[entry(&message)]).await.unwrap();
-        tx.forget(&[message.id]).await.unwrap();
-        tx.park(&[parked(&message, dead())]).await.unwrap();
-        tx.commit().await.unwrap();
+        trial.refuse(consumer, &message, "too-old").await;
     }
     assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 1);
     message.payload = b"2".to_vec();
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    tx.park(&[parked(&message, dead())]).await.unwrap();
+    tx.park(&[parked(&message, ParkAs::Dead { reason: "too-old".into(), holds: false })]).await.unwrap();
     tx.commit().await.unwrap();
     assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 2, "another content is another one");
 }
@@ -480,16 +479,15 @@ pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
 /// ones, the other all that are stored, whether they are due, behind another one, or dead.
 pub async fn g11_dead_and_waiting_messages_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
-    let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
-    trial.park(consumer, &message("a", "1"), dead()).await;
+    trial.park(consumer, &message("a", "1"), dead(true)).await;
     trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
-    trial.park(other, &message("a", "1"), dead()).await;
+    trial.park(other, &message("a", "1"), dead(true)).await;
     let store = &trial.store;
     for (rows, dead, stored) in [(1, true, true), (2, false, true), (3, false, false)] {
         let has = (store.has_dead(consumer, rows).await.unwrap(), store.has_stored(consumer, rows).await.unwrap());
         assert_eq!(has, (dead, stored), "at least {rows}");
     }
-    trial.park(consumer, &message("b", "1"), dead()).await;
+    trial.park(consumer, &message("b", "1"), dead(true)).await;
     assert!(store.has_dead(consumer, 2).await.unwrap());
     assert!(store.has_stored(consumer, 3).await.unwrap());
     trial.park(consumer, &message("c", "1"), ParkAs::Due(Duration::from_secs(60))).await;
