@@ -125,22 +125,10 @@ async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same(
 
 // SQLite has one writer at a time, and a bound on the wait for a turn.
 mod crowded {
-    use super::slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon as is_shown;
-    use crate::kit::World;
+    use super::slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon;
+    use crate::kit::on_servers;
 
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn slow_operations_leave_room_on_mariadb() {
-        let Some(database) = crate::mysql::Db::new("slow_operations_leave_room").await else { return };
-        is_shown(World::on(database.store.clone(), &database.url).await).await;
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn slow_operations_leave_room_on_postgres() {
-        crate::postgres::with_database("slow_operations_leave_room", |database| async move {
-            is_shown(World::on(database.store.clone(), &database.url).await).await;
-        })
-        .await;
-    }
+    on_servers!(slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon);
 }
 
 // Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it,

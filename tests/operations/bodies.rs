@@ -135,10 +135,7 @@ async fn m68_an_answer_whose_body_is_slow_is_sent_whole_and_its_outcome_waits_fo
     let (world, gate) = (sqlite().await, Gate::closed());
     let url = unguarded(&world, "stalls", &gate).await;
     let answer = tokio::spawn(send(post(&url, K1, "{}")));
-    until("its outcome is stored", || async {
-        world.record("t1", K1).await.is_some_and(|record| record.state == Remembered::Completed)
-    })
-    .await;
+    world.completes(K1).await;
     gate.let_go();
     let answer = answer.await.unwrap();
     assert_eq!((answer.status, answer.body.as_slice()), (201, &b"begun and ended"[..]));

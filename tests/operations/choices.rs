@@ -7,7 +7,7 @@ use axum::extract::State as Of;
 use axum::http::StatusCode;
 use axum::routing::{get, post as route_post};
 use oncebox::http::idempotency::{IdempotencyLayer, well_known};
-use oncebox::operation::{Code, Endpoint, MismatchStatus, Mode, Reconciled, Reply, Route, State, WhileRunning};
+use oncebox::operation::{Code, Endpoint, MismatchStatus, Mode, Reconciled, Reply, Route, WhileRunning};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;
@@ -80,7 +80,7 @@ async fn m43_a_recovery_is_202_where_the_route_says_so<S: Sql>(world: World<S>) 
     is_accepted(&pending, Code::RecoveryPending, &world).await;
     asked.begun().await;
     asked.let_go();
-    until("it is found out", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    world.completes(K1).await;
     let found = send(post(&url, K1, "{}")).await;
     assert_eq!((found.status, found.is_replayed(), gate.calls()), (201, true, 0));
 }

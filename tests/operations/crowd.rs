@@ -9,8 +9,7 @@ use futures::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::TypedOperation;
 use oncebox::operation::{
-    Answered, Code, EffectTx, Endpoint, FingerprintWriter, IdempotentCommand, Outcome, Reply, Route, State,
-    WhileRunning,
+    Answered, Code, EffectTx, Endpoint, FingerprintWriter, IdempotentCommand, Outcome, Reply, Route, WhileRunning,
 };
 
 use super::kit::*;
@@ -55,8 +54,7 @@ async fn pitfall_2_a_client_that_goes_away_does_not_end_the_handler<S: Sql>(worl
     // The server has seen it go once another request on the same key is answered by the map.
     send(post(&url, K1, r#"{"text":"a"}"#)).await.is(Code::InProgress);
     gate.let_go();
-    until("it ended", || async { world.record("t1", K1).await.is_some_and(|record| record.state == State::Completed) })
-        .await;
+    world.completes(K1).await;
     let again = send(post(&url, K1, r#"{"text":"a"}"#)).await;
     assert!(again.status == 201 && again.is_replayed(), "{again:?}");
     assert_eq!((gate.calls(), world.effects().await), (1, 1));

@@ -3,7 +3,7 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use oncebox::operation::{Code, Endpoint, Engine, KeyFormat, Route};
+use oncebox::operation::{Code, Endpoint, KeyFormat, Route};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;
@@ -171,10 +171,7 @@ async fn raw(url: &str, rest: &str) -> String {
 // Shown by: an unbounded budget.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_bodies_beyond_the_memory_get_503_and_nothing_runs() {
-    let world = sqlite().await;
-    let engine = Engine::builder(world.store.clone()).body_memory_max(1_000).build();
-    let world = World { engine, ..world };
-    let gate = Gate::open();
+    let (world, gate) = (sqlite().await.process(|engine| engine.body_memory_max(1_000)), Gate::open());
     let url = serve(door(&world, typed().request_body_max(10_000), &gate)).await + "/put";
     refused(&url, K1, format!(r#"{{"text":"{}"}}"#, "a".repeat(2_000))).await.is(Code::BodyMemoryExceeded);
     assert_eq!(gate.calls(), 0);
@@ -204,9 +201,7 @@ async fn head_of(stream: &mut TcpStream) -> String {
 // was announced and did not come; no end of the wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
-    let world = sqlite().await;
-    let engine = Engine::builder(world.store.clone()).body_memory_max(10_000).build();
-    let (world, gate) = (World { engine, ..world }, Gate::open());
+    let (world, gate) = (sqlite().await.process(|engine| engine.body_memory_max(10_000)), Gate::open());
     let url = serve(door(&world, typed().request_body_within(SOON), &gate)).await + "/put";
     let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(900));
     let as_other = async |key: &str| send(post(&url, key, body.clone()).header("test-scope", "t2:p1")).await.status;
@@ -245,9 +240,8 @@ async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
 // Shown by: a permit that is dropped after the read.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_a_body_is_held_until_its_run_has_ended() {
-    let world = sqlite().await;
-    let engine = Engine::builder(world.store.clone()).body_memory_max(1_000).body_memory_per_tenant_max(1_000).build();
-    let (world, gate) = (World { engine, ..world }, Gate::closed());
+    let world = sqlite().await.process(|engine| engine.body_memory_max(1_000).body_memory_per_tenant_max(1_000));
+    let gate = Gate::closed();
     let url = serve(door(&world, typed(), &gate)).await + "/put";
     let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(600));
     let asking = tokio::spawn(post(&url, K1, body.clone()).send());
@@ -275,10 +269,8 @@ async fn m12_a_request_without_a_key_is_refused_at_every_door_and_runs_nothing<S
             let bare = client().post(&url).header("content-type", "application/json").body(BODY);
             let refused = send(bare).await;
             let shown = refused.is(Code::KeyRequired).json();
-            assert_eq!(
-                (refused.status, &shown["retryable"], &shown["key_state"]),
-                (400, &false.into(), &"free".into())
-            );
+            let said = (refused.status, &shown["retryable"], &shown["key_state"]);
+            assert_eq!(said, (400, &false.into(), &"free".into()));
         }
     }
     let records = world.store.number(&format!("select count(*) from {}idempotency_request", S::PREFIX)).await;

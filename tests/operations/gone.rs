@@ -7,7 +7,7 @@
 use axum::extract::Json;
 use axum::http::StatusCode;
 use axum::routing::post as route_post;
-use oncebox::operation::{Code, Endpoint, State};
+use oncebox::operation::{Code, Endpoint};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -58,8 +58,7 @@ async fn pitfall_2_a_client_that_goes_away_does_not_end_a_handler_behind_the_lay
     goes_away(&url, "/put", "{}", &gate).await;
     send(post(&format!("{url}/put"), K1, "{}")).await.is(Code::InProgress);
     gate.let_go();
-    until("it ended", || async { world.record("t1", K1).await.is_some_and(|record| record.state == State::Completed) })
-        .await;
+    world.completes(K1).await;
     let again = send(post(&format!("{url}/put"), K1, "{}")).await;
     assert_eq!((again.status, again.is_replayed()), (201, true), "{again:?}");
     assert_eq!((gate.calls(), world.effects().await), (1, 1));

@@ -9,10 +9,9 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{
-    Code, EffectTx, Effects, Endpoint, Engine, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply, Retention,
-    Route, State,
+    Code, EffectTx, Effects, Endpoint, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply, Retention, Route,
+    State,
 };
-use oncebox::store::{Basis, Claimed};
 
 use super::kit::*;
 use super::layer::{edge, layered};
@@ -34,8 +33,7 @@ fn ring(write: &str, kids: &[&str]) -> Keyring {
 
 /// A process with these secrets.
 fn with_ring<S: Sql>(world: &World<S>, write: &str, kids: &[&str]) -> World<S> {
-    let engine = Engine::builder(world.store.clone()).keyring(ring(write, kids)).build();
-    World { engine, ..world.clone() }
+    world.process(|engine| engine.keyring(ring(write, kids)))
 }
 
 /// How many records have exactly these texts.
@@ -98,13 +96,11 @@ async fn o21_a_rotation_of_secrets_changes_no_verdict<S: Sql>(world: World<S>) {
         let write = steps[number].0;
         let beside = steps.iter().position(|(_, kids)| write == "sha256" || kids.contains(&write)).unwrap();
         for ((_, kids), (process, endpoint)) in steps.iter().zip(processes.iter().zip(&endpoints)).skip(beside) {
-            let (key_text, asks) = (key_of(number), scope("t1", "p2"));
+            let key_text = key_of(number);
             let again = replayed(run(process, endpoint, &key_text, "a", effect(&gate)).await);
             assert_eq!(again.body, bodies[number], "{write} is read with {kids:?}");
             problem(run(process, endpoint, &key_text, "b", effect(&gate)).await, Code::KeyReused);
-            let other =
-                process.engine.execute_transactional(endpoint, Some(asks), key(&key_text), put("a"), effect(&gate));
-            problem(other.await, Code::KeyReused);
+            problem(run_as("t1:p2", process, endpoint, &key_text, "a", effect(&gate)).await, Code::KeyReused);
         }
     }
     assert_eq!((gate.calls(), world.effects().await), (5, 5));
@@ -132,13 +128,12 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
     let rejected = does::<S, _>(|_: &Put, _: EffectTx<'_, S>| {
         Box::pin(async { Ok(Outcome::Rejected { answer: Reply::new(402), binding: true }) })
     });
-    let unknown = does::<S, _>(|_: &Put, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) }));
     first(run(&newer, &endpoint, &key_of(State::Completed), "a", effect(&gate)).await);
     first(run(&newer, &endpoint, &key_of(State::FailedReplayable), "a", rejected).await);
-    first(run(&newer, &endpoint, &key_of(State::UnknownRequiresRecovery), "a", unknown).await);
+    first(run(&newer, &endpoint, &key_of(State::UnknownRequiresRecovery), "a", unknown()).await);
     let expiring = short.protect(kept_for(Duration::from_millis(50)));
     first(run(&short, &expiring, &key_of(State::Expired), "a", effect(&gate)).await);
-    until("its time is over", || async { seen(&world, &key_of(State::Expired)).await.1 == State::Expired }).await;
+    world.expires(&key_of(State::Expired)).await;
     let calls = gate.calls();
     for (blind, knows) in [(with_ring(&world, "k1", &["k1"]), "k1"), (world.another_process(), "no secret")] {
         let endpoint = blind.protect(same_tx());
@@ -147,11 +142,9 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
             let before = seen(&world, &key_text).await;
             assert_eq!(before.1, state);
             // Whatever is asked, and by whom.
-            for (principal, text) in [("p1", "a"), ("p1", "b"), ("p2", "a")] {
-                let asks = Some(scope("t1", principal));
-                let answered =
-                    blind.engine.execute_transactional(&endpoint, asks, key(&key_text), put(text), effect(&gate));
-                let unknown = problem(answered.await, Code::FingerprintVersionUnknown);
+            for (who, text) in [("t1:p1", "a"), ("t1:p1", "b"), ("t1:p2", "a")] {
+                let answered = run_as(who, &blind, &endpoint, &key_text, text, effect(&gate)).await;
+                let unknown = problem(answered, Code::FingerprintVersionUnknown);
                 assert_eq!((unknown.status, unknown.code.retryable()), (503, true), "{state}, {knows}");
                 assert!(unknown.retry_after.is_some_and(|seconds| seconds >= 1) && unknown.operation_id.is_none());
             }
@@ -165,16 +158,10 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
 
 /// A claim under these secrets whose process died.
 async fn left_behind<S: Sql>(world: &World<S>, ring: &Keyring, key_text: &str) {
-    let endpoint = Engine::builder(world.store.clone()).keyring(ring.clone()).build();
-    let endpoint = endpoint.protect(Endpoint::typed::<Put>(edge())).unwrap();
+    let endpoint = world.process(|engine| engine.keyring(ring.clone())).protect(edge());
     let claim = claim(&endpoint, key_text, Mode::Edge, Duration::from_millis(1));
     let claim = oncebox::store::KeyClaim { principal: scope("t1", "p1").mark(ring), ..claim };
-    assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
-    until("its lease is over", || async {
-        let look = world.store.find(&claim.identity).await.unwrap();
-        look.record.is_some_and(|record| !record.is_owned(look.now))
-    })
-    .await;
+    world.is_left_behind(&claim).await;
 }
 
 // Shown by: giving up a stale claim, or running it again, before its fingerprint is judged; calling
@@ -223,14 +210,16 @@ async fn o21_over_http_an_unknown_key_id_is_503_and_never_422<S: Sql>(world: Wor
 
 /// A process with these secrets, whose answers are sealed for their fingerprint.
 fn sealing<S: Sql>(world: &World<S>, write: &str, kids: &[&str]) -> World<S> {
-    let engine = Engine::builder(world.store.clone()).keyring(ring(write, kids));
-    #[cfg(feature = "encrypt")]
-    let engine = {
-        let kid: Kid = "e1".parse().unwrap();
-        let secret = [9_u8; 32];
-        engine.sealer(oncebox::operation::Sealer::encrypting(&kid, [(kid.clone(), secret.as_slice())]).unwrap())
-    };
-    World { engine: engine.build(), ..world.clone() }
+    world.process(|engine| {
+        let engine = engine.keyring(ring(write, kids));
+        #[cfg(feature = "encrypt")]
+        let engine = {
+            let kid: Kid = "e1".parse().unwrap();
+            let secret = [9_u8; 32];
+            engine.sealer(oncebox::operation::Sealer::encrypting(&kid, [(kid.clone(), secret.as_slice())]).unwrap())
+        };
+        engine
+    })
 }
 
 /// A route whose first run of all fails, with nothing outstanding.
@@ -281,7 +270,7 @@ async fn o21_a_key_that_is_run_again_is_written_under_the_new_secret<S: Sql>(wor
     let expiring = older.protect(kept_for(Duration::from_millis(50)));
     first(run(&older, &expiring, K2, "a", effect(&gate)).await);
     is_written_under(&world, K2, "k1").await;
-    until("its time is over", || async { seen(&world, K2).await.1 == State::Expired }).await;
+    world.expires(K2).await;
     let endpoint = newer.protect(same_tx());
     let anew = first(run(&newer, &endpoint, K2, "a", effect(&gate)).await);
     is_written_under(&world, K2, "k2").await;

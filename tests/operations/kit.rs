@@ -9,14 +9,14 @@ use async_trait::async_trait;
 use futures::future::BoxFuture;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
-    Answered, Code, EffectTx, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Identity, Key, KeyFormat,
-    KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope,
+    Answered, Code, EffectTx, Endpoint, Engine, EngineBuilder, FingerprintWriter, IdempotentCommand, Identity, Key,
+    KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, KeyClaim, Schema, StoreOptions};
+use oncebox::store::{Base, Basis, Claimed, KeyClaim, Schema, StoreOptions};
 use oncebox::{HandlerError, Store};
 use serde::Deserialize;
 use tokio::sync::Semaphore;
@@ -122,7 +122,12 @@ impl<S: Sql> World<S> {
 
     /// An engine as another process has it: the same store, another map of what runs.
     pub(crate) fn another_process(&self) -> Self {
-        Self { engine: Engine::builder(self.store.clone()).build(), ..self.clone() }
+        self.process(|engine| engine)
+    }
+
+    /// Another process, whose engine is set up like this.
+    pub(crate) fn process(&self, set_up: impl FnOnce(EngineBuilder<S>) -> EngineBuilder<S>) -> Self {
+        Self { engine: set_up(Engine::builder(self.store.clone())).build(), ..self.clone() }
     }
 
     /// The same database through a pool of so many connections.
@@ -154,6 +159,33 @@ impl<S: Sql> World<S> {
     pub(crate) async fn record(&self, tenant: &str, key: &str) -> Option<Record> {
         self.store.find(&identity(tenant, key)).await.unwrap().record
     }
+
+    /// Waits until the outcome of a key is stored.
+    pub(crate) async fn completes(&self, key: &str) {
+        until("its outcome is stored", || async {
+            self.record("t1", key).await.is_some_and(|record| record.state == State::Completed)
+        })
+        .await;
+    }
+
+    /// Waits until the time of a key is over.
+    pub(crate) async fn expires(&self, key: &str) {
+        until("its time is over", || async {
+            let look = self.store.find(&identity("t1", key)).await.unwrap();
+            look.record.is_some_and(|record| record.state_at(look.now) == State::Expired)
+        })
+        .await;
+    }
+
+    /// Makes a claim as a process that dies after it, and waits until its lease is over.
+    pub(crate) async fn is_left_behind(&self, claim: &KeyClaim) {
+        assert!(matches!(self.store.claim(claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
+        until("its lease is over", || async {
+            let look = self.store.find(&claim.identity).await.unwrap();
+            look.record.is_some_and(|record| !record.is_owned(look.now))
+        })
+        .await;
+    }
 }
 
 pub(crate) async fn sqlite() -> World<SqliteStore> {
@@ -164,17 +196,9 @@ pub(crate) async fn sqlite() -> World<SqliteStore> {
     World { _directory: Some(Arc::new(directory)), ..World::on(store, &url).await }
 }
 
-/// Runs each test on SQLite, PostgreSQL and MariaDB.
-macro_rules! on_all {
+/// Runs each test on PostgreSQL and MariaDB.
+macro_rules! on_servers {
     ($($name:ident),* $(,)?) => {
-        mod sqlite {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    super::$name(crate::kit::sqlite().await).await;
-                }
-            )*
-        }
         mod mariadb {
             $(
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -195,6 +219,22 @@ macro_rules! on_all {
                 }
             )*
         }
+    };
+}
+pub(crate) use on_servers;
+
+/// Runs each test on SQLite, PostgreSQL and MariaDB.
+macro_rules! on_all {
+    ($($name:ident),* $(,)?) => {
+        mod sqlite {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    super::$name(crate::kit::sqlite().await).await;
+                }
+            )*
+        }
+        crate::kit::on_servers!($($name),*);
     };
 }
 pub(crate) use on_all;
@@ -327,6 +367,11 @@ pub(crate) fn effect<S: Sql>(gate: &Gate) -> impl Does<S> + use<S> {
     })
 }
 
+/// Nobody knows how it ended, and it has no effect.
+pub(crate) fn unknown<S: Sql>() -> impl Does<S> + use<S> {
+    does::<S, _>(|_: &Put, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) }))
+}
+
 pub(crate) fn made(text: &str, id: uuid::Uuid) -> Reply {
     let body = serde_json::json!({"id": id, "text": text});
     Reply::json(201, &body).unwrap().header("location", format!("/effects/{id}").into_bytes())
@@ -340,7 +385,21 @@ pub(crate) async fn run<S: Sql>(
     text: &str,
     handler: impl Does<S>,
 ) -> Answered {
-    world.engine.execute_transactional(endpoint, Some(scope("t1", "p1")), key(key_text), put(text), handler).await
+    run_as("t1:p1", world, endpoint, key_text, text, handler).await
+}
+
+/// Runs it as this tenant and principal.
+pub(crate) async fn run_as<S: Sql>(
+    who: &str,
+    world: &World<S>,
+    endpoint: &Registered,
+    key_text: &str,
+    text: &str,
+    handler: impl Does<S>,
+) -> Answered {
+    let (tenant, principal) = who.split_once(':').unwrap();
+    let scope = Some(scope(tenant, principal));
+    world.engine.execute_transactional(endpoint, scope, key(key_text), put(text), handler).await
 }
 
 /// The same in a task of its own: one effect, past the gate.
@@ -428,6 +487,19 @@ pub(crate) async fn serve(router: axum::Router) -> String {
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move { axum::serve(listener, router.layer(scoped)).await });
     url
+}
+
+/// A router whose route `/put` passes the gate, and answers 201 with this text.
+pub(crate) fn gated(gate: &Gate, text: &'static str) -> axum::Router {
+    let gate = gate.clone();
+    let handler = move || {
+        let gate = gate.clone();
+        async move {
+            gate.pass().await;
+            (axum::http::StatusCode::CREATED, text)
+        }
+    };
+    axum::Router::new().route("/put", axum::routing::post(handler))
 }
 
 /// A client without retries, redirects and proxies.

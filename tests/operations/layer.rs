@@ -14,7 +14,7 @@ use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, Idempotent,
 use oncebox::operation::{
     Code, Effects, Endpoint, Fingerprinter, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
 };
-use oncebox::store::{Basis, Bridged, Claimed, KeyClaim};
+use oncebox::store::{Bridged, KeyClaim};
 use serde::Deserialize;
 
 use super::kit::*;
@@ -24,6 +24,7 @@ on_all! {
     m69_answers_of_a_run_are_kept,
     m6_reads_are_not_protected_and_an_optional_key_may_be_missing,
     o10_what_was_called_and_not_seen_to_end_is_unknown,
+    m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not,
     o10_m70_what_the_extractor_refuses_frees_the_key_and_later_refusals_do_not,
     o10_the_engines_timeout_answers_409_and_does_not_end_the_handler,
     o11_a_stale_claim_becomes_unknown_and_is_not_run_again,
@@ -174,6 +175,24 @@ async fn o10_what_was_called_and_not_seen_to_end_is_unknown<S: Sql>(world: World
     assert_eq!(world.record("t1", &key).await, None);
 }
 
+// Shown to fail: with a retryable end finished as FAILED_REPLAYABLE (1 run of 3), and a binding
+// refusal as FAILED_RETRYABLE (3 runs).
+async fn m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    for (key, tag, runs) in [(K1, "retryable", 3), (K2, "rejected", 1)] {
+        let (body, before) = (format!(r#"{{"status":503,"tag":"{tag}"}}"#), gate.calls());
+        let mut answers = Vec::new();
+        for _ in 0..3 {
+            answers.push(send(post(&url, key, body.as_str())).await);
+        }
+        assert_eq!(gate.calls() - before, runs, "{tag}");
+        assert!(answers.iter().all(|answer| answer.status == 503 && answer.body == answers[0].body));
+        let replayed = answers.iter().filter(|answer| answer.is_replayed()).count();
+        assert_eq!(replayed, if tag == "rejected" { 2 } else { 0 });
+    }
+}
+
 // Shown by: storing extractor rejections (pitfall 16); freeing the key after the handler began.
 async fn o10_m70_what_the_extractor_refuses_frees_the_key_and_later_refusals_do_not<S: Sql>(world: World<S>) {
     let gate = Gate::open();
@@ -223,12 +242,7 @@ pub(crate) async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str
         owner: uuid::Uuid::now_v7(),
         lease: Duration::from_millis(1),
     };
-    assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
-    until("its lease is over", || async {
-        let look = world.store.find(&claim.identity).await.unwrap();
-        look.record.is_some_and(|record| !record.is_owned(look.now))
-    })
-    .await;
+    world.is_left_behind(&claim).await;
 }
 
 // Shown by: taking a stale claim over (M118: blind re-execution); deriving a failure from age.

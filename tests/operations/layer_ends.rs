@@ -4,9 +4,6 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use axum::Router;
-use axum::http::StatusCode;
-use axum::routing::post as route_post;
 use oncebox::http::idempotency::IdempotencyLayer;
 use oncebox::operation::{Asking, Code, Effects, Ended, Endpoint, Engine, Kept, Mode, Reply, Route, State};
 use oncebox::store::sqlite::SqliteStore;
@@ -32,15 +29,7 @@ async fn stage_with(gate: Gate, route: Route, faults: Faults) -> Stage {
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(faults) };
     let engine = Engine::builder(store.clone()).build();
     let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
-    let held = gate.clone();
-    let handler = move || {
-        let gate = held.clone();
-        async move {
-            gate.pass().await;
-            (StatusCode::CREATED, "done")
-        }
-    };
-    let url = serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put";
+    let url = serve(gated(&gate, "done").route_layer(layer)).await + "/put";
     Stage { world, store, gate, url }
 }
 
@@ -75,33 +64,26 @@ async fn o12_an_outcome_that_cannot_be_written_is_tried_until_it_is() {
     until("it is tried again", || async { store.faults.finishes.load(Ordering::SeqCst) > 3 }).await;
     send(post(&url, K1, "{}")).await.is(Code::InProgress);
     store.faults.finish.store(false, Ordering::SeqCst);
-    until("it is written", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    world.completes(K1).await;
     until("it is replayed", || async { send(post(&url, K1, "{}")).await.is_replayed() }).await;
     assert_eq!(gate.calls(), 1);
 }
 
-// Shown by: trying for ever; executing again when the lease is over.
+// Shown by: trying for ever; executing again when the lease is over; trying as long as the heart
+// beats (it goes on for ever: the key answers 409 until the process ends).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn o12_when_the_lease_ends_before_the_outcome_is_written_it_is_unknown() {
-    let Stage { world, store, gate, url } = stage(Gate::open(), leased(SHORT)).await;
-    store.faults.finish.store(true, Ordering::SeqCst);
-    store.faults.heartbeat.store(true, Ordering::SeqCst);
-    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
-    until("it is unknown", || async { send(post(&url, K1, "{}")).await.code() == "IDEMPOTENCY_OUTCOME_UNKNOWN" }).await;
-    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
-    assert_eq!(gate.calls(), 1);
-}
-
-// Shown by: trying as long as the heart beats (it goes on for ever: the key answers 409 until the
-// process ends).
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn o12_what_can_never_be_written_is_given_up_after_one_lease_though_the_heart_beats() {
-    let Stage { world, store, gate, url } = stage(Gate::open(), leased(SHORT)).await;
-    store.faults.finish.store(true, Ordering::SeqCst);
-    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
-    until("it is unknown", || async { send(post(&url, K1, "{}")).await.code() == "IDEMPOTENCY_OUTCOME_UNKNOWN" }).await;
-    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
-    assert_eq!(gate.calls(), 1);
+async fn o12_what_cannot_be_written_is_given_up_after_one_lease_whether_the_heart_beats_or_not() {
+    let given_up = [true, false].map(async |beats: bool| {
+        let Stage { world, store, gate, url } = stage(Gate::open(), leased(SHORT)).await;
+        store.faults.finish.store(true, Ordering::SeqCst);
+        store.faults.heartbeat.store(!beats, Ordering::SeqCst);
+        send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
+        let what = format!("it is unknown, beats: {beats}");
+        until(&what, || async { send(post(&url, K1, "{}")).await.code() == Code::OutcomeUnknown.as_str() }).await;
+        let state = world.record("t1", K1).await.unwrap().state;
+        assert_eq!((state, gate.calls()), (State::UnknownRequiresRecovery, 1), "beats: {beats}");
+    });
+    futures::future::join_all(given_up).await;
 }
 
 // Shown by: writing the same again whatever the store said of it.
@@ -110,7 +92,7 @@ async fn o12_a_body_that_the_store_refuses_leaves_a_tombstone_and_not_unknown() 
     let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_secs(20))).await;
     store.faults.bodies.store(true, Ordering::SeqCst);
     send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
-    until("it is written", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    world.completes(K1).await;
     until("its run has ended", || async { send(post(&url, K1, "{}")).await.code() != Code::InProgress.as_str() }).await;
     send(post(&url, K1, "{}")).await.is(Code::ResultNotRetained);
     assert_eq!(gate.calls(), 1);
@@ -181,7 +163,7 @@ async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {
     request.abort();
     assert!(request.await.unwrap_err().is_cancelled());
     store.faults.claim_waits.store(false, Ordering::SeqCst);
-    until("it has run", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    world.completes(K1).await;
     assert_eq!(gate.calls(), 1);
 }
 
@@ -298,14 +280,7 @@ async fn stage_on(world: &World<SqliteStore>, gate: Gate) -> String {
     let engine = Engine::builder(world.store.clone()).build();
     let route = Route { effects: Effects::Repeatable, ..edge() };
     let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
-    let handler = move || {
-        let gate = gate.clone();
-        async move {
-            gate.pass().await;
-            (StatusCode::CREATED, "other")
-        }
-    };
-    serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put"
+    serve(gated(&gate, "other").route_layer(layer)).await + "/put"
 }
 
 /// Whether somebody owns the record now.

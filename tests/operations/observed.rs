@@ -10,7 +10,7 @@ use axum::routing::post as route_post;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
 use oncebox::operation::{
-    Code, EffectTx, Endpoint, Engine, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
+    Code, EffectTx, Endpoint, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
@@ -21,6 +21,51 @@ use super::crowd::door;
 use super::hearing::{Heard, hear};
 use super::kit::*;
 use super::layer::{edge, layered};
+
+/// Runs each test on SQLite, PostgreSQL and MariaDB, with what is said and counted on its own
+/// thread.
+macro_rules! heard_on_all {
+    ($($name:ident),* $(,)?) => {
+        mod sqlite {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    let (heard, _hearing) = crate::hearing::hear();
+                    super::$name(crate::kit::sqlite().await, heard).await;
+                }
+            )*
+        }
+        mod mariadb {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    let (heard, _hearing) = crate::hearing::hear();
+                    let Some(database) = crate::mysql::Db::new(stringify!($name)).await else { return };
+                    let world = crate::kit::World::on(database.store.clone(), &database.url).await;
+                    super::$name(world, heard).await;
+                }
+            )*
+        }
+        mod postgres {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    let (heard, _hearing) = crate::hearing::hear();
+                    crate::postgres::with_database(stringify!($name), |database| async move {
+                        let world = crate::kit::World::on(database.store.clone(), &database.url).await;
+                        super::$name(world, heard).await;
+                    })
+                    .await;
+                }
+            )*
+        }
+    };
+}
+
+heard_on_all! {
+    m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept,
+    m104_a_key_that_stays_locked_is_counted,
+}
 
 const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const REJECTED: &str = "oncebox_idempotency_rejected_count";
@@ -47,9 +92,7 @@ fn hash(key: &str) -> String {
 
 /// A world whose engine takes bodies of a thousand bytes in all.
 async fn narrow() -> World<SqliteStore> {
-    let world = sqlite().await;
-    let engine = Engine::builder(world.store.clone()).body_memory_max(1_000).build();
-    World { engine, ..world }
+    sqlite().await.process(|engine| engine.body_memory_max(1_000))
 }
 
 // Shown by: answering without counting.
@@ -168,56 +211,6 @@ async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failur
     assert_eq!((again.status, again.is_replayed(), &again.body, gate.calls()), (402, true, &one.body, 1));
 }
 
-/// What is said and counted is heard on the test's own thread.
-mod m28 {
-    use super::*;
-
-    #[tokio::test]
-    async fn sqlite() {
-        let (heard, _hearing) = hear();
-        let world = crate::kit::sqlite().await;
-        m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept(world, heard).await;
-    }
-
-    #[tokio::test]
-    async fn mariadb() {
-        let (heard, _hearing) = hear();
-        let Some(database) = crate::mysql::Db::new("m28_another_command_under_a_key").await else { return };
-        let world = World::on(database.store.clone(), &database.url).await;
-        m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept(world, heard).await;
-    }
-
-    #[tokio::test]
-    async fn postgres() {
-        let (heard, _hearing) = hear();
-        crate::postgres::with_database("m28_another_command_under_a_key", |database| async move {
-            let world = World::on(database.store.clone(), &database.url).await;
-            m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept(world, heard).await;
-        })
-        .await;
-    }
-}
-
-// Shown to fail: with a retryable end finished as FAILED_REPLAYABLE (1 run of 3), and a binding
-// refusal as FAILED_RETRYABLE (3 runs).
-async fn m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not<S: Sql>(world: World<S>) {
-    let gate = Gate::open();
-    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
-    for (key, tag, runs) in [(K1, "retryable", 3), (K2, "rejected", 1)] {
-        let (body, before) = (format!(r#"{{"status":503,"tag":"{tag}"}}"#), gate.calls());
-        let mut answers = Vec::new();
-        for _ in 0..3 {
-            answers.push(send(post(&url, key, body.as_str())).await);
-        }
-        assert_eq!(gate.calls() - before, runs, "{tag}");
-        assert!(answers.iter().all(|answer| answer.status == 503 && answer.body == answers[0].body));
-        let replayed = answers.iter().filter(|answer| answer.is_replayed()).count();
-        assert_eq!(replayed, if tag == "rejected" { 2 } else { 0 });
-    }
-}
-
-on_all!(m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not);
-
 // Shown by: not counting a store that does not answer.
 #[tokio::test]
 async fn m104_a_store_that_does_not_answer_is_counted_by_stage() {
@@ -252,9 +245,11 @@ async fn m103_a_claim_that_the_database_asks_to_try_again_is_counted_once() {
     assert_eq!((gate.calls(), of_put(&heard, CLAIMS)), (2, 1.0));
 }
 
-/// A key that another process holds in an open transaction, then one that runs here for longer than
-/// a duplicate waits.
-async fn locked<S: Sql>(world: World<S>, heard: Heard) {
+// A key that another process holds in an open transaction, then one that runs here for longer than
+// a duplicate waits.
+//
+// Shown by: counting no refusal of a key that nobody sees, and none after a wait.
+async fn m104_a_key_that_stays_locked_is_counted<S: Sql>(world: World<S>, heard: Heard) {
     let (other, patient) = (world.another_process(), world.another_process());
     let endpoint = world.protect(same_tx());
     let there = other.protect(Route { wait_max: Duration::from_millis(100), ..same_tx() });
@@ -280,33 +275,6 @@ async fn locked<S: Sql>(world: World<S>, heard: Heard) {
     first(held.await.unwrap());
     replayed(run(&other, &there, K1, "a", effect(&gate)).await);
     assert_eq!(of_put(&heard, LOCKED), 3.0);
-}
-
-// Shown by: counting no refusal of a key that nobody sees, and none after a wait.
-mod m104_a_key_that_stays_locked_is_counted {
-    use super::*;
-
-    #[tokio::test]
-    async fn on_sqlite() {
-        let (heard, _hearing) = hear();
-        locked(sqlite().await, heard).await;
-    }
-
-    #[tokio::test]
-    async fn on_mariadb() {
-        let (heard, _hearing) = hear();
-        let Some(database) = crate::mysql::Db::new("m104_a_key_that_stays_locked").await else { return };
-        locked(World::on(database.store.clone(), &database.url).await, heard).await;
-    }
-
-    #[tokio::test]
-    async fn on_postgres() {
-        let (heard, _hearing) = hear();
-        crate::postgres::with_database("m104_a_key_that_stays_locked", |database| async move {
-            locked(World::on(database.store.clone(), &database.url).await, heard).await;
-        })
-        .await;
-    }
 }
 
 // Shown by: sweeping without counting; one count for both.
@@ -348,10 +316,7 @@ async fn m103_the_gauges_show_what_is_open_and_what_is_unknown() {
         (heard.metric(AGE, &[]), heard.metric(UNKNOWN, &[]))
     };
     assert_eq!(shown().await, (0.0, 0.0));
-    let unknown = does::<SqliteStore, _>(|_: &Put, _: EffectTx<'_, SqliteStore>| {
-        Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) })
-    });
-    first(run(&world, &endpoint, K2, "a", unknown).await);
+    first(run(&world, &endpoint, K2, "a", unknown()).await);
     assert_eq!(shown().await, (0.0, 1.0));
     // A payment that is open in this process: nobody else sees it.
     let gate = Gate::closed();
@@ -402,10 +367,7 @@ async fn m105_m113_each_turn_of_a_key_has_its_span_and_a_mismatch_its_warning() 
     assert!(spans("replay").is_empty() && spans("mismatch").is_empty() && spans("recovery").is_empty());
     replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await);
     problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
-    let unknown = does::<SqliteStore, _>(|_: &Put, _: EffectTx<'_, SqliteStore>| {
-        Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) })
-    });
-    first(run(&world, &endpoint, K2, "a", unknown).await);
+    first(run(&world, &endpoint, K2, "a", unknown()).await);
     problem(run(&world, &endpoint, K2, "a", effect(&gate)).await, Code::OutcomeUnknown);
     for (name, keys) in [
         ("acquire", vec![K1, K2]),

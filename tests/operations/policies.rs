@@ -34,21 +34,13 @@ fn short(ttl: Duration) -> Route {
     Route { retention: Retention { ttl, body: ttl, metadata: Duration::from_secs(86_400) }, ..same_tx() }
 }
 
-async fn expires<S: Sql>(world: &World<S>, key: &str) {
-    until("its time is over", || async {
-        let look = world.store.find(&identity("t1", key)).await.unwrap();
-        look.record.is_some_and(|record| record.state_at(look.now) == State::Expired)
-    })
-    .await;
-}
-
 // Shown by: delete-then-insert (generation 1 again); the operation id of the first run.
 async fn m117_o4_a_retry_after_expiry_is_a_new_operation_of_the_same_record<S: Sql>(world: World<S>) {
     let endpoint = world.protect(short(Duration::from_millis(200)));
     let gate = Gate::open();
     let one = first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
     let seen = world.record("t1", K1).await.unwrap();
-    expires(&world, K1).await;
+    world.expires(K1).await;
     problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
     let two = first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
     let now = world.record("t1", K1).await.unwrap();
@@ -71,7 +63,7 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
     let gate = Gate::open();
     let key = uuid::Uuid::now_v7().to_string();
     first(run(&world, &endpoint, &key, "a", effect(&gate)).await);
-    expires(&world, &key).await;
+    world.expires(&key).await;
     problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
     until("it is purged", || async {
         world.engine.sweep(100).await.unwrap();
@@ -101,10 +93,9 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
 async fn o3_a_known_outcome_expires_and_an_unknown_one_does_not<S: Sql>(world: World<S>) {
     let endpoint = world.protect(short(Duration::from_millis(50)));
     let gate = Gate::open();
-    let unknown = does::<S, _>(|_: &Put, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) }));
-    assert_eq!(first(run(&world, &endpoint, K1, "a", unknown).await).status, 502);
+    assert_eq!(first(run(&world, &endpoint, K1, "a", unknown()).await).status, 502);
     first(run(&world, &endpoint, K2, "a", effect(&gate)).await);
-    expires(&world, K2).await;
+    world.expires(K2).await;
     problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::OutcomeUnknown);
     world.engine.sweep(100).await.unwrap();
     assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
@@ -175,13 +166,8 @@ async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(wor
     assert_ne!(one.body, two.body);
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
     let (next, required) = world.deployed(Endpoint::typed::<Put>(same_tx()));
-    let missing = next.engine.execute_transactional(
-        &required,
-        Some(scope("t1", "p1")),
-        KeyGiven::Missing,
-        put("a"),
-        effect(&gate),
-    );
+    let (scoped, missing) = (Some(scope("t1", "p1")), KeyGiven::Missing);
+    let missing = next.engine.execute_transactional(&required, scoped, missing, put("a"), effect(&gate));
     problem(missing.await, Code::KeyRequired);
     let unscoped = next.engine.execute_transactional(&required, None, key(K1), put("a"), effect(&gate)).await;
     problem(unscoped, Code::ScopeRequired);
@@ -190,8 +176,7 @@ async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(wor
 
 // Shown by: counting all tenants together; storing the refused one.
 async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(world: World<S>) {
-    let engine = Engine::builder(world.store.clone()).open_per_tenant_max(1).build();
-    let world = World { engine, ..world };
+    let world = world.process(|engine| engine.open_per_tenant_max(1));
     let endpoint = world.protect(same_tx());
     let (gate, open) = (Gate::closed(), Gate::open());
     let running = running(&world, &endpoint, K1, &gate);
@@ -207,19 +192,15 @@ async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(worl
 
 // Shown by: counting what runs here only; counting what has its outcome.
 async fn o11_what_is_unresolved_counts_against_the_quota<S: Sql>(world: World<S>) {
-    let engine = Engine::builder(world.store.clone()).open_per_tenant_max(1).build();
-    let world = World { engine, ..world };
+    let world = world.process(|engine| engine.open_per_tenant_max(1));
     let endpoint = world.protect(same_tx());
     let gate = Gate::open();
     first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
-    let unknown = does::<S, _>(|_: &Put, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) }));
-    first(run(&world, &endpoint, K2, "a", unknown).await);
+    first(run(&world, &endpoint, K2, "a", unknown()).await);
     let third = format!("{K2}-third");
     problem(run(&world, &endpoint, &third, "a", effect(&gate)).await, Code::QuotaExceeded);
     replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await);
-    let other =
-        world.engine.execute_transactional(&endpoint, Some(scope("t2", "p1")), key(&third), put("a"), effect(&gate));
-    first(other.await);
+    first(run_as("t2:p1", &world, &endpoint, &third, "a", effect(&gate)).await);
     assert_eq!(gate.calls(), 2);
 }
 
@@ -243,29 +224,18 @@ async fn m105_a_key_that_cannot_be_read_is_shown_as_such_and_hides_no_other<S: S
 // Shown by: not asking.
 async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(world: World<S>) {
     let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
-    let services = ["eu", "us"].map(|here| {
-        let engine = Engine::builder(world.store.clone()).region(here, home).build();
-        World { engine, ..world.clone() }
-    });
+    let services = ["eu", "us"].map(|here| world.process(|engine| engine.region(here, home)));
     let gate = Gate::open();
     for (number, service) in services.iter().enumerate() {
         let endpoint = service.protect(same_tx());
         for (tenant, is_home) in [("eu.t1", number == 0), ("us.t1", number == 1)] {
-            let asks = service.engine.execute_transactional(
-                &endpoint,
-                Some(scope(tenant, "p1")),
-                key(K1),
-                put("a"),
-                effect(&gate),
-            );
+            let answered = run_as(&format!("{tenant}:p1"), service, &endpoint, K1, "a", effect(&gate)).await;
             if is_home {
-                first(asks.await);
+                first(answered);
             } else {
-                let elsewhere = problem(asks.await, Code::WrongRegion);
-                assert_eq!(
-                    (elsewhere.status, elsewhere.home_region.as_deref()),
-                    (421, tenant.split_once('.').map(|t| t.0))
-                );
+                let elsewhere = problem(answered, Code::WrongRegion);
+                let home = tenant.split_once('.').map(|t| t.0);
+                assert_eq!((elsewhere.status, elsewhere.home_region.as_deref()), (421, home));
             }
         }
     }

@@ -4,7 +4,8 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use oncebox::operation::{Code, Endpoint, Engine, Retention, Route, State};
+use oncebox::http::idempotency::IdempotencyLayer;
+use oncebox::operation::{Code, Endpoint, Engine, Retention, Route};
 
 use super::faulty::{Faults, Faulty};
 use super::kit::*;
@@ -18,8 +19,7 @@ on_all! {
 
 /// A process whose tenants may have so many bytes stored.
 fn bounded<S: Sql>(world: &World<S>, bytes: u64) -> World<S> {
-    let engine = Engine::builder(world.store.clone()).stored_bytes_per_tenant_max(bytes).build();
-    World { engine, ..world.clone() }
+    world.process(|engine| engine.stored_bytes_per_tenant_max(bytes))
 }
 
 // Shown by: refusing nothing; counting all tenants together; asking before the key is looked for;
@@ -35,8 +35,7 @@ async fn m120_a_tenant_with_its_bytes_used_up_runs_nothing_new<S: Sql>(world: Wo
     assert!(over.retry_after.is_some_and(|seconds| seconds >= 30) && over.detail.is_some(), "{over:?}");
     replayed(run(&full, &endpoint, K1, "a", effect(&gate)).await);
     problem(run(&full, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
-    let other = full.engine.execute_transactional(&endpoint, Some(scope("t2", "p1")), key(K2), put("a"), effect(&gate));
-    first(other.await);
+    first(run_as("t2:p1", &full, &endpoint, K2, "a", effect(&gate)).await);
     // A first request makes the next one probably a first one too, which is claimed without a look:
     // it is counted all the same.
     problem(run(&full, &endpoint, &format!("{K2}-third"), "a", effect(&gate)).await, Code::QuotaExceeded);
@@ -54,11 +53,7 @@ async fn m120_a_key_whose_time_is_over_runs_anew_only_within_the_quota<S: Sql>(w
     let short =
         Route { retention: Retention { ttl: life, body: life, metadata: Duration::from_secs(86_400) }, ..same_tx() };
     first(run(&world, &world.protect(short.clone()), K1, "a", effect(&gate)).await);
-    until("its time is over", || async {
-        let look = world.store.find(&identity("t1", K1)).await.unwrap();
-        look.record.is_some_and(|record| record.state_at(look.now) == State::Expired)
-    })
-    .await;
+    world.expires(K1).await;
     let next = world.another_process();
     first(run(&next, &next.protect(same_tx()), K2, "a", effect(&gate)).await);
     let stored = world.store.stored_of_tenant("t1").await.unwrap();
@@ -105,17 +100,8 @@ async fn o29_of_requests_that_come_at_once_no_more_run_than_the_quota_allows() {
     let (world, gate) = (sqlite().await, Gate::closed());
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
     let engine = Engine::builder(store.clone()).open_per_tenant_max(1).build();
-    let layer = oncebox::http::idempotency::IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
-    let held = gate.clone();
-    let handler = move || {
-        let gate = held.clone();
-        async move {
-            gate.pass().await;
-            "done"
-        }
-    };
-    let router = axum::Router::new().route("/put", axum::routing::post(handler)).route_layer(layer);
-    let url = serve(router).await + "/put";
+    let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
+    let url = serve(gated(&gate, "done").route_layer(layer)).await + "/put";
     // Each was told that nothing runs and that nothing is open, and none has begun.
     store.faults.opens_wait.store(true, Ordering::SeqCst);
     let ask = |key: &str| tokio::time::timeout(SOON, send(post(&url, key, "{}")));
@@ -126,7 +112,7 @@ async fn o29_of_requests_that_come_at_once_no_more_run_than_the_quota_allows() {
     refused.unwrap().expect("one is refused while the other runs").is(Code::QuotaExceeded);
     gate.begun().await;
     gate.let_go();
-    assert_eq!((runs.await.unwrap().unwrap().status, gate.calls()), (200, 1));
+    assert_eq!((runs.await.unwrap().unwrap().status, gate.calls()), (201, 1));
 }
 
 // Shown by: asking before each claim; letting pass what cannot be counted.
@@ -137,20 +123,12 @@ async fn m120_m60_the_store_is_asked_now_and_then_and_one_that_cannot_say_runs_n
     let gate = Gate::open();
     let serving = async || {
         let engine = Engine::builder(store.clone()).stored_bytes_per_tenant_max(1 << 20).build();
-        let layer = oncebox::http::idempotency::IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
-        let held = gate.clone();
-        let handler = move || {
-            let gate = held.clone();
-            async move {
-                gate.pass().await;
-                "done"
-            }
-        };
-        serve(axum::Router::new().route("/put", axum::routing::post(handler)).route_layer(layer)).await + "/put"
+        let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
+        serve(gated(&gate, "done").route_layer(layer)).await + "/put"
     };
     let url = serving().await;
     for key in 0..20 {
-        assert_eq!(send(post(&url, &format!("{K1}-{key}"), "{}")).await.status, 200);
+        assert_eq!(send(post(&url, &format!("{K1}-{key}"), "{}")).await.status, 201);
     }
     let asked = store.faults.stored.load(Ordering::SeqCst);
     // Now and then five seconds may have passed on a busy machine.
@@ -161,5 +139,5 @@ async fn m120_m60_the_store_is_asked_now_and_then_and_one_that_cannot_say_runs_n
     assert!(send(post(&url, &format!("{K1}-0"), "{}")).await.is_replayed());
     assert_eq!((gate.calls(), world.record("t1", K2).await), (20, None));
     store.faults.stored_away.store(false, Ordering::SeqCst);
-    assert_eq!(send(post(&url, K2, "{}")).await.status, 200);
+    assert_eq!(send(post(&url, K2, "{}")).await.status, 201);
 }

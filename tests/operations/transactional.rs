@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::message::TraceContext;
-use oncebox::operation::{Answered, Code, EffectTx, Mode, Outcome, Reply, Retention, Route, State};
+use oncebox::operation::{Answered, Code, EffectTx, Mode, Outcome, Reply, Retention, Route, State, WhileRunning};
 use oncebox::store::{Basis, Begun, KeyClaim, OperationTx, Proof};
 use oncebox::{HandlerError, NewMessage};
 
@@ -258,11 +258,9 @@ async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: 
         let retention = Retention { ttl, body: ttl, ..Retention::default() };
         assert_eq!(tx.complete(Vec::new(), &outcome, &retention).await.unwrap(), Proof::Same);
         tx.commit().await.unwrap();
-        until("its time is over", || async {
-            let look = world.store.find(&claim.identity).await.unwrap();
-            reclaims || look.record.unwrap().state_at(look.now) == State::Expired
-        })
-        .await;
+        if !reclaims {
+            world.expires(key).await;
+        }
         let endpoint = world.protect(same_tx());
         let calls = Arc::new(AtomicU32::new(0));
         let statements = &["rollback", "insert into effect (text) values ('out')"];
@@ -443,11 +441,10 @@ async fn o16_two_tenants_with_one_key_are_two_operations<S: Sql>(world: World<S>
     let endpoint = world.protect(same_tx());
     let gate = Gate::open();
     for (tenant, text) in [("t1", "a"), ("t2", "b"), ("T1", "c"), ("t1 ", "d")] {
-        let engine = &world.engine;
-        let asks =
-            || engine.execute_transactional(&endpoint, Some(scope(tenant, "p1")), key(K1), put(text), effect(&gate));
-        let one = first(asks().await);
-        assert_eq!(replayed(asks().await).body, one.body, "{tenant}");
+        let who = format!("{tenant}:p1");
+        let one = first(run_as(&who, &world, &endpoint, K1, text, effect(&gate)).await);
+        let again = replayed(run_as(&who, &world, &endpoint, K1, text, effect(&gate)).await);
+        assert_eq!(again.body, one.body, "{tenant}");
     }
     assert_eq!((gate.calls(), world.effects().await), (4, 4));
 }
@@ -460,8 +457,7 @@ async fn o20_another_principal_gets_the_answer_of_a_mismatch<S: Sql>(world: Worl
     first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
     let mismatch = problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
     for text in ["a", "b"] {
-        let other = Some(scope("t1", "p2"));
-        let other = world.engine.execute_transactional(&endpoint, other, key(K1), put(text), effect(&gate)).await;
+        let other = run_as("t1:p2", &world, &endpoint, K1, text, effect(&gate)).await;
         assert_eq!(problem(other, Code::KeyReused), mismatch);
     }
     assert_eq!(gate.calls(), 1);
@@ -515,7 +511,6 @@ async fn o29_unkept_outcomes_leave_no_row<S: Sql>(world: World<S>) {
 // Shown by: waiting on a connection; executing when the wait ends without reading again (pitfall
 // 13).
 async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
-    use oncebox::operation::WhileRunning;
     let route = Route { while_running: WhileRunning::Wait, wait_max: SOON, ..same_tx() };
     let (endpoint, other) = (world.protect(route.clone()), world.another_process());
     let there = other.protect(route);
@@ -534,7 +529,6 @@ async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
 
 // Shown by: counting what a wait asks in between as rounds (2 s, whatever the route says).
 async fn m43_a_wait_for_another_process_lasts_as_long_as_the_route_says<S: Sql>(world: World<S>) {
-    use oncebox::operation::WhileRunning;
     let wait_max = Duration::from_secs(4);
     let route = Route { while_running: WhileRunning::Wait, wait_max, ..same_tx() };
     let (endpoint, other) = (world.protect(route.clone()), world.another_process());
@@ -552,7 +546,6 @@ async fn m43_a_wait_for_another_process_lasts_as_long_as_the_route_says<S: Sql>(
 
 // Shown by: no bound: nobody is answered while it runs.
 async fn m43_m120_so_many_wait_for_one_key_and_the_others_are_told_at_once<S: Sql>(world: World<S>) {
-    use oncebox::operation::WhileRunning;
     let route = Route { while_running: WhileRunning::Wait, wait_max: SOON * 3, waiters_max: 2, ..same_tx() };
     let endpoint = world.protect(route);
     for key in [K1, K2] {
