@@ -2,36 +2,26 @@
 //! (O1, O17, R27).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
 use oncebox::operation::{Answered, Code, Stage};
 
-use crate::flow::{Clash, KEY, Plan, Service, code};
+use crate::flow::{BUDGET, Clash, KEY, ONE, Plan, Service, TWO, code, status};
 use crate::scripted::{Scripted, done};
 use crate::world::Rows;
-
-const ONE: &str = "key-0000000000000001";
-const TWO: &str = "key-0000000000000002";
-const BUDGET: Duration = Duration::from_secs(20);
 
 /// Two operations in a deadlock: one of them runs its phase again, within its request.
 async fn deadlock<S: Rows>(store: &S, first_phase: bool, hidden: bool) {
     store.write("insert into place values ('x', 0), ('y', 0)").await;
-    let runs = [AtomicU32::new(0), AtomicU32::new(0)];
-    let clash = Arc::new(Clash { first_phase, hidden, swallowed: false, meet: tokio::sync::Barrier::new(2), runs });
+    let clash = Arc::new(Clash { hidden, ..Clash::new(first_phase) });
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.clash = Some(Arc::clone(&clash));
     let service = Service::start(store, &plan, Scripted::default().answers(done()).answers(done())).await;
     let (one, two) = tokio::join!(service.ask(ONE, 700, BUDGET), service.ask(TWO, 701, BUDGET));
     for answered in [one, two] {
-        assert!(
-            matches!(answered, Answered::Reply { ref reply, replayed: false } if reply.status == 201),
-            "{answered:?}"
-        );
+        assert_eq!(status(&answered), (201, false));
     }
-    let runs: u32 = clash.runs.iter().map(|runs| runs.load(Ordering::SeqCst)).sum();
-    assert_eq!(runs, 3, "one of them ran again");
+    assert_eq!(clash.runs(), 3, "one of them ran again");
     assert_eq!(store.number("select count(*) from place where n = 2").await, 2);
     for id in store.operation_ids().await {
         let operation = store.operation(id).await.unwrap().unwrap();

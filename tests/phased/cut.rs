@@ -7,14 +7,11 @@ use std::sync::atomic::Ordering;
 use oncebox::operation::{Code, Stage};
 use oncebox::store::StoreOptions;
 
-use crate::flow::{KEY, Plan, Service, code};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code};
 use crate::proxy::{Failure, Proxy, When};
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const BUDGET: std::time::Duration = std::time::Duration::from_secs(20);
 
 /// What a handler does last before its connection is lost.
 const LOCAL: &str = "insert into step";
@@ -39,7 +36,7 @@ impl At {
     }
 }
 
-async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
+pub(crate) async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
     let proxy = Proxy::before(url, clear);
     (S::connect(&StoreOptions::new(proxy.url.clone())).await.unwrap(), proxy)
 }

@@ -1,49 +1,35 @@
 //! Proof that comes late, around a parking, or to a database that refuses it (O8); and drives that
 //! come before their time (O9).
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::operation::provider::{Answer, Strategy};
-use oncebox::operation::{Answered, Code, Stage};
+use oncebox::operation::{Code, Stage};
 use oncebox::sqlx;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, NewEvidence, Phases, Sealed};
-use tokio::sync::Notify;
 
-use crate::flow::{KEY, Plan, Service, code};
-use crate::scripted::{Act, Scripted, done};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code, status};
+use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const BUDGET: Duration = Duration::from_secs(20);
 
 // The first driver's lease is over while it waits for its answer; the second one has no means to
 // find out, and parks. Shown by: leaving the operation parked (`speak_up` left out).
 async fn o8_proof_that_comes_after_the_parking_un_parks<S: Rows>(store: S) {
-    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
-    let waits = Box::pin(async move {
-        here.notify_one();
-        there.notified().await;
-    });
-    let told = Scripted::default().then(Act::After(waits, done())).timeout(3 * SOON);
+    let (told, held) = Scripted::default().timeout(3 * SOON).held(done());
     let slow = Service::start(&store, &Plan::new(Strategy::None).long_lease(), told.clone()).await;
     let first = async { slow.ask(ONE, 700, Duration::from_millis(1)).await };
-    let (first, ()) = tokio::join!(first, arrives.notified());
+    let (first, ()) = tokio::join!(first, held.reached());
     assert_eq!(code(&first), Some(Code::RecoveryPending));
     store.write(&format!("update {} set lease_until = {}", S::table("operation"), S::year(2020))).await;
     let silent = Scripted::default();
     let next = Service::start(&store, &Plan::new(Strategy::None), silent.clone()).await;
     assert_eq!(code(&next.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
     assert_eq!(next.operation().await.parked.as_deref(), Some("provider-without-key-or-query"));
-    goes.notify_one();
+    held.go_on();
     let worker = slow.recover();
-    eventually("un-parked by the proof", SOON, || async {
-        (next.operation().await.stage == Stage::Succeeded).then_some(())
-    })
-    .await;
+    next.succeeds().await;
     worker.stop().await;
     assert_eq!((told.arrived().len(), silent.arrived().len()), (1, 0));
     next.ended_once("settled").await;
@@ -52,21 +38,15 @@ async fn o8_proof_that_comes_after_the_parking_un_parks<S: Rows>(store: S) {
 // The row is locked from the send to the parking, so that proof comes between the look that decides
 // to park and the parking. Shown by: parking without a look at the evidence.
 async fn o8_proof_that_comes_before_the_parking_is_used(store: PostgresStore) {
-    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
-    let waits = Box::pin(async move {
-        here.notify_one();
-        there.notified().await;
-    });
-    let told = Scripted::default().then(Act::After(waits, Answer::NoAnswer)).timeout(3 * SOON);
+    let (told, held) = Scripted::default().timeout(3 * SOON).held(Answer::NoAnswer);
     let service = Service::start(&store, &Plan::new(Strategy::None).long_lease(), told.clone()).await;
     let asked = service.ask(ONE, 700, 2 * SOON);
     let meanwhile = async {
-        arrives.notified().await;
+        held.reached().await;
         let mut lock = store.pool().begin().await.unwrap();
         sqlx::query("select 1 from oncebox.operation for update").execute(&mut *lock).await.unwrap();
         let operation = service.operation().await;
-        goes.notify_one();
+        held.go_on();
         let waiting =
             "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'";
         eventually("a parking that waits", SOON, || async { (store.number(waiting).await > 0).then_some(()) }).await;
@@ -84,7 +64,7 @@ async fn o8_proof_that_comes_before_the_parking_is_used(store: PostgresStore) {
         lock.commit().await.unwrap();
     };
     let (answered, ()) = tokio::join!(asked, meanwhile);
-    assert!(matches!(answered, Answered::Reply { ref reply, replayed: false } if reply.status == 201), "{answered:?}");
+    assert_eq!(status(&answered), (201, false));
     assert_eq!((told.arrived().len(), service.operation().await.parked), (1, None));
     service.ended_once("settled").await;
 }
@@ -115,8 +95,7 @@ async fn o8_proof_that_the_database_refuses_goes_to_an_operator_in_words<S: Rows
 
 // Shown by: giving it back for a time counted from the drive.
 async fn o9_a_request_that_comes_before_its_time_moves_nothing<S: Rows>(store: S) {
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let told = (0..4).fold(Scripted::default(), |told, _| told.answers(Answer::status(500)));
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
@@ -223,7 +202,7 @@ async fn what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end<S: Rows>(stor
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
     let worker = service.recover();
-    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    let parked = service.is_parked().await;
     worker.stop().await;
     let operation = service.operation().await;
     assert_eq!((parked.as_str(), operation.stage, operation.intents[0].sends), ("cannot-be-sent", Stage::Unknown, 1));

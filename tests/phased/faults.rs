@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::operation::{Answered, Code, Stage};
-use oncebox::store::{ActContext, Resolution};
+use oncebox::store::Resolution;
 
 use crate::cards::Cards;
-use crate::flow::{KEY_AND_QUERY, Plan, Service, Shared};
+use crate::flow::{BUDGET, KEY_AND_QUERY, ONE, Plan, Service, Shared, TWO};
+use crate::operator::by_hand;
 use crate::provider::ProviderProcess;
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -23,8 +24,6 @@ fn patient(provider: &ProviderProcess) -> Shared {
     Shared(Arc::new(Cards::new(&provider.url, Duration::from_secs(15)).unwrap()))
 }
 
-const KEY: &str = "key-0000000000000001";
-
 /// One charge, whatever went wrong on the way, and every later answer is the first one. No worker
 /// runs: the repeating request recovers.
 async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
@@ -33,9 +32,9 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
         provider.fault(fault, *times, *delay).await;
     }
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
-    let (first, _) = service.ask_until_known(KEY, 700).await;
+    let (first, _) = service.ask_until_known(ONE, 700).await;
     assert_eq!(first.status, 201, "{faults:?}");
-    let (again, replayed) = service.ask_until_known(KEY, 700).await;
+    let (again, replayed) = service.ask_until_known(ONE, 700).await;
     assert_eq!((again.status, &again.body, replayed), (201, &first.body, true));
     assert_eq!(provider.count().await, (1, 1), "{faults:?}");
     service.ended_once("settled").await;
@@ -46,7 +45,7 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
 async fn m81_no_fault<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), patient(&provider)).await;
-    let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
+    let answered = service.ask(ONE, 700, BUDGET).await;
     let Answered::Reply { reply, replayed: false } = answered else { panic!("{answered:?}") };
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
     service.ended_once("settled").await;
@@ -96,7 +95,7 @@ async fn o7_a_refusal_of_a_resend_is_no_verdict<S: Rows>(store: S) {
     provider.fault("take_late", 1, 1_500).await;
     provider.fault("refuse_keys", 0, 0).await;
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
-    let asked = async { service.ask(KEY, 700, Duration::from_secs(20)).await };
+    let asked = async { service.ask(ONE, 700, BUDGET).await };
     let refuses = async {
         eventually("the first send", SOON, || async {
             let sent = service.store.number(&format!("select count(*) from {}", S::table("operation_evidence"))).await;
@@ -106,17 +105,17 @@ async fn o7_a_refusal_of_a_resend_is_no_verdict<S: Rows>(store: S) {
         provider.fault("refuse_keys", 2, 0).await;
     };
     tokio::join!(asked, refuses);
-    let (reply, _) = service.ask_until_known(KEY, 700).await;
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
     service.ended_once("settled").await;
 }
 
 async fn o7_a_listed_verdict_is_a_failure<S: Rows>(store: S) {
-    for (fault, key) in [("decline", KEY), ("refuse_keys", "key-0000000000000002")] {
+    for (fault, key) in [("decline", ONE), ("refuse_keys", TWO)] {
         let provider = ProviderProcess::start();
         provider.fault(fault, 1, 0).await;
         let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), patient(&provider)).await;
-        let answered = service.ask(key, 700, Duration::from_secs(20)).await;
+        let answered = service.ask(key, 700, BUDGET).await;
         let Answered::Reply { reply, replayed: false } = answered else { panic!("{fault}: {answered:?}") };
         let (again, replayed) = service.ask_until_known(key, 700).await;
         assert_eq!((reply.status, again.status, replayed, &again.body), (402, 402, true, &reply.body), "{fault}");
@@ -135,7 +134,7 @@ async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     provider.fault("wrong_amount", 1, 0).await;
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), patient(&provider)).await;
     for _ in 0..3 {
-        let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
+        let answered = service.ask(ONE, 700, BUDGET).await;
         let Answered::Problem(problem) = answered else { panic!("{answered:?}") };
         assert_eq!((problem.code, problem.status), (Code::OutcomeUnknown, 409));
     }
@@ -144,10 +143,8 @@ async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     assert_eq!((provider.count().await, service.payments("pending").await, service.messages().await), ((1, 1), 1, 0));
     // Whatever was seen, what a person found out decides.
     let resolution = Resolution::Effect { effect: "charge".to_owned(), happened: true };
-    let (actor, reason) = ("a-person".to_owned(), "corrected at the provider".to_owned());
-    let context = ActContext { actor, reason, dry_run: false, redrive_age_max: None };
-    store.resolve(&operation, &resolution, false, false, &context).await.unwrap();
-    let (reply, replayed) = service.ask_until_known(KEY, 700).await;
+    store.resolve(&operation, &resolution, false, false, &by_hand()).await.unwrap();
+    let (reply, replayed) = service.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, replayed, provider.count().await), (201, true, (1, 1)));
     service.ended_once("settled").await;
 }
@@ -163,7 +160,7 @@ async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
     plan.settings.attempts_max = 2;
     let away = Shared(Arc::new(Cards::new(&nobody, Duration::from_millis(700)).unwrap()));
     let service = Service::start(&store, &plan, away).await;
-    let Answered::Problem(problem) = service.ask(KEY, 700, Duration::from_secs(20)).await else { panic!("pending") };
+    let Answered::Problem(problem) = service.ask(ONE, 700, BUDGET).await else { panic!("pending") };
     assert_eq!((problem.code, problem.status), (Code::RecoveryPending, 202));
     let worker = service.recover();
     // Each drive of it has an epoch of its own.
@@ -173,7 +170,7 @@ async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
     assert_eq!((operation.attempts, operation.parked), (0, None));
     assert_eq!((operation.intents[0].sends, operation.evidence.len()), (1, 1), "no try leaves anything behind");
     let back = Service::start(&store, &plan, adapter(&provider)).await;
-    let (reply, _) = back.ask_until_known(KEY, 700).await;
+    let (reply, _) = back.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
 }
 

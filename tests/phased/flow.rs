@@ -12,7 +12,7 @@ use oncebox::operation::phased::{
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{
     AfterExpiry, Answered, Code, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven,
-    Keyring, Mode, Registered, Reply, Route, Scope, Sealer, WhileRunning,
+    Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
 };
 use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
@@ -32,11 +32,24 @@ pub(crate) const KEY: Strategy = Strategy::Key(WINDOW);
 pub(crate) const WINDOW: KeyWindow =
     KeyWindow { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
 
+/// The keys of the tests, and how long a request drives its operation.
+pub(crate) const ONE: &str = "key-0000000000000001";
+pub(crate) const TWO: &str = "key-0000000000000002";
+pub(crate) const BUDGET: Duration = Duration::from_secs(20);
+
 /// The code of a problem; none where the operation itself answered.
 pub(crate) fn code(answered: &Answered) -> Option<Code> {
     match answered {
         Answered::Problem(problem) => Some(problem.code),
         Answered::Reply { .. } => None,
+    }
+}
+
+/// The status of an outcome, and whether it was replayed.
+pub(crate) fn status(answered: &Answered) -> (u16, bool) {
+    match answered {
+        Answered::Reply { reply, replayed } => (reply.status, *replayed),
+        Answered::Problem(problem) => panic!("{problem:?}"),
     }
 }
 
@@ -170,6 +183,16 @@ pub(crate) struct Clash {
 }
 
 impl Clash {
+    pub(crate) fn new(first_phase: bool) -> Self {
+        let runs = [AtomicU32::new(0), AtomicU32::new(0)];
+        Self { first_phase, hidden: false, swallowed: false, meet: tokio::sync::Barrier::new(2), runs }
+    }
+
+    /// How often both ran that phase.
+    pub(crate) fn runs(&self) -> u32 {
+        self.runs.iter().map(|runs| runs.load(Ordering::SeqCst)).sum()
+    }
+
     async fn run<S: Rows>(&self, first_phase: bool, phase: &mut Phase<'_, S>, amount: i64) -> Result<(), HandlerError> {
         if first_phase != self.first_phase {
             return Ok(());
@@ -367,6 +390,12 @@ impl Plan {
         Self { lease: Duration::from_secs(600), ..self }
     }
 
+    /// Each drive ends after one call.
+    pub(crate) fn one_call(mut self) -> Self {
+        self.settings.calls_per_drive = 1;
+        self
+    }
+
     pub(crate) fn route(&self) -> Route {
         Route {
             key_format: KeyFormat::Opaque,
@@ -452,6 +481,19 @@ impl<S: Rows> Service<S> {
         let ids = self.store.operation_ids().await;
         assert_eq!(ids.len(), 1, "one operation");
         self.store.operation(ids[0]).await.unwrap().unwrap()
+    }
+
+    /// Waits until the operation has succeeded.
+    pub(crate) async fn succeeds(&self) -> StoredOperation {
+        eventually("it succeeds", SOON, || async {
+            Some(self.operation().await).filter(|operation| operation.stage == Stage::Succeeded)
+        })
+        .await
+    }
+
+    /// Waits until the operation is left to an operator, and gives the reason.
+    pub(crate) async fn is_parked(&self) -> String {
+        eventually("it is parked", SOON, || async { self.operation().await.parked }).await
     }
 
     pub(crate) async fn payments(&self, state: &str) -> i64 {

@@ -7,17 +7,13 @@ use std::time::Duration;
 
 use oncebox::operation::provider::Answer;
 use oncebox::operation::{
-    Answered, Code, Key, KeyFormat, KeyGiven, Keyring, Kid, Problem, Scope, Sealer, Stage, WhileRunning,
+    Answered, Code, Key, KeyFormat, KeyGiven, Keyring, Kid, Problem, Scope, Sealer, WhileRunning,
 };
-use tokio::sync::Notify;
 
-use crate::flow::{Charge, KEY, Plan, Service, code};
-use crate::scripted::{Act, Scripted, done};
+use crate::flow::{BUDGET, Charge, KEY, ONE, Plan, Service, code, status};
+use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const BUDGET: Duration = Duration::from_secs(20);
 
 fn ring(write: &str, kids: &[&str]) -> Keyring {
     let secrets: Vec<(Kid, Vec<u8>)> =
@@ -56,7 +52,7 @@ async fn o20_o21_a_process_without_the_secret_starts_nothing_and_recovers_what_w
     assert_eq!((after.stage, after.epoch, later.arrived().len()), (before.stage, before.epoch, 0));
     // Its worker compares no commands: it drives on what stands there.
     let worker = blind.recover();
-    eventually("recovered", SOON, || async { (blind.operation().await.stage == Stage::Succeeded).then_some(()) }).await;
+    blind.succeeds().await;
     worker.stop().await;
     assert_eq!(code(&blind.ask(ONE, 700, BUDGET).await), Some(Code::FingerprintVersionUnknown));
     assert_eq!(code(&service.ask(ONE, 701, BUDGET).await), Some(Code::KeyReused));
@@ -66,21 +62,13 @@ async fn o20_o21_a_process_without_the_secret_starts_nothing_and_recovers_what_w
 }
 
 async fn m43_a_duplicate_is_sent_to_the_operation_that_runs<S: Rows>(store: S) {
-    let (reached, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let held = {
-        let (reached, go) = (Arc::clone(&reached), Arc::clone(&go));
-        Box::pin(async move {
-            reached.notify_one();
-            go.notified().await;
-        })
-    };
-    let told = Scripted::default().then(Act::After(held, done())).timeout(Duration::from_secs(50));
+    let (told, held) = Scripted::default().timeout(Duration::from_secs(50)).held(done());
     let plan = Plan { while_running: WhileRunning::Accepted, ..Plan::new(KEY).long_lease() };
     let service = Arc::new(Service::start(&store, &plan, told.clone()).await);
     let another = Service::start(&store, &plan, Scripted::default()).await;
     let asking = Arc::clone(&service);
     let first = tokio::spawn(async move { asking.ask(ONE, 700, SOON).await });
-    tokio::time::timeout(SOON, reached.notified()).await.expect("the provider is called");
+    held.reached().await;
     let operation = service.operation().await;
     let place = format!("/operations/{}", operation.operation_id);
     for service in [&*service, &another] {
@@ -90,9 +78,9 @@ async fn m43_a_duplicate_is_sent_to_the_operation_that_runs<S: Rows>(store: S) {
         assert!(accepted.retry_after.is_some_and(|seconds| seconds >= 1));
         assert_eq!(code(&service.ask(ONE, 701, BUDGET).await), Some(Code::KeyReused));
     }
-    go.notify_one();
+    held.go_on();
     let first = first.await.unwrap();
-    assert!(matches!(&first, Answered::Reply { reply, replayed: false } if reply.status == 201), "{first:?}");
+    assert_eq!(status(&first), (201, false));
     let (reply, replayed) = another.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, replayed, told.arrived().len()), (201, true, 1));
     service.ended_once("settled").await;
@@ -141,13 +129,7 @@ async fn a_command_in_plain_is_not_driven_where_only_sealed_ones_are<S: Rows>(st
 // A request's body stays counted as long as its driver needs the command. Shown by: a permit that
 // ends with the request.
 async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(store: S) {
-    let (reached, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (here, there) = (Arc::clone(&reached), Arc::clone(&go));
-    let held = Box::pin(async move {
-        here.notify_one();
-        there.notified().await;
-    });
-    let told = Scripted::default().then(Act::After(held, done())).timeout(Duration::from_secs(50));
+    let (told, held) = Scripted::default().timeout(Duration::from_secs(50)).held(done());
     let service = Service::start(&store, &Plan::new(KEY).long_lease(), told).await;
     let mut permit = service.engine.body_memory("t1");
     while permit.grow(1 << 20) {}
@@ -161,10 +143,10 @@ async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(sto
         charge,
         budget,
     );
-    let (asked, ()) = tokio::join!(asked, reached.notified());
+    let (asked, ()) = tokio::join!(asked, held.reached());
     assert_eq!(code(&asked), Some(Code::RecoveryPending));
     assert!(!service.engine.body_memory("t1").grow(1 << 20), "its driver has the command");
-    go.notify_one();
+    held.go_on();
     eventually("given back", SOON, || async { service.engine.body_memory("t1").grow(1 << 20).then_some(()) }).await;
     eventually("settled", SOON, || async { (service.payments("settled").await == 1).then_some(()) }).await;
 }
@@ -172,8 +154,7 @@ async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(sto
 // There is an operation, and nothing says that it did nothing. Shown by: the answer of a store that
 // is away (`STORE_UNAVAILABLE`: nothing was done).
 async fn an_operation_that_cannot_be_read_for_its_client_is_pending<S: Rows>(store: S) {
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let told = Scripted::default().answers(Answer::NoAnswer).answers(done());
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));

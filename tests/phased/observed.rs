@@ -2,23 +2,18 @@
 //! that were lost (M103 to M105). Each test hears its own thread.
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use oncebox::operation::provider::{Answer, Strategy};
-use oncebox::operation::{Answered, Code, Key, KeyFormat, Stage};
+use oncebox::operation::{Answered, Code, Key, KeyFormat};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
 
-use crate::flow::{KEY, Plan, Service, code};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, TWO, code};
 use crate::hearing::{Heard, hear};
 use crate::proxy::{Failure, Proxy, When};
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::SOON;
-
-const ONE: &str = "key-0000000000000001";
-const TWO: &str = "key-0000000000000002";
-const BUDGET: Duration = Duration::from_secs(20);
 
 const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const TAKEN: &str = "oncebox_idempotency_takeover_count";
@@ -44,8 +39,7 @@ fn are_of_one(heard: &Heard, name: &str) -> usize {
 
 /// A service whose first send proved nothing: the operation is left for later.
 async fn left(store: &SqliteStore) -> Service<SqliteStore> {
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let told = Scripted::default().answers(Answer::status(500)).answers(done());
     let service = Service::start(store, &plan, told).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
@@ -62,8 +56,7 @@ async fn m103_m105_door_b_counts_its_claims_and_a_worker_what_it_takes_up() {
     assert_eq!((counted(&heard, CLAIMS), are_of_one(&heard, "idempotency.acquire")), (1.0, 1));
     assert_eq!(taken_up(&heard), 0.0);
     let worker = service.recover();
-    eventually("recovered", SOON, || async { (service.operation().await.stage == Stage::Succeeded).then_some(()) })
-        .await;
+    service.succeeds().await;
     worker.stop().await;
     assert!(taken_up(&heard) >= 1.0 && are_of_one(&heard, "idempotency.recovery") >= 1);
     let again = service.ask(ONE, 700, BUDGET).await;

@@ -1,19 +1,14 @@
 //! What an operator may do with an operation whose provider may have acted, and what it proves.
 
-use std::time::Duration;
-
 use oncebox::operation::provider::{Answer, Strategy};
 use oncebox::operation::{Code, Stage};
 use oncebox::store::ActContext;
 
-use crate::flow::{KEY, Plan, Service, code};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code};
 use crate::scripted::{Scripted, declined, done};
 use crate::world::Rows;
 
-const ONE: &str = "key-0000000000000001";
-const BUDGET: Duration = Duration::from_secs(20);
-
-fn by_hand() -> ActContext {
+pub(crate) fn by_hand() -> ActContext {
     ActContext { actor: "ada".to_owned(), reason: "as agreed".to_owned(), dry_run: false, redrive_age_max: None }
 }
 
@@ -29,8 +24,7 @@ async fn parked<S: Rows>(service: &Service<S>) -> Option<String> {
 
 // Shown by: a worker that sends whatever an operator hands it; `retry` that waives by itself.
 async fn an_operator_has_it_sent_within_the_window_only_unless_a_duplicate_is_accepted<S: Rows>(store: S) {
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let told = Scripted::default().answers(Answer::NoAnswer).answers(Answer::NoAnswer).answers(done());
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));

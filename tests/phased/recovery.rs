@@ -3,27 +3,21 @@
 use std::time::Duration;
 
 use oncebox::operation::provider::Answer;
-use oncebox::operation::{Answered, Code, Stage};
+use oncebox::operation::{Answered, Code};
 use oncebox::store::Taken;
 
 use crate::faults::adapter;
-use crate::flow::{KEY, KEY_AND_QUERY, Plan, Service};
+use crate::flow::{BUDGET, KEY, KEY_AND_QUERY, ONE, Plan, Service, code, status};
 use crate::provider::ProviderProcess;
 use crate::scripted::{Act, Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
 
-const ONE: &str = "key-0000000000000001";
-const BUDGET: Duration = Duration::from_secs(20);
-
 /// A service whose process ends while its first send is out.
 async fn dies_in_a_call<S: Rows>(store: &S, plan: &Plan) -> Service<S> {
     let dying = Service::start(store, plan, Scripted::default().then(Act::Dies)).await;
     let answered = dying.ask(ONE, 700, BUDGET).await;
-    assert!(
-        matches!(answered, Answered::Problem(ref problem) if problem.code == Code::RecoveryPending),
-        "{answered:?}"
-    );
+    assert_eq!(code(&answered), Some(Code::RecoveryPending));
     dying
 }
 
@@ -35,13 +29,9 @@ async fn m115_m81_provider_success_then_crash_keeps_the_identity<S: Rows>(store:
     let told = Scripted::default().answers(done());
     let next = Service::start(&store, &plan, told.clone()).await;
     let worker = next.recover();
-    let stage = eventually("recovered", SOON, || async {
-        let operation = next.operation().await;
-        (operation.stage == Stage::Succeeded).then_some(operation)
-    })
-    .await;
+    let operation = next.succeeds().await;
     worker.stop().await;
-    assert_eq!(stage.operation_id, before.operation_id);
+    assert_eq!(operation.operation_id, before.operation_id);
     assert_eq!(told.arrived()[0].key, before.intents[0].intent.provider_key);
     assert_eq!(
         (told.arrived()[0].send, told.arrived()[0].bytes.clone()),
@@ -102,7 +92,7 @@ async fn o9_a_lease_is_renewed_while_its_operation_is_driven<S: Rows>(store: S) 
     let worker = others.recover();
     let answered = service.ask(ONE, 700, BUDGET).await;
     worker.stop().await;
-    assert!(matches!(answered, Answered::Reply { ref reply, replayed: false } if reply.status == 201), "{answered:?}");
+    assert_eq!(status(&answered), (201, false));
     assert_eq!((told.arrived().len(), silent.arrived().len(), service.operation().await.epoch), (3, 0, 1));
     service.ended_once("settled").await;
 }
@@ -118,7 +108,7 @@ async fn o22_a_worker_takes_only_versions_that_it_has<S: Rows>(store: S) {
     let worker = newer.recover();
     for _ in 0..5 {
         let answered = newer.ask(ONE, 700, BUDGET).await;
-        assert!(matches!(answered, Answered::Problem(ref problem) if problem.code == Code::RecoveryPending));
+        assert_eq!(code(&answered), Some(Code::RecoveryPending));
     }
     worker.stop().await;
     assert_eq!(told.arrived().len(), 0);
@@ -141,7 +131,7 @@ async fn a_stopped_worker_leaves_no_lease_behind<S: Rows>(store: S) {
     provider.no_faults().await;
     let next = Service::start(&store, &plan, adapter(&provider)).await;
     let worker = next.recover();
-    eventually("recovered", SOON, || async { (next.operation().await.stage == Stage::Succeeded).then_some(()) }).await;
+    next.succeeds().await;
     worker.stop().await;
     assert_eq!(provider.count().await, (1, 1));
     next.ended_once("settled").await;

@@ -9,6 +9,9 @@ use futures::future::BoxFuture;
 use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
 use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};
+use tokio::sync::Notify;
+
+use crate::world::SOON;
 
 /// What a call does.
 pub(crate) enum Act {
@@ -26,6 +29,24 @@ pub(crate) struct Arrived {
     pub(crate) key: String,
     pub(crate) bytes: Vec<u8>,
     pub(crate) at: SystemTime,
+}
+
+/// A call that stands still.
+#[derive(Clone, Default)]
+pub(crate) struct Held {
+    reached: Arc<Notify>,
+    go: Arc<Notify>,
+}
+
+impl Held {
+    /// Waits until the provider is called.
+    pub(crate) async fn reached(&self) {
+        tokio::time::timeout(SOON, self.reached.notified()).await.expect("the provider is called");
+    }
+
+    pub(crate) fn go_on(&self) {
+        self.go.notify_one();
+    }
 }
 
 #[derive(Clone, Default)]
@@ -73,6 +94,17 @@ impl Scripted {
 
     pub(crate) fn answers(self, answer: Answer) -> Self {
         self.then(Act::Answers(answer))
+    }
+
+    /// Answers this when it may go on.
+    pub(crate) fn held(self, answer: Answer) -> (Self, Held) {
+        let held = Held::default();
+        let waits = held.clone();
+        let until_told = Box::pin(async move {
+            waits.reached.notify_one();
+            waits.go.notified().await;
+        });
+        (self.then(Act::After(until_told, answer)), held)
     }
 
     pub(crate) fn finds(self, answer: QueryAnswer) -> Self {

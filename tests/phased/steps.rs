@@ -1,31 +1,18 @@
 //! The rules, step by step, with a provider that answers as it is told.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
 use oncebox::operation::provider::{Answer, KeyWindow, Matches, QueryAnswer, Strategy};
-use oncebox::operation::{Answered, Code, Kid, Sealer, Stage};
+use oncebox::operation::{Code, Kid, Sealer, Stage};
 use oncebox::store::{NewEvidence, Sealed};
-use tokio::sync::Notify;
 use uuid::Uuid;
 
-use crate::flow::{KEY, Plan, Service, WINDOW, code};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, TWO, WINDOW, code, status};
 use crate::scripted::{Act, Scripted, declined, done};
 use crate::standstill::Standstill;
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const TWO: &str = "key-0000000000000002";
-const BUDGET: Duration = Duration::from_secs(20);
-
-fn status(answered: &Answered) -> (u16, bool) {
-    match answered {
-        Answered::Reply { reply, replayed } => (reply.status, *replayed),
-        Answered::Problem(problem) => panic!("{problem:?}"),
-    }
-}
 
 // Shown by: another key at every send.
 async fn o5_m78_a_resend_sends_the_same_bytes_under_the_same_key<S: Rows>(store: S) {
@@ -108,8 +95,7 @@ async fn o13_m71_before_an_intent_a_phase_may_refuse_or_forget<S: Rows>(store: S
 // M26, M27: in every state that a phased operation can be in.
 async fn m26_another_command_under_the_key_is_refused_in_every_state<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::status(500)).answers(done());
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let service = Service::start(&store, &plan, told).await;
     service.ask(ONE, 700, BUDGET).await;
     assert_eq!(service.operation().await.stage, Stage::Unknown);
@@ -162,7 +148,7 @@ async fn o9_attempts_never_turn_unknown_into_failed<S: Rows>(store: S) {
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
     let worker = service.recover();
-    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    let parked = service.is_parked().await;
     worker.stop().await;
     let operation = service.operation().await;
     assert_eq!((parked.as_str(), operation.stage, operation.attempts), ("attempts-used-up", Stage::Unknown, 3));
@@ -181,16 +167,10 @@ async fn m76_a_listed_refusal_is_the_outcome_and_is_replayed<S: Rows>(store: S) 
 // O8: an answer that comes after the lease was lost. Shown by: fencing evidence; cancelling the
 // call.
 async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>(store: S) {
-    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
-    let waits = Box::pin(async move {
-        here.notify_one();
-        there.notified().await;
-    });
-    let told = Scripted::default().then(Act::After(waits, done())).timeout(3 * SOON);
+    let (told, held) = Scripted::default().timeout(3 * SOON).held(done());
     let slow = Service::start(&store, &Plan::new(Strategy::Query).long_lease(), told.clone()).await;
     let first = async { slow.ask(ONE, 700, Duration::from_millis(1)).await };
-    let (first, ()) = tokio::join!(first, arrives.notified());
+    let (first, ()) = tokio::join!(first, held.reached());
     assert_eq!(code(&first), Some(Code::RecoveryPending));
     // The lease is over for everybody but the one who still waits for its answer.
     let (owner, table) = (slow.operation().await.epoch, S::table("operation"));
@@ -207,7 +187,7 @@ async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>
         matches!(before.stage, Stage::Unknown | Stage::Outstanding)
             && before.evidence.iter().all(|row| row.evidence.send == 0)
     );
-    goes.notify_one();
+    held.go_on();
     let (reply, replayed) = next.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, replayed, told.arrived().len(), silent.arrived().len()), (201, true, 1, 0));
     let answer = next.operation().await.evidence.into_iter().find(|row| row.evidence.send == 1).unwrap();
@@ -219,8 +199,7 @@ async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>
 // transaction that decides.
 async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::NoAnswer);
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
     let operation = service.operation().await;
@@ -265,8 +244,7 @@ async fn o6_no_send_leaves_after_the_window<S: Rows>(store: S) {
 // with the error (for ever).
 async fn o9_what_cannot_be_driven_goes_to_a_person<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::NoAnswer);
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let mut plan = Plan::new(KEY).one_call();
     plan.settings.attempts_max = 2;
     let service = Service::start(&store, &plan, told.clone()).await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
@@ -283,7 +261,7 @@ async fn o9_what_cannot_be_driven_goes_to_a_person<S: Rows>(store: S) {
     };
     store.observe(&newer).await.unwrap();
     let worker = service.recover();
-    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    let parked = service.is_parked().await;
     worker.stop().await;
     assert_eq!((parked.as_str(), service.operation().await.stage), ("drive-failed", Stage::Unknown));
     assert_eq!(told.arrived().len(), 1);
@@ -351,8 +329,7 @@ async fn belongs_to<S: Rows>(store: &S, deployment: Uuid) {
 // O22. Shown by: leaving the comparison out.
 async fn o22_in_a_cloned_database_nothing_is_sent<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::status(500)).answers(done());
-    let mut plan = Plan::new(KEY);
-    plan.settings.calls_per_drive = 1;
+    let plan = Plan::new(KEY).one_call();
     let service = Service::start(&store, &plan, told.clone()).await;
     service.ask(ONE, 700, BUDGET).await;
     let ours = store.deployment().await.unwrap();

@@ -1,26 +1,14 @@
 //! A worker whose database fails it for a moment, or while the worker is stopped (O8, O9, G10).
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::operation::{Code, Stage};
-use oncebox::store::StoreOptions;
-use tokio::sync::Notify;
 
-use crate::cut::behind_a_network;
-use crate::flow::{KEY, Plan, Service, code};
+use crate::cut::{behind, behind_a_network};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code};
 use crate::proxy::{Failure, Proxy, When};
 use crate::scripted::{Act, Scripted, done};
-use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const BUDGET: Duration = Duration::from_secs(20);
-
-async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
-    let proxy = Proxy::before(url, clear);
-    (S::connect(&StoreOptions::new(proxy.url.clone())).await.unwrap(), proxy)
-}
 
 /// An operation whose process ended in its first call, and which is due.
 async fn left<S: Rows>(direct: &S, plan: &Plan) {
@@ -30,8 +18,7 @@ async fn left<S: Rows>(direct: &S, plan: &Plan) {
 }
 
 async fn settles<S: Rows>(service: &Service<S>) {
-    eventually("recovered", SOON, || async { (service.operation().await.stage == Stage::Succeeded).then_some(()) })
-        .await;
+    service.succeeds().await;
     service.ended_once("settled").await;
 }
 
@@ -56,18 +43,12 @@ async fn a_stop_ends<S: Rows>(direct: S, (through, proxy): (S, Proxy), failure: 
     let mut plan = Plan::new(KEY).long_lease();
     left(&direct, &plan).await;
     plan.settings.shutdown_grace = Duration::from_millis(300);
-    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
-    let waits = Box::pin(async move {
-        here.notify_one();
-        there.notified().await;
-    });
-    let told = Scripted::default().then(Act::After(waits, done())).timeout(SOON / 2);
+    let (told, held) = Scripted::default().timeout(SOON / 2).held(done());
     let service = Service::start(&through, &plan, told.clone()).await;
     let worker = service.recover();
-    tokio::time::timeout(SOON, arrives.notified()).await.expect("it is sent");
+    held.reached().await;
     proxy.fails(failure);
-    goes.notify_one();
+    held.go_on();
     tokio::time::timeout(SOON, worker.stop()).await.expect("the worker ends");
     let operation = direct.operation(direct.operation_ids().await[0]).await.unwrap().unwrap();
     assert_eq!((operation.stage, operation.evidence.len()), (Stage::Outstanding, 0));

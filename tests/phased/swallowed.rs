@@ -2,23 +2,14 @@
 //! that nothing of them was committed, they have failed, and run again (O1, O9, R23, R27).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
-use oncebox::operation::{Answered, Code, Stage};
+use oncebox::operation::{Code, Stage};
 
-use crate::flow::{Clash, KEY, Plan, Service};
+use crate::flow::{BUDGET, Clash, KEY, ONE, Plan, Service, TWO, code};
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const TWO: &str = "key-0000000000000002";
-const BUDGET: Duration = Duration::from_secs(20);
-
-fn is_pending(answered: &Answered) -> bool {
-    matches!(answered, Answered::Problem(problem) if problem.code == Code::RecoveryPending)
-}
 
 // Shown by: parking whatever is not proven to be the same transaction.
 async fn o9_r23_a_phase_that_swallowed_an_error_has_failed_and_runs_again<S: Rows>(store: S) {
@@ -27,12 +18,12 @@ async fn o9_r23_a_phase_that_swallowed_an_error_has_failed_and_runs_again<S: Row
     plan.trouble.settled_swallows.store(1, Ordering::SeqCst);
     let told = Scripted::default().answers(done());
     let service = Service::start(&store, &plan, told.clone()).await;
-    assert!(is_pending(&service.ask(ONE, 700, BUDGET).await));
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
     let operation = service.operation().await;
     assert_eq!((operation.stage, operation.parked.as_deref()), (Stage::Local, None));
     assert_eq!((told.arrived().len(), store.number("select count(*) from step").await), (0, 0), "nothing of it stands");
     let after_the_effect = eventually("the phase behind the effect", SOON, || async {
-        assert!(is_pending(&service.ask(ONE, 700, BUDGET).await));
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
         let operation = service.operation().await;
         assert_eq!(operation.parked, None);
         (operation.stage == Stage::Unknown).then_some(operation)
@@ -52,9 +43,9 @@ async fn o9_a_phase_that_always_swallows_an_error_is_left_to_an_operator_in_the_
     plan.settings.attempts_max = 2;
     plan.trouble.local_swallows.store(u32::MAX, Ordering::SeqCst);
     let service = Service::start(&store, &plan, Scripted::default()).await;
-    assert!(is_pending(&service.ask(ONE, 700, BUDGET).await));
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
     let worker = service.recover();
-    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    let parked = service.is_parked().await;
     worker.stop().await;
     assert_eq!((parked.as_str(), service.operation().await.attempts), ("phase-failed", 2));
     assert_eq!(store.number("select count(*) from step").await, 0);
@@ -66,9 +57,7 @@ async fn o9_a_phase_that_always_swallows_an_error_is_left_to_an_operator_in_the_
 /// Shown by: parking where the savepoint is gone, without asking what was committed.
 async fn o1_o17_a_deadlock_that_a_phase_swallowed_runs_it_again<S: Rows>(store: S) {
     store.write("insert into place values ('x', 0), ('y', 0)").await;
-    let runs = [AtomicU32::new(0), AtomicU32::new(0)];
-    let meet = tokio::sync::Barrier::new(2);
-    let clash = Arc::new(Clash { first_phase: false, hidden: false, swallowed: true, meet, runs });
+    let clash = Arc::new(Clash { swallowed: true, ..Clash::new(false) });
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.clash = Some(Arc::clone(&clash));
     let told = Scripted::default().answers(done()).answers(done());
@@ -78,8 +67,7 @@ async fn o1_o17_a_deadlock_that_a_phase_swallowed_runs_it_again<S: Rows>(store: 
         let (reply, _) = service.ask_until_known(key, amount).await;
         assert_eq!(reply.status, 201);
     }
-    let runs: u32 = clash.runs.iter().map(|runs| runs.load(Ordering::SeqCst)).sum();
-    assert_eq!((runs, told.arrived().len()), (3, 2), "one of them ran again");
+    assert_eq!((clash.runs(), told.arrived().len()), (3, 2), "one of them ran again");
     assert_eq!(store.number("select count(*) from place where n = 2").await, 2);
     assert_eq!(store.number("select count(*) from step where name = 'after'").await, 0);
     for id in store.operation_ids().await {
@@ -97,10 +85,7 @@ async fn o1_a_phase_that_committed_by_itself_is_left_to_an_operator<S: Rows>(sto
     let service = Service::start(&store, &plan, Scripted::default()).await;
     for _ in 0..2 {
         let answered = service.ask(ONE, 700, BUDGET).await;
-        assert!(
-            matches!(&answered, Answered::Problem(problem) if problem.code == Code::OutcomeUnknown),
-            "{answered:?}"
-        );
+        assert_eq!(code(&answered), Some(Code::OutcomeUnknown));
     }
     assert_eq!(service.operation().await.parked.as_deref(), Some("phase-ended-its-transaction"));
     assert_eq!(store.number("select count(*) from step").await, 1, "it ran once");

@@ -9,15 +9,11 @@ use oncebox::operation::Stage;
 use oncebox::store::{StoreOptions, StoredOperation};
 
 use crate::cut::behind_a_network;
-use crate::flow::{KEY, Plan, Service, code};
+use crate::flow::{BUDGET, KEY, ONE, Plan, Service, TWO, code};
 use crate::proxy::{Failure, Proxy};
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
-
-const ONE: &str = "key-0000000000000001";
-const TWO: &str = "key-0000000000000002";
-const BUDGET: Duration = Duration::from_secs(20);
 
 /// A pool that two operations can use up.
 async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
