@@ -178,5 +178,5 @@ async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_i
     // The first kill took the batch of 1 with it; then 1 ran, once, and 3 stands behind the dead
     // one.
     assert_eq!(effects(&store).await, [1]);
-    corner.clean(&[&corner.queue()]).await;
+    corner.finish().await;
 }

@@ -78,6 +78,11 @@ impl Corner {
         Some(read(&got))
     }
 
+    /// Removes the queue of the subscription, and the exchange.
+    pub(crate) async fn finish(&self) {
+        self.clean(&[&self.queue()]).await;
+    }
+
     pub(crate) async fn clean(&self, queues: &[&str]) {
         let channel = self.connection.create_channel().await.unwrap();
         for queue in queues {

@@ -41,24 +41,26 @@ async fn takes_over_in_order(standby: &mut dyn Subscriber) {
     standby.acknowledge(&last.source, last.sequence).await.unwrap();
 }
 
-#[tokio::test]
-async fn r29_a_dropped_subscriber_hands_back_in_order() {
-    let Some(corner) = Corner::of("r29_a_dropped_subscriber").await else { return };
+/// The active consumer goes, and the standby takes over.
+async fn hands_back_in_order(test: &str, goes: impl AsyncFn(Box<dyn Subscriber>)) {
+    let Some(corner) = Corner::of(test).await else { return };
     for _ in 0..ROUNDS {
         let (active, mut standby, _) = active_and_standby(&corner).await;
-        drop(active);
+        goes(active).await;
         takes_over_in_order(&mut *standby).await;
         standby.close().await;
     }
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
+}
+
+#[tokio::test]
+async fn r29_a_dropped_subscriber_hands_back_in_order() {
+    hands_back_in_order("r29_a_dropped_subscriber", async |active| drop(active)).await;
 }
 
 #[tokio::test]
 async fn r29_an_aborted_task_hands_back_in_order() {
-    let Some(corner) = Corner::of("r29_an_aborted_task").await else { return };
-    for _ in 0..ROUNDS {
-        let (mut active, mut standby, _) = active_and_standby(&corner).await;
+    let is_aborted = async |mut active: Box<dyn Subscriber>| {
         let task = tokio::spawn(async move {
             loop {
                 active.next().await.unwrap();
@@ -66,29 +68,21 @@ async fn r29_an_aborted_task_hands_back_in_order() {
         });
         tokio::task::yield_now().await;
         task.abort();
-        takes_over_in_order(&mut *standby).await;
-        standby.close().await;
-    }
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    };
+    hands_back_in_order("r29_an_aborted_task", is_aborted).await;
 }
 
 #[tokio::test]
 async fn r29_a_panic_hands_back_in_order() {
-    let Some(corner) = Corner::of("r29_a_panic").await else { return };
-    for _ in 0..ROUNDS {
-        let (active, mut standby, _) = active_and_standby(&corner).await;
+    let panics = async |active: Box<dyn Subscriber>| {
         let task = tokio::spawn(async move {
             let _active = active;
             // Not `panic!`, which the compiler would see through.
             assert!(std::hint::black_box(false), "on purpose");
         });
         task.await.unwrap_err();
-        takes_over_in_order(&mut *standby).await;
-        standby.close().await;
-    }
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    };
+    hands_back_in_order("r29_a_panic", panics).await;
 }
 
 #[tokio::test]
@@ -104,8 +98,7 @@ async fn r29_after_a_planned_end_the_standby_gets_only_what_was_not_acknowledged
         standby.acknowledge(&last.source, last.sequence).await.unwrap();
         standby.close().await;
     }
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -131,8 +124,7 @@ async fn acknowledgements_are_cumulative_and_told_twice_or_too_far_do_no_harm() 
     assert_eq!(numbers(&rest), [12, 13, 14, 15, 16, 17, 18, 19, 99]);
     assert_ne!(rest[0].source, source, "another channel is another generation");
     again.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -164,8 +156,7 @@ async fn what_is_in_flight_is_bounded_and_a_pause_hands_nothing_out() {
     assert_eq!(numbers(&seen), (0..35).collect::<Vec<_>>());
     assert!(subscriber.caught_up().await.unwrap());
     subscriber.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -197,6 +188,5 @@ async fn caught_up_counts_what_stood_there_and_a_standby_sees_an_empty_queue() {
     }
     active.close().await;
     standby.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }

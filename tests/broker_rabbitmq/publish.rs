@@ -94,8 +94,7 @@ async fn r20_nacks_do_not_reorder_a_key() {
     let by_key = first_occurrences(&log);
     assert_eq!(by_key.values().map(Vec::len).sum::<usize>(), 2_000, "all arrived");
     assert!(in_order(&log), "{by_key:?}");
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -124,8 +123,7 @@ async fn r20_given_up_by_name_a_nack_reorders() {
         }
     }
     assert!(reordered, "sixty rounds on a full queue kept the order: then R20 would cost for nothing");
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -142,8 +140,7 @@ async fn r20_a_key_is_taken_in_order_and_its_rows_on_one_channel() {
     }
     assert!(log.len() == 500 && in_order(&log));
     publisher.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 // Shown to fail: settling by the confirm that a return came on gave wrong tags at once; settling by

@@ -157,8 +157,7 @@ async fn a_consumer_declares_the_exchange_and_a_deleted_queue_ends_its_subscribe
     publish(&broker, numbered(&corner.topic, 1, 1)).await;
     assert_eq!(numbers(&receive(&mut *again, 1).await), [0]);
     again.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -186,8 +185,7 @@ async fn a_message_of_a_foreign_publisher_arrives_with_what_it_has() {
     );
     assert_eq!(deliveries[1].arrived.payload.as_deref(), Some(&b""[..]));
     subscriber.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -236,7 +234,7 @@ async fn check_says_that_a_queue_with_a_consumer_stands_still_until_it_gets_on()
     let found = look().await;
     assert!(!found.stuck && found.remedy.is_none(), "{found:?}");
     subscriber.close().await;
-    corner.clean(&[&corner.queue()]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -302,8 +300,7 @@ async fn deliveries_that_are_not_acknowledged_are_bounded_by_bytes_too() {
     }
     assert_eq!((seen, cuts), ((0..MESSAGES).collect(), 1), "in their order, and cut once");
     subscriber.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 /// Shown to fail: with every delivery beyond the bound refused.
@@ -333,6 +330,5 @@ async fn a_delivery_that_is_larger_than_the_bound_is_handled_alone() {
     }
     assert_eq!(seen, [5_000; 3]);
     subscriber.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }

@@ -157,8 +157,7 @@ async fn of_several_hosts_the_first_that_answers_is_used_until_it_is_away() {
     let nobody = RabbitConfig::new("amqp://guest:s3cret@127.0.0.1:1,127.0.0.1:2/%2f");
     let said = reach(nobody).await.unwrap_err().to_string();
     assert!(said.contains("127.0.0.1:1") && said.contains("127.0.0.1:2") && !said.contains("s3cret"), "{said}");
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -178,8 +177,7 @@ async fn messages_go_over_tls_both_ways() {
     let mut next = corner.broker().subscriber(&corner.subscription()).await.unwrap();
     assert_eq!(numbers(&receive(&mut *next, 1_000).await), (0..1_000).collect::<Vec<_>>());
     next.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -237,8 +235,7 @@ async fn a_connection_that_ends_is_told_and_work_goes_on_over_a_new_one() {
     let deliveries = receive(&mut *again, 5).await;
     assert_eq!(numbers(&deliveries), [0, 1, 2, 3, 4]);
     again.close().await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -262,8 +259,7 @@ async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat_and_by_the_qui
     tokio::time::timeout(SOON, publisher.close()).await.expect("a close has a deadline");
     tokio::time::timeout(SOON, subscriber.close()).await.expect("a close has a deadline");
     proxy.line.send(Line::Cut).unwrap();
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 /// It fails where the check begins again with each call of `next`. The runtime drops the call at
@@ -292,8 +288,7 @@ async fn a_server_that_falls_silent_is_found_out_by_the_quiet_check_also_where_n
     assert!(matches!(&error, BrokerError::Unavailable(why) if why.contains("no answer")), "{error}");
     tokio::time::timeout(SOON, subscriber.close()).await.expect("a close has a deadline");
     proxy.line.send(Line::Cut).unwrap();
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
 
 #[tokio::test]
@@ -333,6 +328,5 @@ async fn what_is_dropped_leaves_no_connection_behind() {
     drop(publisher);
     drop(subscriber);
     eventually("both are gone", SOON, async || (proxy.carried.load(Ordering::SeqCst) == 0).then_some(())).await;
-    let queue = corner.queue();
-    corner.clean(&[&queue]).await;
+    corner.finish().await;
 }
