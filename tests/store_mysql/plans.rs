@@ -33,6 +33,12 @@ async fn fill(db: &Db) {
     assert_eq!(db.count("oncebox_idempotency_request").await, ROWS);
 }
 
+/// A store of one connection.
+async fn alone(db: &Db) -> MySqlStore {
+    let options = StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) };
+    MySqlStore::connect(&options).await.unwrap()
+}
+
 /// Rows that the only connection of a store has asked its engine for.
 async fn read_so_far(store: &MySqlStore) -> u64 {
     let status: Vec<(String, String)> =
@@ -50,8 +56,7 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
     let test = "m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
     let Some(db) = Db::new(test).await else { return };
     fill(&db).await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     let one: Vec<u8> = sqlx::query_scalar("select unhex(sha2(77, 256))").fetch_one(db.store.pool()).await.unwrap();
     let open = |state| KeyFilter { state: Some(state), limit: 50, ..KeyFilter::default() };
     for (filter, found) in [
@@ -77,8 +82,7 @@ async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
            lease_until = utc_timestamp(6) - interval 1 day where outcome_at is null limit 3; \
          analyze table oncebox_idempotency_request";
     execute(&mut db.app().await, left).await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     let before = read_so_far(&store).await;
     assert_eq!(store.stale(&"put".parse().unwrap(), 100).await.unwrap().len(), 3);
     let pauses = (Duration::ZERO, Duration::from_secs(3_600));
@@ -103,8 +107,7 @@ async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
          where outcome_at is not null and ord(key_digest) % 2 = 0";
     execute(&mut app, kept).await;
     execute(&mut app, "analyze table oncebox_idempotency_request").await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     let live =
         "select count(*) from oncebox_idempotency_request where tenant = 't7' and body_expires_at > utc_timestamp(6)";
     let live: i64 = sqlx::query_scalar(live).fetch_one(db.store.pool()).await.unwrap();
@@ -138,8 +141,7 @@ async fn a_purge_reads_what_may_go_and_not_the_table() {
            utc_timestamp(6) from oncebox_inbox;";
     let (kept, past, present) = (rows("k", 70, "30 day"), rows("p", 300, "9 day"), rows("n", 50_000, "1 minute"));
     execute(&mut db.app().await, &format!("{kept}{waiting}{past}{present}analyze table oncebox_inbox")).await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     let now: DbTime = store.bounds(consumer).await.unwrap().now;
     let below = DbTime::from_millis(now.before(Duration::from_secs(5 * 86_400)).millis());
     let before = read_so_far(&store).await;
@@ -179,8 +181,7 @@ async fn g11_stored_messages_are_counted_by_as_many_entries_of_an_index() {
         "analyze table oncebox_waiting".to_owned(),
     ];
     execute(&mut db.app().await, &fill.concat()).await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     for (rows, has) in [(20_000, true), (20_001, false), (15_000, true), (10, true)] {
         let before = read_so_far(&store).await;
         assert_eq!(store.has_stored(consumer, rows).await.unwrap(), has, "{rows}");
@@ -220,8 +221,7 @@ async fn a_list_costs_no_more_the_more_is_held() {
     ];
     let fill = format!("{}{held}analyze table oncebox_waiting, oncebox_outbox_dead", rows.concat());
     execute(&mut db.app().await, &fill).await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     for (state, place, found, behind) in [
         (DeadState::Dead, "ledger", 1, 10_000),
         (DeadState::Waiting, "ledger", 2, 1),

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage, State, Tombstone};
+use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim,
     KeyFilter, KeyOperator, Keys, NewOperation, Operator, Phases, RunOutcome, Sealed,
@@ -34,6 +35,10 @@ async fn fill(database: &Database) {
     database.run(&rows).await;
 }
 
+fn ledger() -> ConsumerSpec {
+    ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }
+}
+
 /// Scans of the table, and rows that scans of it have read: from end to end, and through indexes.
 async fn read_so_far(database: &Database, table: &str) -> [i64; 4] {
     let counters = ["seq_scan", "idx_scan", "seq_tup_read", "idx_tup_fetch"];
@@ -42,6 +47,24 @@ async fn read_so_far(database: &Database, table: &str) -> [i64; 4] {
         counters.map(|counter| format!("coalesce({counter}, 0)")).join(", ")
     );
     database.value::<Vec<i64>>(&text).await.try_into().unwrap()
+}
+
+/// What a store of its own reads of a table by this work: rows in order, and rows by an index.
+async fn read_by<W>(database: &Database, table: &str, work: impl FnOnce(PostgresStore) -> W) -> (i64, i64)
+where
+    W: Future<Output = ()>,
+{
+    let before = read_so_far(database, table).await;
+    let store = database.another_store().await;
+    work(store.clone()).await;
+    // What a connection has read is counted when it ends.
+    store.close().await;
+    let after = eventually("the read is counted", Duration::from_secs(60), || async {
+        let after = read_so_far(database, table).await;
+        (after[0] + after[1] > before[0] + before[1]).then_some(after)
+    })
+    .await;
+    (after[2] - before[2], after[3] - before[3])
 }
 
 // Shown by: a filter that no index serves (`--state completed` reads all rows, as its documentation
@@ -58,17 +81,11 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
             (open(State::UnknownRequiresRecovery), UNKNOWN, 100),
             (open(State::InProgress), 0, 100),
         ] {
-            let before = read_so_far(&database, RECORDS).await;
-            // What a connection has read is counted when it ends.
-            let store = database.another_store().await;
-            assert_eq!(store.keys(&filter).await.unwrap().keys.len(), found, "{filter:?}");
-            store.close().await;
-            let after = eventually("the read is counted", Duration::from_secs(60), || async {
-                let after = read_so_far(&database, RECORDS).await;
-                (after[0] + after[1] > before[0] + before[1]).then_some(after)
+            let asked = filter.clone();
+            let (whole, indexed) = read_by(&database, RECORDS, |store| async move {
+                assert_eq!(store.keys(&asked).await.unwrap().keys.len(), found, "{asked:?}");
             })
             .await;
-            let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
             assert!(whole == 0 && indexed <= rows_max, "{filter:?}: {whole} rows in order, {indexed} by an index");
         }
     })
@@ -175,16 +192,10 @@ async fn o11_what_a_sweep_asks_for_is_found_among_the_open_records() {
     let test = "o11_what_a_sweep_asks_for_is_found_among_the_open_records";
     with_database(test, |database| async move {
         fill(&database).await;
-        let before = read_so_far(&database, RECORDS).await;
-        let store = database.another_store().await;
-        let (put, pauses) = ("put".parse().unwrap(), (Duration::ZERO, Duration::from_secs(3_600)));
-        assert_eq!(store.unknown_due(&put, pauses, 100).await.unwrap().len(), UNKNOWN);
-        assert_eq!(store.stale(&put, 100).await.unwrap().len(), 0);
-        store.close().await;
-        let [_, _, whole, indexed] = eventually("the reads are counted", Duration::from_secs(60), || async {
-            let after = read_so_far(&database, RECORDS).await;
-            let read: [i64; 4] = std::array::from_fn(|at| after[at] - before[at]);
-            (read[0] + read[1] > 0).then_some(read)
+        let (whole, indexed) = read_by(&database, RECORDS, |store| async move {
+            let (put, pauses) = ("put".parse().unwrap(), (Duration::ZERO, Duration::from_secs(3_600)));
+            assert_eq!(store.unknown_due(&put, pauses, 100).await.unwrap().len(), UNKNOWN);
+            assert_eq!(store.stale(&put, 100).await.unwrap().len(), 0);
         })
         .await;
         assert!(whole == 0 && indexed < 1_000, "{whole} rows in order, {indexed} by an index");
@@ -249,27 +260,20 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
                  analyze oncebox.waiting"
             ))
             .await;
-        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
         for (looks, rows_max) in [(true, 10), (false, 40_000)] {
-            let before = read_so_far(&database, WAITING).await;
-            let store = database.another_store().await;
-            if looks {
-                let consumer = store.register(&spec).await.unwrap();
-                let mut tx = store.begin(consumer).await.unwrap();
-                let standing = tx.standing(&[lane.into_bytes(), [1; 16]]).await.unwrap();
-                assert_eq!(standing.blocked.len(), 1);
-                tx.commit().await.unwrap();
-            } else {
-                let ledger = store.status().await.unwrap().consumers.remove(0);
-                assert_eq!((ledger.held, ledger.waiting, ledger.dead), (10_000, 0, 1));
-            }
-            store.close().await;
-            let after = eventually("the read is counted", Duration::from_secs(60), || async {
-                let after = read_so_far(&database, WAITING).await;
-                (after[0] + after[1] > before[0] + before[1]).then_some(after)
+            let (whole, indexed) = read_by(&database, WAITING, |store| async move {
+                if looks {
+                    let consumer = store.register(&ledger()).await.unwrap();
+                    let mut tx = store.begin(consumer).await.unwrap();
+                    let standing = tx.standing(&[lane.into_bytes(), [1; 16]]).await.unwrap();
+                    assert_eq!(standing.blocked.len(), 1);
+                    tx.commit().await.unwrap();
+                } else {
+                    let ledger = store.status().await.unwrap().consumers.remove(0);
+                    assert_eq!((ledger.held, ledger.waiting, ledger.dead), (10_000, 0, 1));
+                }
             })
             .await;
-            let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
             assert!(whole + indexed <= rows_max, "{whole} rows in order, {indexed} by an index");
         }
     })
@@ -284,8 +288,7 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
 async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
     let test = "a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table";
     with_database(test, |database| async move {
-        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-        let consumer = database.store.register(&spec).await.unwrap();
+        let consumer = database.store.register(&ledger()).await.unwrap();
         let rows = |count: i64, age: &str| {
             format!(
                 "insert into oncebox.inbox_untimed (consumer_id, message_id, content_hash, received_at) \
@@ -300,25 +303,19 @@ async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
                          't', 'k', '', 's', 'p', 0, 0 from oncebox.inbox_untimed;";
         let (kept, past, present) = (rows(70, "30 days"), rows(300, "9 days"), rows(ROWS, "1 minute"));
         database.run(&format!("{kept}{waiting}{past}{present}analyze oncebox.inbox_untimed")).await;
-        let before = read_so_far(&database, UNTIMED).await;
-        let store = database.another_store().await;
-        let below = store.bounds(consumer).await.unwrap().now.before(Duration::from_secs(5 * 86_400));
-        let (mut gone, mut after) = (0, None);
-        loop {
-            let purged = store.purge(consumer, below, after, 50).await.unwrap();
-            (gone, after) = (gone + purged.rows, purged.next);
-            if after.is_none() {
-                break;
+        let (whole, indexed) = read_by(&database, UNTIMED, |store| async move {
+            let below = store.bounds(consumer).await.unwrap().now.before(Duration::from_secs(5 * 86_400));
+            let (mut gone, mut after) = (0, None);
+            loop {
+                let purged = store.purge(consumer, below, after, 50).await.unwrap();
+                (gone, after) = (gone + purged.rows, purged.next);
+                if after.is_none() {
+                    break;
+                }
             }
-        }
-        assert_eq!(gone, 300);
-        store.close().await;
-        let after = eventually("the read is counted", Duration::from_secs(60), || async {
-            let after = read_so_far(&database, UNTIMED).await;
-            (after[0] + after[1] > before[0] + before[1]).then_some(after)
+            assert_eq!(gone, 300);
         })
         .await;
-        let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
         assert!(whole == 0 && indexed <= 2_000, "{whole} rows in order, {indexed} by an index");
     })
     .await;
@@ -330,8 +327,7 @@ async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
 #[tokio::test]
 async fn a_list_costs_no_more_the_more_is_held() {
     with_database("a_list_costs_no_more_the_more_is_held", |database| async move {
-        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-        let consumer = database.store.register(&spec).await.unwrap().0;
+        let consumer = database.store.register(&ledger()).await.unwrap().0;
         let row = |count: i64, lane: &str, state: &str, due: &str| {
             let is_dead = state == "dead";
             let dead = if is_dead { "'terminal', now()" } else { "null, null" };
@@ -349,20 +345,15 @@ async fn a_list_costs_no_more_the_more_is_held() {
             row(1, "live", "waiting", "null"),
         ];
         database.run(&format!("{}analyze oncebox.waiting", rows.concat())).await;
-        let before = read_so_far(&database, WAITING).await;
-        let store = database.another_store().await;
-        for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
-            let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
-            let listed = store.dead(&filter).await.unwrap();
-            assert_eq!((listed.len(), listed.iter().map(|one| one.behind).max()), (found, Some(behind)), "{state:?}");
-        }
-        store.close().await;
-        let after = eventually("the read is counted", Duration::from_secs(60), || async {
-            let after = read_so_far(&database, WAITING).await;
-            (after[0] + after[1] > before[0] + before[1]).then_some(after)
+        let (whole, indexed) = read_by(&database, WAITING, |store| async move {
+            for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
+                let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
+                let listed = store.dead(&filter).await.unwrap();
+                let seen = (listed.len(), listed.iter().map(|one| one.behind).max());
+                assert_eq!(seen, (found, Some(behind)), "{state:?}");
+            }
         })
         .await;
-        let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
         assert!(whole + indexed <= 12_000, "{whole} rows in order, {indexed} by an index");
     })
     .await;
