@@ -8,11 +8,20 @@ use std::time::{Duration, Instant};
 use oncebox::store::{DeadFilter, DeadMessage, DeadState};
 use oncebox::{ConsumerOptions, Message};
 
-use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
+use super::kit::{
+    Act, Does, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, on_servers, sqlite,
+};
 use super::support::eventually;
 
+on_servers! {
+    g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key,
+}
+
 /// Waits in its handler as long as a handler may, tried by a retrier.
-async fn hangs_beside<S: Sql>(world: World<S>) {
+///
+/// Shown to fail: what had failed before ran with nothing else of the process beside it, and one
+/// retrier ran one after the other.
+async fn g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key<S: Sql>(world: World<S>) {
     let (tries, hangs) = (AtomicU32::new(0), Arc::new(AtomicBool::new(false)));
     let (others, entered) = (AtomicU32::new(0), Arc::clone(&hangs));
     let act = move |name: &str, _: &Message| match name {
@@ -35,18 +44,6 @@ async fn hangs_beside<S: Sql>(world: World<S>) {
     eventually("the others ran", SOON, || async { (world.effects().await.len() == 4).then_some(()) }).await;
     assert!(began.elapsed() < limit, "they waited for the one that hangs: {:?}", began.elapsed());
     consumer.end().await;
-}
-
-/// Shown to fail: what had failed before ran with nothing else of the process beside it, and one
-/// retrier ran one after the other.
-#[tokio::test]
-async fn g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key_on_postgres() {
-    on_postgres("hangs_beside", hangs_beside).await;
-}
-
-#[tokio::test]
-async fn g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key_on_mariadb() {
-    on_mariadb("hangs_beside", hangs_beside).await;
 }
 
 /// Shown to fail: it was tried again in place, and held its lane for as long once more.

@@ -8,9 +8,12 @@ use oncebox::store::OperatorAct;
 use oncebox::{ConsumerEnd, ConsumerOptions, DeadPolicy, HandlerError, Handlers, Unhandled};
 use uuid::Uuid;
 
-use super::kit::Sql;
-use super::kit::{Act, Does, SOON, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
+use super::kit::{Act, Does, SOON, Sql, World, consumer_options, fails, on_all, on_postgres, sqlite};
 use super::support::eventually;
+
+on_all! {
+    a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind,
+}
 
 async fn concurrent_duplicates<S: Sql>(world: World<S>) {
     let names: Vec<String> = (10..40).map(|n| format!("{}{n}", ["a", "b", "c"][n % 3])).collect();
@@ -243,7 +246,9 @@ async fn unhandled_kinds_are_acknowledged_or_dead_as_the_setting_says() {
 }
 
 /// Two versions of one consumer side by side: the new one stored what only it can handle.
-async fn versions_side_by_side<S: Sql>(world: World<S>) {
+///
+/// Shown to fail: the old version acknowledged it as unhandled, and it was gone.
+async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind<S: Sql>(world: World<S>) {
     let open = Arc::new(AtomicBool::new(false));
     let gate = Arc::clone(&open);
     let act = move |_: &str, _: &oncebox::Message| if gate.load(Ordering::Relaxed) { Act::Done } else { fails() };
@@ -273,22 +278,6 @@ async fn versions_side_by_side<S: Sql>(world: World<S>) {
     let new = world.consumer_of(options, Handlers::new().on("new", done()).on("made", done()));
     world.until_effects(&["a1", "a2"]).await;
     new.end().await;
-}
-
-/// Shown to fail: the old version acknowledged it as unhandled, and it was gone.
-#[tokio::test]
-async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind() {
-    versions_side_by_side(sqlite().await).await;
-}
-
-#[tokio::test]
-async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind_on_postgres() {
-    on_postgres("waiting_kinds", versions_side_by_side).await;
-}
-
-#[tokio::test]
-async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind_on_mariadb() {
-    on_mariadb("waiting_kinds", versions_side_by_side).await;
 }
 
 #[tokio::test]

@@ -8,8 +8,13 @@ use oncebox::{Consumer, ConsumerOptions, Handlers, Horizon, TopicRetention};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_all, sqlite};
 use super::support::eventually;
+
+on_all! {
+    g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old,
+    r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven,
+}
 
 fn done() -> Does<impl Fn(&str, &oncebox::Message) -> Act + Send + Sync> {
     Does(|_: &str, _: &oncebox::Message| Act::Done)
@@ -44,7 +49,8 @@ async fn with_exact_clocks<S: Sql>(world: &World<S>) {
     }
 }
 
-async fn too_old<S: Sql>(world: World<S>) {
+/// Shown by: without the verdict the duplicate ran a second time.
+async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old<S: Sql>(world: World<S>) {
     with_exact_clocks(&world).await;
     let id = id_at(-50);
     world.deliver(&id, "made", "a1");
@@ -66,23 +72,8 @@ async fn too_old<S: Sql>(world: World<S>) {
     consumer.end().await;
 }
 
-/// Shown by: without the verdict the duplicate ran a second time.
-#[tokio::test]
-async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old_on_sqlite() {
-    too_old(sqlite().await).await;
-}
-
-#[tokio::test]
-async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old_on_postgres() {
-    on_postgres("g8_too_old", too_old).await;
-}
-
-#[tokio::test]
-async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old_on_mariadb() {
-    on_mariadb("g8_too_old", too_old).await;
-}
-
-async fn from_the_future<S: Sql>(world: World<S>) {
+/// Shown by: without the verdict a2 and a3 ran at once.
+async fn r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven<S: Sql>(world: World<S>) {
     let future = id_at(2 * 3_600);
     // Within the skew an id is as good as any; beyond it is dead, and holds nothing. A stated time
     // counts where the id has none.
@@ -115,22 +106,6 @@ async fn from_the_future<S: Sql>(world: World<S>) {
     world.until_effects(&["a1", "a4", "a5", "a2", "a3", "a6"]).await;
     assert!(world.dead().await.is_empty());
     consumer.end().await;
-}
-
-/// Shown by: without the verdict a2 and a3 ran at once.
-#[tokio::test]
-async fn r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven_on_sqlite() {
-    from_the_future(sqlite().await).await;
-}
-
-#[tokio::test]
-async fn r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven_on_postgres() {
-    on_postgres("r31_future", from_the_future).await;
-}
-
-#[tokio::test]
-async fn r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven_on_mariadb() {
-    on_mariadb("r31_future", from_the_future).await;
 }
 
 /// The time that a message states for itself stays the same in every copy.

@@ -9,8 +9,12 @@ use oncebox::store::{Base as _, ConsumerSpec, Holding, StoreOptions};
 use oncebox::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
-use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, on_all, sqlite};
 use super::support::{deaths_of, eventually};
+
+on_all! {
+    r26_what_a_dead_process_had_in_flight_runs_in_batches,
+}
 
 const DATABASE: &str = "ONCEBOX_CONTRACT_KILL_DATABASE";
 const IDS: [Uuid; 3] = [
@@ -52,7 +56,9 @@ async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_i
 
 /// The last owner of the partition died. What it had in flight is suspected, and handled nearly as
 /// fast as ever.
-async fn found_open<S: Sql>(world: World<S>) {
+///
+/// Shown to fail: each of them ran alone, its try counted in a transaction of its own.
+async fn r26_what_a_dead_process_had_in_flight_runs_in_batches<S: Sql>(world: World<S>) {
     const COUNT: usize = 1_000;
     let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
     let consumer = world.store.register(&spec).await.unwrap();
@@ -75,20 +81,4 @@ async fn found_open<S: Sql>(world: World<S>) {
     assert!(calls <= 30, "{calls} calls of a handler that takes a hundred messages at once");
     let attempts = world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await;
     assert!(attempts.is_empty(), "{attempts:?}");
-}
-
-/// Shown to fail: each of them ran alone, its try counted in a transaction of its own.
-#[tokio::test]
-async fn r26_what_a_dead_process_had_in_flight_runs_in_batches_on_sqlite() {
-    found_open(sqlite().await).await;
-}
-
-#[tokio::test]
-async fn r26_what_a_dead_process_had_in_flight_runs_in_batches_on_postgres() {
-    on_postgres("r26_found_open", found_open).await;
-}
-
-#[tokio::test]
-async fn r26_what_a_dead_process_had_in_flight_runs_in_batches_on_mariadb() {
-    on_mariadb("r26_found_open", found_open).await;
 }

@@ -424,6 +424,45 @@ where
     db.store.close().await;
 }
 
+/// Runs each test on PostgreSQL and MariaDB.
+macro_rules! on_servers {
+    ($($name:ident),* $(,)?) => {
+        mod on_postgres {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    $crate::kit::on_postgres(stringify!($name), super::$name).await;
+                }
+            )*
+        }
+        mod on_mariadb {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    $crate::kit::on_mariadb(stringify!($name), super::$name).await;
+                }
+            )*
+        }
+    };
+}
+pub(crate) use on_servers;
+
+/// Runs each test on SQLite, PostgreSQL and MariaDB.
+macro_rules! on_all {
+    ($($name:ident),* $(,)?) => {
+        mod on_sqlite {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    super::$name($crate::kit::sqlite().await).await;
+                }
+            )*
+        }
+        $crate::kit::on_servers!($($name),*);
+    };
+}
+pub(crate) use on_all;
+
 /// A world whose processes reach their database through a proxy, while the test looks at it
 /// directly.
 #[derive(Debug)]

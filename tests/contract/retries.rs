@@ -10,8 +10,13 @@ use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base as _, ConsumerSpec, InboxEntry, ParkAs, Parked, StoreOptions};
 use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError, Handlers};
 
-use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
+use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_all, on_postgres, sqlite};
 use super::support::eventually;
+
+on_all! {
+    r25_a_key_that_once_failed_is_drained_in_batches,
+    g6_a_failure_in_a_batch_of_waiting_messages_counts_for_its_message_alone_and_reorders_nothing,
+}
 
 const DATABASE: &str = "ONCEBOX_CONTRACT_RETRIES_DATABASE";
 const KILLER: &str = "ONCEBOX_CONTRACT_RETRIES_KILLER";
@@ -104,7 +109,9 @@ async fn r26_a_killer_among_waiting_messages_that_were_never_tried_is_dead_after
 }
 
 /// An outage that is over, for one key: its messages leave as they came, many in a transaction.
-async fn drained<S: Sql>(world: World<S>) {
+///
+/// Shown to fail: each message was a transaction of its own.
+async fn r25_a_key_that_once_failed_is_drained_in_batches<S: Sql>(world: World<S>) {
     const COUNT: usize = 300;
     let names: Vec<String> = (0..COUNT).map(|number| format!("a{number:03}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -127,22 +134,6 @@ async fn drained<S: Sql>(world: World<S>) {
     assert!(calls <= 10, "{calls} calls of a handler that takes a hundred messages at once");
     world.until_consumer("nothing waits", |ledger| ledger.waiting == 0).await;
     consumer.end().await;
-}
-
-/// Shown to fail: each message was a transaction of its own.
-#[tokio::test]
-async fn r25_a_key_that_once_failed_is_drained_in_batches_on_sqlite() {
-    drained(sqlite().await).await;
-}
-
-#[tokio::test]
-async fn r25_a_key_that_once_failed_is_drained_in_batches_on_postgres() {
-    on_postgres("r25_drained", drained).await;
-}
-
-#[tokio::test]
-async fn r25_a_key_that_once_failed_is_drained_in_batches_on_mariadb() {
-    on_mariadb("r25_drained", drained).await;
 }
 
 /// New messages of the key come all the time, and it is caught up with all the same, without a
@@ -176,7 +167,9 @@ async fn r25_a_key_that_is_drained_while_more_of_it_comes_does_not_wait_for_a_sw
 
 /// One in the middle of a batch fails: what stood before it is done, it alone is counted, the rest
 /// waits for it.
-async fn one_of_a_batch<S: Sql>(world: World<S>) {
+async fn g6_a_failure_in_a_batch_of_waiting_messages_counts_for_its_message_alone_and_reorders_nothing<S: Sql>(
+    world: World<S>,
+) {
     let names: Vec<String> = (10..30).map(|number| format!("a{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     waiting(&world, &names, 0).await;
@@ -209,21 +202,6 @@ async fn one_of_a_batch<S: Sql>(world: World<S>) {
         };
         assert_eq!(attempts(name), wanted, "{name}");
     }
-}
-
-#[tokio::test]
-async fn g6_a_failure_in_a_batch_of_waiting_messages_counts_for_its_message_alone_and_reorders_nothing() {
-    one_of_a_batch(sqlite().await).await;
-}
-
-#[tokio::test]
-async fn g6_a_failure_in_a_batch_of_waiting_messages_counts_for_its_message_alone_and_reorders_nothing_on_postgres() {
-    on_postgres("g6_waiting_batch", one_of_a_batch).await;
-}
-
-#[tokio::test]
-async fn g6_a_failure_in_a_batch_of_waiting_messages_counts_for_its_message_alone_and_reorders_nothing_on_mariadb() {
-    on_mariadb("g6_waiting_batch", one_of_a_batch).await;
 }
 
 /// Shown to fail: the stop waited for the handler, up to its timeout.

@@ -12,9 +12,13 @@ use proptest::sample::select;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 
-use super::kit::{SOON, Sql, World, consumer_options, on_mariadb, on_postgres};
+use super::kit::{SOON, Sql, World, consumer_options, on_mariadb, on_postgres, on_servers};
 use super::sql::{deliver, spec};
 use super::support::eventually;
+
+on_servers! {
+    a_message_that_fails_in_a_set_is_taken_out,
+}
 
 /// How many lists of statements and messages are tried on each database.
 const CASES: usize = 30;
@@ -345,7 +349,7 @@ async fn sets_run_by_a_few_statements_that_stay_prepared_on_mariadb() {
 
 /// One message of many fails by its statement, one by its values: each is dead with its own error,
 /// and the others are there once, in the order of their keys.
-async fn takes_out_what_fails<S: Sql + Statements>(world: World<S>) {
+async fn a_message_that_fails_in_a_set_is_taken_out<S: Sql + Statements>(world: World<S>) {
     let insert = spec("insert into effect (text) values (:text)", &[("text", "/text")], &[]);
     let handler = SqlHandler::prepare(&world.store, insert).await.unwrap();
     assert!(handler.gains_by_sets());
@@ -376,14 +380,4 @@ async fn takes_out_what_fails<S: Sql + Statements>(world: World<S>) {
         assert_eq!(came, wanted.iter().collect::<Vec<_>>(), "each once, in the key's order");
     }
     consumer.end().await;
-}
-
-#[tokio::test]
-async fn a_message_that_fails_in_a_set_is_taken_out_on_postgres() {
-    on_postgres("sql_sets_fail", takes_out_what_fails).await;
-}
-
-#[tokio::test]
-async fn a_message_that_fails_in_a_set_is_taken_out_on_mariadb() {
-    on_mariadb("sql_sets_fail", takes_out_what_fails).await;
 }
