@@ -5,13 +5,12 @@ use std::time::Duration;
 
 use oncebox::NewMessage;
 use oncebox::store::{
-    ActContext, DeadFilter, Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Outbox, RequestedAct,
-    enqueue_all,
+    ActContext, DeadFilter, Diversion, LeaseRequest, Mark, Operator, OperatorAct, Outbox, RequestedAct, enqueue_all,
 };
 use uuid::Uuid;
 
-use crate::postgres::with_database;
-use crate::relay::{Relay, message, open, payload, scanned_to};
+use crate::postgres::{Database, with_database};
+use crate::relay::{Relay, message, open, payload, request, scanned_to, take};
 
 /// Shown by not consulting the decisions: everything that was decided is sent again.
 #[tokio::test]
@@ -93,16 +92,31 @@ async fn r18_decisions_go_with_the_partition_of_their_positions() {
     .await;
 }
 
+/// The upper half of the buckets belongs to a second shard.
+async fn two_shards(database: &Database) {
+    database
+        .run(
+            "update oncebox.shard set bucket_to = 127;
+             insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
+        )
+        .await;
+}
+
+/// The one of the two that sends the messages of a key.
+fn shard_of(key: &str) -> i32 {
+    i32::from(oncebox::message::bucket(Some(key), Uuid::nil()) >= 128)
+}
+
+async fn both_stand_at(database: &Database, position: i64) {
+    let stand = format!("select bool_and(scanned_to = {position} and isempty(gaps)) from oncebox.shard");
+    assert!(database.value::<bool>(&stand).await);
+}
+
 /// Two shards read one table: each sends its own buckets, both see all positions.
 #[tokio::test]
 async fn shards_share_a_table_and_send_each_row_once() {
     with_database("shards_share_a_table_and_send_each_row_once", |database| async move {
-        database
-            .run(
-                "update oncebox.shard set bucket_to = 127;
-                 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
-            )
-            .await;
+        two_shards(&database).await;
         assert_eq!(database.store.shards().await.unwrap(), [0, 1]);
         let mut connection = database.connection().await;
         let many: Vec<NewMessage> =
@@ -111,22 +125,18 @@ async fn shards_share_a_table_and_send_each_row_once() {
         let mut all = BTreeSet::new();
         let mut sizes = Vec::new();
         for shard in [0, 1] {
-            let request = LeaseRequest { shard, ..LeaseRequest::new("relay", Duration::from_secs(10)) };
-            let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
+            let session = take(&database.store, &LeaseRequest { shard, ..request("relay") }).await;
             let mut relay = Relay { session, sent: Vec::new() };
             let sent = relay.drain().await;
             sizes.push(sent.len());
             for one in sent {
                 assert!(all.insert(one.clone()), "{one} was sent by both");
-                let bucket = oncebox::message::bucket(Some(one.as_str()), Uuid::nil());
-                assert_eq!(i32::from(bucket >= 128), shard);
+                assert_eq!(shard_of(one), shard);
             }
         }
         assert_eq!(sizes.iter().sum::<usize>(), 300);
         assert!(sizes.iter().all(|size| *size > 50), "{sizes:?}");
-        let stands: bool =
-            database.value("select bool_and(scanned_to = 300 and isempty(gaps)) from oncebox.shard").await;
-        assert!(stands);
+        both_stand_at(&database, 300).await;
     })
     .await;
 }
@@ -136,34 +146,27 @@ async fn shards_share_a_table_and_send_each_row_once() {
 #[tokio::test]
 async fn g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to() {
     with_database("g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to", |database| async move {
-        database
-            .run(
-                "update oncebox.shard set bucket_to = 127;
-                 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
-            )
-            .await;
+        two_shards(&database).await;
         let mut connection = database.connection().await;
         let payload = |n: usize| format!("{n} {}", "x".repeat([10, 90_000, 300_000, 5_000][n % 4]));
         let many = (0..40).map(|n| NewMessage::text("t", "k", payload(n)).with_key(n.to_string())).collect();
         enqueue_all(&mut connection, many).await.unwrap();
         let mut all = BTreeSet::new();
         for shard in [0, 1] {
-            let request = LeaseRequest { shard, read_bytes: 400_000, ..crate::relay::request("relay") };
-            let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
+            let request = LeaseRequest { shard, read_bytes: 400_000, ..request("relay") };
+            let session = take(&database.store, &request).await;
             let mut relay = Relay { session, sent: Vec::new() };
             let sent = relay.drain().await;
             let numbers: Vec<usize> = sent.iter().map(|one| one.split(' ').next().unwrap().parse().unwrap()).collect();
             assert!(numbers.is_sorted(), "{numbers:?}");
             for (number, sent) in numbers.iter().zip(sent) {
-                assert_eq!(i32::from(oncebox::message::bucket(Some(&number.to_string()), Uuid::nil()) >= 128), shard);
+                assert_eq!(shard_of(&number.to_string()), shard);
                 assert!(*sent == payload(*number), "the message {number} is not whole");
                 assert!(all.insert(*number));
             }
         }
         assert_eq!(all.len(), 40);
-        let stands: bool =
-            database.value("select bool_and(scanned_to = 40 and isempty(gaps)) from oncebox.shard").await;
-        assert!(stands);
+        both_stand_at(&database, 40).await;
     })
     .await;
 }
@@ -176,24 +179,12 @@ async fn g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to(
 async fn g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing() {
     let test = "g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing";
     with_database(test, |database| async move {
-        database
-            .run(
-                "update oncebox.shard set bucket_to = 127;
-                 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
-            )
-            .await;
+        two_shards(&database).await;
         let mut connection = database.connection().await;
-        let of_shard = |high: bool| {
-            let key = (0..).map(|n: u32| n.to_string());
-            key.into_iter().find(|key| (oncebox::message::bucket(Some(key), Uuid::nil()) >= 128) == high).unwrap()
-        };
-        let (ours, theirs) = (of_shard(false), of_shard(true));
+        let of_shard = |shard: i32| (0..).map(|n: u32| n.to_string()).find(|key| shard_of(key) == shard).unwrap();
+        let (ours, theirs) = (of_shard(0), of_shard(1));
         let message = |key: &str| NewMessage::text("t", "k", "1").with_key(key.to_owned());
-        let LeaseAnswer::Taken(mut session) =
-            database.store.open(&LeaseRequest::new("relay", Duration::from_secs(600))).await.unwrap()
-        else {
-            panic!("no lease")
-        };
+        let mut session = take(&database.store, &LeaseRequest::new("relay", Duration::from_secs(600))).await;
         enqueue_all(&mut connection, vec![message(&ours)]).await.unwrap();
         let first = session.read(10).await.unwrap();
         assert_eq!(first.rows.len(), 1);

@@ -10,6 +10,8 @@ use oncebox::store::{ConsumerSpec, Inbox, enqueue_all};
 use crate::postgres::{Database, with_database};
 use crate::relay::{NO_GAPS, Relay, SOON, message, put, scanned_to};
 
+const RANGES: &str = "select count(*) from pg_partition_tree('oncebox.outbox') where isleaf";
+
 /// Moves the end of the ranges near, so that a test meets it: one range up to a thousand, and the
 /// DEFAULT partition.
 async fn ranges_end_soon(database: &Database) {
@@ -81,9 +83,8 @@ async fn r8_no_insert_fails_while_partitions_are_made_and_freed() {
             }));
         }
         let mut relay = Relay::of(&database.store).await;
-        let ranges = "select count(*) from pg_partition_tree('oncebox.outbox') where isleaf";
         let began = Instant::now();
-        while database.value::<i64>(ranges).await < 4 || scanned_to(&database).await < 6_000 {
+        while database.value::<i64>(RANGES).await < 4 || scanned_to(&database).await < 6_000 {
             assert!(began.elapsed() < 2 * SOON, "no ranges were made within {:?}", 2 * SOON);
             relay.step().await;
             relay.session.tidy().await.unwrap();
@@ -96,14 +97,8 @@ async fn r8_no_insert_fails_while_partitions_are_made_and_freed() {
         relay.drain().await;
         assert_eq!(relay.sent.len(), written);
         relay.drain_until(&database, "select not exists (select 1 from oncebox.outbox_p1)").await;
-        assert_eq!(
-            database
-                .value::<i64>(
-                    "select count(*) from oncebox.outbox where position > (select scanned_to from oncebox.shard)"
-                )
-                .await,
-            0
-        );
+        let unproven = "select count(*) from oncebox.outbox where position > (select scanned_to from oncebox.shard)";
+        assert_eq!(database.value::<i64>(unproven).await, 0);
     })
     .await;
 }
@@ -119,8 +114,7 @@ async fn r8_an_open_reader_delays_new_partitions_and_no_writer() {
         relay.drain().await;
         let mut reading = reader.begin().await.unwrap();
         reading.execute("select count(*) from oncebox.outbox").await.unwrap();
-        let ranges = "select count(*) from pg_partition_tree('oncebox.outbox') where isleaf";
-        let before: i64 = database.value(ranges).await;
+        let before: i64 = database.value(RANGES).await;
         let writing = async {
             let mut longest = Duration::ZERO;
             for n in 0..50 {
@@ -136,9 +130,9 @@ async fn r8_an_open_reader_delays_new_partitions_and_no_writer() {
         // Behind the reader it would be as long as the tidying waits; its own commit is as slow as
         // the disk.
         assert!(longest < Duration::from_secs(4), "a writer waited {longest:?} behind the reader");
-        assert_eq!(database.value::<i64>(ranges).await, before, "the reader is in the way");
+        assert_eq!(database.value::<i64>(RANGES).await, before, "the reader is in the way");
         reading.rollback().await.unwrap();
-        relay.drain_until(&database, &format!("select ({ranges}) > {before}")).await;
+        relay.drain_until(&database, &format!("select ({RANGES}) > {before}")).await;
     })
     .await;
 }
@@ -203,6 +197,12 @@ async fn r8_old_rows_of_the_default_partition_go_though_a_writer_is_always_in_it
     .await;
 }
 
+/// A consumer is registered: that makes ranges of its inbox, and drops those that are empty.
+async fn register(database: &Database, name: &str) {
+    let spec = ConsumerSpec { name: name.into(), id_rule: "envelope".into(), accept: false };
+    database.store.register(&spec).await.unwrap();
+}
+
 /// It would refuse inserts once positions come to the ranges that it was for.
 #[tokio::test]
 async fn r8_a_check_that_a_process_left_on_the_default_partition_goes() {
@@ -215,11 +215,7 @@ async fn r8_a_check_that_a_process_left_on_the_default_partition_goes() {
             );
             database.run(&left).await;
         }
-        database
-            .store
-            .register(&ConsumerSpec { name: "c".into(), id_rule: "envelope".into(), accept: false })
-            .await
-            .unwrap();
+        register(&database, "c").await;
         let mut relay = Relay::of(&database.store).await;
         relay
             .drain_until(
@@ -275,7 +271,7 @@ async fn r8_a_redriven_id_from_the_future_stops_no_inbox_range() {
                           gen_random_uuid(), consumer_id from oncebox.consumer",
             )
             .await;
-        database.store.register(&ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }).await.unwrap();
+        register(&database, "ledger").await;
         let above: i64 = database.value(
             "select count(*) from pg_tables where schemaname = 'oncebox'
                 and tablename > 'inbox_timed_p' || to_char(now() at time zone 'UTC' + interval '11 days', 'YYYYMMDD') and tablename like 'inbox_timed_p2%'",
@@ -304,7 +300,7 @@ async fn r8_inbox_ranges_are_made_beside_a_large_default_partition() {
         assert!(bytes > 64 << 20, "{bytes}");
         let ranges = "select count(*) from pg_partition_tree('oncebox.inbox_timed') where isleaf";
         let before: i64 = database.value(ranges).await;
-        database.store.register(&ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }).await.unwrap();
+        register(&database, "ledger").await;
         let made = format!(
             "select ({ranges}) > {before} and not exists (select 1 from pg_constraint where conname = 'inbox_timed_default_ahead')"
         );
@@ -334,8 +330,7 @@ async fn r31_an_inbox_range_that_a_purge_emptied_goes_whole() {
         let past = "select count(*) from pg_tables where schemaname = 'oncebox' and tablename like 'inbox_timed_p2%'
             and tablename < 'inbox_timed_p' || to_char(now() at time zone 'UTC' - interval '3 days', 'YYYYMMDD')";
         assert_eq!(database.value::<i64>(past).await, 2);
-        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-        database.store.register(&spec).await.unwrap();
+        register(&database, "ledger").await;
         assert_eq!(database.value::<i64>(past).await, 1, "the one that holds a row stays");
         assert_eq!(database.value::<i64>("select count(*) from oncebox.inbox").await, 1);
     })

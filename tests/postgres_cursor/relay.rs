@@ -66,7 +66,11 @@ pub(crate) fn request(owner: &str) -> LeaseRequest {
 }
 
 pub(crate) async fn open(store: &PostgresStore, owner: &str) -> Box<dyn RelaySession> {
-    match store.open(&request(owner)).await.unwrap() {
+    take(store, &request(owner)).await
+}
+
+pub(crate) async fn take(store: &PostgresStore, request: &LeaseRequest) -> Box<dyn RelaySession> {
+    match store.open(request).await.unwrap() {
         LeaseAnswer::Taken(session) => session,
         other => panic!("the lease was not given: {other:?}"),
     }
