@@ -38,8 +38,7 @@ async fn what_the_broker_answers_decides_whose_fault_it_is() {
         (Code::RD_KAFKA_RESP_ERR_NOT_LEADER_FOR_PARTITION, "retried"),
         (Code::RD_KAFKA_RESP_ERR_REQUEST_TIMED_OUT, "retried"),
     ] {
-        let mut publisher = broker.publisher().await.unwrap();
-        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        let mut publisher = ready(&broker, "t").await;
         mock.request_errors(RDKafkaApiKey::Produce, &[error]);
         let settled = first_outcome(&mut publisher, "t").await;
         let found = match &settled.outcome {
@@ -65,8 +64,7 @@ async fn g3_a_row_that_waits_for_room_stays_behind_an_earlier_one_that_is_refuse
     config.publish_rows_max = 2;
     config.properties.insert("message.max.bytes".into(), "2000".into());
     let broker = KafkaBroker::new(config).unwrap();
-    let mut publisher = broker.publisher().await.unwrap();
-    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&broker, "t").await;
     // Longer than a session waits for the first row of a partition.
     mock.broker_round_trip_time(1, Duration::from_millis(1_500)).unwrap();
     let rows = [("a", "x".to_owned()), ("k", "x".repeat(3_000)), ("k", "x".to_owned())];
@@ -89,8 +87,7 @@ async fn g2_no_row_of_a_batch_that_the_broker_calls_a_duplicate_is_proven() {
     let mut config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
     // So that the rows share a batch.
     config.linger = Duration::from_millis(100);
-    let mut publisher = KafkaBroker::new(config).unwrap().publisher().await.unwrap();
-    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&KafkaBroker::new(config).unwrap(), "t").await;
     mock.request_errors(RDKafkaApiKey::Produce, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_DUPLICATE_SEQUENCE_NUMBER; 10]);
     publisher.send((0..10).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
     let mut settled = Vec::new();
@@ -103,8 +100,7 @@ async fn g2_no_row_of_a_batch_that_the_broker_calls_a_duplicate_is_proven() {
 #[tokio::test]
 async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     let (mock, broker) = mock("t");
-    let mut publisher = broker.publisher().await.unwrap();
-    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&broker, "t").await;
     assert_eq!(publisher.blocked(), None);
     mock.broker_down(1).unwrap();
     publisher.send(vec![(0, message("t", Some("k"), "x"))]).await.unwrap();
@@ -151,8 +147,7 @@ async fn dropping_a_session_waits_for_nothing() {
     let (mock, broker) = mock("t");
     let (bound, mut fastest) = (Duration::from_millis(20), Duration::MAX);
     for _ in 0..10 {
-        let mut publisher = broker.publisher().await.unwrap();
-        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        let mut publisher = ready(&broker, "t").await;
         mock.broker_down(1).unwrap();
         publisher.send((0..1_000).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
         let start = Instant::now();

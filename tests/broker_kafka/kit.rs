@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
-use oncebox::broker::{Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription};
+use oncebox::broker::{
+    Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription, TopicState,
+};
 use oncebox::message::OutgoingMessage;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{
@@ -164,6 +166,19 @@ pub(crate) async fn outcomes(publisher: &mut Box<dyn Publisher>, count: usize) -
     };
     timeout(SOON, all).await.expect("outcomes");
     settled
+}
+
+/// A session that has seen that its topic takes messages.
+pub(crate) async fn ready(broker: &KafkaBroker, topic: &str) -> Box<dyn Publisher> {
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic(topic).await.unwrap(), TopicState::Ready);
+    publisher
+}
+
+/// What stands in a topic, as text.
+pub(crate) async fn payloads(broker: &KafkaBroker, topic: &str) -> Vec<String> {
+    let all = broker.read_all(topic).await.unwrap();
+    all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect()
 }
 
 /// Publishes and insists that all were taken.

@@ -156,9 +156,7 @@ async fn r19_nothing_is_produced_to_a_topic_before_it_was_seen() {
     let settled = publish(&mut publisher, vec![row("r1"), row("r2"), row("r3")]).await;
     assert!(settled.iter().all(|row| row.outcome.is_ok()), "{settled:?}");
     publisher.close().await;
-    let found = kafka.broker().read_all(&topic).await.unwrap();
-    let found: Vec<_> = found.into_iter().map(|arrived| arrived.payload.unwrap()).collect();
-    assert_eq!(found, [b"r1", b"r2", b"r3"]);
+    assert_eq!(payloads(&kafka.broker(), &topic).await, ["r1", "r2", "r3"]);
 }
 
 // Shown: with `batch.size` left at its default, thousands of small messages are refused with the
@@ -172,8 +170,7 @@ async fn r19_a_message_that_is_too_large_is_refused_alone_and_the_others_go() {
     kafka.create(&small, 1, &[("max.message.bytes", "20000")]).await;
     kafka.create(&usual, 1, &[]).await;
     let broker = kafka.broker();
-    let mut publisher = broker.publisher().await.unwrap();
-    assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&broker, &small).await;
     let mut rows: Vec<_> = (0..3_000).map(|n| message(&small, Some("k"), vec![b'.'; 100 + n % 50])).collect();
     rows.insert(1_500, message(&small, Some("large"), vec![b'x'; 30_000]));
     rows.insert(1_700, message(&usual, Some("k"), vec![b'x'; 500_000]));
@@ -210,9 +207,7 @@ async fn r15_nothing_follows_a_refused_message_of_its_key_until_the_refusal_was_
     // The relay has seen it: what it sends now is meant.
     assert!(publish(&mut publisher, vec![row("a", "a4")]).await[0].outcome.is_ok());
     publisher.close().await;
-    let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
-    let found: Vec<_> = found.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
-    assert_eq!(found, ["a1", "b", "a4"]);
+    assert_eq!(payloads(&kafka.broker(), &kafka.topic).await, ["a1", "b", "a4"]);
 }
 
 // Only the broker knows what a message is compressed; the client has later ones of its key on their
@@ -227,8 +222,7 @@ async fn r15_nothing_follows_a_message_that_the_broker_refused_though_its_outcom
     kafka.create(&small, 1, &[("max.message.bytes", "20000")]).await;
     kafka.config.properties.insert("compression.type".into(), "gzip".into());
     let broker = kafka.broker();
-    let mut publisher = broker.publisher().await.unwrap();
-    assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&broker, &small).await;
     let row = |n: u64| {
         let large = if n == 100 { 100_000 } else { 10 };
         let text: String = (0..large).map(|_| fastrand::alphanumeric()).collect();
@@ -239,8 +233,7 @@ async fn r15_nothing_follows_a_message_that_the_broker_refused_though_its_outcom
     let began = Instant::now();
     while broker.read_all(&small).await.unwrap().len() < 100 && began.elapsed() < SOON {}
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let found = broker.read_all(&small).await.unwrap();
-    let found: Vec<_> = found.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
+    let found = payloads(&broker, &small).await;
     let found: Vec<u64> = found.iter().map(|text| text.split(' ').next().unwrap().parse().unwrap()).collect();
     assert_eq!(found, (0..100).collect::<Vec<_>>());
     // The refusal is told before the session's end.
@@ -267,8 +260,7 @@ async fn r19_a_session_that_sent_already_starts_anew_for_a_smaller_topic() {
     assert!(matches!(&error, BrokerError::Session(why) if why.contains(&small) && why.contains("20000")), "{error}");
     publisher.close().await;
     // What was learned stays: the next session fits from its start.
-    let mut publisher = broker.publisher().await.unwrap();
-    assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&broker, &kafka.topic).await;
     publish(&mut publisher, vec![message(&kafka.topic, None, "x")]).await;
     assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
     publisher.close().await;
@@ -283,8 +275,7 @@ async fn g2_the_outcome_of_a_message_that_was_never_sent_is_kept_when_a_smaller_
     for (topic, limit) in [(&kafka.topic, "20000"), (&smaller, "10000")] {
         kafka.create(topic, 1, &[("max.message.bytes", limit)]).await;
     }
-    let mut publisher = kafka.broker().publisher().await.unwrap();
-    assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+    let mut publisher = ready(&kafka.broker(), &kafka.topic).await;
     publisher.send(vec![(7, message(&kafka.topic, Some("k"), vec![b'x'; 30_000]))]).await.unwrap();
     let error = publisher.topic(&smaller).await.unwrap_err();
     assert!(matches!(&error, BrokerError::Session(why) if why.contains(&smaller)), "{error}");
@@ -301,8 +292,7 @@ async fn r19_a_limit_that_was_lowered_ends_one_session_and_says_nothing_of_rows_
     let broker = kafka.broker();
     let rows = |count| (0..count).map(|_| message(&kafka.topic, Some("k"), vec![b'x'; 1_000]));
     for limit in ["40000", "20000"] {
-        let mut publisher = broker.publisher().await.unwrap();
-        assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+        let mut publisher = ready(&broker, &kafka.topic).await;
         publish(&mut publisher, rows(1).collect()).await;
         kafka.set(&kafka.topic, "max.message.bytes", limit).await;
         let mut settled = Vec::new();

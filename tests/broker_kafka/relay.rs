@@ -5,18 +5,12 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use oncebox::RelayOptions;
-use oncebox::broker::Broker;
 use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
 use rdkafka::mocking::MockCluster;
 use rdkafka::producer::DefaultProducerContext;
 
-use super::kit::{Kafka, unique};
+use super::kit::{Kafka, payloads, unique};
 use super::outbox::{Outbox, options};
-
-pub(crate) async fn payloads(kafka: &Kafka, topic: &str) -> Vec<String> {
-    let all = kafka.broker().read_all(topic).await.unwrap();
-    all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect()
-}
 
 fn first_occurrences(payloads: Vec<String>) -> Vec<String> {
     let mut seen = HashSet::new();
@@ -48,8 +42,8 @@ async fn g3_hundreds_of_missing_topics_are_asked_for_at_once_and_stop_no_other()
     let there = &missing[7];
     kafka.create(there, 1, &[]).await;
     outbox.until("the one that is there now is released", |status| status.held == 399).await;
-    assert_eq!(payloads(&kafka, there).await, ["0"]);
-    assert_eq!(payloads(&kafka, &kafka.topic).await.len(), 80, "nothing came twice");
+    assert_eq!(payloads(&kafka.broker(), there).await, ["0"]);
+    assert_eq!(payloads(&kafka.broker(), &kafka.topic).await.len(), 80, "nothing came twice");
     assert_eq!(outbox.status().await.shards[0].epoch, epoch, "no session ended over it");
     relay.end().await;
 }
@@ -82,10 +76,8 @@ async fn g3_a_topic_whose_leader_is_away_holds_itself_until_it_is_back() {
     assert!(outbox.health.is_ready(), "{:?}", outbox.health.lines());
     mock.broker_up(2).unwrap();
     outbox.until("released by itself", |status| status.held + status.pending == 0).await;
-    let all = broker.read_all("stuck").await.unwrap();
-    let all = all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
     let expected: Vec<String> = (0..10).map(|n| n.to_string()).collect();
-    assert_eq!(first_occurrences(all), expected, "in order, none lost");
+    assert_eq!(first_occurrences(payloads(&broker, "stuck").await), expected, "in order, none lost");
     relay.end().await;
 }
 
@@ -112,7 +104,7 @@ async fn g3_thousands_of_redriven_messages_go_together_in_order_and_others_flow_
     let relay = outbox.relay(kafka.broker(), options());
     let beside = outbox.flowing(&good).await;
     assert!(beside >= 1, "none went beside them");
-    let sent = payloads(&kafka, &kafka.topic).await;
+    let sent = payloads(&kafka.broker(), &kafka.topic).await;
     assert_eq!(sent.len(), 2_000, "nothing came twice");
     let keys = by_key(sent);
     assert!(keys.iter().all(|key| key.is_sorted()) && keys.iter().flatten().count() == 2_000, "each key in its order");
@@ -136,7 +128,7 @@ async fn g3_a_topic_that_opens_with_thousands_of_held_messages_delays_no_other()
         }
     });
     outbox.until("all is sent", |status| status.held + status.pending == 0).await;
-    let keys = by_key(payloads(&kafka, &late).await);
+    let keys = by_key(payloads(&kafka.broker(), &late).await);
     assert!(keys.iter().all(|key| key.is_sorted()) && keys.iter().flatten().count() == 2_200, "each key in its order");
     relay.end().await;
 }
@@ -157,7 +149,7 @@ async fn r19_a_topic_whose_limit_is_lowered_goes_on_with_smaller_batches() {
     }
     let status = outbox.until("all are sent", |status| status.pending == 0).await;
     assert_eq!((status.held, status.dead), (0, 0));
-    assert_eq!(first_occurrences(payloads(&kafka, &kafka.topic).await).len(), 3_005);
+    assert_eq!(first_occurrences(payloads(&kafka.broker(), &kafka.topic).await).len(), 3_005);
     relay.end().await;
 }
 
@@ -175,7 +167,7 @@ async fn g3_nothing_of_its_key_follows_a_message_that_is_too_large() {
     outbox.enqueue((0..10).flat_map(|n| (0..50).map(move |key| (key, n))).map(|(key, n)| of(key, n)).collect()).await;
     let relay = outbox.relay(kafka.broker(), options());
     outbox.until("five dead, theirs held", |status| (status.dead, status.held, status.pending) == (5, 25, 0)).await;
-    let seen = first_occurrences(payloads(&kafka, &kafka.topic).await);
+    let seen = first_occurrences(payloads(&kafka.broker(), &kafka.topic).await);
     assert_eq!(seen.len(), 500 - 30, "what stands behind a dead message is not in the topic");
     relay.end().await;
 }
@@ -212,7 +204,7 @@ async fn g3_messages_that_only_the_broker_finds_too_large_are_dead_in_order_and_
     assert!(took[50] < Duration::from_secs(1), "half of the others: {:?}", took[50]);
     for round in 0..10 {
         let prefix = format!("{round}.");
-        let all = first_occurrences(payloads(&kafka, &kafka.topic).await).into_iter();
+        let all = first_occurrences(payloads(&kafka.broker(), &kafka.topic).await).into_iter();
         let seen: Vec<usize> = all.filter_map(|payload| payload.strip_prefix(&prefix)?.parse().ok()).collect();
         assert_eq!(seen, (0..100).collect::<Vec<_>>(), "round {round}: nothing behind the bad one, all before it");
     }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use oncebox::RelayOptions;
 
-use super::kit::{Kafka, unique};
+use super::kit::{Kafka, payloads, unique};
 use super::outbox::{Outbox, options};
-use super::relay::{payloads, rows};
+use super::relay::rows;
 
 /// Shown to fail: with all of them made by the session, messages of a third of them were taken so
 /// late that it ended. One by one they outlast the lease.
@@ -26,9 +26,9 @@ async fn g3_hundreds_of_topics_that_are_to_be_made_cost_no_lease() {
     outbox.enqueue(rows(&kafka.topic, 10, 20)).await;
     outbox.until("all are sent", |status| status.pending + status.held + status.dead == 0).await;
     assert_eq!(outbox.status().await.shards[0].epoch, epoch, "no session ended over it");
-    assert_eq!(payloads(&kafka, &kafka.topic).await.len(), 20, "nothing came twice");
+    assert_eq!(payloads(&kafka.broker(), &kafka.topic).await.len(), 20, "nothing came twice");
     for topic in [&new[0], &new[249]] {
-        assert_eq!(payloads(&kafka, topic).await, ["0"]);
+        assert_eq!(payloads(&kafka.broker(), topic).await, ["0"]);
     }
     relay.end().await;
 }
