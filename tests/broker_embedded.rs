@@ -84,6 +84,13 @@ async fn publish(publisher: &mut dyn Publisher, rows: Vec<OutgoingMessage>) -> V
     settled
 }
 
+/// So many rows, by a session of their own.
+async fn publish_some(broker: &EmbeddedBroker, count: usize) {
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(count)).await;
+    publisher.close().await;
+}
+
 async fn open(config: EmbeddedConfig) -> EmbeddedBroker {
     EmbeddedBroker::open(config).await.unwrap()
 }
@@ -92,12 +99,15 @@ fn subscription() -> Subscription {
     Subscription::new("c", vec!["t".into()])
 }
 
+async fn next(subscriber: &mut dyn Subscriber) -> Event {
+    tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap()
+}
+
 /// Reads so many rows; acknowledges them where told.
 async fn read(subscriber: &mut dyn Subscriber, count: usize, acknowledge: bool) -> Vec<(i32, i64)> {
     let mut read = Vec::new();
     while read.len() < count {
-        let event = tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap();
-        if let Event::Deliveries(deliveries) = event {
+        if let Event::Deliveries(deliveries) = next(subscriber).await {
             for delivery in deliveries {
                 read.push((delivery.source.partition, delivery.sequence));
                 if acknowledge {
@@ -273,7 +283,7 @@ async fn silent_member(file: &Path, ends_after: i64) {
 async fn first_assignment(broker: &EmbeddedBroker) -> (Box<dyn Subscriber>, Duration, usize) {
     let begun = Instant::now();
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
-    match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+    match next(subscriber.as_mut()).await {
         Event::Assigned(sources) => (subscriber, begun.elapsed(), sources.len()),
         event => panic!("{event:?}"),
     }
@@ -294,7 +304,7 @@ async fn a_silent_member_keeps_its_partitions_until_its_lease_ends_and_meanwhile
     }
     let mut sources = 0;
     while sources < 4 {
-        match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+        match next(subscriber.as_mut()).await {
             Event::Assigned(assigned) => sources += assigned.len(),
             event => panic!("{event:?}"),
         }
@@ -319,10 +329,9 @@ async fn r22_a_lease_that_ends_later_than_now_and_its_length_counts_as_over() {
 async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
-    let mut publisher = broker.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(100)).await;
+    publish_some(&broker, 100).await;
     let (mut subscriber, _, _) = first_assignment(&broker).await;
-    let deliveries = match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+    let deliveries = match next(subscriber.as_mut()).await {
         Event::Deliveries(deliveries) => deliveries,
         event => panic!("{event:?}"),
     };
@@ -341,7 +350,7 @@ async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
     let mut lost = 0;
     let mut again = 0;
     while again < 100 {
-        match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+        match next(subscriber.as_mut()).await {
             Event::Revoked { sources, lost: true, .. } => lost += sources.len(),
             Event::Revoked { .. } => panic!("it is too late to give anything up"),
             Event::Deliveries(deliveries) if lost > 0 => again += deliveries.len(),
@@ -357,8 +366,7 @@ async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
 async fn what_was_read_ahead_is_not_committed_before_it_is_acknowledged() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) }).await;
-    let mut publisher = broker.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(1_000)).await;
+    publish_some(&broker, 1_000).await;
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     let source = loop {
         if let Event::Deliveries(deliveries) = subscriber.next().await.unwrap() {
@@ -393,10 +401,10 @@ async fn a_source_that_is_not_given_up_in_time_is_taken_away_after_the_drain() {
     slow.drain = PATIENCE;
     let begun = Instant::now();
     let mut second = broker.subscriber(&slow).await.unwrap();
-    let revoked = tokio::time::timeout(PATIENCE, first.next()).await.unwrap().unwrap();
+    let revoked = next(first.as_mut()).await;
     assert!(matches!(&revoked, Event::Revoked { lost: false, .. }), "{revoked:?}");
     // The runtime holds the guard for ever.
-    let assigned = tokio::time::timeout(PATIENCE, second.next()).await.unwrap().unwrap();
+    let assigned = next(second.as_mut()).await;
     assert!(matches!(assigned, Event::Assigned(_)), "{assigned:?}");
     assert!(begun.elapsed() >= Duration::from_millis(300));
     while let Ok(event) = tokio::time::timeout(Duration::from_millis(200), first.next()).await {
@@ -415,9 +423,7 @@ async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
     let embedded = Embedded::new();
     let mut config = EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) };
     let broker = open(config.clone()).await;
-    let mut publisher = broker.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(2_500)).await;
-    publisher.close().await;
+    publish_some(&broker, 2_500).await;
     config.retention = Some(Duration::ZERO);
     let trimming = open(config.clone()).await;
     // What the horizon of an inbox must exceed.
@@ -428,9 +434,7 @@ async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
     };
 
     // Nobody has read: everything stays.
-    let mut publisher = trimming.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(1)).await;
-    publisher.close().await;
+    publish_some(&trimming, 1).await;
     assert_eq!(first(embedded.file()).await, 0);
 
     // One group has handled all, another one a part.
@@ -468,8 +472,7 @@ async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
 async fn check_looks_at_the_file_and_says_how_far_a_group_is_behind() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
-    let mut publisher = broker.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(100)).await;
+    publish_some(&broker, 100).await;
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     read(subscriber.as_mut(), 100, false).await;
     let findings = broker.check(&[subscription()]).await.unwrap();
@@ -484,13 +487,11 @@ async fn check_looks_at_the_file_and_says_how_far_a_group_is_behind() {
 async fn check_says_that_a_group_with_members_stands_still() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
-    let mut publisher = broker.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(300)).await;
+    publish_some(&broker, 300).await;
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     let mut taken = Vec::new();
     while taken.len() < 300 {
-        let event = tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap();
-        let Event::Deliveries(deliveries) = event else { continue };
+        let Event::Deliveries(deliveries) = next(subscriber.as_mut()).await else { continue };
         taken.extend(deliveries.into_iter().map(|delivery| (delivery.source, delivery.sequence)));
     }
     let group = || async {
