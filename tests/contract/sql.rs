@@ -258,43 +258,31 @@ async fn numbers_keep_their_digits_in_what_a_statement_computes_on_mariadb() {
     .await;
 }
 
+/// The key of the parameter is missing, or the database refuses its value: the next message is
+/// handled.
 #[tokio::test]
-async fn a_value_that_is_missing_is_terminal_and_names_the_parameter() {
-    let world = sqlite().await;
-    world.run("create table payment (amount text not null)").await;
-    let insert = spec("insert into payment (amount) values (:amount)", &[("amount", "/amount")], &[]);
-    let handler = SqlHandler::prepare(&world.store, insert).await.unwrap();
-    deliver(&world.broker, "a", r#"{"other": 1}"#);
-    deliver(&world.broker, "b", r#"{"amount": 1}"#);
-    let consumer = world.consumer(consumer_options(), handler);
-    world.until_consumer("dead", |ledger| ledger.dead == 1).await;
-    let dead = world.dead().await;
-    assert!(dead[0].reason == "terminal" && dead[0].error.as_deref().unwrap().contains("`amount`"), "{dead:?}");
-    let rows = super::support::eventually("the other", super::kit::SOON, || async {
-        Some(world.store.texts("select cast(amount as text) from payment").await).filter(|rows| !rows.is_empty())
-    })
-    .await;
-    assert_eq!(rows, ["1"]);
-    consumer.end().await;
-}
-
-#[tokio::test]
-async fn a_constraint_at_run_time_is_a_failure_of_that_message_only() {
-    let world = sqlite().await;
-    world.run("create table payment (amount text not null)").await;
-    let insert = spec("insert into payment (amount) values (:amount)", &[("amount", "/amount")], &[]);
-    let handler = SqlHandler::prepare(&world.store, insert).await.unwrap();
-    deliver(&world.broker, "a", r#"{"amount": null}"#);
-    deliver(&world.broker, "b", r#"{"amount": 2}"#);
-    let consumer = world.consumer(consumer_options(), handler);
-    world.until_consumer("dead", |ledger| ledger.dead == 1).await;
-    assert_eq!(world.dead().await[0].reason, "attempts");
-    let rows = super::support::eventually("the other", super::kit::SOON, || async {
-        Some(world.store.texts("select cast(amount as text) from payment").await).filter(|rows| !rows.is_empty())
-    })
-    .await;
-    assert_eq!(rows, ["2"]);
-    consumer.end().await;
+async fn a_missing_value_is_terminal_and_named_and_a_constraint_at_run_time_is_tried_again() {
+    for (payload, reason, says) in
+        [(r#"{"other": 1}"#, "terminal", "`amount`"), (r#"{"amount": null}"#, "attempts", "")]
+    {
+        let world = sqlite().await;
+        world.run("create table payment (amount text not null)").await;
+        let insert = spec("insert into payment (amount) values (:amount)", &[("amount", "/amount")], &[]);
+        let handler = SqlHandler::prepare(&world.store, insert).await.unwrap();
+        deliver(&world.broker, "a", payload);
+        deliver(&world.broker, "b", r#"{"amount": 1}"#);
+        let consumer = world.consumer(consumer_options(), handler);
+        world.until_consumer("dead", |ledger| ledger.dead == 1).await;
+        let dead = world.dead().await;
+        let error = dead[0].error.as_deref().unwrap_or_default();
+        assert!(dead[0].reason == reason && error.contains(says), "{payload}: {dead:?}");
+        let rows = super::support::eventually("the other", super::kit::SOON, || async {
+            Some(world.store.texts("select cast(amount as text) from payment").await).filter(|rows| !rows.is_empty())
+        })
+        .await;
+        assert_eq!(rows, ["1"], "{payload}");
+        consumer.end().await;
+    }
 }
 
 async fn refused<S: Sql + Statements>(world: &World<S>, spec: SqlSpec) -> SqlSpecError {

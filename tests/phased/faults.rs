@@ -52,41 +52,26 @@ async fn m81_no_fault<S: Rows>(store: S) {
     assert_eq!(service.operation().await.intents[0].sends, 1);
 }
 
-async fn o7_late<S: Rows>(store: S) {
-    one_charge(store, &[("late", 1, 2_500)]).await;
+/// Cases by what the provider does: which fault, how often, and for how many milliseconds.
+macro_rules! one_charge {
+    ($($name:ident: $($fault:expr),+;)*) => {
+        $(async fn $name<S: Rows>(store: S) {
+            one_charge(store, &[$($fault),+]).await;
+        })*
+    };
 }
 
-async fn o7_drop_before<S: Rows>(store: S) {
-    one_charge(store, &[("drop_before", 2, 0)]).await;
-}
-
-async fn o7_drop_after<S: Rows>(store: S) {
-    one_charge(store, &[("drop_after", 1, 0)]).await;
-}
-
-async fn o7_error_before<S: Rows>(store: S) {
-    one_charge(store, &[("error_before", 4, 0)]).await;
-}
-
-async fn o7_error_after<S: Rows>(store: S) {
-    one_charge(store, &[("error_after", 1, 0)]).await;
-}
-
-async fn o7_take_late<S: Rows>(store: S) {
-    one_charge(store, &[("take_late", 1, 1_500)]).await;
-}
-
-async fn o7_in_progress<S: Rows>(store: S) {
-    one_charge(store, &[("in_progress", 1, 0)]).await;
-}
-
-async fn o7_a_query_that_fails_leaves_the_key<S: Rows>(store: S) {
-    one_charge(store, &[("drop_after", 1, 0), ("no_query", -1, 0)]).await;
-}
-
-// Shown by: resending without asking first (two charges under one key).
-async fn o6_a_key_that_was_forgotten_too_early<S: Rows>(store: S) {
-    one_charge(store, &[("drop_after", 1, 0), ("forget_keys", -1, 0)]).await;
+one_charge! {
+    o7_late: ("late", 1, 2_500);
+    o7_drop_before: ("drop_before", 2, 0);
+    o7_drop_after: ("drop_after", 1, 0);
+    o7_error_before: ("error_before", 4, 0);
+    o7_error_after: ("error_after", 1, 0);
+    o7_take_late: ("take_late", 1, 1_500);
+    o7_in_progress: ("in_progress", 1, 0);
+    o7_a_query_that_fails_leaves_the_key: ("drop_after", 1, 0), ("no_query", -1, 0);
+    // Shown by: resending without asking first (two charges under one key).
+    o6_a_key_that_was_forgotten_too_early: ("drop_after", 1, 0), ("forget_keys", -1, 0);
 }
 
 // Shown by: taking any 4xx for a failure: it failed, and the charge was taken.
