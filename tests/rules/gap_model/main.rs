@@ -91,102 +91,34 @@ fn breaks(mutant: Mutant) {
     assert!(caught >= CATCHES, "{mutant:?} must break {:?}: {seen:?} in {histories}", mutant.breaks());
 }
 
-#[test]
-fn r1_a_position_drawn_before_the_id_loses_messages() {
-    breaks(Mutant::PositionBeforeId);
+macro_rules! broken {
+    ($(fn $name:ident: $mutant:ident,)*) => {
+        $(#[test]
+        fn $name() {
+            breaks(Mutant::$mutant);
+        })*
+    };
 }
 
-#[test]
-fn r2_a_session_that_starts_without_a_fence_loses_messages() {
-    breaks(Mutant::StartWithoutFence);
-}
-
-#[test]
-fn r2_a_read_that_forgets_what_is_missing_before_its_first_row_loses_messages() {
-    breaks(Mutant::NothingBeforeTheFirst);
-}
-
-#[test]
-fn r2_closing_gaps_beyond_a_limit_that_was_reached_loses_messages() {
-    breaks(Mutant::LimitIgnored);
-}
-
-#[test]
-fn r2_a_fence_taken_before_the_read_loses_messages() {
-    breaks(Mutant::FenceBeforeRead);
-}
-
-#[test]
-fn r2_persisting_the_gaps_that_memory_has_at_the_mark_loses_messages() {
-    breaks(Mutant::PersistMemoryAtMark);
-}
-
-#[test]
-fn r2_persisting_the_gaps_that_memory_has_at_the_checkpoint_loses_messages() {
-    breaks(Mutant::PersistMemoryAtCheckpoint);
-}
-
-#[test]
-fn r2_marking_a_proven_batch_that_is_not_the_oldest_loses_messages() {
-    breaks(Mutant::MarkAnyProven);
-}
-
-#[test]
-fn r2_a_cursor_that_reads_beyond_the_highest_seen_position_loses_messages() {
-    breaks(Mutant::HighestSeen);
-}
-
-#[test]
-fn r3_the_xmax_of_a_snapshot_as_the_fence_loses_messages() {
-    breaks(Mutant::XmaxIsTheFence);
-}
-
-#[test]
-fn r4_reading_gaps_again_less_often_breaks_the_order_of_a_key() {
-    breaks(Mutant::RecheckSeldom);
-}
-
-#[test]
-fn r4_reading_gaps_again_in_a_statement_of_their_own_breaks_the_order_of_a_key() {
-    breaks(Mutant::RecheckApart);
-}
-
-#[test]
-fn r5_sending_before_the_checkpoint_returned_publishes_what_never_existed() {
-    breaks(Mutant::SendBeforeCheckpoint);
-}
-
-#[test]
-fn r5_a_checkpoint_that_began_before_the_read_publishes_what_never_existed() {
-    breaks(Mutant::CheckpointBeforeRead);
-}
-
-#[test]
-fn r6_lock_holders_remembered_by_backend_lose_messages() {
-    breaks(Mutant::HoldersByBackend);
-}
-
-#[test]
-fn r6_lock_holders_that_speak_for_gaps_found_later_lose_messages() {
-    breaks(Mutant::HoldersForLaterGaps);
-}
-
-#[test]
-fn r6_holders_that_end_while_a_read_is_under_way_must_not_close_gaps_at_it() {
-    breaks(Mutant::HoldersGoneDuringRead);
-}
-
-#[test]
-fn r15_skipping_a_refused_row_and_going_on_with_its_key_breaks_its_order() {
-    breaks(Mutant::SkipAndGoOn);
-}
-
-#[test]
-fn r17_diverting_by_the_table_without_the_window_breaks_the_order_of_a_key() {
-    breaks(Mutant::DivertByTableOnly);
-}
-
-#[test]
-fn r18_joining_shards_with_the_gaps_that_both_have_loses_messages() {
-    breaks(Mutant::JoinByIntersection);
+broken! {
+    fn r1_a_position_drawn_before_the_id_loses_messages: PositionBeforeId,
+    fn r2_a_session_that_starts_without_a_fence_loses_messages: StartWithoutFence,
+    fn r2_a_read_that_forgets_what_is_missing_before_its_first_row_loses_messages: NothingBeforeTheFirst,
+    fn r2_closing_gaps_beyond_a_limit_that_was_reached_loses_messages: LimitIgnored,
+    fn r2_a_fence_taken_before_the_read_loses_messages: FenceBeforeRead,
+    fn r2_persisting_the_gaps_that_memory_has_at_the_mark_loses_messages: PersistMemoryAtMark,
+    fn r2_persisting_the_gaps_that_memory_has_at_the_checkpoint_loses_messages: PersistMemoryAtCheckpoint,
+    fn r2_marking_a_proven_batch_that_is_not_the_oldest_loses_messages: MarkAnyProven,
+    fn r2_a_cursor_that_reads_beyond_the_highest_seen_position_loses_messages: HighestSeen,
+    fn r3_the_xmax_of_a_snapshot_as_the_fence_loses_messages: XmaxIsTheFence,
+    fn r4_reading_gaps_again_less_often_breaks_the_order_of_a_key: RecheckSeldom,
+    fn r4_reading_gaps_again_in_a_statement_of_their_own_breaks_the_order_of_a_key: RecheckApart,
+    fn r5_sending_before_the_checkpoint_returned_publishes_what_never_existed: SendBeforeCheckpoint,
+    fn r5_a_checkpoint_that_began_before_the_read_publishes_what_never_existed: CheckpointBeforeRead,
+    fn r6_lock_holders_remembered_by_backend_lose_messages: HoldersByBackend,
+    fn r6_lock_holders_that_speak_for_gaps_found_later_lose_messages: HoldersForLaterGaps,
+    fn r6_holders_that_end_while_a_read_is_under_way_must_not_close_gaps_at_it: HoldersGoneDuringRead,
+    fn r15_skipping_a_refused_row_and_going_on_with_its_key_breaks_its_order: SkipAndGoOn,
+    fn r17_diverting_by_the_table_without_the_window_breaks_the_order_of_a_key: DivertByTableOnly,
+    fn r18_joining_shards_with_the_gaps_that_both_have_loses_messages: JoinByIntersection,
 }
