@@ -396,25 +396,16 @@ async fn o1_r27_a_deadlock_runs_again_only_where_nothing_was_committed_on_mariad
     }
 }
 
-// Shown by: answering 500 to a deadlock; running one of the two twice without rolling back.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn r27_a_deadlock_runs_again_and_both_have_one_effect() {
-    crate::postgres::with_database("r27_a_deadlock", |database| async move {
-        deadlock(World::on(database.store.clone(), &database.url).await).await;
-    })
-    .await;
+mod in_a_deadlock {
+    use super::r27_a_deadlock_runs_again_and_burns_no_key;
+
+    crate::kit::on_servers! { r27_a_deadlock_runs_again_and_burns_no_key }
 }
 
-// Shown by: taking the savepoint that InnoDB took away with the transaction for a handler's doing:
-// the key is UNKNOWN for ever.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn r27_a_deadlock_on_mariadb_burns_no_key() {
-    let Some(database) = crate::mysql::Db::new("r27_a_deadlock_burns_no_key").await else { return };
-    deadlock(World::on(database.store.clone(), &database.url).await).await;
-}
-
-/// Two operations, each of which holds what the other wants.
-async fn deadlock<S: Sql>(world: World<S>) {
+/// Two operations, each of which holds what the other wants. Shown by: answering 500 to a deadlock;
+/// running one of the two twice without rolling back; on MariaDB, taking the savepoint that InnoDB
+/// took away with the transaction for a handler's doing: the key is UNKNOWN for ever.
+async fn r27_a_deadlock_runs_again_and_burns_no_key<S: Sql>(world: World<S>) {
     world.store.exec("create table place (name varchar(10) primary key, n int not null)").await;
     world.store.exec("insert into place values ('x', 0), ('y', 0)").await;
     let endpoint = world.protect(same_tx());
