@@ -16,34 +16,14 @@ use super::standstill::Standstill;
 /// that it answers when it is back.
 const AT_MOST: Duration = Duration::from_secs(2);
 
-/// Runs each test with an empty database behind a network that can fail.
-macro_rules! behind_a_network {
-    ($($name:ident),* $(,)?) => {
-        mod mariadb {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    let Some(database) = crate::mysql::Db::empty(stringify!($name)).await else { return };
-                    super::$name(&database.url, crate::proxy::Proxy::before(&database.url, "ssl-mode=DISABLED")).await;
-                }
-            )*
-        }
-        mod postgres {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    crate::postgres::with_database(stringify!($name), |database| async move {
-                        let proxy = crate::proxy::Proxy::before(&database.url, "sslmode=disable");
-                        super::$name(&database.url, proxy).await;
-                    })
-                    .await;
-                }
-            )*
-        }
-    };
+/// An empty database, and the network before it, which can fail.
+async fn network(direct: String) -> (String, Proxy) {
+    let proxy = Proxy::before(&direct, unencrypted(&direct));
+    (direct, proxy)
 }
 
-behind_a_network! {
+on_empty_servers! {
+    crate::away::network;
     while_the_database_is_away_every_request_is_refused_within_two_seconds_and_no_key_is_burnt,
     a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same,
 }
@@ -65,8 +45,7 @@ async fn answered<T>(what: &str, at_most: Duration, asked: impl Future<Output = 
 // Shown by: an engine that asks nobody whether its store is there (30 s each where connections are
 // refused, 40 s behind silence); `/readyz` that asks the database; calls that are not given up.
 async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_and_no_key_is_burnt(
-    direct: &str,
-    proxy: Proxy,
+    (direct, proxy): (String, Proxy),
 ) {
     let provider = ProviderProcess::start();
     let service =
@@ -97,7 +76,7 @@ async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_
             assert_eq!(answered("/metrics", AT_MOST, get("/metrics")).await.status, 200);
         }
         for (path, table) in BODIES {
-            assert_eq!(count(direct, &format!("select count(*) from {table}")).await, round as i64, "{path} ran");
+            assert_eq!(count(&direct, &format!("select count(*) from {table}")).await, round as i64, "{path} ran");
         }
         proxy.works();
         let back = Instant::now();
@@ -113,7 +92,7 @@ async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_
 }
 
 // Shown by: reading the id of the deployment once.
-async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same(_: &str, proxy: Proxy) {
+async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same((_, proxy): (String, Proxy)) {
     let provider = ProviderProcess::start();
     proxy.fail_at("", "select deployment_id", 0, When::BeforeRequest, Failure::Cut);
     let service =
@@ -126,9 +105,8 @@ async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same(
 // SQLite has one writer at a time, and a bound on the wait for a turn.
 mod crowded {
     use super::slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon;
-    use crate::kit::on_servers;
 
-    on_servers!(slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon);
+    crate::kit::on_servers!(slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon);
 }
 
 // Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it,

@@ -223,6 +223,38 @@ macro_rules! on_servers {
 }
 pub(crate) use on_servers;
 
+/// Runs each test on MariaDB and PostgreSQL, with what is made of the URL of an empty database.
+macro_rules! on_empty_servers {
+    ($make:path; $($name:ident),* $(,)?) => {
+        mod mariadb {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    let Some(database) = crate::mysql::Db::empty(stringify!($name)).await else { return };
+                    super::$name($make(database.url.clone()).await).await;
+                }
+            )*
+        }
+        mod postgres {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    crate::postgres::with_database(stringify!($name), |database| async move {
+                        super::$name($make(database.url.clone()).await).await;
+                    })
+                    .await;
+                }
+            )*
+        }
+    };
+}
+pub(crate) use on_empty_servers;
+
+/// What the URL of a database says besides, so that a proxy before it reads what is sent.
+pub(crate) fn unencrypted(url: &str) -> &'static str {
+    if url.starts_with("postgres") { "sslmode=disable" } else { "ssl-mode=DISABLED" }
+}
+
 /// Runs each test on SQLite, PostgreSQL and MariaDB.
 macro_rules! on_all {
     ($($name:ident),* $(,)?) => {

@@ -17,8 +17,8 @@ use super::proxy::{Failure, Proxy, When};
 use super::transactional::runs;
 
 /// The same database behind a network that can fail, through a pool of two connections.
-async fn through<S: Sql>(direct: &World<S>, clear: &str) -> (World<S>, Proxy) {
-    let proxy = Proxy::before(&direct.url, clear);
+async fn behind_a_network<S: Sql>(direct: &World<S>) -> (World<S>, Proxy) {
+    let proxy = Proxy::before(&direct.url, unencrypted(&direct.url));
     let options = StoreOptions {
         answer_timeout: Some(Duration::from_secs(4)),
         connections_max: 2,
@@ -28,43 +28,14 @@ async fn through<S: Sql>(direct: &World<S>, clear: &str) -> (World<S>, Proxy) {
     (World { engine: Engine::builder(store.clone()).build(), store, ..direct.clone() }, proxy)
 }
 
-/// Runs each test on PostgreSQL and on MariaDB, each behind a proxy.
-macro_rules! behind_a_network {
-    ($($name:ident),* $(,)?) => {
-        mod postgres {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    crate::postgres::with_database(stringify!($name), |database| async move {
-                        let direct = crate::kit::World::on(database.store.clone(), &database.url).await;
-                        let (through, proxy) = super::through(&direct, "sslmode=disable").await;
-                        super::$name(direct, through, proxy).await;
-                    })
-                    .await;
-                }
-            )*
-        }
-        mod mariadb {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    let Some(database) = crate::mysql::Db::new(stringify!($name)).await else { return };
-                    let direct = crate::kit::World::on(database.store.clone(), &database.url).await;
-                    let (through, proxy) = super::through(&direct, "ssl-mode=DISABLED").await;
-                    super::$name(direct, through, proxy).await;
-                }
-            )*
-        }
-    };
-}
-
-behind_a_network! {
+on_servers! {
     o29_a_commit_that_was_lost_sight_of_is_found_out,
     o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing,
     o29_a_guards_commit_that_was_lost_sight_of_is_found_out,
     r28_an_outcome_that_is_not_answered_ends_in_time,
     o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothing_happened,
     m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt,
+    r27_a_deadlock_runs_again_and_burns_no_key,
 }
 
 /// A commit is looked for for so long (O29).
@@ -79,7 +50,8 @@ fn stood_still(answered: &Answered, asked: Instant) -> bool {
 
 // Shown by: answering 503 without a look; answering the reply without a look (then the second case
 // lies).
-async fn o29_a_commit_that_was_lost_sight_of_is_found_out<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
+async fn o29_a_commit_that_was_lost_sight_of_is_found_out<S: Sql>(direct: World<S>) {
+    let (through, proxy) = behind_a_network(&direct).await;
     let endpoint = through.protect(same_tx());
     for (when, key) in [(When::BeforeAnswer, K1), (When::BeforeRequest, K2)] {
         let gate = Gate::open();
@@ -103,11 +75,8 @@ async fn o29_a_commit_that_was_lost_sight_of_is_found_out<S: Sql>(direct: World<
 }
 
 // Shown by: looking through the pool: 503 for what was committed.
-async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(
-    direct: World<S>,
-    through: World<S>,
-    proxy: Proxy,
-) {
+async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(direct: World<S>) {
+    let (through, proxy) = behind_a_network(&direct).await;
     let endpoint = through.protect(same_tx());
     let gate = Gate::closed();
     proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
@@ -159,11 +128,8 @@ fn answered(answer: EdgeAnswer<()>) -> Answered {
 
 // Shown by: taking a commit whose answer was lost for none (the first case is a failure), and for
 // one (the second lies).
-async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(
-    direct: World<S>,
-    through: World<S>,
-    proxy: Proxy,
-) {
+async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(direct: World<S>) {
+    let (through, proxy) = behind_a_network(&direct).await;
     let endpoint = through.engine.protect(Endpoint::typed::<Put>(bridged())).unwrap();
     proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeRequest, Failure::Cut);
     problem(answered(guarded(&through, &endpoint, "a").await), Code::CommitUnknown);
@@ -205,11 +171,8 @@ async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(
 }
 
 // Shown by: taking the silence for an undo: 500 OPERATION_FAILED, by which the key would be free.
-async fn o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothing_happened<S: Sql>(
-    direct: World<S>,
-    through: World<S>,
-    proxy: Proxy,
-) {
+async fn o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothing_happened<S: Sql>(direct: World<S>) {
+    let (through, proxy) = behind_a_network(&direct).await;
     let endpoint = through.protect(Route { completion_budget: Duration::from_millis(500), ..same_tx() });
     proxy.fail_at("insert into effect", "rollback to", 0, When::BeforeRequest, Failure::Silence);
     let commits = does::<S, _>(|put: &Put, mut tx: EffectTx<'_, S>| {
@@ -232,7 +195,8 @@ async fn o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothin
 
 // Shown by: writing the outcome on the plain connection, where nothing bounds an answer: a
 // transactional operation and the handler of an edge operation hang.
-async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
+async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<S>) {
+    let (through, proxy) = behind_a_network(&direct).await;
     let postgres = "update oncebox.idempotency_request r set state";
     let outcome = if S::NAME == "postgres" { postgres } else { "update oncebox_idempotency_request set state" };
     let endpoint = through.protect(same_tx());
@@ -257,11 +221,8 @@ async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<
 }
 
 // Shown to fail: with an engine that remembers for good under which keys its store failed.
-async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql>(
-    direct: World<S>,
-    through: World<S>,
-    proxy: Proxy,
-) {
+async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql>(direct: World<S>) {
+    let (through, proxy) = behind_a_network(&direct).await;
     let endpoint = through.protect(same_tx());
     let gate = Gate::open();
     proxy.fails(Failure::Cut);
@@ -394,12 +355,6 @@ async fn o1_r27_a_deadlock_runs_again_only_where_nothing_was_committed_on_mariad
             assert_eq!(world.record("t1", &key).await.unwrap().state, State::UnknownRequiresRecovery);
         }
     }
-}
-
-mod in_a_deadlock {
-    use super::r27_a_deadlock_runs_again_and_burns_no_key;
-
-    crate::kit::on_servers! { r27_a_deadlock_runs_again_and_burns_no_key }
 }
 
 /// Two operations, each of which holds what the other wants. Shown by: answering 500 to a deadlock;

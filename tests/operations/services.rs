@@ -29,26 +29,7 @@ macro_rules! two_services {
                 }
             )*
         }
-        mod mariadb {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    let Some(database) = crate::mysql::Db::empty(stringify!($name)).await else { return };
-                    super::$name(super::Two::on(database.url.clone()).await).await;
-                }
-            )*
-        }
-        mod postgres {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $name() {
-                    crate::postgres::with_database(stringify!($name), |database| async move {
-                        super::$name(super::Two::on(database.url.clone()).await).await;
-                    })
-                    .await;
-                }
-            )*
-        }
+        crate::kit::on_empty_servers!(crate::services::Two::on; $($name),*);
     };
 }
 
