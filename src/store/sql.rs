@@ -39,11 +39,12 @@
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
 //! read and claim, admission to the inbox, the doors, claim and outcome of an operation.
 
-pub(in crate::store) mod expiry;
+mod expiry;
 mod history;
 pub(in crate::store) mod inbox;
 mod key_operator;
-pub(in crate::store) mod live;
+pub(in crate::store) mod keys;
+mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
 pub(in crate::store) mod operator;

@@ -64,7 +64,7 @@ const BOUND: &str = "insert into oncebox.idempotency_purge (operation, purged_be
 /// Deletes one batch of bodies whose time is over, and returns their number. Large bodies are in a
 /// table of their own, which PostgreSQL frees by partitions. On SQLite all bodies are in that
 /// table.
-pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
+pub(super) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
     Ok(match store.dialect() {
         Dialect::Postgres => expire_small(store, limit).await?,
         Dialect::MySql => expire_large(store, limit).await? + expire_small(store, limit).await?,
@@ -117,7 +117,7 @@ struct Batch {
 }
 
 /// Purges one batch of records of an operation, and returns their number.
-pub(in crate::store) async fn purge(
+pub(super) async fn purge(
     store: &dyn SqlStore,
     operation: &OperationName,
     retention: &Retention,

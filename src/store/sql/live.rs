@@ -22,7 +22,7 @@ const LIVE: &str = "select process_id, operation, oldest, newest, write_version,
 
 /// Stores what a process reads and writes, then deletes old rows of other processes. The delete has
 /// a transaction of its own, because it may wait for rows that others have locked.
-pub(in crate::store) async fn announce(
+pub(super) async fn announce(
     store: &dyn SqlStore,
     process: Uuid,
     versions: &[Versions],
@@ -46,7 +46,7 @@ pub(in crate::store) async fn announce(
 }
 
 /// The announcements of live processes, by operation and process.
-pub(in crate::store) async fn live(store: &dyn SqlStore) -> Result<Vec<Announced>, StoreError> {
+pub(super) async fn live(store: &dyn SqlStore) -> Result<Vec<Announced>, StoreError> {
     let rows = store.reader().await?.rows(sql(LIVE).bind("for", LIVE_FOR)).await?;
     rows.iter().map(|row| announced(&**row)).collect()
 }

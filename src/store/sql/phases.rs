@@ -296,15 +296,7 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        if !evidence.asks_to_wait() {
-            return self.run_alone(appended(evidence)).await.map(drop);
-        }
-        let mut transaction = self.begin_sql().await?;
-        let session = transaction.session();
-        append(session, evidence).await?;
-        let forget = sql(FORGET_WAITS).bind("id", evidence.operation_id).bind("effect", &evidence.effect);
-        session.run(forget).await?;
-        transaction.commit().await
+        observe(self, evidence).await
     }
 
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
@@ -389,6 +381,19 @@ pub(in crate::store) async fn append(session: &mut dyn Session, evidence: &NewEv
     session.run(appended(evidence)).await.map(drop)
 }
 
+/// Appends evidence in a transaction of its own, as [`Phases::observe`] says.
+pub(super) async fn observe(store: &dyn SqlStore, evidence: &NewEvidence) -> Result<(), StoreError> {
+    if !evidence.asks_to_wait() {
+        return store.run_alone(appended(evidence)).await.map(drop);
+    }
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    append(session, evidence).await?;
+    let forget = sql(FORGET_WAITS).bind("id", evidence.operation_id).bind("effect", &evidence.effect);
+    session.run(forget).await?;
+    transaction.commit().await
+}
+
 /// Locks the row of an operation, if there is one, and gives its epoch.
 pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
     let rows = session.rows(sql(LOCK).bind("id", operation_id)).await?;
@@ -452,7 +457,7 @@ pub(in crate::store) async fn read(
 }
 
 /// What was observed of an operation, oldest first.
-pub(in crate::store) async fn evidence(
+pub(super) async fn evidence(
     session: &mut dyn Session,
     operation_id: Uuid,
 ) -> Result<Vec<StoredEvidence>, StoreError> {

@@ -41,6 +41,10 @@ const BODY: &str = "{pg my: select body_headers, body_bytes, body_format, body_k
 /// and the current time; a statement that waited for the lock itself would not.
 const LOCK: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock}";
 
+const HEARTBEAT: &str = "update oncebox.idempotency_request \
+    set lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, updated_at = {clock} \
+    where key_digest = :digest and epoch = :epoch and owner = :owner and state = 'IN_PROGRESS'";
+
 const RELEASE: &str = "delete from oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and owner = :owner and state = 'IN_PROGRESS' and {piece no late end}";
 
@@ -175,7 +179,7 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
 }
 
 /// The body of a record's answer; none where its time is over.
-pub(in crate::store) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
     let digest = record.identity.digest();
     let rows = store.reader().await?.rows(sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch)).await?;
     rows.first().map(|row| body_at(&**row, 0)).transpose()
@@ -186,19 +190,29 @@ pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identit
     session.rows(sql(LOCK).bind("digest", &identity.digest()[..])).await.map(drop)
 }
 
+/// A statement of the owner of a claim, with the values bound that name it.
+fn owned_by(text: &'static str, owned: &Owned) -> Statement {
+    let digest = owned.identity.digest();
+    sql(text).bind("digest", &digest[..]).bind("epoch", owned.epoch).bind("owner", owned.owner)
+}
+
+/// Renews the lease of a claim.
+pub(super) async fn heartbeat(store: &dyn SqlStore, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+    Ok(Fenced::rows(store.run_alone(owned_by(HEARTBEAT, owned).bind("lease", lease)).await?))
+}
+
 /// Deletes a claim, unless a late run of the same operation id has left evidence that it succeeded
 /// or failed.
-pub(in crate::store) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
+pub(super) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
     let mut transaction = store.begin_sql().await?;
     lock(transaction.session(), &owned.identity).await?;
-    let release = sql(RELEASE).bind("digest", &owned.identity.digest()[..]).bind("epoch", owned.epoch);
-    let changed = transaction.session().run(release.bind("owner", owned.owner)).await?;
+    let changed = transaction.session().run(owned_by(RELEASE, owned)).await?;
     transaction.commit().await?;
     Ok(Fenced::rows(changed))
 }
 
 /// Makes a record UNKNOWN, as `Keys::mark_unknown` says.
-pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
+pub(super) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
     let mut transaction = store.begin_sql().await?;
     lock(transaction.session(), &seen.identity).await?;
     let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
@@ -226,28 +240,9 @@ fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
     lease.is_some_and(|lease| lease.until <= now && lease.until.until(now) < lease.length / 2)
 }
 
-/// The abandoned claims of an operation.
-pub(in crate::store) async fn stale(
-    store: &dyn SqlStore,
-    operation: &OperationName,
-    limit: u32,
-) -> Result<Vec<Record>, StoreError> {
-    readable(store, operation, None, limit).await
-}
-
-/// The records of an operation whose outcome is unknown and that are due to be asked for.
-pub(in crate::store) async fn unknown_due(
-    store: &dyn SqlStore,
-    operation: &OperationName,
-    pauses: (Duration, Duration),
-    limit: u32,
-) -> Result<Vec<Record>, StoreError> {
-    readable(store, operation, Some(pauses), limit).await
-}
-
-/// The records of a page. Nobody changes those that cannot be read, so they stand first in every
-/// page. They hide no others, because the page is then read again with more room.
-async fn readable(
+/// The records that [`open_of`] finds. Nobody changes those that cannot be read, so they stand
+/// first in every page. They hide no others, because the page is then read again with more room.
+pub(super) async fn open(
     store: &dyn SqlStore,
     operation: &OperationName,
     pauses: Option<(Duration, Duration)>,
@@ -277,17 +272,17 @@ async fn readable(
 }
 
 /// How many records of a tenant have no outcome.
-pub(in crate::store) async fn open_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
+pub(super) async fn open_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
     store.reader().await?.one(sql(OPEN_OF_TENANT).bind("tenant", tenant.as_bytes())).await
 }
 
 /// How many bytes of answers are kept for a tenant.
-pub(in crate::store) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
+pub(super) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
     store.reader().await?.one(sql(KEPT_OF_TENANT).bind("tenant", tenant.as_bytes())).await
 }
 
 /// How many records have no outcome, and the age of the oldest in progress.
-pub(in crate::store) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
+pub(super) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
     let rows = store.reader().await?.rows(sql(STATS)).await?;
     let row = rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?;
     let (oldest, now): (Option<DbTime>, DbTime) = (row.get_opt(1)?, row.get(2)?);
