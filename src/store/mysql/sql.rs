@@ -37,10 +37,6 @@ impl Row for MySqlRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
-        Ok(self.get_int(at)?.map(|value| value != 0))
-    }
-
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
         let id = |bytes: Vec<u8>| Ok(Uuid::from_bytes(super::sixteen(&format!("number {at} of a row"), &bytes)?));
         self.get_bytes(at)?.map(id).transpose()
@@ -49,14 +45,6 @@ impl Row for MySqlRow {
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
         let time: Option<NaiveDateTime> = sqlx::Row::try_get(self, at)?;
         Ok(time.map(|time| time.and_utc()))
-    }
-
-    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
-        self.get_time(at)
-    }
-
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
-        self.get_text(at)
     }
 
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {

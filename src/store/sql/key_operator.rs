@@ -91,7 +91,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("paged", filter.after.is_some())
             .bind("whole", filter.after.is_none())
             .bind("after", filter.after.clone())
-            .bind("limit", i64::from(filter.limit));
+            .bind("limit", filter.limit);
         let mut found = FoundKeys::default();
         for row in self.reader().await?.rows(keys).await? {
             found.add(row.get(DIGEST)?, records::look_of(&*row))?;
@@ -108,7 +108,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("parked", filter.parked)
             .bind("older", filter.older_than)
             .bind("conflicts", filter.conflicts)
-            .bind("limit", i64::from(filter.limit));
+            .bind("limit", filter.limit);
         let mut found = FoundOperations::default();
         let mut reader = self.reader().await?;
         let rows = reader.rows(operations).await?;
@@ -184,8 +184,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
 }
 
 async fn orphans(session: &mut dyn Session, only: Option<Uuid>, limit: u32) -> Result<Vec<Uuid>, StoreError> {
-    let rows = session.rows(sql(ORPHANS).bind("only", only).bind("limit", i64::from(limit))).await?;
-    rows.iter().map(|row| row.get(0)).collect()
+    session.column(sql(ORPHANS).bind("only", only).bind("limit", limit)).await
 }
 
 async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
@@ -216,7 +215,7 @@ async fn change_operation(
         .bind("ends", ends)
         .bind("goes_on", !ends)
         .bind("respects_lease", !change.takes_over())
-        .bind("evidence", i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX));
+        .bind("evidence", seen.evidence.len());
     if session.run(update).await? == 0 {
         return Ok(Fenced::LostOwnership);
     }

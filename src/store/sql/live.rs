@@ -34,9 +34,9 @@ pub(super) async fn announce(
         let announce = sql(ANNOUNCE)
             .bind("process", process)
             .bind("operation", said.operation.as_str().as_bytes())
-            .bind("oldest", i64::from(*said.readable.start()))
-            .bind("newest", i64::from(*said.readable.end()))
-            .bind("written", i64::from(said.write_version))
+            .bind("oldest", *said.readable.start())
+            .bind("newest", *said.readable.end())
+            .bind("written", said.write_version)
             .bind("kids", kids)
             .bind("write_kid", said.write_kid.to_string());
         transaction.session().run(announce).await?;

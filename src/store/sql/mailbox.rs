@@ -73,9 +73,8 @@ async fn change_old(
     let old = sql(OLD)
         .bind("content", content)
         .bind("kept", settled_for.min(KEPT_MAX))
-        .bind("most", i64::try_from(rows_max).unwrap_or(i64::MAX));
-    let found = store.reader().await?.rows(old).await?;
-    let rows = found.iter().map(|row| row.get(0)).collect::<Result<Vec<i64>, _>>()?;
+        .bind("most", rows_max);
+    let rows: Vec<i64> = store.reader().await?.column(old).await?;
     if rows.is_empty() {
         return Ok(0);
     }
@@ -83,7 +82,7 @@ async fn change_old(
 }
 
 fn due(limit: usize) -> Statement {
-    sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", i64::try_from(limit).unwrap_or(i64::MAX))
+    sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", limit)
 }
 
 async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<Vec<EmailToSend>, StoreError> {

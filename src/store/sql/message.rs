@@ -119,7 +119,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("state", if reason.is_some() { "dead" } else { "waiting" })
         .bind("is_dead", reason.is_some())
         .bind("after", after)
-        .bind("attempts", i64::from(parked.attempts))
+        .bind("attempts", parked.attempts)
         .bind("reason", reason)
         .bind("history", history)
         .bind("adds", adds)
@@ -137,7 +137,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("traceparent", trace.map(|trace| &trace.traceparent))
         .bind("tracestate", Value::Foreign(trace.and_then(|trace| trace.tracestate.clone())))
         .bind("place", foreign(&message.coordinates.place))
-        .bind("partition", i64::from(message.coordinates.partition))
+        .bind("partition", message.coordinates.partition)
         .bind("offset", message.coordinates.offset)
         .bind("headers", Value::Headers(message.headers.clone()))
 }

@@ -75,11 +75,6 @@ fn optional(value: Option<Value>) -> Value {
     value.unwrap_or(Value::Bool(false))
 }
 
-/// The limit of a list, as a value to bind.
-fn rows_max(limit: usize) -> i64 {
-    i64::try_from(limit).unwrap_or(i64::MAX)
-}
-
 /// The part of the operator's duty that each database implements itself.
 pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
     /// How this database keeps text and ids.

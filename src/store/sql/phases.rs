@@ -289,7 +289,7 @@ impl<S: PhaseStore + Operations> Phases for S {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
         lock(session, driven.operation_id).await?;
-        let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", i64::from(send));
+        let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", send);
         let fenced = Fenced::rows(session.run(back).await?);
         transaction.commit().await?;
         Ok(fenced)
@@ -331,7 +331,7 @@ pub(in crate::store) fn due(flow: &str, versions: &[u32], limit: u32, tenants: &
     sql(DUE)
         .bind("flow", flow)
         .bind("versions", versions)
-        .bind("limit", i64::from(limit))
+        .bind("limit", limit)
         .bind("tenants", tenants.to_vec())
 }
 
@@ -396,8 +396,8 @@ pub(super) async fn observe(store: &dyn SqlStore, evidence: &NewEvidence) -> Res
 
 /// Locks the row of an operation, if there is one, and gives its epoch.
 pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
-    let rows = session.rows(sql(LOCK).bind("id", operation_id)).await?;
-    rows.first().map(|row| row.get(0)).transpose()
+    let locked = session.first(sql(LOCK).bind("id", operation_id)).await?;
+    locked.map(|row| row.get(0)).transpose()
 }
 
 /// Takes an operation whose row is locked at this epoch; none where it is not free.
@@ -448,12 +448,11 @@ pub(in crate::store) async fn read(
     session: &mut dyn Session,
     operation_id: Uuid,
 ) -> Result<Option<StoredOperation>, StoreError> {
-    let rows = session.rows(sql(OPERATION).bind("id", operation_id)).await?;
-    let Some(row) = rows.first() else { return Ok(None) };
+    let Some(row) = session.first(sql(OPERATION).bind("id", operation_id)).await? else { return Ok(None) };
     let intents = session.rows(sql(INTENTS).bind("id", operation_id)).await?;
     let intents = intents.iter().map(|row| intent_of(&**row)).collect::<Result<_, _>>()?;
     let evidence = evidence(session, operation_id).await?;
-    operation_of(&**row, intents, evidence).map(Some)
+    operation_of(&*row, intents, evidence).map(Some)
 }
 
 /// What was observed of an operation, oldest first.

@@ -181,8 +181,8 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
 /// The body of a record's answer; none where its time is over.
 pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
     let digest = record.identity.digest();
-    let rows = store.reader().await?.rows(sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch)).await?;
-    rows.first().map(|row| body_at(&**row, 0)).transpose()
+    let body = sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch);
+    store.reader().await?.first(body).await?.map(|row| body_at(&*row, 0)).transpose()
 }
 
 /// Locks the record of a key, where there is one.
@@ -229,7 +229,7 @@ pub(in crate::store) fn open_of(
     limit: u32,
 ) -> Statement {
     let micros = |pause: Duration| i64::try_from(pause.as_micros()).unwrap_or(i64::MAX);
-    let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit));
+    let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", limit);
     let of = of.bind("lost", pauses.is_none()).bind("unknown", pauses.is_some());
     of.bind("least", pauses.map(|(least, _)| micros(least))).bind("most", pauses.map(|(_, most)| micros(most)))
 }
@@ -283,8 +283,7 @@ pub(super) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Resu
 
 /// How many records have no outcome, and the age of the oldest in progress.
 pub(super) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
-    let rows = store.reader().await?.rows(sql(STATS)).await?;
-    let row = rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?;
+    let row = store.reader().await?.only(sql(STATS)).await?;
     let (oldest, now): (Option<DbTime>, DbTime) = (row.get_opt(1)?, row.get(2)?);
     Ok(OperationStats {
         in_progress: row.get(0)?,

@@ -23,7 +23,9 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError>;
 
     /// A column that holds a truth value.
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError>;
+    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
+        Ok(self.get_int(at)?.map(|value| value != 0))
+    }
 
     /// A column that holds a [`Value::Id`](super::Value::Id).
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError>;
@@ -32,10 +34,14 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
 
     /// A column that holds a [`Value::SentAt`](super::Value::SentAt).
-    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
+    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        self.get_time(at)
+    }
 
     /// A column that holds a [`Value::Foreign`](super::Value::Foreign).
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError>;
+    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
+        self.get_text(at)
+    }
 
     /// A column that holds [`Value::Headers`](super::Value::Headers); on PostgreSQL two: names and
     /// values.

@@ -35,10 +35,6 @@ impl Row for SqliteRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
-        Ok(self.get_int(at)?.map(|value| value != 0))
-    }
-
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
         self.get_bytes(at)?.map(|bytes| Ok(Uuid::from_bytes(sixteen(&bytes)?))).transpose()
     }
@@ -53,10 +49,6 @@ impl Row for SqliteRow {
 
     fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
         Ok(self.get_text(at)?.as_deref().and_then(wire::parse_time))
-    }
-
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
-        self.get_text(at)
     }
 
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {

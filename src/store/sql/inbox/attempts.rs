@@ -130,12 +130,12 @@ pub(super) async fn counted(
 
 /// Deletes up to `rows_max` attempt rows whose message has its inbox row; returns how many.
 pub(super) async fn forget(store: &dyn SqlStore, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
-    let most = i64::try_from(rows_max).unwrap_or(i64::MAX);
-    let handled = store.reader().await?.rows(sql(HANDLED).bind("consumer", consumer).bind("most", most)).await?;
+    let handled = sql(HANDLED).bind("consumer", consumer).bind("most", rows_max);
+    let handled: Vec<Uuid> = store.reader().await?.column(handled).await?;
     if handled.is_empty() {
         return Ok(0);
     }
-    let ids = handled.iter().map(|row| row.get(0).map(MessageId::from_uuid)).collect::<Result<Vec<_>, _>>()?;
+    let ids: Vec<MessageId> = handled.into_iter().map(MessageId::from_uuid).collect();
     store.run_alone(of_many(DELETE, consumer, &ids)).await
 }
 

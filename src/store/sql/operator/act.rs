@@ -193,8 +193,7 @@ impl ConsumerRow<'_> {
         message: &DeadMessage,
         act: &OperatorAct,
     ) -> Result<Option<Redriven>, StoreError> {
-        let dead = session.rows(sql(DEAD).bind("sequence", self.sequence)).await?;
-        let Some(row) = dead.first() else { return Ok(None) };
+        let Some(row) = session.first(sql(DEAD).bind("sequence", self.sequence)).await? else { return Ok(None) };
         let (consumer, own) = (ConsumerId(row.get(0)?), row.get(1)?);
         let lane = self.key.map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
         let (id, hash) = match act {
@@ -286,7 +285,7 @@ async fn of_lane(
 ) -> Result<Option<i64>, StoreError> {
     let Some(lane) = lane else { return Ok(None) };
     let asked = sql(OF_LANE).bind("consumer", consumer).bind("lane", lane).bind("before", before).bind("after", after);
-    session.rows(asked).await?.first().map(|row| row.get(0)).transpose()
+    session.first(asked).await?.map(|row| row.get(0)).transpose()
 }
 
 /// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (R31).

@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::{Texts, optional, rows_max};
+use super::{Texts, optional};
 use crate::error::StoreError;
 use crate::operator::{ActContext, AuditEntry};
 use crate::store::sql::{Session, Value, sql};
@@ -26,7 +26,7 @@ pub(super) async fn read(
     id: Option<Uuid>,
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
-    let read = sql(READ).bind("id", optional(id.map(|id| texts.id(id)))).bind("limit", rows_max(limit));
+    let read = sql(READ).bind("id", optional(id.map(|id| texts.id(id)))).bind("limit", limit);
     let rows = session.rows(read).await?;
     let entry = |row: &dyn crate::store::sql::Row| {
         Ok(AuditEntry {

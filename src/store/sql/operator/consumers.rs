@@ -43,13 +43,12 @@ pub(super) async fn forget(
 ) -> Result<Forgotten, StoreError> {
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    let rows = session.rows(sql(CONSUMER).bind("name", texts.name(name))).await?;
-    let row = rows.first().ok_or_else(|| Forgotten::unknown(name))?;
+    let row = session.first(sql(CONSUMER).bind("name", texts.name(name))).await?;
+    let row = row.ok_or_else(|| Forgotten::unknown(name))?;
     let (consumer, seen): (i32, i64) = (row.get(0)?, row.get(1)?);
     Forgotten::check(name, super::status::seconds(seen))?;
-    let of = |text| sql(text).bind("consumer", i64::from(consumer));
-    let counts = session.rows(of(COUNTS)).await?;
-    let counts = counts.first().ok_or(sqlx::Error::RowNotFound)?;
+    let of = |text| sql(text).bind("consumer", consumer);
+    let counts = session.only(of(COUNTS)).await?;
     let forgotten = Forgotten { messages: counts.get(0)?, inbox_rows: counts.get(1)? };
     if context.dry_run {
         transaction.rollback().await?;

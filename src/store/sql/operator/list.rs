@@ -9,7 +9,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
-use super::{Texts, headers, optional, rows_max};
+use super::{Texts, headers, optional};
 use crate::error::StoreError;
 use crate::message::{Headers, lane_id, wire};
 use crate::operator::{COUNTED_MAX, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry, firsts};
@@ -220,7 +220,7 @@ pub(super) async fn held_topics(
     limit: usize,
 ) -> Result<Vec<FoundMessage>, StoreError> {
     let mut numbers = Vec::new();
-    for row in session.rows(sql(HELD_TOPICS).bind("limit", rows_max(limit))).await? {
+    for row in session.rows(sql(HELD_TOPICS).bind("limit", limit)).await? {
         numbers.push(format!("o{}", row.get::<i64>(0)?));
     }
     if numbers.is_empty() {
@@ -264,7 +264,7 @@ impl<'a> Look<'a> {
             .bind("topic", optional(filter.topic.as_deref().map(|topic| texts.name(topic))))
             .bind("key", optional(filter.key.as_deref().map(|key| texts.name(key))))
             .bind("reason", filter.reason.as_deref())
-            .bind("limit", rows_max(self.limit))
+            .bind("limit", self.limit)
     }
 
     /// A statement on the rows of consumers that are meant. If `heads` is not empty, only on these.
@@ -343,7 +343,7 @@ impl<'a> Look<'a> {
             let left = self.limit.saturating_sub(found.len());
             let Some(lane) = lane.filter(|_| left > 0) else { continue };
             let behind = sql(BEHIND_A_HEAD).bind("of", consumer).bind("lane", lane).bind("head", head);
-            for row in session.rows(behind.bind("left", rows_max(left))).await? {
+            for row in session.rows(behind.bind("left", left)).await? {
                 found.push(row.get(0)?);
             }
         }
@@ -355,7 +355,7 @@ impl<'a> Look<'a> {
         asked
             .bind("topic", optional(filter.topic.as_deref().map(|topic| self.texts.arrived(topic))))
             .bind("key", filter.key.as_deref().map(str::as_bytes))
-            .bind("limit", rows_max(self.limit))
+            .bind("limit", self.limit)
     }
 
     fn consumer(&self) -> Value {
