@@ -32,7 +32,7 @@ use crate::message::{OutgoingMessage, TraceContext};
 use crate::operator::kept_error;
 use crate::outbox::port::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
-    RelaySession, RequestedAct, first_within,
+    RelaySession, first_within,
 };
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
@@ -217,14 +217,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
-        let found = sqlx::query(
-            "select position, topic, `key`, cause, reason, holds from oncebox_outbox_dead \
-             where state <> 'dead' or holds order by position limit ?",
-        )
-        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .all(&self.pool)
-        .await?;
-        found.iter().map(diverted_row).collect()
+        outbox::diverted(&mut self.pool.acquire().await?, outbox::ALL_BUCKETS, limit).await
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
@@ -232,29 +225,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
-        let found = sqlx::query(
-            "select position, topic, `key`, requested from oncebox_outbox_dead \
-             where requested in ('redrive', 'discard') and position > ? order by position limit ?",
-        )
-        .bind(after)
-        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .all(&self.pool)
-        .await?;
-        let request = |row: &MySqlRow| {
-            let act = match row.try_get::<String, _>("requested")?.as_str() {
-                "redrive" => RequestedAct::Redrive,
-                "discard" => RequestedAct::Discard,
-                other => return Err(StoreError::Corrupt(format!("a dead row has the request `{other}`"))),
-            };
-            let key: Option<Vec<u8>> = row.try_get("key")?;
-            Ok(OperatorRequest {
-                position: row.try_get("position")?,
-                topic: text("topic", row.try_get("topic")?)?,
-                key: key.map(|key| text("key", key)).transpose()?,
-                act,
-            })
-        };
-        found.iter().map(request).collect()
+        outbox::requests(&mut self.pool.acquire().await?, outbox::ALL_BUCKETS, after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
@@ -438,11 +409,7 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
     let rows: Vec<String> = diverted
         .iter()
         .map(|(position, diversion)| {
-            let (state, cause, reason, holds) = match diversion {
-                Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason), *holds),
-                Diversion::HeldBehind => ("held", "behind", None, false),
-                Diversion::HeldDestination { reason } => ("held", "destination", Some(reason), false),
-            };
+            let (state, cause, reason, holds) = outbox::columns(diversion);
             let holds = u8::from(holds);
             // A member that is left out is read as null.
             let reason =
@@ -451,23 +418,6 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
         })
         .collect();
     format!("[{}]", rows.join(","))
-}
-
-fn diverted_row(row: &MySqlRow) -> Result<DivertedRow, StoreError> {
-    let reason = row.try_get::<Option<String>, _>("reason")?.unwrap_or_default();
-    let diversion = match row.try_get::<String, _>("cause")?.as_str() {
-        "refused" => Diversion::Dead { reason, holds: row.try_get("holds")? },
-        "behind" => Diversion::HeldBehind,
-        "destination" => Diversion::HeldDestination { reason },
-        other => return Err(StoreError::Corrupt(format!("a dead or held row has the cause `{other}`"))),
-    };
-    let key: Option<Vec<u8>> = row.try_get("key")?;
-    Ok(DivertedRow {
-        position: row.try_get("position")?,
-        topic: text("topic", row.try_get("topic")?)?,
-        key: key.map(|key| text("key", key)).transpose()?,
-        diversion,
-    })
 }
 
 /// Refuses a row of the outbox whose position belongs to a dead or held row.

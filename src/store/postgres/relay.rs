@@ -266,7 +266,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
-        diverted::rows(&mut self.connection, self.buckets, limit).await
+        outbox::diverted(&mut self.connection, self.buckets.bounds(), limit).await
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
@@ -274,7 +274,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
-        diverted::requests(&mut self.connection, self.buckets, after, limit).await
+        outbox::requests(&mut self.connection, self.buckets.bounds(), after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {

@@ -22,11 +22,7 @@ const LIVE: &str = "select process_id, operation, oldest, newest, write_version,
 
 /// Stores what a process reads and writes, then deletes old rows of other processes. The delete has
 /// a transaction of its own, because it may wait for rows that others have locked.
-pub(super) async fn announce(
-    store: &dyn SqlStore,
-    process: Uuid,
-    versions: &[Versions],
-) -> Result<(), StoreError> {
+pub(super) async fn announce(store: &dyn SqlStore, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
     let mut transaction = store.begin_sql().await?;
     for said in versions {
         // No key id has a comma.

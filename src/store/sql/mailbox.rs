@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::message::error_text;
 use super::pieces::exact_rows;
 use super::{SqlStore, Statement, sql};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::{LEASE_MAX, RowLease};
-use crate::operator::{COUNTED_MAX, kept_error};
+use crate::operator::COUNTED_MAX;
 
 /// E-mails that may be leased. On SQLite each half is a query of its own, which reads only a part
 /// of the index; with `or` all pending rows would be read.
@@ -70,10 +71,7 @@ async fn change_old(
     settled_for: Duration,
     rows_max: usize,
 ) -> Result<u64, StoreError> {
-    let old = sql(OLD)
-        .bind("content", content)
-        .bind("kept", settled_for.min(KEPT_MAX))
-        .bind("most", rows_max);
+    let old = sql(OLD).bind("content", content).bind("kept", settled_for.min(KEPT_MAX)).bind("most", rows_max);
     let rows: Vec<i64> = store.reader().await?.column(old).await?;
     if rows.is_empty() {
         return Ok(0);
@@ -116,12 +114,10 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
         EmailOutcome::Failed(error) => ("failed", None, Some(error)),
         EmailOutcome::NotTried => ("pending", Some(Duration::ZERO), None),
     };
-    // PostgreSQL cannot store a NUL in text.
-    let error = error.map(|error| kept_error(error).replace('\0', "\u{fffd}"));
     sql(SETTLE)
         .bind("state", state)
         .bind("after", after)
-        .bind("error", error)
+        .bind("error", error.map(|error| error_text(error)))
         .bind("untried", i64::from(*outcome == EmailOutcome::NotTried))
         .bind("is_settled", after.is_none())
         .bind("email", email.email_id)

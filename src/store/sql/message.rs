@@ -144,7 +144,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
 
 /// An error as it is stored: of bounded length, and without NUL, which PostgreSQL cannot store in
 /// text.
-pub(super) fn error_text(error: &str) -> String {
+pub(in crate::store) fn error_text(error: &str) -> String {
     kept_error(error).replace('\0', "\u{fffd}")
 }
 

@@ -6,6 +6,10 @@ use super::{Row, Session, sql};
 use crate::error::StoreError;
 use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, RequestedAct};
 
+/// The buckets of a database that has one shard only.
+#[cfg(any(feature = "mysql", feature = "sqlite"))]
+pub(in crate::store) const ALL_BUCKETS: (i64, i64) = (0, 255);
+
 /// Dead and held rows without their messages. Dead rows that hold nothing are left out.
 const DIVERTED: &str = "\
 select position, topic, {key}, {pg my: cause}{lite: case state when 'dead' then 'refused' else substr(state, 6) end}, reason, holds \
@@ -50,6 +54,15 @@ fn diverted_row(row: &dyn Row) -> Result<DivertedRow, StoreError> {
         other => return Err(StoreError::Corrupt(format!("a dead or held row has the cause `{other}`"))),
     };
     Ok(DivertedRow { position: row.get(0)?, topic: row.get(1)?, key: row.get_opt(2)?, diversion })
+}
+
+/// State, cause, reason, and whether later rows of its key are held: what [`diverted`] reads back.
+pub(in crate::store) fn columns(diversion: &Diversion) -> (&'static str, &'static str, Option<&str>, bool) {
+    match diversion {
+        Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason.as_str()), *holds),
+        Diversion::HeldBehind => ("held", "behind", None, false),
+        Diversion::HeldDestination { reason } => ("held", "destination", Some(reason.as_str()), false),
+    }
 }
 
 /// The first requests of operators beyond a position, about rows of these buckets, in position

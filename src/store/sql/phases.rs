@@ -328,11 +328,7 @@ impl<S: PhaseStore + Operations> Phases for S {
 /// tenants.
 pub(in crate::store) fn due(flow: &str, versions: &[u32], limit: u32, tenants: &[Vec<u8>]) -> Statement {
     let versions: Vec<i64> = versions.iter().copied().map(i64::from).collect();
-    sql(DUE)
-        .bind("flow", flow)
-        .bind("versions", versions)
-        .bind("limit", limit)
-        .bind("tenants", tenants.to_vec())
+    sql(DUE).bind("flow", flow).bind("versions", versions).bind("limit", limit).bind("tenants", tenants.to_vec())
 }
 
 async fn take_due(
@@ -456,10 +452,7 @@ pub(in crate::store) async fn read(
 }
 
 /// What was observed of an operation, oldest first.
-pub(super) async fn evidence(
-    session: &mut dyn Session,
-    operation_id: Uuid,
-) -> Result<Vec<StoredEvidence>, StoreError> {
+pub(super) async fn evidence(session: &mut dyn Session, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
     let rows = session.rows(sql(EVIDENCE).bind("id", operation_id)).await?;
     rows.iter().map(|row| evidence_of(&**row)).collect()
 }
