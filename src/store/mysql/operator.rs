@@ -10,8 +10,7 @@ use super::MySqlStore;
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
-use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::statements::Dialect;
+use crate::store::sql::operator::OperatorSql;
 
 /// Waits for a table. Every account sees those of its own connections.
 const TABLE_WAITS: &str = "\
@@ -29,8 +28,6 @@ select cast(t.trx_mysql_thread_id as char) as connection, coalesce(left(t.trx_qu
  order by t.trx_wait_started limit 20";
 
 impl OperatorSql for MySqlStore {
-    const TEXTS: Texts = Texts::any(Dialect::MySql);
-
     /// Connections that wait for a lock. The server tells what they wait for, not always who holds
     /// it.
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {

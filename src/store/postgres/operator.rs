@@ -7,12 +7,10 @@ use futures::future::BoxFuture;
 use sqlx::Row;
 
 use super::PostgresStore;
-use super::text::{restored, stored};
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
-use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::statements::Dialect;
+use crate::store::sql::operator::OperatorSql;
 
 const LOCK_WAITS: &str = "
 select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - coalesce(l.since, w.query_start))::float8,
@@ -25,8 +23,6 @@ select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - c
  order by 3 desc limit 20";
 
 impl OperatorSql for PostgresStore {
-    const TEXTS: Texts = Texts { stored, restored, ..Texts::any(Dialect::Postgres) };
-
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
         Box::pin(async move {
             let rows = sqlx::query(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;

@@ -27,23 +27,25 @@ pub(super) use message_columns;
 /// Reads a message from the columns that begin at `first`; its `attempt` is the number of tries
 /// counted.
 pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Message, StoreError> {
-    let told = |at: usize| row.get_foreign(first + at);
-    let needed = |at: usize| told(at)?.ok_or_else(|| StoreError::Corrupt(format!("part {at} of a message is null")));
-    let state = told(12)?;
+    let tracestate = row.get_foreign(first + 12)?;
     Ok(Message {
         attempt: row.get(first)?,
         id: MessageId::from_uuid(row.get(first + 1)?),
-        id_text: needed(2)?,
-        topic: needed(3)?,
+        id_text: row.foreign(first + 2)?,
+        topic: row.foreign(first + 3)?,
         key: row.get_opt(first + 4)?,
-        kind: needed(5)?,
+        kind: row.foreign(first + 5)?,
         payload: row.get(first + 6)?,
         tombstone: row.get(first + 7)?,
-        content_type: told(8)?,
-        source: needed(9)?,
+        content_type: row.get_foreign(first + 8)?,
+        source: row.foreign(first + 9)?,
         time: row.get_sent_at(first + 10)?,
-        trace: row.get_opt(first + 11)?.map(|traceparent| TraceContext { traceparent, tracestate: state }),
-        coordinates: Coordinates { place: needed(13)?, partition: row.get(first + 14)?, offset: row.get(first + 15)? },
+        trace: row.get_opt(first + 11)?.map(|traceparent| TraceContext { traceparent, tracestate }),
+        coordinates: Coordinates {
+            place: row.foreign(first + 13)?,
+            partition: row.get(first + 14)?,
+            offset: row.get(first + 15)?,
+        },
         headers: row.get_headers(first + 16)?,
     })
 }

@@ -60,7 +60,12 @@ impl dyn Row + '_ {
     /// # Errors
     /// [`StoreError::Corrupt`] with the column where it is null or something else.
     pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
-        self.get_opt(at)?.ok_or_else(|| StoreError::Corrupt(format!("column {at} of a row is null")))
+        self.get_opt(at)?.ok_or_else(|| is_null(at))
+    }
+
+    /// A column that holds a [`Value::Foreign`](super::Value::Foreign) and is never null.
+    pub(super) fn foreign(&self, at: usize) -> Result<String, StoreError> {
+        self.get_foreign(at)?.ok_or_else(|| is_null(at))
     }
 
     /// A column that may be null.
@@ -70,6 +75,10 @@ impl dyn Row + '_ {
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
         T::read(self, at)
     }
+}
+
+fn is_null(at: usize) -> StoreError {
+    StoreError::Corrupt(format!("column {at} of a row is null"))
 }
 
 macro_rules! columns {

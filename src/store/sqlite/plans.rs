@@ -12,7 +12,7 @@ use crate::operator::{DeadFilter, DeadState};
 use crate::store::base::{Base, StoreOptions};
 use crate::store::schema::Schema;
 use crate::store::sql::inbox::{STORED, purge};
-use crate::store::sql::operator::{OperatorSql, list, status};
+use crate::store::sql::operator::{list, status};
 use crate::store::sql::{mailbox, outbox, phases, records, sql, waiting};
 use crate::store::statements::Dialect;
 
@@ -194,7 +194,7 @@ async fn a_list_costs_no_more_the_more_is_held() {
     });
     for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
         let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
-        let listed = list::find(&mut *connection, SqliteStore::TEXTS, &filter).await.unwrap();
+        let listed = list::find(&mut *connection, Dialect::Sqlite, &filter).await.unwrap();
         assert_eq!((listed.len(), listed.iter().map(|one| one.message.behind).max()), (found, Some(behind)));
     }
     let steps = steps.load(std::sync::atomic::Ordering::Relaxed);

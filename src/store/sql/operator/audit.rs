@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::{Texts, optional};
+use super::id;
 use crate::error::StoreError;
 use crate::operator::{ActContext, AuditEntry};
 use crate::store::sql::{Session, Value, sql};
@@ -22,19 +22,18 @@ values (:actor, :act, :reason, :number, :message_id, :place, \
 /// The audit rows, newest first.
 pub(super) async fn read(
     session: &mut dyn Session,
-    texts: Texts,
-    id: Option<Uuid>,
+    dialect: Dialect,
+    of: Option<Uuid>,
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
-    let read = sql(READ).bind("id", optional(id.map(|id| texts.id(id)))).bind("limit", limit);
-    let rows = session.rows(read).await?;
+    let rows = session.rows(sql(READ).bind("id", id(dialect, of)).bind("limit", limit)).await?;
     let entry = |row: &dyn crate::store::sql::Row| {
         Ok(AuditEntry {
             at: row.get(0)?,
             actor: row.get(1)?,
             act: row.get(2)?,
             reason: row.get(3)?,
-            place: (texts.restored)(row.get(4)?),
+            place: row.foreign(4)?,
             number: row.get(5)?,
             message_id: row.get(6)?,
             detail: row.get(7)?,
@@ -60,20 +59,19 @@ pub(super) struct Act<'a> {
 /// Writes the row of an act.
 pub(super) async fn write(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     act: Act<'_>,
     context: &ActContext,
 ) -> Result<(), StoreError> {
-    let detail = if texts.dialect == Dialect::Postgres { act.document.to_string() } else { act.detail };
+    let detail = if dialect == Dialect::Postgres { act.document.to_string() } else { act.detail };
     let write = sql(WRITE)
         .bind("actor", &context.actor)
         .bind("act", act.name)
         .bind("reason", &context.reason)
         .bind("place", act.place)
         .bind("number", act.number)
-        .bind("message_id", texts.id(act.message_id))
-        .bind("new_id", act.new_id.map_or(Value::Id(None), |id| texts.id(id)))
+        .bind("message_id", id(dialect, act.message_id))
+        .bind("new_id", id(dialect, act.new_id))
         .bind("detail", detail);
-    session.run(write).await?;
-    Ok(())
+    session.run(write).await.map(drop)
 }

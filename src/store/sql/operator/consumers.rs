@@ -2,8 +2,8 @@
 
 use uuid::Uuid;
 
-use super::Texts;
 use super::audit::{self, Act};
+use super::name as as_stored;
 use crate::error::StoreError;
 use crate::operator::{ActContext, Forgotten};
 use crate::store::sql::{SqlStore, sql};
@@ -35,15 +35,11 @@ const PAGE: &str = "\
 const LAST: &str = "delete from oncebox.consumer where consumer_id = :consumer";
 
 /// Forgets a consumer; for a dry run only counts its rows.
-pub(super) async fn forget(
-    store: &dyn SqlStore,
-    texts: Texts,
-    name: &str,
-    context: &ActContext,
-) -> Result<Forgotten, StoreError> {
+pub(super) async fn forget(store: &dyn SqlStore, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
+    let dialect = store.dialect();
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    let row = session.first(sql(CONSUMER).bind("name", texts.name(name))).await?;
+    let row = session.first(sql(CONSUMER).bind("name", as_stored(dialect, name))).await?;
     let row = row.ok_or_else(|| Forgotten::unknown(name))?;
     let (consumer, seen): (i32, i64) = (row.get(0)?, row.get(1)?);
     Forgotten::check(name, super::status::seconds(seen))?;
@@ -57,17 +53,17 @@ pub(super) async fn forget(
     for delete in DELETES {
         session.run(of(delete)).await?;
     }
-    session.run(of(RENAME).bind("name", texts.name(&Forgotten::name(consumer)))).await?;
+    session.run(of(RENAME).bind("name", as_stored(dialect, Forgotten::name(consumer).as_str()))).await?;
     let act = Act {
         name: "forget",
-        place: texts.name(name),
+        place: as_stored(dialect, name),
         number: "",
         message_id: Uuid::nil(),
         new_id: None,
         detail: format!("{} messages, {} inbox rows", forgotten.messages, forgotten.inbox_rows),
         document: serde_json::json!({ "messages": forgotten.messages, "inboxRows": forgotten.inbox_rows }),
     };
-    audit::write(session, texts, act, context).await?;
+    audit::write(session, dialect, act, context).await?;
     transaction.commit().await?;
     // The inbox is deleted in pages: one transaction over all of it would block every other writer
     // on SQLite, and hold back vacuum on PostgreSQL. If the process stops here, the list of
