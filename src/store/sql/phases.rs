@@ -278,8 +278,8 @@ impl<S: PhaseStore + Operations> Phases for S {
         lock(session, driven.operation_id).await?;
         let mut send = None;
         if session.run(ours(BEGIN_SEND, driven).bind("effect", effect)).await? == 1 {
-            let sends: i64 = session.one(sql(SENDS).bind("id", driven.operation_id).bind("effect", effect)).await?;
-            send = Some(u32::try_from(sends).unwrap_or(u32::MAX));
+            let sends = sql(SENDS).bind("id", driven.operation_id).bind("effect", effect);
+            send = Some(session.one(sends).await?);
         }
         transaction.commit().await?;
         Ok(send)

@@ -73,7 +73,12 @@ impl dyn Row + '_ {
     /// # Errors
     /// [`StoreError::Corrupt`] with the column where it is something else.
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
-        T::read(self, at)
+        T::read(self, at).map_err(|error| match error {
+            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => {
+                StoreError::Corrupt(format!("column {at} of a row: {source}"))
+            }
+            error => error,
+        })
     }
 }
 
