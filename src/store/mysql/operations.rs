@@ -14,11 +14,10 @@ use async_trait::async_trait;
 use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection};
 
-pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
+pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::schema::number;
-use super::{MySqlStore, START};
+use super::{MySqlStore, START, is_duplicate, number};
 use crate::error::StoreError;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
@@ -30,9 +29,6 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::keys::KeyStore;
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
-
-/// The error number: the key has a record already.
-pub(super) const DUPLICATE: u16 = 1062;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::MySql));
 
@@ -178,7 +174,7 @@ impl Operations for MySqlStore {
         let state = State::UnknownRequiresRecovery;
         match insert(INSERT, claim, state, &unowned).run(&self.pool).await {
             Ok(_) => Ok(Fenced::Done),
-            Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
+            Err(error) if is_duplicate(&error) => Ok(Fenced::LostOwnership),
             Err(error) => Err(error.into()),
         }
     }
@@ -217,7 +213,7 @@ async fn stake(
     let Some(holds) = records::renewal(basis, Dialect::MySql) else {
         return match insert(statement, claim, State::InProgress, owned).run(connection).await {
             Ok(_) => Ok(true),
-            Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
+            Err(error) if is_duplicate(&error) => Ok(false),
             Err(error) => Err(error),
         };
     };

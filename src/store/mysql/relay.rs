@@ -25,8 +25,7 @@ use async_trait::async_trait;
 use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
-use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, text};
+use super::{HISTORY_MAX, MySqlStore, START, is_duplicate, micros, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::operator::kept_error;
@@ -41,8 +40,6 @@ use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
 
-/// The error number: a row with this key is there already.
-const DUPLICATE: u16 = 1062;
 /// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
 /// out in two pieces, and the second one waits 40 ms for the first to be acknowledged.
 const ROWS_MAX: usize = 1_300;
@@ -379,7 +376,7 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
     }
     let written = match sqlx::query(DIVERT).bind(diversion_list(diverted)).run(connection).await {
         Ok(done) => done.rows_affected(),
-        Err(error) if number(&error) == Some(DUPLICATE) => {
+        Err(error) if is_duplicate(&error) => {
             return Err(used_twice("the position of a message that is to be held"));
         }
         Err(error) => return Err(error.into()),

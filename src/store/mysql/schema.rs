@@ -11,7 +11,7 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
-use super::MySqlStore;
+use super::{MySqlStore, number};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, newest};
@@ -145,16 +145,6 @@ pub(super) async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool
     .one(connection)
     .await?;
     Ok(found > 0)
-}
-
-/// The number of an error of the server.
-pub(super) fn number(error: &sqlx::Error) -> Option<u16> {
-    match error {
-        sqlx::Error::Database(database) => {
-            database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>().map(sqlx::mysql::MySqlDatabaseError::number)
-        }
-        _ => None,
-    }
 }
 
 /// Splits a file as the `mysql` client does: at a delimiter at the end of a line. A line `delimiter

@@ -21,10 +21,10 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use sqlx::error::BoxDynError;
-use sqlx::mysql::{MySqlArguments, MySqlDatabaseError};
+use sqlx::mysql::MySqlArguments;
 use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 
-use super::{MySqlStore, without_transactions};
+use super::{MySqlStore, number, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements};
@@ -215,8 +215,7 @@ fn block(statements: &[Vec<Piece>], messages: &[BTreeMap<String, SqlValue>], spa
 const AT: &str = "select cast(@oncebox_at as signed), (@oncebox_at := null)";
 
 fn out_of_time(error: &sqlx::Error) -> bool {
-    let error = error.as_database_error().and_then(|error| error.try_downcast_ref::<MySqlDatabaseError>());
-    error.is_some_and(|error| OUT_OF_TIME.contains(&error.number()))
+    number(error).is_some_and(|number| OUT_OF_TIME.contains(&number))
 }
 
 /// What stands in place of a parameter. A number with a point is a DECIMAL of exactly its scale.
