@@ -14,7 +14,7 @@ use sqlx::{AssertSqlSafe, Executor, MySql};
 use super::{MySqlStore, number};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, newest};
+use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
     MigrationText {
@@ -60,14 +60,7 @@ impl Schema for MySqlStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        let (applied, known) = (applied(&mut connection).await?, newest(MIGRATIONS));
-        if let Some(found) = applied.newest().filter(|found| *found > known) {
-            let serves = "select max(serves_from) from oncebox_migration where version > ?";
-            let serves_from = sqlx::query_scalar(serves).bind(known).one(&mut connection).await?;
-            return Ok(SchemaState::of_newer(found, serves_from, known));
-        }
-        Ok(applied.state(MIGRATIONS))
+        Ok(applied(&mut self.pool.acquire().await?).await?.state(MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
@@ -100,9 +93,13 @@ impl Schema for MySqlStore {
 
 /// Reads which migrations were applied.
 pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
-    let found = sqlx::query_scalar("select version from oncebox_migration order by version").all(connection).await;
+    let applied = "select version, serves_from from oncebox_migration order by version";
+    let found: sqlx::Result<Vec<(i64, i64)>> = sqlx::query_as(applied).all(connection).await;
     match found {
-        Ok(found) => Ok(History(found.into_iter().map(|version| (version, None)).collect())),
+        Ok(found) => {
+            let without_text = |(version, serves_from)| (version, serves_from, None);
+            Ok(History(found.into_iter().map(without_text).collect()))
+        }
         // The migration table does not exist yet.
         Err(error) if number(&error) == Some(1146) => Ok(History::default()),
         Err(error) => Err(error.into()),

@@ -10,7 +10,7 @@ use super::connect::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
 use crate::store::base::Base;
-use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum, newest};
+use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
 const MIGRATIONS: &[MigrationText] = &[
@@ -55,7 +55,7 @@ impl SqliteStore {
         if query_scalar::<_, i64>(table).fetch_one(&mut *connection).await? == 0 {
             return Ok(History::default());
         }
-        let applied = "select version, checksum from oncebox_migration order by version";
+        let applied = "select version, serves_from, checksum from oncebox_migration order by version";
         Ok(History(query_as(applied).fetch_all(&mut *connection).await?))
     }
 
@@ -93,12 +93,7 @@ impl Schema for SqliteStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let (applied, known) = (self.history().await?, newest(MIGRATIONS));
-        if let Some(found) = applied.newest().filter(|found| *found > known) {
-            let serves = query_scalar("select max(serves_from) from oncebox_migration where version > ?").bind(known);
-            return Ok(SchemaState::of_newer(found, serves.fetch_one(self.pool()).await?, known));
-        }
-        Ok(applied.state(MIGRATIONS))
+        Ok(self.history().await?.state(MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
