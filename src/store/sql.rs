@@ -39,6 +39,7 @@
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
 //! read and claim, admission to the inbox, the doors, claim and outcome of an operation.
 
+pub(in crate::store) mod audit;
 mod expiry;
 mod history;
 pub(in crate::store) mod inbox;

@@ -7,7 +7,6 @@
 //! last minute before may be sent again; none is lost.
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
-use uuid::Uuid;
 
 use super::PostgresStore;
 use super::connect::BEGIN;
@@ -15,6 +14,8 @@ use super::partitions::code;
 use crate::error::StoreError;
 use crate::operator::ActContext;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::audit;
+use crate::store::statements::Dialect;
 
 /// Blocks writers, so that no position is drawn, and fences a running relay.
 const HOLD: &str = "
@@ -93,15 +94,6 @@ async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Res
     sqlx::query(MOVE).bind(&unread).bind(used).run(&mut *connection).await?;
     let set = format!("select setval('oncebox.outbox_position_seq', {})", used + count);
     raw_sql(AssertSqlSafe(set)).run(&mut *connection).await?;
-    sqlx::query(
-        "insert into oncebox.audit (actor, act, reason, number, message_id, topic, detail)
-         values ($1, 'mend-sequence', $2, 'outbox_position_seq', $3, '', jsonb_build_object('mended', $4::text))",
-    )
-    .bind(&context.actor)
-    .bind(&context.reason)
-    .bind(Uuid::nil())
-    .bind(&mended)
-    .run(connection)
-    .await?;
+    audit::mended(connection, Dialect::Postgres, &mended, context).await?;
     Ok(vec![mended])
 }

@@ -6,6 +6,7 @@
 
 use uuid::Uuid;
 
+use super::audit::Act;
 use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
 use super::{Session, SqlStore, Transaction, live, records, sql};
 use crate::error::StoreError;
@@ -18,6 +19,7 @@ use crate::operator::keys::{
     Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
     judgement, nothing_known, overruled,
 };
+use crate::store::statements::Dialect;
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
@@ -66,10 +68,6 @@ const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, 
     where operation_id = :operation and epoch = :epoch and outcome_at is null \
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
-
-const AUDIT: &str = "insert into oncebox.audit (at, actor, reason, act, {pg: topic}{my lite: place}, number, message_id, detail) \
-    values ({now}, :actor, :reason, :act, :place, :number, {pg my: :operation}{lite: :operation_text}, \
-      {pg: jsonb_build_object('was', :detail::text)}{my lite: :detail})";
 
 impl<S: SqlStore + Phases> KeyOperator for S {
     async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
@@ -137,7 +135,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             // Its record is gone, so no purge would delete its rows later.
             None => forget(session, operation_id, false).await?,
         }
-        end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
+        end(transaction, self.dialect(), Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
 
     async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
@@ -168,7 +166,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
                 transaction.finish_record(&fence, outcome, retention).await?
             }
         };
-        end(transaction, fenced, change.audit(seen), context).await
+        end(transaction, self.dialect(), fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -179,7 +177,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
     ) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let fenced = change_operation(&mut *transaction, seen, change).await?;
-        end(transaction, fenced, change.audit(seen), context).await
+        end(transaction, self.dialect(), fenced, change.audit(seen), context).await
     }
 }
 
@@ -242,20 +240,22 @@ async fn change_operation(
 /// change.
 async fn end(
     mut transaction: Box<dyn Transaction>,
+    dialect: Dialect,
     fenced: Fenced,
     audit: Audit<'_>,
     context: &ActContext,
 ) -> Result<Fenced, StoreError> {
-    let insert = sql(AUDIT)
-        .bind("actor", &context.actor)
-        .bind("reason", &context.reason)
-        .bind("act", audit.act)
-        .bind("place", audit.place)
-        .bind("number", audit.digest.map_or_else(String::new, |digest| hex(&digest)))
-        .bind("operation", audit.operation_id)
-        .bind("operation_text", audit.operation_id.to_string())
-        .bind("detail", audit.detail);
-    transaction.session().run(insert).await?;
+    let number = audit.digest.map_or_else(String::new, |digest| hex(&digest));
+    let act = Act {
+        name: audit.act,
+        place: audit.place.into(),
+        number: &number,
+        message_id: audit.operation_id,
+        new_id: None,
+        document: serde_json::json!({ "was": audit.detail }),
+        detail: audit.detail,
+    };
+    super::audit::write(transaction.session(), dialect, act, context).await?;
     if context.dry_run || fenced != Fenced::Done {
         transaction.rollback().await?;
     } else {

@@ -7,7 +7,6 @@
 //! Not here: lock waits and the mending of positions, which each database implements itself.
 
 mod act;
-mod audit;
 mod consumers;
 pub(in crate::store) mod list;
 pub(in crate::store) mod status;
@@ -18,7 +17,7 @@ use async_trait::async_trait;
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
-use super::{SqlStore, Value, sql};
+use super::{SqlStore, Value, audit, sql};
 use crate::email::port::Mailbox;
 use crate::error::StoreError;
 use crate::operator::{
@@ -29,13 +28,13 @@ use crate::store::base::Base;
 use crate::store::statements::Dialect;
 
 /// A name as it is compared: MySQL keeps names as bytes.
-fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
+pub(super) fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
     let name = name.into();
     if dialect == Dialect::MySql { name.map(str::as_bytes).into() } else { name.into() }
 }
 
 /// An id of an outbox row or an audit row: SQLite keeps these as text.
-fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
+pub(super) fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
     let id = id.into();
     if dialect == Dialect::Sqlite { id.map(|id| id.to_string()).into() } else { id.into() }
 }

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::audit::{self, Act};
 use super::list::{self, FoundMessage, FoundRow};
 use super::{id, name};
 use crate::error::StoreError;
@@ -14,6 +13,7 @@ use crate::operator::{
     ActContext, BURIED, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome, Redriven, redriven,
 };
 use crate::store::headers::headers_json;
+use crate::store::sql::audit::{self, Act};
 use crate::store::sql::waiting::wake;
 use crate::store::sql::{Session, Value, foreign, sql};
 use crate::store::statements::Dialect;

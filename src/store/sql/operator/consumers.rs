@@ -2,10 +2,10 @@
 
 use uuid::Uuid;
 
-use super::audit::{self, Act};
 use super::name as as_stored;
 use crate::error::StoreError;
 use crate::operator::{ActContext, Forgotten};
+use crate::store::sql::audit::{self, Act};
 use crate::store::sql::{SqlStore, sql};
 
 const CONSUMER: &str = "select consumer_id, {age seen_at} from oncebox.consumer where name = :name {lock}";

@@ -2,10 +2,10 @@
 
 use uuid::Uuid;
 
-use super::id;
+use super::operator::{id, name};
+use super::{Row, Session, Value, sql};
 use crate::error::StoreError;
 use crate::operator::{ActContext, AuditEntry};
-use crate::store::sql::{Session, Value, sql};
 use crate::store::statements::Dialect;
 
 const READ: &str = "\
@@ -27,7 +27,7 @@ pub(super) async fn read(
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
     let rows = session.rows(sql(READ).bind("id", id(dialect, of)).bind("limit", limit)).await?;
-    let entry = |row: &dyn crate::store::sql::Row| {
+    let entry = |row: &dyn Row| {
         Ok(AuditEntry {
             at: row.get(0)?,
             actor: row.get(1)?,
@@ -74,4 +74,25 @@ pub(super) async fn write(
         .bind("new_id", id(dialect, act.new_id))
         .bind("detail", detail);
     session.run(write).await.map(drop)
+}
+
+/// Writes the row of a repair of positions.
+pub(in crate::store) async fn mended(
+    session: &mut dyn Session,
+    dialect: Dialect,
+    mended: &str,
+    context: &ActContext,
+) -> Result<(), StoreError> {
+    let is_postgres = dialect == Dialect::Postgres;
+    let (place, number) = if is_postgres { ("", "outbox_position_seq") } else { ("outbox", "position") };
+    let act = Act {
+        name: "mend-sequence",
+        place: name(dialect, place),
+        number,
+        message_id: Uuid::nil(),
+        new_id: None,
+        detail: mended.to_owned(),
+        document: serde_json::json!({ "mended": mended }),
+    };
+    write(session, dialect, act, context).await
 }
