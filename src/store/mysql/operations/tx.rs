@@ -65,15 +65,11 @@ pub(super) async fn begin_operation(
     basis: Basis<'_>,
 ) -> Result<Begun<MySqlOperationTx>, StoreError> {
     let owned = claim.owned(basis);
-    Ok(match staked_at_once(store, claim, basis, &owned).await? {
-        Begun::Claimed(transaction) => {
-            let mut held = Held::new(transaction);
-            held.hold(USUAL_WAIT).await?;
-            Begun::Claimed(MySqlOperationTx { held, owned })
-        }
-        Begun::Existing(record) => Begun::Existing(record),
-        Begun::Locked => Begun::Locked,
-    })
+    let mut begun = staked_at_once(store, claim, basis, &owned).await?.map(Held::new);
+    if let Begun::Claimed(held) = &mut begun {
+        held.hold(USUAL_WAIT).await?;
+    }
+    Ok(begun.map(|held| MySqlOperationTx { held, owned }))
 }
 
 /// Begins a transaction that holds the claim. Where the claim is refused, the transaction is ended

@@ -72,19 +72,12 @@ pub(super) async fn begin(
 ) -> Result<Begun<PostgresOperationTx>, StoreError> {
     let (owned, savepoint) = (claim.owned(basis), savepoint_name());
     let tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
-    Ok(match staked_in(tx, claim, basis, &owned).await? {
-        Begun::Claimed((tx, token)) => {
-            let held = Held { tx, token, savepoint };
-            Begun::Claimed(PostgresOperationTx {
-                held,
-                owned,
-                claim: claim.clone(),
-                holds: records::renewal(basis, Dialect::Postgres),
-            })
-        }
-        Begun::Existing(record) => Begun::Existing(record),
-        Begun::Locked => Begun::Locked,
-    })
+    let begun = staked_in(tx, claim, basis, &owned).await?;
+    let holds = records::renewal(basis, Dialect::Postgres);
+    Ok(begun.map(|(tx, token)| {
+        let held = Held { tx, token, savepoint };
+        PostgresOperationTx { held, owned, claim: claim.clone(), holds }
+    }))
 }
 
 /// As `begin`, for a key that was not looked up before. Returns none where the claim is refused.
