@@ -77,12 +77,6 @@ impl KeyStore for MySqlStore {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
-    async fn look_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        records::lock(&mut connection, identity).await?;
-        find(&mut connection, identity).await
-    }
-
     async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
@@ -112,17 +106,12 @@ impl KeyStore for MySqlStore {
 
 impl MySqlStore {
     /// Claims under the lock of the row, so that the condition sees the lease and the evidence of
-    /// late runs. Where a completed key is used anew, evidence of its runs is deleted: it agrees
-    /// with the outcome.
+    /// late runs.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         records::lock(&mut transaction, &claim.identity).await?;
         if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
-            if let Basis::Anew(seen) = basis
-                && seen.state == State::Completed
-            {
-                records::forget_runs(&mut transaction, seen.operation_id).await?;
-            }
+            records::forget_runs(&mut transaction, basis).await?;
             transaction.commit().await?;
             return Ok(Claimed::Owned(owned));
         }

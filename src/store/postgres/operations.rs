@@ -26,7 +26,7 @@ use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::{Identity, Mode, State};
+use crate::operation::rules::{Identity, Mode};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::keys::KeyStore;
 use crate::store::sql::{records, words};
@@ -81,12 +81,6 @@ impl KeyStore for PostgresStore {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
-    async fn look_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        records::lock(&mut connection, identity).await?;
-        find(&mut connection, identity).await
-    }
-
     async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
@@ -128,19 +122,12 @@ impl KeyStore for PostgresStore {
 
 impl PostgresStore {
     /// Claims under the lock of the row, so that the condition sees the evidence of late runs.
-    /// Where a completed key is used anew, evidence of its runs is deleted: it agrees with the
-    /// outcome.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut tx = self.transaction().await?;
         records::lock(&mut tx, &claim.identity).await?;
-        let renew =
-            renew(&format!("{RENEW}{}", records::renewal(basis, Dialect::Postgres).unwrap_or("false")), claim, &owned);
-        if renew.run(&mut tx).await?.rows_affected() == 1 {
-            if let Basis::Anew(seen) = basis
-                && seen.state == State::Completed
-            {
-                records::forget_runs(&mut tx, seen.operation_id).await?;
-            }
+        let holds = records::renewal(basis, Dialect::Postgres).unwrap_or("false");
+        if renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut tx).await?.rows_affected() == 1 {
+            records::forget_runs(&mut tx, basis).await?;
             tx.commit().await?;
             return Ok(Claimed::Owned(owned));
         }

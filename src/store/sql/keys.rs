@@ -30,11 +30,6 @@ pub(in crate::store) trait KeyStore: SqlStore + Base {
     /// Keeps the promises of [`Keys::find`].
     async fn look(&self, identity: &Identity) -> Result<Look, StoreError>;
 
-    /// Keeps the promises of [`Keys::find_settled`].
-    async fn look_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        self.look(identity).await
-    }
-
     /// Keeps the promises of [`Keys::claim`].
     async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError>;
 
@@ -68,7 +63,7 @@ impl<S: KeyStore> Keys for S {
     }
 
     async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        self.look_settled(identity).await
+        records::find_settled(self, identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {

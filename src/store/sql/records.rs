@@ -9,14 +9,12 @@
 
 use std::time::Duration;
 
-use uuid::Uuid;
-
 use super::{Row, Session, SqlStore, Statement, sql, words};
 use crate::error::StoreError;
 use crate::operation::port::stored::{corrupt, unpack};
 use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owned};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-use crate::operation::rules::{Identity, OperationName, Record};
+use crate::operation::rules::{Identity, OperationName, Record, State};
 use crate::store::statements::Dialect;
 use crate::time::db_time::DbTime;
 use crate::time::lease::Lease;
@@ -178,6 +176,15 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
     })
 }
 
+/// Reads a record after a transaction that is changing it.
+pub(super) async fn find_settled(store: &dyn SqlStore, identity: &Identity) -> Result<Look, StoreError> {
+    let mut reader = store.reader().await?;
+    lock(&mut *reader, identity).await?;
+    let operation = identity.operation().as_str().as_bytes();
+    let find = sql(FIND).bind("operation", operation).bind("digest", &identity.digest()[..]);
+    look_of(&*reader.only(find).await?)
+}
+
 /// The body of a record's answer; none where its time is over.
 pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
     let digest = record.identity.digest();
@@ -292,9 +299,14 @@ pub(super) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationSta
     })
 }
 
-/// Deletes the evidence of late runs when the key is used anew. It is called where that evidence
-/// agrees with the record, so that there is no conflict to keep.
-pub(in crate::store) async fn forget_runs(session: &mut dyn Session, operation_id: Uuid) -> Result<(), StoreError> {
+/// Where a completed key is used anew, deletes the evidence of its late runs: it agrees with the
+/// outcome, so there is no conflict to keep.
+pub(in crate::store) async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
     const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
-    session.run(sql(FORGET).bind("operation", operation_id)).await.map(drop)
+    match basis {
+        Basis::Anew(seen) if seen.state == State::Completed => {
+            session.run(sql(FORGET).bind("operation", seen.operation_id)).await.map(drop)
+        }
+        _ => Ok(()),
+    }
 }

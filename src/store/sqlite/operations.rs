@@ -25,7 +25,7 @@ use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::{Identity, Mode, State};
+use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
 use crate::store::sql::keys::KeyStore;
 use crate::store::sql::{records, words};
@@ -87,12 +87,7 @@ impl KeyStore for SqliteStore {
         let owned = claim.owned(basis);
         let mut write = self.write().await?;
         if stake(write.connection(), claim, basis, &owned).await? {
-            // Evidence of a completed key's runs is deleted: it agrees with the outcome.
-            if let Basis::Anew(seen) = basis
-                && seen.state == State::Completed
-            {
-                records::forget_runs(write.connection(), seen.operation_id).await?;
-            }
+            records::forget_runs(write.connection(), basis).await?;
             write.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
