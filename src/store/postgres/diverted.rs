@@ -129,14 +129,14 @@ pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Re
 
 /// Returns those of the positions that were decided or stand in the dead and held table.
 pub(super) async fn decided(connection: &mut Bounded<Postgres>, positions: &[i64]) -> Result<HashSet<i64>, StoreError> {
-    let rows = sqlx::query(
+    let found: Vec<i64> = sqlx::query_scalar(
         "select position from oncebox.decision where position = any($1)
          union all select position from oncebox.outbox_dead where position = any($1)",
     )
     .bind(positions)
     .all(connection)
     .await?;
-    rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
+    Ok(found.into_iter().collect())
 }
 
 const WEIGHTS: &str = "

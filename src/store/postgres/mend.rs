@@ -79,8 +79,7 @@ async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Res
     if last_value >= scanned_to {
         return Ok(Vec::new());
     }
-    let rows = sqlx::query(UNREAD).all(&mut *connection).await?;
-    let unread = rows.iter().map(|row| Ok(row.try_get(0)?)).collect::<Result<Vec<i64>, StoreError>>()?;
+    let unread: Vec<i64> = sqlx::query_scalar(UNREAD).all(&mut *connection).await?;
     let count = i64::try_from(unread.len()).unwrap_or(i64::MAX);
     let mended = format!(
         "the last position drawn was {last_value}, and the relay has passed {scanned_to}: the next is {}; {count} messages that \

@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use sqlx::Row;
 
 use super::PostgresStore;
 use crate::error::StoreError;
@@ -25,17 +24,10 @@ select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - c
 impl OperatorSql for PostgresStore {
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
         Box::pin(async move {
-            let rows = sqlx::query(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
-            rows.iter()
-                .map(|row| {
-                    Ok(LockWait {
-                        connection: row.try_get(0)?,
-                        statement: row.try_get(1)?,
-                        seconds: row.try_get(2)?,
-                        holders: row.try_get(3)?,
-                    })
-                })
-                .collect()
+            let waits: Vec<(String, String, f64, Vec<String>)> =
+                sqlx::query_as(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
+            let wait = |(connection, statement, seconds, holders)| LockWait { connection, statement, seconds, holders };
+            Ok(waits.into_iter().map(wait).collect())
         })
     }
 
