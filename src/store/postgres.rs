@@ -20,7 +20,6 @@ mod connect;
 mod diverted;
 mod door;
 mod inbox;
-mod mailbox;
 mod mend;
 mod operations;
 mod operator;

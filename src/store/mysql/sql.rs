@@ -2,7 +2,7 @@
 
 use chrono::{DateTime, NaiveDateTime, Utc};
 use futures::future::BoxFuture;
-use sqlx::mysql::{MySqlArguments, MySqlConnection, MySqlRow};
+use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::{MySql, query};
 use uuid::Uuid;
 
@@ -73,17 +73,6 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
             query.bind(list.as_json_list())
         }
     }))
-}
-
-/// Runs statements on a connection of the application.
-impl Session for MySqlConnection {
-    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
-    }
-
-    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
-    }
 }
 
 fn boxed(rows: Vec<MySqlRow>) -> Rows {
