@@ -76,6 +76,13 @@ pub struct MigrationText {
     pub sql: &'static str,
 }
 
+impl MigrationText {
+    /// A migration after which programs that do not know it would do wrong.
+    pub(super) const fn breaking(version: i64, description: &'static str, sql: &'static str) -> Self {
+        Self { version, description, serves_from: version, sql }
+    }
+}
+
 /// A migration and whether it was applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppliedMigration {

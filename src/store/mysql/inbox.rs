@@ -31,7 +31,7 @@ use crate::inbox::port::{
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting;
 use crate::time::db_time::DbTime;
@@ -451,10 +451,6 @@ fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
         now: DbTime::from_micros(row.try_get(1)?),
         id_skew: Duration::from_secs(row.try_get::<i64, _>(2)?.unsigned_abs()),
     })
-}
-
-fn no_consumer(consumer: ConsumerId) -> StoreError {
-    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
 }
 
 /// A random name, which no handler can use by chance.

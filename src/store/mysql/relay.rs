@@ -35,7 +35,7 @@ use crate::outbox::port::{
 };
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
-use crate::store::sql::outbox;
+use crate::store::sql::{Session, outbox};
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
@@ -242,15 +242,8 @@ impl RelaySession for MySqlSession {
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
-        let written = sqlx::query(
-            "update oncebox_shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null \
-             where shard_id = 0 and epoch = ? and revision = ?",
-        )
-        .bind(self.epoch)
-        .bind(self.revision)
-        .run(&self.pool)
-        .await?;
-        match written.rows_affected() {
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        match Session::run(&mut self.pool.acquire().await?, outbox::release(0, mine)).await? {
             1 => Ok(()),
             _ => Err(self.fenced("another owner wrote")),
         }

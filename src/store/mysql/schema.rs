@@ -17,30 +17,18 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
-    MigrationText {
-        version: 1,
-        description: "tables",
-        serves_from: 1,
-        sql: include_str!("../../../migrations/mysql/0001_tables.sql"),
-    },
-    MigrationText {
-        version: 2,
-        description: "the procedure oncebox_enqueue_p",
-        serves_from: 2,
-        sql: include_str!("../../../migrations/mysql/0002_procedure.sql"),
-    },
-    MigrationText {
-        version: 3,
-        description: "the function oncebox_enqueue, where the server allows it",
-        serves_from: 3,
-        sql: include_str!("../../../migrations/mysql/0003_function.sql"),
-    },
-    MigrationText {
-        version: 4,
-        description: "operations",
-        serves_from: 4,
-        sql: include_str!("../../../migrations/mysql/0004_operations.sql"),
-    },
+    MigrationText::breaking(1, "tables", include_str!("../../../migrations/mysql/0001_tables.sql")),
+    MigrationText::breaking(
+        2,
+        "the procedure oncebox_enqueue_p",
+        include_str!("../../../migrations/mysql/0002_procedure.sql"),
+    ),
+    MigrationText::breaking(
+        3,
+        "the function oncebox_enqueue, where the server allows it",
+        include_str!("../../../migrations/mysql/0003_function.sql"),
+    ),
+    MigrationText::breaking(4, "operations", include_str!("../../../migrations/mysql/0004_operations.sql")),
 ];
 
 /// The migration whose last statement a server may forbid.

@@ -26,7 +26,7 @@ use crate::inbox::port::{
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting;
 use crate::time::db_time::DbTime;
@@ -356,10 +356,6 @@ async fn admit(
     let lanes: Vec<Uuid> = lanes.iter().map(|lane| Uuid::from_bytes(*lane)).collect();
     let query = sqlx::query(ADMIT).bind(consumer.0).bind(timed).bind(timed_hashes);
     query.bind(untimed).bind(untimed_hashes).bind(lanes).one(tx).await
-}
-
-fn no_consumer(consumer: ConsumerId) -> StoreError {
-    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
 }
 
 fn standing_of(blocked: Vec<Uuid>, purged_below: Option<i64>, now: i64, id_skew: i64) -> Standing {

@@ -20,7 +20,7 @@ use crate::outbox::port::{
 };
 use crate::outbox::rules::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::outbox;
+use crate::store::sql::{Session, outbox};
 use crate::time::lease::Fence;
 
 /// A gap that is still open this long after it got its fence is judged by the locks of its possible
@@ -294,17 +294,10 @@ impl RelaySession for PostgresSession {
     }
 
     async fn release(mut self: Box<Self>) -> Result<(), StoreError> {
-        let done = sqlx::query(
-            "update oncebox.shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null
-              where shard_id = $1 and epoch = $2 and revision = $3",
-        )
-        .bind(self.shard)
-        .bind(self.epoch)
-        .bind(self.revision)
-        .run(&mut self.connection)
-        .await?;
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        let released = Session::run(&mut self.connection, outbox::release(self.shard, mine)).await?;
         self.connection.close().await;
-        match done.rows_affected() {
+        match released {
             1 => Ok(()),
             _ => Err(StoreError::Fenced(format!("shard {} has another owner", self.shard))),
         }

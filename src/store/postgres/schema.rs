@@ -14,30 +14,26 @@ use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Sc
 use crate::text::hex::hex;
 
 const MIGRATIONS: [MigrationText; 4] = [
-    MigrationText {
-        version: 1,
-        description: "outbox, shards, dead and held rows, partitions",
-        serves_from: 1,
-        sql: include_str!("../../../migrations/postgres/0001_outbox.sql"),
-    },
-    MigrationText {
-        version: 2,
-        description: "doors of the outbox and their limits",
-        serves_from: 2,
-        sql: include_str!("../../../migrations/postgres/0002_doors.sql"),
-    },
-    MigrationText {
-        version: 3,
-        description: "inbox, waiting messages, e-mails, audit",
-        serves_from: 3,
-        sql: include_str!("../../../migrations/postgres/0003_inbox.sql"),
-    },
-    MigrationText {
-        version: 4,
-        description: "operations: idempotency records, bodies, phases",
-        serves_from: 4,
-        sql: include_str!("../../../migrations/postgres/0004_operations.sql"),
-    },
+    MigrationText::breaking(
+        1,
+        "outbox, shards, dead and held rows, partitions",
+        include_str!("../../../migrations/postgres/0001_outbox.sql"),
+    ),
+    MigrationText::breaking(
+        2,
+        "doors of the outbox and their limits",
+        include_str!("../../../migrations/postgres/0002_doors.sql"),
+    ),
+    MigrationText::breaking(
+        3,
+        "inbox, waiting messages, e-mails, audit",
+        include_str!("../../../migrations/postgres/0003_inbox.sql"),
+    ),
+    MigrationText::breaking(
+        4,
+        "operations: idempotency records, bodies, phases",
+        include_str!("../../../migrations/postgres/0004_operations.sql"),
+    ),
 ];
 
 /// All databases of a server share the numbers of advisory locks, so this is eight bytes that

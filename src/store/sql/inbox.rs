@@ -174,6 +174,11 @@ impl<S: OwnInbox> Inbox for S {
     }
 }
 
+/// The error where a consumer that has its number has no row.
+pub(in crate::store) fn no_consumer(consumer: ConsumerId) -> StoreError {
+    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
+}
+
 async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
     let find = || sql(FIND).bind("name", &spec.name);
     let mut found = session.first(find()).await?;

@@ -2,9 +2,10 @@
 //!
 //! Not here: the read, the checkpoint and the mark, which are each database's own.
 
-use super::{Row, Session, sql};
+use super::{Row, Session, Statement, sql};
 use crate::error::StoreError;
 use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, RequestedAct};
+use crate::time::lease::Fence;
 
 /// The buckets of a database that has one shard only.
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
@@ -21,6 +22,15 @@ const REQUESTS: &str = "\
 select position, topic, {key}, requested from oncebox.outbox_dead \
  where {pg lite: requested is not null}{my: requested in ('redrive', 'discard')} \
    {pg: and bucket between :from and :to} and position > :after order by position limit :limit";
+
+const RELEASE: &str = "\
+update oncebox.shard set revision = revision + 1, owner = null, lease_until = {pg my: null, lease_seconds = null}{lite: 0} \
+ where shard_id = :shard and epoch = :epoch and revision = :revision";
+
+/// The statement that gives the lease of a shard back. It changes no row where another owner wrote.
+pub(in crate::store) fn release(shard: i32, fence: Fence) -> Statement {
+    sql(RELEASE).bind("shard", shard).bind("epoch", fence.epoch).bind("revision", fence.revision)
+}
 
 /// A dead message after `:skipped` others, if there are so many. It reads entries of an index; on
 /// PostgreSQL the order makes any other plan a sort of all of them.

@@ -24,7 +24,7 @@ use crate::inbox::port::{Admission, ConsumerId, InboxEntry, InboxTx, Known, Park
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
 use crate::store::base::Base;
-use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting;
 use crate::time::db_time::DbTime;
@@ -103,8 +103,7 @@ impl OwnInbox for SqliteStore {
 
 async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Result<Bounds, StoreError> {
     let found = query_as::<_, (Option<i64>, i64, i64)>(BOUNDS).bind(consumer.0).fetch_optional(connection).await?;
-    let (purged, now, skew) =
-        found.ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
+    let (purged, now, skew) = found.ok_or_else(|| no_consumer(consumer))?;
     Ok(Bounds {
         purged_below: purged.map(DbTime::from_millis),
         now: DbTime::from_millis(now),

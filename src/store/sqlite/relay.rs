@@ -224,17 +224,11 @@ impl RelaySession for SqliteSession {
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
-        let mut write = self.store.write().await?;
-        let release = query(
-            "update oncebox_shard set revision = revision + 1, owner = null, lease_until = 0 \
-             where shard_id = ? and epoch = ? and revision = ?",
-        );
-        let release = release.bind(self.shard).bind(self.epoch).bind(self.revision);
-        if release.execute(write.connection()).await?.rows_affected() != 1 {
-            write.rollback().await?;
-            return Err(self.fenced("release"));
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        match self.store.run_alone(outbox::release(self.shard, mine)).await? {
+            1 => Ok(()),
+            _ => Err(self.fenced("release")),
         }
-        write.commit().await
     }
 }
 

@@ -14,30 +14,14 @@ use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Sc
 use crate::text::hex::hex;
 
 const MIGRATIONS: &[MigrationText] = &[
-    MigrationText {
-        version: 1,
-        description: "outbox",
-        serves_from: 1,
-        sql: include_str!("../../../migrations/sqlite/0001_outbox.sql"),
-    },
-    MigrationText {
-        version: 2,
-        description: "inbox",
-        serves_from: 2,
-        sql: include_str!("../../../migrations/sqlite/0002_inbox.sql"),
-    },
-    MigrationText {
-        version: 3,
-        description: "operator and e-mail",
-        serves_from: 3,
-        sql: include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
-    },
-    MigrationText {
-        version: 4,
-        description: "operations",
-        serves_from: 4,
-        sql: include_str!("../../../migrations/sqlite/0004_operations.sql"),
-    },
+    MigrationText::breaking(1, "outbox", include_str!("../../../migrations/sqlite/0001_outbox.sql")),
+    MigrationText::breaking(2, "inbox", include_str!("../../../migrations/sqlite/0002_inbox.sql")),
+    MigrationText::breaking(
+        3,
+        "operator and e-mail",
+        include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
+    ),
+    MigrationText::breaking(4, "operations", include_str!("../../../migrations/sqlite/0004_operations.sql")),
 ];
 
 const MIGRATION_TABLE: &str = "\
