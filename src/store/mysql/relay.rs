@@ -78,17 +78,11 @@ impl Outbox for MySqlStore {
             transaction.rollback().await?;
             return Ok(LeaseAnswer::NoShard);
         }
-        let found = sqlx::query(
-            "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until) as left_micros, lease_seconds \
-             from oncebox_shard where shard_id = ?",
-        )
-        .bind(request.shard)
-        .one(&mut transaction)
-        .await?;
-        let owner: Option<String> = found.try_get("owner")?;
+        let shard = "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until), lease_seconds \
+                     from oncebox_shard where shard_id = ?";
+        let (epoch, revision, owner, left, length): (i64, i64, Option<String>, Option<i64>, Option<f64>) =
+            sqlx::query_as(shard).bind(request.shard).one(&mut transaction).await?;
         if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
-            let left: Option<i64> = found.try_get("left_micros")?;
-            let length: Option<f64> = found.try_get("lease_seconds")?;
             let length = Duration::try_from_secs_f64(length.unwrap_or(0.0)).unwrap_or_default();
             let now = DbTime::from_micros(0);
             let lease = Lease { until: DbTime::from_micros(left.unwrap_or(0)), length };
@@ -97,8 +91,7 @@ impl Outbox for MySqlStore {
                 return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
             }
         }
-        let epoch = found.try_get::<i64, _>("epoch")? + 1;
-        let revision = found.try_get::<i64, _>("revision")? + 1;
+        let (epoch, revision) = (epoch + 1, revision + 1);
         sqlx::query(
             "update oncebox_shard set epoch = ?, revision = ?, owner = ?, \
              lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? where shard_id = ?",

@@ -179,7 +179,7 @@ const LEAVE: &str = concat!(
 
 const BEGIN_SEND: &str = concat!(
     "update oncebox.operation_intent as i set sends = i.sends + 1, \
-       last_sent_at = {pg my: greatest}{lite: max}(i.last_sent_at, {clock}) \
+       last_sent_at = {greatest}(i.last_sent_at, {clock}) \
      where i.operation_id = :id and i.effect = :effect and i.outcome is null \
        and exists (select 1 from oncebox.operation o where ",
     is_ours!(),
@@ -286,13 +286,8 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 
     async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
-        let mut transaction = self.begin_sql().await?;
-        let session = transaction.session();
-        lock(session, driven.operation_id).await?;
         let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", send);
-        let fenced = Fenced::rows(session.run(back).await?);
-        transaction.commit().await?;
-        Ok(fenced)
+        run_locked(self, driven.operation_id, back).await
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -311,12 +306,7 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 
     async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
-        let mut transaction = self.begin_sql().await?;
-        let session = transaction.session();
-        lock(session, operation_id).await?;
-        let fenced = Fenced::rows(session.run(sql(UNPARK).bind("id", operation_id)).await?);
-        transaction.commit().await?;
-        Ok(fenced)
+        run_locked(self, operation_id, sql(UNPARK).bind("id", operation_id)).await
     }
 
     async fn deployment(&self) -> Result<Uuid, StoreError> {
@@ -394,6 +384,16 @@ pub(super) async fn observe(store: &dyn SqlStore, evidence: &NewEvidence) -> Res
 pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
     let locked = session.first(sql(LOCK).bind("id", operation_id)).await?;
     locked.map(|row| row.get(0)).transpose()
+}
+
+/// Runs a statement on an operation whose row is locked before, in a transaction of its own.
+async fn run_locked(store: &dyn SqlStore, operation_id: Uuid, statement: Statement) -> Result<Fenced, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    lock(session, operation_id).await?;
+    let fenced = Fenced::rows(session.run(statement).await?);
+    transaction.commit().await?;
+    Ok(fenced)
 }
 
 /// Takes an operation whose row is locked at this epoch; none where it is not free.

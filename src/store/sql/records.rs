@@ -197,6 +197,16 @@ pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identit
     session.rows(sql(LOCK).bind("digest", &identity.digest()[..])).await.map(drop)
 }
 
+/// Runs a statement on a record that is locked before, in a transaction of its own.
+async fn run_locked(store: &dyn SqlStore, identity: &Identity, statement: Statement) -> Result<Fenced, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    lock(session, identity).await?;
+    let fenced = Fenced::rows(session.run(statement).await?);
+    transaction.commit().await?;
+    Ok(fenced)
+}
+
 /// A statement of the owner of a claim, with the values bound that name it.
 fn owned_by(text: &'static str, owned: &Owned) -> Statement {
     let digest = owned.identity.digest();
@@ -211,21 +221,13 @@ pub(super) async fn heartbeat(store: &dyn SqlStore, owned: &Owned, lease: Durati
 /// Deletes a claim, unless a late run of the same operation id has left evidence that it succeeded
 /// or failed.
 pub(super) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
-    let mut transaction = store.begin_sql().await?;
-    lock(transaction.session(), &owned.identity).await?;
-    let changed = transaction.session().run(owned_by(RELEASE, owned)).await?;
-    transaction.commit().await?;
-    Ok(Fenced::rows(changed))
+    run_locked(store, &owned.identity, owned_by(RELEASE, owned)).await
 }
 
 /// Makes a record UNKNOWN, as `Keys::mark_unknown` says.
 pub(super) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
-    let mut transaction = store.begin_sql().await?;
-    lock(transaction.session(), &seen.identity).await?;
     let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
-    let changed = transaction.session().run(mark).await?;
-    transaction.commit().await?;
-    Ok(Fenced::rows(changed))
+    run_locked(store, &seen.identity, mark).await
 }
 
 /// The statement for the abandoned claims of an operation; with `pauses`, the shortest and the

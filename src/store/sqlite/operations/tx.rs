@@ -24,8 +24,8 @@ pub(in crate::store) struct SqliteOperationTx {
     savepoint: Savepoint,
 }
 
-/// A savepoint with a unique name. It is set before the handler runs: effects are rolled back to it,
-/// and before the commit it must still exist (O1, R23).
+/// A savepoint with a unique name. It is set before the handler runs: effects are rolled back to
+/// it, and before the commit it must still exist (O1, R23).
 #[derive(Debug)]
 pub(in crate::store::sqlite) struct Savepoint(String);
 
