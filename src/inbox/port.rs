@@ -104,9 +104,6 @@ pub struct Parked {
     pub attempts: u32,
     /// The error of the last try.
     pub error: Option<String>,
-    /// The number of the row that it had in the waiting table until its handler committed by
-    /// itself: it takes this place again, before what stands behind it. None: it comes last.
-    pub sequence: Option<i64>,
 }
 
 /// The result of the check before COMMIT (R23).
@@ -117,8 +114,8 @@ pub enum Proof {
     /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the
     /// handler's failure.
     Aborted,
-    /// This is not the transaction that inserted our rows: the handler ended that one.
-    /// [`InboxTx::undo`] tells whether the handler committed them. If so, the message becomes dead
+    /// This is not the transaction that wrote our rows: the handler ended that one.
+    /// [`InboxTx::undo`] tells whether the handler committed them. If so, the message is dead
     /// as `transaction-ended`; otherwise the batch is tried again.
     Ended,
 }
@@ -131,7 +128,7 @@ pub enum Undone {
     /// Nothing of it stays. Its connection was lost while no statement ran for it on the server. An
     /// error that a handler got from it is transient.
     Lost,
-    /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was
+    /// What `admit` or `bury` wrote is committed: the handler ended the transaction before it was
     /// undone. Its inbox rows say nothing about whether its messages were handled.
     Committed,
 }
@@ -326,10 +323,23 @@ pub trait InboxTx: Send {
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Removes leased waiting messages of one key and one lease. False where the lease is not ours
-    /// any more: then roll back. The next message of the key is not due yet, because a handler that
-    /// commits by itself commits this too: [`Self::wake`] comes after the proof.
-    async fn finish(&mut self, leased: &[crate::inbox::port::waiting::LeasedMessage]) -> Result<bool, StoreError>;
+    /// Makes leased waiting messages of one key and one lease dead at their places, before their
+    /// handlers run. False where the lease is not ours any more: then roll back. Call
+    /// [`Self::finish`] after the proof. A handler that commits by itself commits the dead rows, so
+    /// none of its messages is lost or runs again, and what stands behind them is not due. Where a
+    /// dead copy with the same id and content is there already, the message is removed instead. At
+    /// most one call.
+    async fn bury(
+        &mut self,
+        leased: &[crate::inbox::port::waiting::LeasedMessage],
+        reason: &str,
+        error: &str,
+        holds: bool,
+    ) -> Result<bool, StoreError>;
+
+    /// Removes the messages that [`Self::bury`] made dead, after the proof. False where not all of
+    /// them are there as it left them: then nothing of the transaction may stay.
+    async fn finish(&mut self) -> Result<bool, StoreError>;
 
     /// Makes the first message of each of these keys due, if it waits without a due time.
     async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError>;
@@ -337,7 +347,7 @@ pub trait InboxTx: Send {
     /// Deletes the attempt rows of messages that are handled or stored.
     async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
+    /// Proves that this is still the transaction that `admit` (or `bury`) wrote in (R23).
     async fn prove(&mut self) -> Result<Proof, StoreError>;
 
     /// Ends the transaction without a commit, after a handler ran in it, and tells whether the

@@ -23,12 +23,11 @@ mod seal;
 
 use super::endpoint::Endpoint;
 use super::reply::{Keep, Reply};
-use crate::operation::port::stored::{pack as pack_headers, unpack as unpack_headers};
 use crate::operation::port::{Answer, AnswerBody, KeptBody};
+use crate::operation::rules::framed::framed;
 use crate::operation::rules::record::Tombstone;
 use crate::operation::rules::{Fingerprint, Identity};
 
-use seal::FRAMED;
 pub use seal::{SealError, Sealer};
 
 /// An answer, or the part of it that is known, to be kept.
@@ -52,16 +51,17 @@ impl Kept {
     }
 }
 
-/// The associated data of a sealed body: it can be opened only with the same values.
-fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_version): (u16, u32)) -> [Vec<u8>; 6] {
-    [
-        identity.tenant().as_bytes().to_vec(),
-        identity.operation().as_str().as_bytes().to_vec(),
-        identity.key().as_str().as_bytes().to_vec(),
-        fingerprint.to_string().into_bytes(),
-        status.to_be_bytes().to_vec(),
-        schema_version.to_be_bytes().to_vec(),
-    ]
+/// The context of a sealed body: it can be opened only with the same values.
+fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_version): (u16, u32)) -> Vec<u8> {
+    let fingerprint = fingerprint.to_string();
+    framed([
+        identity.tenant().as_bytes(),
+        identity.operation().as_str().as_bytes(),
+        identity.key().as_str().as_bytes(),
+        fingerprint.as_bytes(),
+        &status.to_be_bytes(),
+        &schema_version.to_be_bytes(),
+    ])
 }
 
 /// Encodes an answer for storage.
@@ -102,12 +102,7 @@ pub(super) fn encode(
             Some(bytes) => {
                 let headers = headers::kept(&reply.headers, &endpoint.keeping.headers);
                 let context = context(identity, fingerprint, (reply.status, schema_version));
-                let (headers, sealed) = if sealer.encrypts() {
-                    (Vec::new(), sealer.seal_body(&context, framed(&headers, &bytes), FRAMED)?)
-                } else {
-                    (headers, sealer.seal_body(&context, bytes, 0)?)
-                };
-                AnswerBody::Kept(KeptBody { headers, bytes: sealed.bytes, format: sealed.format, kid: sealed.kid })
+                AnswerBody::Kept(sealer.seal_body(&context, headers, bytes)?)
             }
         },
     };
@@ -126,13 +121,7 @@ pub(super) fn decode(
     (status, schema_version): (u16, u32),
     body: &KeptBody,
 ) -> Result<Reply, SealError> {
-    let context = context(identity, fingerprint, (status, schema_version));
-    let bytes = sealer.open_body(&context, body.format, body.kid.as_deref(), &body.bytes)?;
-    let (headers, bytes) = if body.format & FRAMED == 0 {
-        (body.headers.clone(), bytes)
-    } else {
-        unframed(&bytes).ok_or(SealError::Broken)?
-    };
+    let (headers, bytes) = sealer.open_body(&context(identity, fingerprint, (status, schema_version)), body)?;
     let mut reply = Reply { status, headers, body: bytes, schema_version, resource: None, keep: Keep::Exact };
     // One version after the other. Where a step is missing, the answer stays as it is (M66).
     while let Some(change) =
@@ -142,23 +131,6 @@ pub(super) fn decode(
         reply = Reply { schema_version: next, ..change(reply) };
     }
     Ok(reply)
-}
-
-/// Headers as names and values, in their order.
-type Headers = Vec<(String, Vec<u8>)>;
-
-/// Joins headers and body: the length of the headers in four bytes, the headers, the body.
-fn framed(headers: &[(String, Vec<u8>)], body: &[u8]) -> Vec<u8> {
-    let headers = pack_headers(headers);
-    let length = u32::try_from(headers.len()).unwrap_or(u32::MAX);
-    [&length.to_be_bytes()[..], &headers, body].concat()
-}
-
-/// Splits what [`framed`] has joined.
-fn unframed(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
-    let (length, rest) = bytes.split_first_chunk::<4>()?;
-    let (headers, body) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;
-    Some((unpack_headers(headers).ok()?, body.to_vec()))
 }
 
 /// Longer codes are not kept.

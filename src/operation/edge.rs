@@ -43,13 +43,9 @@ use crate::operation::port::{Claimed, Fenced, Keys, Owned};
 use crate::operation::rules::classify::{Run, Settle, Untagged};
 use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
+use crate::time::pace::Pace;
 
 pub use guard::{Guard, GuardError, Progress};
-
-/// The first pause between two attempts to release a claim whose answer was lost.
-const RELEASE_AGAIN: Duration = Duration::from_millis(50);
-/// The longest such pause; the pause doubles each time.
-const RELEASE_AGAIN_MAX: Duration = Duration::from_secs(5);
 
 /// How a handler ended, as its transport saw it.
 #[derive(Debug)]
@@ -157,7 +153,7 @@ async fn claim_and_drive<S, T, R, W>(
     // A bridged handler holds a connection, as a transactional one does. Whether another handler
     // holds one is not known.
     let place = match front.endpoint().route().mode {
-        Mode::Bridged => match front.engine().place(front.endpoint().operation()).await {
+        Mode::Bridged => match front.engine().admission().place(front.endpoint().operation()).await {
             Some(place) => Some(place),
             None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
         },
@@ -198,7 +194,8 @@ async fn claim_and_drive<S, T, R, W>(
 /// because its claim has another token.
 async fn release_lost(front: &Front, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
-    let (mut pause, mut answered) = (RELEASE_AGAIN, false);
+    let mut pace = Pace::new(Duration::from_millis(50), Duration::from_secs(5));
+    let mut answered = false;
     while Instant::now() < until {
         match front.engine().store().take_back(&begin.claim, begin.basis()).await {
             Ok(Fenced::Done) => return,
@@ -208,8 +205,7 @@ async fn release_lost(front: &Front, begin: &Begin) {
         if answered && front.engine().is_draining() {
             return;
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(RELEASE_AGAIN_MAX);
+        tokio::time::sleep(pace.next_wait()).await;
     }
     if !answered {
         tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may become unknown");

@@ -19,7 +19,7 @@ use futures::future::join_all;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
-use super::admission::{Admission, Place};
+use super::admission::Admission;
 use super::codec::{self, Kept, SealError, Sealer};
 use super::endpoint::{Endpoint, EndpointError, Registered};
 use super::live::Live;
@@ -32,7 +32,7 @@ use super::stale;
 use crate::error::StoreError;
 use crate::observe::{self, Forgotten, Health};
 use crate::operation::port::{Answer, KeptBody, Keys};
-use crate::operation::rules::pace::Usual;
+use crate::operation::rules::pace;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::{Fingerprint, Identity, Keyring, Mode, OperationName, Record, Scope};
 
@@ -59,7 +59,7 @@ struct Inner {
     running: Running,
     reach: Reach,
     admission: Admission,
-    usual: Mutex<HashMap<OperationName, Usual>>,
+    usual: Mutex<HashMap<OperationName, Duration>>,
     body_memory: BodyMemory,
     open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
@@ -410,15 +410,9 @@ impl Core {
         &self.inner.reach
     }
 
-    /// Returns a place as [`Self::place`] does, but only if one is free now.
-    pub(super) fn place_at_once(&self, operation: &OperationName) -> Option<Place> {
-        self.inner.admission.at_once(operation)
-    }
-
-    /// Waits for a place for an operation that holds a connection while it runs. Returns `None` if
-    /// no place became free in time; the caller answers that there is no room.
-    pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
-        self.inner.admission.place(operation).await
+    /// The places of operations that hold a connection while they run.
+    pub(super) fn admission(&self) -> &Admission {
+        &self.inner.admission
     }
 
     /// Waits for a task that needs the store. Returns `None` when the store is away for so long
@@ -488,11 +482,13 @@ impl Core {
     }
 
     pub(super) fn usual(&self, operation: &OperationName) -> Option<Duration> {
-        lock(&self.inner.usual).get(operation).and_then(|usual| usual.duration())
+        lock(&self.inner.usual).get(operation).copied()
     }
 
     pub(super) fn has_run(&self, operation: &OperationName, ran: Duration) {
-        lock(&self.inner.usual).entry(operation.clone()).or_default().observe(ran);
+        let mut all = lock(&self.inner.usual);
+        let usual = pace::usual(all.get(operation).copied(), ran);
+        all.insert(operation.clone(), usual);
     }
 }
 

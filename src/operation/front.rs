@@ -139,22 +139,16 @@ impl Core {
     /// A [`Front`] for one request: it decides what the request gets.
     #[must_use]
     pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
-        Front::new(self.clone(), endpoint.clone(), asking)
-    }
-}
-
-impl Front {
-    fn new(engine: Core, endpoint: Registered, asking: Asking) -> Self {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
                 Some(Identity::new(scope, endpoint.operation().clone(), key.clone()))
             }
             _ => None,
         };
-        let home = asking.scope.as_ref().and_then(|scope| engine.home_elsewhere(scope));
-        Self {
-            engine,
-            endpoint,
+        let home = asking.scope.as_ref().and_then(|scope| self.home_elsewhere(scope));
+        Front {
+            engine: self.clone(),
+            endpoint: endpoint.clone(),
             asking,
             identity,
             home,
@@ -167,7 +161,9 @@ impl Front {
             body: None,
         }
     }
+}
 
+impl Front {
     /// The engine that received this request.
     #[must_use]
     pub fn engine(&self) -> &Core {
@@ -259,7 +255,7 @@ impl Front {
 
     /// A front of the same request, to make an answer while another task holds this one.
     pub(super) fn under_way(&self) -> Self {
-        Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
+        self.engine.front(&self.endpoint, self.asking.clone())
     }
 
     /// The same request under a key that the server makes: for an operation that must claim when
@@ -271,7 +267,7 @@ impl Front {
         }
         let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque).ok()?;
         let asking = Asking { key: KeyGiven::Given(key), ..self.asking.clone() };
-        Some(Self::new(self.engine.clone(), self.endpoint.clone(), asking))
+        Some(self.engine.front(&self.endpoint, asking))
     }
 
     /// Reads the record again in the next turn: after a recovery, or when the answer of a commit
@@ -444,7 +440,10 @@ impl Front {
                     return None;
                 }
                 self.note_lock(decision, false);
-                return Some(Turn::Answer(self.answer_running(decision, &run)));
+                return Some(Turn::Answer(match decision {
+                    Decision::InProgress(_) => self.still_running(run.since.elapsed()),
+                    decision => self.refusal(decision, None),
+                }));
             }
             Seen::Nobody => None,
         };

@@ -148,6 +148,22 @@ impl<T> Begun<T> {
             Self::Locked => Begun::Locked,
         }
     }
+
+    /// The transaction in which a run that left no record of its own is made to stand. `None`:
+    /// another run has claimed the key since.
+    pub(crate) fn unless_overtaken(self, basis: Basis<'_>) -> Result<Option<T>, StoreError> {
+        let busy = |why: &str| Err(StoreError::Busy(sqlx::Error::Protocol(why.to_owned())));
+        match self {
+            Self::Claimed(tx) => Ok(Some(tx)),
+            // The record is as it was read, but the claim on it failed: `Reclaim`, for example,
+            // requires that the record has not expired, and it may have expired since.
+            Self::Existing(record) if basis.seen().is_some_and(|seen| seen.epoch == record.epoch) => {
+                busy("the record stands as it was seen")
+            }
+            Self::Existing(_) => Ok(None),
+            Self::Locked => busy("another transaction holds the key"),
+        }
+    }
 }
 
 /// The record of a key, read by one statement without a lock (O15 step 1).
@@ -519,22 +535,14 @@ pub trait Operations: Keys {
     /// one that the run began from. Where another run has claimed the key since, nothing is
     /// changed.
     async fn stand_unknown(&self, claim: &KeyClaim, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
-        let Some(seen) = basis.seen() else { return self.insert_unknown(claim).await.map(drop) };
-        match self.begin_operation(claim, basis, patience).await? {
-            Begun::Claimed(mut tx) => {
-                let kept = Retention::default();
-                match tx.complete(Vec::new(), &RunOutcome::Unknown, &kept).await? {
-                    Proof::Same => tx.commit().await,
-                    Proof::Aborted | Proof::Ended => tx.rollback().await,
-                }
-            }
-            // The record is as it was read, but the claim on it failed: `Reclaim`, for example,
-            // requires that the record has not expired, and it may have expired since.
-            Begun::Existing(record) if record.epoch == seen.epoch => {
-                Err(StoreError::Busy(sqlx::Error::Protocol("the record stands as it was seen".into())))
-            }
-            Begun::Existing(_) => Ok(()),
-            Begun::Locked => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction holds the key".into()))),
+        if basis.seen().is_none() {
+            return self.insert_unknown(claim).await.map(drop);
+        }
+        let begun = self.begin_operation(claim, basis, patience).await?;
+        let Some(mut tx) = begun.unless_overtaken(basis)? else { return Ok(()) };
+        match tx.complete(Vec::new(), &RunOutcome::Unknown, &Retention::default()).await? {
+            Proof::Same => tx.commit().await,
+            Proof::Aborted | Proof::Ended => tx.rollback().await,
         }
     }
 

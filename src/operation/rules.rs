@@ -43,7 +43,7 @@ pub(crate) mod delivery;
 pub(crate) mod doubt;
 pub(crate) mod fingerprint;
 pub(crate) mod flow;
-mod framed;
+pub(super) mod framed;
 pub(crate) mod identity;
 pub(crate) mod json;
 pub(crate) mod key;

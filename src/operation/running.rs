@@ -212,29 +212,25 @@ mod tests {
         fn fingerprint(&self, _: u32, _: &mut FingerprintWriter) {}
     }
 
-    fn enter(map: &Running, key: &str) -> Option<Entry> {
-        enter_below(map, key, None).ok()
-    }
-
-    fn enter_below(map: &Running, key: &str, at_most: Option<u32>) -> Result<Entry, NotEntered> {
-        let scope = Scope::new("t1", "p1").unwrap();
-        let fingerprinter = Fingerprinter::of::<Nothing>(None, Keyring::plain()).unwrap();
+    fn enter(map: &Running, key: &str, tries: bool, at_most: Option<u32>) -> Result<Entry, NotEntered> {
+        let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
+        let fingerprinter = Fingerprinter::new(Nothing::OPERATION.parse().unwrap(), 1..=1, None, ring.clone()).unwrap();
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
         let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
-        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing), false, at_most)
+        map.enter(&identity, scope.mark(&ring), fingerprinter.write(&Nothing), tries, at_most)
     }
 
     // Shown by: an entry that does not count the runs of the tenant.
     #[test]
     fn o29_so_many_runs_of_a_tenant_are_entered_and_a_place_is_free_when_one_ends() {
         let map = Running::default();
-        let first = enter_below(&map, "key-0000000000000001", Some(2)).unwrap();
-        let _second = enter_below(&map, "key-0000000000000002", Some(2)).unwrap();
-        let refused = |key| enter_below(&map, key, Some(2)).unwrap_err();
+        let first = enter(&map, "key-0000000000000001", false, Some(2)).unwrap();
+        let _second = enter(&map, "key-0000000000000002", false, Some(2)).unwrap();
+        let refused = |key| enter(&map, key, false, Some(2)).unwrap_err();
         assert_eq!(refused("key-0000000000000003"), NotEntered::Full);
         assert_eq!(refused("key-0000000000000001"), NotEntered::Runs, "a duplicate is told of its run");
         first.leave();
-        enter_below(&map, "key-0000000000000003", Some(2)).unwrap();
+        enter(&map, "key-0000000000000003", false, Some(2)).unwrap();
     }
 
     // Shown by: no bound; a place that its waiter keeps.
@@ -255,17 +251,9 @@ mod tests {
     #[tokio::test]
     async fn o15_who_meets_a_claim_without_a_look_waits_for_what_comes_of_it() {
         let map = Running::default();
-        let operation = "nothing".parse().unwrap();
-        let key = Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap();
-        let identity = Identity::new(&Scope::new("t1", "p1").unwrap(), operation, key);
-        let tries = |map: &Running| {
-            let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
-            let fingerprint = Fingerprinter::of::<Nothing>(None, ring.clone()).unwrap().write(&Nothing);
-            map.enter(&identity, scope.mark(&ring), fingerprint, true, None).unwrap()
-        };
         for runs in [true, false] {
-            let entry = tries(&map);
-            let met = map.get(&identity.digest()).unwrap();
+            let entry = enter(&map, "key-0000000000000001", true, None).unwrap();
+            let met = map.get(&entry.digest).unwrap();
             let mut known = std::pin::pin!(met.known());
             assert!(futures::poll!(known.as_mut()).is_pending());
             if runs {
@@ -282,19 +270,20 @@ mod tests {
     #[test]
     fn o15_a_key_runs_once_and_its_entry_goes_with_its_holder() {
         let map = Running::default();
-        let first = enter(&map, "key-0000000000000001").unwrap();
-        assert!(enter(&map, "key-0000000000000001").is_none());
-        let second = enter(&map, "key-0000000000000002").unwrap();
+        let enter = |key| enter(&map, key, false, None).ok();
+        let first = enter("key-0000000000000001").unwrap();
+        assert!(enter("key-0000000000000001").is_none());
+        let second = enter("key-0000000000000002").unwrap();
         assert_eq!((map.of_tenant("t1"), map.of_tenant("t2")), (2, 0));
         let ended = first.run.ended.clone();
         // The second call has no effect, not even on a new entry of the same key.
         first.leave();
-        let again = enter(&map, "key-0000000000000001").unwrap();
+        let again = enter("key-0000000000000001").unwrap();
         drop(first);
-        assert!(enter(&map, "key-0000000000000001").is_none());
+        assert!(enter("key-0000000000000001").is_none());
         drop((again, second));
         assert!(ended.is_cancelled());
         assert_eq!((map.of_tenant("t1"), map.oldest()), (0, None));
-        assert!(enter(&map, "key-0000000000000001").is_some());
+        assert!(enter("key-0000000000000001").is_some());
     }
 }

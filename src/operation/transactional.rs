@@ -247,7 +247,7 @@ struct Execution {
 impl Execution {
     async fn run(mut self, start: Start) -> Answered {
         let engine = self.front.engine().clone();
-        let mut place = engine.place_at_once(self.front.endpoint().operation());
+        let mut place = engine.admission().at_once(self.front.endpoint().operation());
         let (mut begin, mut claimed) = match start {
             Start::Seen(begin) => (begin, None),
             Start::Unseen(begin) => {
@@ -275,7 +275,7 @@ impl Execution {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.place(self.front.endpoint().operation()).await {
+                None => match engine.admission().place(self.front.endpoint().operation()).await {
                     Some(place) => place,
                     None => return self.front.no_room(),
                 },
@@ -501,13 +501,8 @@ impl Execution {
 
     /// Reads the record on a new connection to learn what became of a transaction, and acts on it.
     async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
-        let look = self.store.find_after_lost_commit(&begin.claim, begin.basis()).await;
-        self.follow(begin, doubt, look, answer).await
-    }
-
-    async fn follow(&self, begin: &Begin, doubt: Doubt, look: Look, answer: Option<(State, Reply)>) -> Tried {
-        let (front, claim) = (&self.front, &begin.claim);
-        let store = &self.store;
+        let (front, store, claim) = (&self.front, &self.store, &begin.claim);
+        let look = store.find_after_lost_commit(claim, begin.basis()).await;
         let aftermath = doubt.after(look);
         let Some(code) = aftermath.code() else {
             return match answer {

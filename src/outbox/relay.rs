@@ -94,6 +94,13 @@ struct Memory {
     refused: bool,
 }
 
+impl Memory {
+    /// Whether a session may be shown as ready: otherwise it must first read or mark something.
+    fn may_be_ready(&self) -> bool {
+        !self.refused && self.doubts < DOUBTS_SHOWN
+    }
+}
+
 /// The name of the health trouble of a relay whose topics are all blocked.
 const TOPICS: &str = "topics";
 /// The name of the health trouble of a relay that has many open gaps.
@@ -214,7 +221,7 @@ impl Relay {
             }
             match self.store.open(&request).await {
                 Ok(LeaseAnswer::Taken(session)) => {
-                    if !memory.refused && memory.doubts < DOUBTS_SHOWN {
+                    if memory.may_be_ready() {
                         self.health.set(&self.part, PartState::Ready);
                     }
                     return Ok(Some(session));

@@ -207,7 +207,7 @@ async fn r23_a_raw_rollback_with_a_new_transaction_that_aborts_runs_again_and_ea
     .await;
 }
 
-/// Shown to fail on the code before: the waiting row was committed away, and the message with it.
+/// Shown to fail by deleting the row first: the handler committed the message away.
 #[tokio::test]
 async fn r23_a_raw_commit_with_a_new_transaction_that_aborts_in_a_retry_is_dead_and_not_lost() {
     on_postgres("r23_commit_begin_abort_in_retry", |world| async move {
@@ -226,7 +226,7 @@ async fn r23_a_raw_commit_with_a_new_transaction_that_aborts_in_a_retry_is_dead_
     .await;
 }
 
-/// Shown to fail on the code before: the waiting row was committed away, and the message with it.
+/// Shown to fail by deleting the row first: the handler committed the message away.
 #[tokio::test]
 async fn r23_a_raw_commit_in_a_retry_that_fails_is_dead_and_not_lost() {
     on_postgres("r23_commit_in_retry", |world| async move {
@@ -277,6 +277,43 @@ async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message_on_mariadb() {
     on_mariadb("r23_retry_holds", holds_its_key).await;
 }
 
+/// Its process is gone behind the handler's commit, before it stored anything else. Shown by:
+/// storing the message as dead afterwards; nothing told of it, and the next one ran.
+async fn is_dead_without_its_process<S: Sql>(world: World<S>) {
+    let tries = AtomicU32::new(0);
+    world.deliver_all(&["a1", "a2"]);
+    let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
+        ("a1", 0..2) => super::kit::fails(),
+        ("a1", _) => Act::Then("commit", Box::new(Act::Hang)),
+        _ => Act::Done,
+    };
+    let options = ConsumerOptions { handler_timeout: SOON * 2, ..consumer_options() };
+    let consumer = world.consumer(options, Does(act));
+    world.until_consumer("dead while its handler hangs", |ledger| (ledger.dead, ledger.held) == (1, 1)).await;
+    consumer.task.abort();
+    assert!(consumer.task.await.unwrap_err().is_cancelled());
+    let next = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
+    world.deliver_all(&["a3", "b1"]);
+    world.until_consumer("the next one is held too", |ledger| (ledger.dead, ledger.held) == (1, 2)).await;
+    world.until_effects(&["a1", "b1"]).await;
+    let dead = world.dead().await.remove(0);
+    assert_eq!((dead.reason.as_str(), dead.payload.as_slice(), dead.behind), ("transaction-ended", &b"a1"[..], 2));
+    assert!(dead.history.len() > 1, "the errors of its tries are kept: {:?}", dead.history);
+    world.act(OperatorAct::Discard).await;
+    world.until_effects(&["a1", "b1", "a2", "a3"]).await;
+    next.end().await;
+}
+
+#[tokio::test]
+async fn r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_dies_then_on_postgres() {
+    on_postgres("r23_retry_dies", is_dead_without_its_process).await;
+}
+
+#[tokio::test]
+async fn r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_dies_then_on_mariadb() {
+    on_mariadb("r23_retry_dies", is_dead_without_its_process).await;
+}
+
 /// How a handler ends its transaction, and a statement that outlives its time.
 #[derive(Clone, Copy)]
 struct Ends {
@@ -308,7 +345,7 @@ async fn in_a_batch<S: Sql>(world: World<S>, ends: Ends, transient: bool) {
     consumer.end().await;
 }
 
-/// In a retry: the waiting row went with the commit.
+/// In a retry: its row is dead with the commit.
 async fn in_a_retry<S: Sql>(world: World<S>, ends: Ends, transient: bool) {
     world.run("create table staging (a int)").await;
     let tries = AtomicU32::new(0);

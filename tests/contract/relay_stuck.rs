@@ -339,19 +339,21 @@ async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
     .await;
 }
 
+/// Each mark of proven messages fails; the database can be reached and read.
+async fn no_room_for_marks(world: &World<PostgresStore>) {
+    let no_room = "create function no_room() returns trigger language plpgsql as $$
+           begin raise exception 'there is no room left' using errcode = '53100'; end $$;
+         create trigger no_room before update on oncebox.shard for each row
+           when (new.scanned_to <> old.scanned_to) execute function no_room()";
+    world.run(no_room).await;
+}
+
 /// Shown by: not counting what ends a session for the database (the relay was ready, and said
 /// nothing, while each session ended at its mark).
 #[tokio::test]
 async fn marks_that_fail_again_and_again_are_shown_with_their_cause_until_one_is_made() {
     on_postgres("marks_that_fail_again_and_again", |world| async move {
-        world
-            .run(
-                "create function no_room() returns trigger language plpgsql as $$
-                   begin raise exception 'there is no room left' using errcode = '53100'; end $$;
-                 create trigger no_room before update on oncebox.shard for each row
-                   when (new.scanned_to <> old.scanned_to) execute function no_room()",
-            )
-            .await;
+        no_room_for_marks(&world).await;
         world.enqueue("t", &["a1"]).await;
         let relay = world.relay(relay_options());
         eventually("shown", SOON, || async {
@@ -362,6 +364,31 @@ async fn marks_that_fail_again_and_again_are_shown_with_their_cause_until_one_is
         .await;
         world.run("drop trigger no_room on oncebox.shard").await;
         world.until_status("all is marked", |status| status.pending == 0).await;
+        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        relay.end().await.unwrap();
+    })
+    .await;
+}
+
+/// Shown by: ready as soon as the broker is blocked no more, whatever else the health had to say
+/// (it was ready until the next mark failed).
+#[tokio::test]
+async fn marks_that_fail_are_shown_until_one_is_made_also_where_another_wait_ends() {
+    on_postgres("marks_that_fail_where_another_wait_ends", |world| async move {
+        no_room_for_marks(&world).await;
+        world.enqueue("t", &["a1"]).await;
+        let relay = world.relay(RelayOptions { mark_after: Duration::from_secs(2), ..relay_options() });
+        let says = |what: &str| world.health.lines().iter().any(|line| line.contains(what));
+        eventually("shown", SOON, || async { says("got nothing marked").then_some(()) }).await;
+        world.broker.faults().block(Some("memory alarm"));
+        eventually("the broker is blocked", SOON, || async { says("memory alarm").then_some(()) }).await;
+        world.broker.faults().block(None);
+        eventually("the next mark fails", SOON, || async {
+            assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+            says("got nothing marked").then_some(())
+        })
+        .await;
+        world.run("drop trigger no_room on oncebox.shard").await;
         eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
         relay.end().await.unwrap();
     })

@@ -40,7 +40,7 @@ async fn waiting<S: Sql>(world: &World<S>, names: &[&str], tries: u32) {
         let park_as = if keys.insert(message.key.clone()) { ParkAs::Due(Duration::ZERO) } else { ParkAs::Behind };
         let mut tx = world.store.begin(consumer).await.unwrap();
         tx.admit(&[InboxEntry { id: message.id, hash: message.content_hash() }]).await.unwrap();
-        tx.park(&[Parked { message, park_as, attempts: tries, error: None, sequence: None }]).await.unwrap();
+        tx.park(&[Parked { message, park_as, attempts: tries, error: None }]).await.unwrap();
         tx.commit().await.unwrap();
     }
 }
@@ -250,4 +250,23 @@ async fn a_stop_ends_within_its_grace_though_a_waiting_message_hangs_in_its_hand
     assert!(began.elapsed() < Duration::from_secs(6), "{:?}", began.elapsed());
     let row = world.store.texts("select attempts || ' ' || (lease is null) from oncebox_waiting").await;
     assert_eq!(row, ["1 1"], "given back, and the try that the stop prevented is not counted");
+}
+
+/// The server gives numbers of rows that are taken, as one that was filled by logical replication
+/// does. Shown by: ignoring every conflict; the message had its inbox row and stood nowhere.
+#[tokio::test]
+async fn a_message_whose_number_among_those_that_wait_is_taken_is_not_lost() {
+    on_postgres("taken_number", |world| async move {
+        let mut options = consumer_options();
+        (options.retry.base, options.retry.cap) = (Duration::from_secs(3_600), Duration::from_secs(3_600));
+        let consumer = world.consumer(options, Does(|_: &str, _: &oncebox::Message| fails()));
+        world.deliver_all(&["a1"]);
+        world.until_consumer("it waits", |ledger| ledger.waiting == 1).await;
+        let number = "pg_get_serial_sequence('oncebox.waiting', 'sequence')";
+        world.run(&format!("select setval({number}, min(sequence), false) from oncebox.waiting")).await;
+        world.deliver_all(&["b1"]);
+        world.until_consumer("both wait", |ledger| ledger.waiting == 2).await;
+        consumer.end().await;
+    })
+    .await;
 }

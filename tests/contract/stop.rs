@@ -11,7 +11,7 @@ use oncebox_testkit::memory::MemoryBroker;
 use super::kit::{
     Act, Behind, Does, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres, sqlite,
 };
-use super::proxy::Failure;
+use super::proxy::{Failure, When};
 use super::support::eventually;
 
 async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
@@ -158,6 +158,53 @@ async fn r23_a_stop_behind_a_raw_commit_leaves_its_message_dead_and_not_lost_on_
     for fails_before in [0, 2] {
         on_mariadb("r23_stop", move |world| stopped_behind_a_commit(world, fails_before)).await;
     }
+}
+
+/// The database falls silent behind such a commit. Shown by: a question without a bound; the task
+/// was aborted while it asked, and nothing told of the message.
+#[tokio::test]
+async fn r23_a_stop_says_that_nobody_knows_how_a_transaction_ended() {
+    let (heard, _hearing) = super::observed::hear();
+    on_postgres("r23_silent_stop", |world| async move {
+        let Behind { direct, through, proxy } = Behind::new(world, "sslmode=disable", StoreOptions::new("")).await;
+        direct.deliver_all(&["a1"]);
+        let options = ConsumerOptions {
+            handler_timeout: Duration::from_secs(60),
+            shutdown_grace: Duration::from_secs(10),
+            ..consumer_options()
+        };
+        let act = |_: &str, _: &oncebox::Message| Act::Then("commit", Box::new(Act::Hang));
+        let consumer = through.consumer(options, Does(act));
+        direct.until_effects(&["a1"]).await;
+        proxy.fails(Failure::Silence);
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        let said = heard.said();
+        let is_unknown = |text: &String| text.contains("is not known at the stop");
+        assert!(said.iter().any(|said| said.fields.get("message").is_some_and(is_unknown)), "{said:?}");
+        proxy.works();
+    })
+    .await;
+}
+
+/// The connection that is to store a message of a batch falls silent. Shown by: telling of it only
+/// after an error; the task was aborted while it waited.
+#[tokio::test]
+async fn r23_a_stop_tells_of_a_message_that_it_could_not_store_as_dead() {
+    let (heard, _hearing) = super::observed::hear();
+    on_postgres("r23_untold", |world| async move {
+        let Behind { direct, through, proxy } = Behind::new(world, "sslmode=disable", StoreOptions::new("")).await;
+        proxy.fail_at("", "insert into oncebox.waiting", 0, When::BeforeRequest, Failure::Silence);
+        direct.deliver_all(&["a1"]);
+        let act = |_: &str, _: &oncebox::Message| Act::RunAndFail("commit");
+        let options = ConsumerOptions { shutdown_grace: Duration::from_secs(4), ..consumer_options() };
+        let consumer = through.consumer(options, Does(act));
+        eventually("it is silent", SOON, || async { proxy.has_failed().then_some(()) }).await;
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        let is_told = |text: &String| text.contains("nothing else will tell of it");
+        let told = || heard.said().iter().any(|said| said.fields.get("message").is_some_and(is_told));
+        eventually("it is told", SOON, || async { told().then_some(()) }).await;
+    })
+    .await;
 }
 
 /// The grace leaves as long for what runs as COMMIT takes, and what it says counts. Shown to fail:

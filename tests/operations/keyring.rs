@@ -56,8 +56,8 @@ async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: 
     first(run(&keyed, &endpoint, K1, "a", effect(&gate)).await);
     let written = |ring: Keyring| {
         let principal = scope("t1", "p1").mark(&ring).to_string();
-        let fingerprint = Fingerprinter::of::<Put>(None, ring).unwrap().write(&put("a")).to_string();
-        (principal, fingerprint)
+        let fingerprinter = Fingerprinter::new("put".parse().unwrap(), 1..=1, None, ring).unwrap();
+        (principal, fingerprinter.write(&put("a")).to_string())
     };
     let (principal, fingerprint) = written(ring("k1", &["k1"]));
     assert!(principal.starts_with("k1:") && fingerprint.starts_with("1:k1:"), "{principal} {fingerprint}");

@@ -83,7 +83,7 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     let mut tx = store.begin(consumer).await.unwrap();
     let parked = |park_as: ParkAs| {
         let message = message(key, Uuid::now_v7());
-        Parked { message, park_as, attempts: 0, error: None, sequence: None }
+        Parked { message, park_as, attempts: 0, error: None }
     };
     tx.park(&[parked(ParkAs::Due(Duration::ZERO)), parked(ParkAs::Behind), parked(ParkAs::Behind)]).await.unwrap();
     tx.commit().await.unwrap();
@@ -95,8 +95,9 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     assert_eq!(store.give_back(consumer, &behind).await.unwrap(), behind.len() as u64);
     let mut tx = store.begin(consumer).await.unwrap();
     let lane = head.message.lane_id().unwrap();
-    assert!(tx.finish(&[head]).await.unwrap());
+    assert!(tx.bury(&[head], "transaction-ended", "no", true).await.unwrap());
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+    assert!(tx.finish().await.unwrap());
     tx.wake(&[lane]).await.unwrap();
     tx.commit().await.unwrap();
     let second = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
@@ -108,7 +109,8 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     let last = store.lease_due(consumer, &scope(), &lease).await.unwrap().unwrap();
     assert_eq!(last.sequence, third.sequence);
     let mut tx = store.begin(consumer).await.unwrap();
-    assert!(tx.finish(&[last]).await.unwrap());
+    assert!(tx.bury(&[last], "transaction-ended", "no", false).await.unwrap());
+    assert!(tx.finish().await.unwrap());
     tx.commit().await.unwrap();
     store.has_dead(consumer, 1).await.unwrap();
     store.has_stored(consumer, usize::try_from(ROWS).unwrap()).await.unwrap();
@@ -176,7 +178,7 @@ async fn operations(store: &PostgresStore, number: usize) {
     tx.commit().await.unwrap();
     assert_eq!(store.drive_on(&driven, LEASE).await.unwrap(), Fenced::Done);
     assert!(store.operation(new.claim.operation_id).await.unwrap().is_some());
-    assert!(store.take_due("put", &[1], 10, LEASE).await.unwrap().is_empty(), "it is driven");
+    assert!(store.take_due("put", &[1], 10, LEASE, &[]).await.unwrap().is_empty(), "it is driven");
     let mut tx = store.begin_phase(&driven).await.unwrap();
     tx.finish("SENT", &outcome, &kept).await.unwrap();
     tx.commit().await.unwrap();

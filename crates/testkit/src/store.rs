@@ -284,7 +284,8 @@ macro_rules! store_conformance {
                 r23_savepoints_of_the_handler_are_its_own,
                 what_a_handler_committed_is_told_although_its_connection_is_lost,
                 what_a_handler_committed_is_told_while_a_statement_of_it_runs,
-                a_head_that_a_handler_committed_away_is_told,
+                a_head_that_a_handler_committed_is_told,
+                a_head_that_its_handler_changed_is_not_finished,
                 a_head_that_another_process_finished_is_not_told_as_committed,
             ];
             purge: [
@@ -304,6 +305,8 @@ macro_rules! store_conformance {
                 r25_only_the_head_of_a_key_is_leased,
                 r25_a_head_is_leased_once_by_many_at_once,
                 r25_finishing_makes_the_next_of_the_key_due,
+                r23_what_is_committed_before_the_proof_is_dead_at_its_place,
+                a_message_with_a_dead_copy_is_buried_as_that_copy,
                 a_message_comes_back_from_waiting_as_it_was,
                 a_message_is_not_due_before_its_time,
                 a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,

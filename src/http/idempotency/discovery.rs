@@ -1,6 +1,8 @@
 //! What a service publishes about its protected operations: `GET /.well-known/idempotency` (M4,
 //! M97).
 
+use std::collections::BTreeMap;
+
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
@@ -19,11 +21,6 @@ struct Published {
     mismatch_status: u16,
 }
 
-#[derive(Serialize)]
-struct Document {
-    operations: Vec<Published>,
-}
-
 /// Returns the document as a response, for the handler of that route.
 #[must_use]
 pub fn well_known(engine: &Core) -> Response {
@@ -39,7 +36,7 @@ pub fn well_known(engine: &Core) -> Response {
             mismatch_status: route.mismatch.status(),
         }
     });
-    axum::Json(Document { operations: published.collect() }).into_response()
+    axum::Json(BTreeMap::from([("operations", published.collect::<Vec<_>>())])).into_response()
 }
 
 /// A duration in ISO 8601: in whole hours if possible, else in whole minutes, else in seconds, with

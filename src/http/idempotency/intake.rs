@@ -5,6 +5,9 @@
 //! limit. Memory is counted as bytes arrive, for the tenant and in total (O29). A body that is too
 //! slow, has trailers or ends early is refused. A scope never comes from a header.
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
 use axum::body::Body;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
@@ -12,8 +15,9 @@ use axum::response::Response;
 use http_body_util::BodyExt;
 
 use super::respond::problem_response;
-use crate::operation::rules::{Code, Key, KeyFormat, Scope};
-use crate::operation::{BodyPermit, Core, KeyGiven, Problem, Registered};
+use crate::operation::rules::raw::essence;
+use crate::operation::rules::{Canonical, Code, FingerprintWriter, Key, KeyFormat, Scope};
+use crate::operation::{Asking, BodyPermit, Core, Front, KeyGiven, Problem, Registered};
 
 /// The scope of a request. Only verified authentication may put it into the request's extensions
 /// (pitfall 15).
@@ -44,6 +48,18 @@ pub fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
 #[must_use]
 pub fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
+}
+
+/// The command of a request whose body was not read.
+struct Unread;
+
+impl Canonical for Unread {
+    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
+}
+
+/// The front of a request whose body was not read, for what is decided before it is read.
+pub(super) fn unread(engine: &Core, endpoint: &Registered, scope: Option<Scope>, key: KeyGiven) -> Front {
+    engine.front(endpoint, Asking { scope, key, command: Arc::new(Unread) })
 }
 
 /// Reads the body within the limits of the operation.
@@ -101,29 +117,17 @@ pub(super) fn invalid(detail: impl Into<String>) -> Box<Problem> {
     Box::new(Problem { detail: Some(detail.into()), ..Problem::new(Code::RequestInvalid) })
 }
 
-/// The content type of a request without its parameters, in lower case; empty where there is none.
-fn essence(headers: &HeaderMap) -> String {
-    let value = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
-    String::from_utf8_lossy(value).split(';').next().unwrap_or("").trim().to_ascii_lowercase()
-}
-
-/// Whether the content type of a request is JSON.
-pub(super) fn is_json(headers: &HeaderMap) -> bool {
-    let essence = essence(headers);
-    essence == "application/json" || essence.ends_with("+json")
+/// The content type of a request; empty where there is none.
+pub(super) fn content_type(headers: &HeaderMap) -> Cow<'_, str> {
+    String::from_utf8_lossy(headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes()))
 }
 
 /// The problem for a multipart body, which the layer would compare byte for byte: a client that
 /// draws a new boundary for its retry would get 422.
 pub(super) fn multipart_refused(endpoint: &Registered, headers: &HeaderMap) -> Option<Problem> {
-    if endpoint.is_multipart_taken() || !essence(headers).starts_with("multipart/") {
+    if endpoint.is_multipart_taken() || !essence(&content_type(headers)).starts_with("multipart/") {
         return None;
     }
     let detail = "this operation takes no multipart body: its boundary changes from one try to the next".to_owned();
     Some(Problem { detail: Some(detail), ..Problem::new(Code::UnsupportedMediaType) })
-}
-
-/// The problem for a content type that a typed operation does not accept.
-pub(super) fn unsupported() -> Box<Problem> {
-    Box::new(Problem::new(Code::UnsupportedMediaType))
 }

@@ -24,14 +24,14 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::extract::OutcomeTag;
-use super::intake::{Intake, invalid, key_in, multipart_refused, read_body, refused, scope_in};
-use super::respond::{problem_response, respond};
+use super::intake::{Intake, content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, unread};
+use super::respond::respond;
 use crate::operation::port::Keys;
 use crate::operation::rules::json::JsonError;
 use crate::operation::rules::raw::RawCommand;
-use crate::operation::rules::{Canonical, Code, FingerprintWriter, Mode};
+use crate::operation::rules::{Code, Mode};
 use crate::operation::{
-    Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
+    Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
 };
 
 /// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
@@ -90,13 +90,6 @@ where
     }
 }
 
-/// The command of a request whose body was not read.
-struct Unread;
-
-impl Canonical for Unread {
-    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
-}
-
 async fn serve<I, S>(engine: Engine<S>, endpoint: Registered, mut inner: I, request: Request) -> Response
 where
     I: Service<Request, Response = Response, Error = Infallible> + Send + 'static,
@@ -109,8 +102,7 @@ where
     }
     let (mut parts, body) = request.into_parts();
     let (key, scope) = (key_in(&parts.headers, endpoint.route().key_format), scope_in(&parts));
-    let early = Asking { scope: scope.clone(), key: key.clone(), command: Arc::new(Unread) };
-    let early = engine.front(&endpoint, early);
+    let early = unread(&engine, &endpoint, scope.clone(), key.clone());
     if let Some(answered) = early.early() {
         return respond(answered);
     }
@@ -142,7 +134,6 @@ where
         ended(call(&mut inner, request).await, kept_max, budget).await
     };
     match engine.execute_edge(&endpoint, asking, run).await {
-        EdgeAnswer::Answered(Answered::Problem(problem)) => problem_response(&problem),
         EdgeAnswer::Answered(answered) => respond(answered),
         EdgeAnswer::Ran { mut answer, retry_after } => {
             if let Some(seconds) = retry_after.filter(|_| !answer.headers().contains_key(header::RETRY_AFTER)) {
@@ -180,8 +171,7 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
     }
     let query = parts.uri.query().unwrap_or("").as_bytes();
     let query = url::form_urlencoded::parse(query).map(|(name, value)| (name.into_owned(), value.into_owned()));
-    let content_type = parts.headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
-    let mut command = RawCommand::new(path, query.collect()).body(&String::from_utf8_lossy(content_type), body)?;
+    let mut command = RawCommand::new(path, query.collect()).body(&content_type(&parts.headers), body)?;
     for (name, since) in endpoint.counted_headers() {
         for value in parts.headers.get_all(name.as_str()) {
             command = command.header(*since, name, value.as_bytes());

@@ -11,6 +11,7 @@ use uuid::Uuid;
 
 use crate::operation::rules::Code;
 use crate::operation::rules::problem::KeyState;
+use crate::operation::rules::record::Resource;
 use crate::operation::{Answered, Problem, Reply};
 
 /// Marks an answer as the outcome of an earlier request. It is for debugging; clients do not depend
@@ -38,16 +39,8 @@ struct Body9457<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     operation_id: Option<Uuid>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    resource: Option<Made<'a>>,
+    resource: Option<&'a Resource>,
     documentation: String,
-}
-
-#[derive(Serialize)]
-struct Made<'a> {
-    kind: &'a str,
-    id: &'a str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    location: Option<&'a str>,
 }
 
 /// Turns the answer of the engine into a response.
@@ -96,11 +89,7 @@ pub fn problem_response(problem: &Problem) -> Response {
         retry_after_seconds: problem.retry_after,
         key_state: problem.key_state.as_str(),
         operation_id: problem.operation_id,
-        resource: problem.resource.as_ref().map(|resource| Made {
-            kind: &resource.kind,
-            id: &resource.id,
-            location: resource.location.as_deref(),
-        }),
+        resource: problem.resource.as_ref(),
         documentation: format!("{DOCUMENTATION}#{}", code.as_str().to_ascii_lowercase()),
     };
     let mut response = Response::new(Body::from(serde_json::to_vec(&body).unwrap_or_default()));

@@ -45,15 +45,14 @@ use axum::response::Response;
 use futures::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
-use super::intake::{Intake, invalid, is_json, key_in, read_body, refused, scope_in, unsupported};
+use super::intake::{Intake, content_type, invalid, key_in, read_body, refused, scope_in, unread};
 use super::objects::read_json;
 use super::respond::respond;
 use crate::error::HandlerError;
 use crate::operation::port::{Keys, Operations};
+use crate::operation::rules::raw::{essence, is_json};
 use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Mode, Outcome, Scope};
-use crate::operation::{
-    Asking, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
-};
+use crate::operation::{BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply};
 use crate::store::base::Base;
 
 /// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`,
@@ -115,13 +114,6 @@ pub struct TypedOperation<S: Keys, C> {
     command: PhantomData<fn() -> C>,
 }
 
-/// A command without fields, for the decisions before the body is read.
-struct Unread;
-
-impl Canonical for Unread {
-    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
-}
-
 impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Registers a transactional operation with the engine.
     ///
@@ -168,13 +160,12 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
         let (parts, body) = request.into_parts();
         let key = key_in(&parts.headers, self.endpoint.route().key_format);
         let scope = scope_in(&parts);
-        let asking = Asking { scope: scope.clone(), key: key.clone(), command: std::sync::Arc::new(Unread) };
-        if let Some(answered) = self.engine.front(&self.endpoint, asking).early() {
+        if let Some(answered) = unread(&self.engine, &self.endpoint, scope.clone(), key.clone()).early() {
             return Err(Box::new(respond(answered)));
         }
         let Some(scope) = scope else { return Err(refuse(&Problem::new(Code::ScopeRequired))) };
-        if !is_json(&parts.headers) {
-            return Err(refuse(&unsupported()));
+        if !is_json(&essence(&content_type(&parts.headers))) {
+            return Err(refuse(&Problem::new(Code::UnsupportedMediaType)));
         }
         let intake = read_body(&self.engine, &self.endpoint, &parts, &scope, body).await;
         let Intake { body, permit } = intake.map_err(|problem| refuse(&problem))?;

@@ -129,7 +129,7 @@ async fn body(
             // wait behind its key.
             Fate::Behind if shared.handlers.find(&item.message.kind).is_some() => {
                 let message = item.message.clone();
-                parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None, sequence: None });
+                parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
                 DeliveryOutcome::Retried
             }
             Fate::New | Fate::Behind => match shared.handlers.find(&item.message.kind) {

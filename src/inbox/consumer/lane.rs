@@ -129,17 +129,14 @@ impl Lane {
                         self.batch(items, tries, &mut stack).await;
                     }
                 }
-                Work::Alone(item, _, counted) if self.is_left(&item) => {
+                Work::Alone(item, _, counted) if self.is_left(&item) || self.aside.is_before(&item) => {
                     if counted {
                         self.uncount(std::slice::from_ref(&*item)).await;
                     }
-                    self.report(&item, false);
-                }
-                Work::Alone(item, _, counted) if self.aside.is_before(&item) => {
-                    if counted {
-                        self.uncount(std::slice::from_ref(&*item)).await;
+                    match self.is_left(&item) {
+                        true => self.report(&item, false),
+                        false => self.set_aside(*item),
                     }
-                    self.set_aside(*item);
                 }
                 Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
@@ -169,7 +166,7 @@ impl Lane {
             let (store, consumer) = (&self.shared.store, self.consumer);
             let counted = match store.is_contested(consumer, ids).await {
                 // Another process, perhaps frozen, works on one of them: do not wait for it.
-                Ok(true) => return self.part_contested(items, &tries, stack),
+                Ok(true) => return self.part_contested(items, &tries, stack).await,
                 Ok(false) => {
                     *may_be_counted = true;
                     store.begin_first_attempts(consumer, ids).await
@@ -185,7 +182,7 @@ impl Lane {
         let aside: Vec<_> = items.iter().filter(|item| item.is_aside).map(|item| item.message.id).collect();
         if matches!(tries, Tries::Free) && !aside.is_empty() {
             match self.shared.store.is_contested(self.consumer, &aside).await {
-                Ok(true) => return self.part_contested(items, &tries, stack),
+                Ok(true) => return self.part_contested(items, &tries, stack).await,
                 Ok(false) => {}
                 Err(error) => {
                     self.wait_out(&error).await;
@@ -373,9 +370,14 @@ impl Lane {
 
     /// Another process's open transaction may hold inbox rows of these items: splits them in halves
     /// until only the items that it holds are set aside.
-    fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
+    async fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
         match items.pop() {
-            Some(only) if items.is_empty() => self.set_aside(only),
+            Some(only) if items.is_empty() => {
+                if tries.may_be_counted() {
+                    self.uncount(std::slice::from_ref(&only)).await;
+                }
+                self.set_aside(only);
+            }
             last => {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
@@ -591,7 +593,7 @@ mod tests {
         let mut tx = parts.store.begin(consumer).await.unwrap();
         tx.admit(&[InboxEntry { id: first.message.id, hash: first.hash }]).await.unwrap();
         let (message, park_as) = (first.message.clone(), ParkAs::Behind);
-        tx.park(&[Parked { message, park_as, attempts: 0, error: None, sequence: None }]).await.unwrap();
+        tx.park(&[Parked { message, park_as, attempts: 0, error: None }]).await.unwrap();
         tx.commit().await.unwrap();
         let due = || parts.store.next_due(consumer, &parts.shared.scope);
         assert_eq!(due().await.unwrap(), None);
@@ -617,23 +619,26 @@ mod tests {
     }
 
     /// The next owner of a message has counted a try of its own. Shown by: deleting the counts,
-    /// also where this lane had counted none.
+    /// also where this lane had counted none; setting a message aside with its try counted.
     #[tokio::test]
     async fn r26_a_lane_that_leaves_a_message_takes_back_its_own_try_only() {
-        let (parts, lane, mut ends) = lane().await;
+        let (parts, mut lane, mut ends) = lane().await;
         let (store, consumer) = (&parts.store, lane.consumer);
-        for (tries, stay) in
-            [(Tries::Counted, 1), (Tries::Due(Vec::new(), true), 1), (Tries::Due(Vec::new(), false), 2)]
-        {
+        let counted = [(Tries::Counted, 1), (Tries::Due(Vec::new(), true), 1), (Tries::Due(Vec::new(), false), 2)];
+        for ((tries, stay), end) in counted.iter().flat_map(|one| [(one, End::Left), (one, End::Aside)]) {
             let [item, _] = two(&lane.shared);
             let id = item.message.id;
             store.begin_first_attempts(consumer, &[id]).await.unwrap();
             assert_eq!(store.begin_attempt(consumer, id).await.unwrap(), 2);
-            item.source.revoke();
-            assert!(lane.leave_revoked(vec![item], &tries).await.is_empty());
-            assert_eq!(ends.recv().await.unwrap().end, End::Left);
-            assert_eq!(store.attempts(consumer, &[id]).await.unwrap(), [(id, stay)], "{tries:?}");
-            for _ in 0..stay {
+            if end == End::Aside {
+                lane.part_contested(vec![item], tries, &mut Vec::new()).await;
+            } else {
+                item.source.revoke();
+                assert!(lane.leave_revoked(vec![item], tries).await.is_empty());
+            }
+            assert_eq!(ends.recv().await.unwrap().end, end);
+            assert_eq!(store.attempts(consumer, &[id]).await.unwrap(), [(id, *stay)], "{tries:?}, {end:?}");
+            for _ in 0..*stay {
                 store.take_back_attempts(consumer, &[id]).await.unwrap();
             }
         }

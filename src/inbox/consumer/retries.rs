@@ -1,16 +1,18 @@
 //! The retriers: they run the due heads of waiting keys, one key at a time each (R25, R26).
 //!
-//! Promise: only the oldest waiting messages of a key run. They are deleted from the table in the
-//! handler's transaction, and only while the lease holds; the next message of the key becomes due
-//! with that. A head whose last lease expired may have killed its process: it runs with nothing
-//! beside it, and its try is counted before. A message that failed before runs alone in its
-//! transaction, beside other messages, and its try is counted when it fails. Messages that were
-//! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
-//! while the database works for others postpones its message again and again and counts nothing.
+//! Promise: only the oldest waiting messages of a key run. They leave the table in the handler's
+//! transaction, and only while the lease holds; the next message of the key becomes due with that.
+//! Until the proof they stand in that transaction as dead (`transaction-ended`): a handler that
+//! commits by itself commits them so, and they are not lost, whatever becomes of the process. A
+//! head whose last lease expired may have killed its process: it runs with nothing beside it, and
+//! its try is counted before. A message that failed before runs alone in its transaction, beside
+//! other messages, and its try is counted when it fails. Messages that were never tried run in
+//! batches, so a key is drained as fast as it was filled. A failure that lasts while the database
+//! works for others postpones its message again and again and counts nothing.
 //!
 //! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -110,9 +112,6 @@ enum Owed {
     Postpone(Box<LeasedMessage>, Duration, HandlerError),
     /// No further try: the message is stored as dead with this reason and this error.
     Bury(Box<LeasedMessage>, &'static str, HandlerError),
-    /// A handler committed by itself and so deleted the rows of these messages. It is not known
-    /// whether their effects are complete.
-    StoreAsEnded(VecDeque<LeasedMessage>),
 }
 
 /// How a transaction ended. Except for `Done`, nothing of it was committed by the retrier.
@@ -123,7 +122,7 @@ enum RunEnd {
     LeaseLost,
     /// All allowed tries were counted, and none came to an end; the handler did not run again.
     Exhausted,
-    /// A handler committed the transaction by itself.
+    /// A handler committed the transaction by itself, and so its messages as dead.
     Ended,
 }
 
@@ -173,17 +172,8 @@ pub(super) async fn run(
             }
         }
     }
-    // What is stored nowhere else is written if the database comes back within the grace.
-    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    while let Err(error) = retrier.settle_up().await {
-        let Some(Owed::StoreAsEnded(run)) = &retrier.owed else {
-            tracing::warn!(consumer = %retrier.shared.options.name, %error, "a lease was not given back; it runs out");
-            break;
-        };
-        if !pace.wait(&retrier.abandon).await {
-            run.iter().for_each(|ended| settle::say_lost(&retrier.shared.options.name, &ended.message, &error));
-            break;
-        }
+    if let Err(error) = retrier.settle_up().await {
+        tracing::warn!(consumer = %retrier.shared.options.name, %error, "a lease was not given back; it runs out");
     }
 }
 
@@ -275,7 +265,11 @@ impl Retrier {
                     return self.wake_next(&run).await;
                 }
                 Ok(RunEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
-                Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
+                Ok(RunEnd::Ended) => {
+                    self.desk.is_over(&run);
+                    run.iter().for_each(|one| settle::ended(&self.shared.options.name, &one.message));
+                    return self.wake_next(&run).await;
+                }
                 Ok(RunEnd::Exhausted) => return self.exhausted(run),
                 Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
                     let rest = run.split_off(at.max(1));
@@ -399,7 +393,7 @@ impl Retrier {
     /// Writes what is still to be written.
     async fn settle_up(&mut self) -> Result<(), StoreError> {
         let (shared, consumer) = (&self.shared, self.consumer);
-        match &mut self.owed {
+        match &self.owed {
             None => {}
             Some(Owed::GiveBack(run)) => {
                 shared.store.give_back(consumer, run).await?;
@@ -412,13 +406,6 @@ impl Retrier {
                 if shared.store.bury(head, reason, error.message(), holds).await? {
                     tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
                     observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
-                }
-            }
-            Some(Owed::StoreAsEnded(run)) => {
-                while let Some(ended) = run.front() {
-                    let (message, place) = (&ended.message, Some(ended.sequence));
-                    settle::store_ended(shared, consumer, message, message.attempt, place).await?;
-                    run.pop_front();
                 }
             }
         }
@@ -477,7 +464,7 @@ async fn in_transaction(
         Some(Err(error)) => Err(error),
         None => Ok(None),
     };
-    // A handler may have committed by itself, and with it the deletion of the waiting rows.
+    // A handler may have committed by itself, and so its messages as dead.
     Ok(match undo(shared, tx.as_mut(), why, 0, give_up).await? {
         NotCommitted::Failed(failure) => Some(RunEnd::Failed(failure)),
         NotCommitted::Ended => Some(RunEnd::Ended),
@@ -491,8 +478,9 @@ async fn body(
     run: &[LeasedMessage],
     enqueued: &mut bool,
 ) -> Result<RunEnd, StoreError> {
-    // Deleted first: the proof counts on this, and it fences a lease that was lost.
-    if !tx.finish(run).await? {
+    // Before the handler: this fences a lease that was lost, and what the handler commits by itself
+    // is dead at once.
+    if !tx.bury(run, settle::ENDED, settle::WHY_ENDED, shared.options.holds()).await? {
         return Ok(RunEnd::LeaseLost);
     }
     let mut wanted = Vec::with_capacity(run.len());
@@ -507,6 +495,10 @@ async fn body(
     let messages: Vec<&Message> = run.iter().map(|one| &one.message).collect();
     if let Some(failure) = handle(shared, tx, wanted, &messages, None, enqueued).await? {
         return Ok(RunEnd::Failed(failure));
+    }
+    if !tx.finish().await? {
+        let all: Vec<usize> = (0..run.len()).collect();
+        return Ok(RunEnd::Failed(Failure::of_all(&all, "a handler changed the rows of messages that wait")));
     }
     if let Some(lane) = run.first().and_then(|head| head.message.lane_id()) {
         tx.wake(&[lane]).await?;

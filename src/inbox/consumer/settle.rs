@@ -3,6 +3,8 @@
 //! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is
 //! there already.)
 
+use std::sync::Arc;
+
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::blame::{Blame, Fault};
@@ -17,6 +19,12 @@ use crate::time::retry::{Asked, Decision, RetryPolicy};
 
 /// How many bytes of id, kind and source are kept of a message that cannot be stored whole.
 const SHORT_MAX: usize = 1_000;
+
+/// The reason of a message whose handler ended the transaction that it was given.
+pub(super) const ENDED: &str = "transaction-ended";
+/// The error text for such a message.
+pub(super) const WHY_ENDED: &str =
+    "the handler ended the transaction it was given; whether its effects are complete is not known";
 
 /// The error text for a message each of whose tries ended with the process.
 pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
@@ -36,7 +44,7 @@ pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) ->
 /// `unhandled`, `error` a sentence for people.
 pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
     let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
-    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()), sequence: None }
+    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
 }
 
 /// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
@@ -60,7 +68,7 @@ pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
 /// show where the content is.
 pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
     let (message, error) = (item.message.clone(), Some(error.message().to_owned()));
-    let parked = Parked { message, park_as, attempts: tries, error, sequence: None };
+    let parked = Parked { message, park_as, attempts: tries, error };
     let (mut blame, mut unstorable) = (Blame::default(), None);
     loop {
         match store(lane, &item, &parked, unstorable.as_deref()).await {
@@ -89,7 +97,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
 /// was there already: another process finished it meanwhile.
 fn say(lane: &Lane, stored: Option<&Parked>) -> DeliveryOutcome {
     let consumer = &lane.shared.options.name;
-    let Some(Parked { message, park_as, attempts: tries, error, .. }) = stored else {
+    let Some(Parked { message, park_as, attempts: tries, error }) = stored else {
         return DeliveryOutcome::Duplicate;
     };
     let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
@@ -167,22 +175,26 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let said = error.map(|error| format!("; before that: {error}")).unwrap_or_default();
     let error = format!("the database does not take it: {why}; its content is only in the broker, at {place}{said}");
     let park_as = ParkAs::Dead { reason: "unstorable".to_owned(), holds };
-    Parked { message, park_as, attempts, error: Some(error), sequence: None }
+    Parked { message, park_as, attempts, error: Some(error) }
 }
 
 /// Stores as dead a message whose handler committed its transaction, and with it the inbox row;
 /// tries until that works or the grace of a stop is over. It is never acknowledged as a duplicate
 /// (R23).
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
+    let shared = Arc::clone(&lane.shared);
+    let why = "its task was ended before the database answered".to_owned();
+    let mut unstored = Unstored { consumer: &shared.options.name, message: &item.message, why: Some(why) };
     loop {
-        match store_ended(&lane.shared, lane.consumer, &item.message, 1, None).await {
+        match store_ended(&shared, lane.consumer, &item).await {
             Ok(()) => {
+                unstored.why = None;
                 lane.went_well();
                 return lane.report(&item, true);
             }
             Err(error) => {
+                unstored.why = Some(error.to_string());
                 if !lane.wait_out_a_stop(&error).await {
-                    say_lost(&lane.shared.options.name, &item.message, &error);
                     return lane.report(&item, false);
                 }
             }
@@ -190,37 +202,38 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     }
 }
 
-/// Stores as dead a message whose handler committed its transaction; `sequence` is the place that
-/// it had among those of its key that wait. The caller tries again after an error, because the
-/// message is stored nowhere else.
-pub(super) async fn store_ended(
-    shared: &Shared,
-    consumer: ConsumerId,
-    message: &Message,
-    attempts: u32,
-    sequence: Option<i64>,
-) -> Result<(), StoreError> {
-    const WHY: &str = "the handler ended the transaction it was given; whether its effects are complete is not known";
-    let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: shared.options.holds() };
-    let parked = Parked { message: message.clone(), park_as, attempts, error: Some(WHY.to_owned()), sequence };
+/// Tells of a message that was not stored as dead when it is dropped, also by an abort of its task.
+/// This line is then the only trace of the message: a redelivery is a duplicate.
+struct Unstored<'a> {
+    consumer: &'a str,
+    message: &'a Message,
+    /// None where the message is stored.
+    why: Option<String>,
+}
+
+impl Drop for Unstored<'_> {
+    fn drop(&mut self) {
+        let (consumer, message, Some(why)) = (self.consumer, self.message, self.why.as_deref()) else { return };
+        tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, why, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
+    }
+}
+
+/// Stores as dead a message whose handler committed its transaction. The caller tries again after
+/// an error, because the message is stored nowhere else.
+async fn store_ended(shared: &Shared, consumer: ConsumerId, item: &Item) -> Result<(), StoreError> {
+    let parked = Parked { attempts: 1, ..dead(item, ENDED, WHY_ENDED, shared.options.holds()) };
     let mut tx = shared.store.begin(consumer).await?;
-    let stored = async {
-        tx.park(&[parked]).await?;
-        // What stands behind it goes on, unless the dead one holds it.
-        tx.wake(message.lane_id().as_slice()).await
-    };
-    if let Err(error) = stored.await {
+    if let Err(error) = tx.park(&[parked]).await {
         roll_back(tx).await;
         return Err(error);
     }
     tx.commit().await?;
-    tracing::error!(consumer = %shared.options.name, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY}");
-    observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
+    ended(&shared.options.name, &item.message);
     Ok(())
 }
 
-/// Logs that the program stops before a message whose handler committed could be stored as dead.
-/// This line is the only trace of it: a redelivery is a duplicate.
-pub(super) fn say_lost(consumer: &str, message: &Message, error: &StoreError) {
-    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, %error, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
+/// Reports a message that is dead because its handler ended the transaction.
+pub(super) fn ended(consumer: &str, message: &Message) {
+    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY_ENDED}");
+    observe::delivered(consumer, DeliveryOutcome::Dead, 1);
 }

@@ -18,6 +18,10 @@ use crate::message::Message;
 use crate::observe::Trouble;
 use crate::time::pace::Pace;
 
+/// How long an answer is waited for after the grace of a stop: less than the time after which the
+/// task is aborted, so that it can still say what is not known.
+const LAST_WORD: Duration = Duration::from_secs(3);
+
 /// How a transaction ended that we did not commit.
 pub(super) enum NotCommitted {
     /// Nothing of it stays: this failure prevented it.
@@ -113,19 +117,28 @@ pub(super) async fn undo(
 }
 
 /// Asks until the database tells how the transaction ended, because a second try would find inbox
-/// rows that the handler committed and treat its messages as duplicates. It asks at least once.
+/// rows that the handler committed and treat its messages as duplicates. It asks at least once. A
+/// database that is silent is waited for until shortly after `give_up`.
 async fn ask(shared: &Shared, tx: &mut dyn InboxTx, give_up: &CancellationToken) -> Result<Undone, StoreError> {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     let mut unknown = None;
     loop {
-        let error = match tx.undo().await {
-            Ok(undone) => return Ok(undone),
-            Err(error) => error,
+        let last = async {
+            give_up.cancelled().await;
+            tokio::time::sleep(LAST_WORD).await;
+        };
+        let error = tokio::select! {
+            biased;
+            undone = tx.undo() => match undone {
+                Ok(undone) => return Ok(undone),
+                Err(error) => error,
+            },
+            () = last => StoreError::Unavailable(sqlx::Error::Protocol(format!("no answer for {LAST_WORD:?}"))),
         };
         let why = format!("the database does not say what became of a transaction: {error}");
         unknown.get_or_insert_with(|| Unknown::new(shared)).says(why);
         if !pace.wait(give_up).await {
-            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, its messages come again as duplicates");
+            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, messages of a batch come again as duplicates, and those of a retry are dead");
             return Err(error);
         }
     }

@@ -10,15 +10,18 @@ use std::fmt;
 #[cfg(feature = "encrypt")]
 use std::collections::BTreeMap;
 
+use crate::operation::port::KeptBody;
 use crate::operation::port::evidence::Sealed;
+use crate::operation::port::stored::{pack, unpack};
 use crate::operation::rules::Kid;
+use crate::operation::rules::framed::framed;
 
 /// The bytes are zstd.
 const COMPRESSED: u16 = 1;
 /// The bytes are a nonce of 24 bytes and XChaCha20-Poly1305.
 const ENCRYPTED: u16 = 2;
 /// The headers are stored before the body and sealed with it.
-pub(super) const FRAMED: u16 = 4;
+const FRAMED: u16 = 4;
 /// Shorter bodies are not compressed.
 #[cfg(feature = "compress")]
 const COMPRESS_FROM: usize = 4 << 10;
@@ -58,13 +61,8 @@ pub struct Sealer {
     keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
 }
 
-/// A body as it is stored, with its format and the id of its encryption key.
-#[derive(Debug)]
-pub(super) struct SealedBody {
-    pub(super) bytes: Vec<u8>,
-    pub(super) format: u16,
-    pub(super) kid: Option<String>,
-}
+/// Headers as names and values, in their order.
+type Headers = Vec<(String, Vec<u8>)>;
 
 impl Sealer {
     /// A sealer that leaves bytes in plain.
@@ -120,8 +118,8 @@ impl Sealer {
     /// # Errors
     /// The error of the cipher; the bytes are not returned in plain instead.
     pub fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
-        let format = if self.write.is_some() { ENCRYPTED } else { 0 };
-        let (bytes, kid) = self.encrypt(&associated(context, format), bytes)?;
+        let format = if self.encrypts() { ENCRYPTED } else { 0 };
+        let (bytes, kid) = self.encrypt(&associated(&framed(context.iter().copied()), format), bytes)?;
         Ok(Sealed { bytes, kid })
     }
 
@@ -133,7 +131,7 @@ impl Sealer {
         match &sealed.kid {
             None if self.sealed_only => Err(SealError::Plain),
             None => Ok(sealed.bytes.clone()),
-            Some(kid) => self.decrypt(&associated(context, ENCRYPTED), kid, &sealed.bytes),
+            Some(kid) => self.decrypt(&associated(&framed(context.iter().copied()), ENCRYPTED), kid, &sealed.bytes),
         }
     }
 
@@ -141,35 +139,32 @@ impl Sealer {
         self.write.is_some()
     }
 
-    /// Seals a body; `framed` is [`FRAMED`] or 0.
-    pub(super) fn seal_body(&self, context: &[Vec<u8>], bytes: Vec<u8>, framed: u16) -> Result<SealedBody, SealError> {
+    /// Seals a body. Where there is a key, its headers are sealed with it.
+    pub(super) fn seal_body(&self, context: &[u8], headers: Headers, bytes: Vec<u8>) -> Result<KeptBody, SealError> {
+        let (headers, bytes, format) = if self.encrypts() {
+            (Vec::new(), joined(&headers, &bytes), ENCRYPTED | FRAMED)
+        } else {
+            (headers, bytes, 0)
+        };
         let (bytes, compressed) = compress(bytes);
-        let mut format = compressed | framed;
-        if self.write.is_some() {
-            format |= ENCRYPTED;
-        }
-        let parts: Vec<&[u8]> = context.iter().map(Vec::as_slice).collect();
-        let (bytes, kid) = self.encrypt(&associated(&parts, format), bytes)?;
-        Ok(SealedBody { bytes, format, kid })
+        let format = format | compressed;
+        let (bytes, kid) = self.encrypt(&associated(context, format), bytes)?;
+        Ok(KeptBody { headers, bytes, format, kid })
     }
 
-    pub(super) fn open_body(
-        &self,
-        context: &[Vec<u8>],
-        format: u16,
-        kid: Option<&str>,
-        bytes: &[u8],
-    ) -> Result<Vec<u8>, SealError> {
+    /// Opens what [`Self::seal_body`] has sealed: the headers and the bytes of the body.
+    pub(super) fn open_body(&self, context: &[u8], body: &KeptBody) -> Result<(Headers, Vec<u8>), SealError> {
+        let KeptBody { headers, bytes, format, kid } = body;
         if format & !(COMPRESSED | ENCRYPTED | FRAMED) != 0 || (format & ENCRYPTED != 0) != kid.is_some() {
             return Err(SealError::Broken);
         }
-        let parts: Vec<&[u8]> = context.iter().map(Vec::as_slice).collect();
         let opened = match kid {
-            Some(kid) => self.decrypt(&associated(&parts, format), kid, bytes)?,
+            Some(kid) => self.decrypt(&associated(context, *format), kid, bytes)?,
             None if self.sealed_only => return Err(SealError::Plain),
-            None => bytes.to_vec(),
+            None => bytes.clone(),
         };
-        if format & COMPRESSED == 0 { Ok(opened) } else { decompress(&opened) }
+        let bytes = if format & COMPRESSED == 0 { opened } else { decompress(&opened)? };
+        if format & FRAMED == 0 { Ok((headers.clone(), bytes)) } else { split(&bytes).ok_or(SealError::Broken) }
     }
 
     #[cfg(feature = "encrypt")]
@@ -218,15 +213,24 @@ impl fmt::Debug for Sealer {
     }
 }
 
-/// Joins the format and the parts, each part after its length.
-fn associated(context: &[&[u8]], format: u16) -> Vec<u8> {
-    let mut out = b"oncebox body".to_vec();
-    out.extend_from_slice(&format.to_be_bytes());
-    for part in context {
-        out.extend_from_slice(&(part.len() as u64).to_be_bytes());
-        out.extend_from_slice(part);
-    }
-    out
+/// The associated data of the cipher: the format, and the context, whose parts stand after their
+/// lengths.
+fn associated(context: &[u8], format: u16) -> Vec<u8> {
+    [b"oncebox body".as_slice(), &format.to_be_bytes(), context].concat()
+}
+
+/// Joins headers and body: the length of the headers in four bytes, the headers, the body.
+fn joined(headers: &[(String, Vec<u8>)], body: &[u8]) -> Vec<u8> {
+    let headers = pack(headers);
+    let length = u32::try_from(headers.len()).unwrap_or(u32::MAX);
+    [&length.to_be_bytes()[..], &headers, body].concat()
+}
+
+/// Splits what [`joined`] has joined.
+fn split(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
+    let (length, rest) = bytes.split_first_chunk::<4>()?;
+    let (headers, body) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;
+    Some((unpack(headers).ok()?, body.to_vec()))
 }
 
 #[cfg(feature = "compress")]

@@ -61,13 +61,11 @@ impl Edge {
                 self.begin.has_ended();
                 return tell(answer);
             }
-            Ok(Ok(Fenced::LostOwnership)) if self.late(&end).await => {
-                self.begin.has_ended();
-                return tell(answer);
-            }
             Ok(Ok(Fenced::LostOwnership)) => {
+                let is_stored = self.late(&end).await;
                 self.begin.has_ended();
-                return tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
+                let unstored = EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored));
+                return tell(if is_stored { answer } else { unstored });
             }
             Ok(Err(error)) => {
                 shorten(&mut end.outcome, &error);

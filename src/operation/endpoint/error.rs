@@ -15,7 +15,7 @@ pub enum EndpointError {
     /// The policies of the route contradict each other.
     #[error(transparent)]
     Route(#[from] RouteError),
-    /// The name of the operation or its `write_version` cannot be used for fingerprints.
+    /// The `write_version` of the operation cannot be used for fingerprints.
     #[error(transparent)]
     Fingerprints(#[from] FingerprinterError),
     /// A header that is never replayed.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use uuid::Uuid;
+
 use super::{Front, KeyGiven};
 use crate::observe::Noted;
 use crate::operation::codec::SealError;
@@ -10,8 +12,7 @@ use crate::operation::rules::decide::InProgress;
 use crate::operation::rules::pace::{retry_after, while_running};
 use crate::operation::rules::record::Resource;
 use crate::operation::rules::route::WhileRunning;
-use crate::operation::rules::{Code, Decision, Record, State};
-use crate::operation::running::Run;
+use crate::operation::rules::{Code, Decision, Mode, Record, State};
 use crate::time::db_time::DbTime;
 
 /// `Retry-After` for a tenant that has too many bytes stored: space becomes free in minutes, not in
@@ -26,14 +27,21 @@ impl Front {
     }
 
     /// The answer to a duplicate of an operation whose recovery continues: 202 if the route accepts
-    /// duplicates, else 409 (`IDEMPOTENCY_RECOVERY_PENDING`). It has the operation's location, if a
-    /// path was given.
+    /// duplicates, and if it is phased and has a path of its operations; else 409
+    /// (`IDEMPOTENCY_RECOVERY_PENDING`). It has the operation's location, if a path was given.
     #[must_use]
     pub fn pending(&self, record: &Record) -> Answered {
+        self.recovering(record.operation_id)
+    }
+
+    /// As [`Self::pending`], for an operation whose record was not read.
+    pub(in crate::operation) fn recovering(&self, operation_id: Uuid) -> Answered {
         let mut problem = Problem::new(Code::RecoveryPending);
-        problem.operation_id = Some(record.operation_id);
-        problem.location = self.endpoint.location_of(record.operation_id);
-        if self.endpoint.route().while_running == WhileRunning::Accepted {
+        problem.operation_id = Some(operation_id);
+        problem.location = self.endpoint.location_of(operation_id);
+        let route = self.endpoint.route();
+        let is_phased = route.mode == Mode::Phased && problem.location.is_some();
+        if is_phased || route.while_running == WhileRunning::Accepted {
             problem.status = 202;
         }
         Answered::Problem(problem)
@@ -72,13 +80,6 @@ impl Front {
         tracing::error!(operation = %self.endpoint.operation(), mode = %self.endpoint.route().mode,
             "the operation claims every request, and its route has `requirement = off`: register it with `optional`");
         self.problem(Code::StoreUnavailable)
-    }
-
-    pub(super) fn answer_running(&self, decision: Decision, run: &Run) -> Answered {
-        match decision {
-            Decision::InProgress(_) => self.still_running(run.since.elapsed()),
-            decision => self.refusal(decision, None),
-        }
     }
 
     pub(super) async fn answer(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
@@ -227,9 +228,8 @@ impl Front {
     }
 
     fn comes_again(&self, left: Duration, ran: Duration) -> u32 {
-        let usual = self.engine.usual(self.endpoint.operation());
-        let expected = while_running(left, ran, usual.or(Some(ran + Duration::from_secs(1))));
-        retry_after(expected, fastrand::f64())
+        let usual = self.engine.usual(self.endpoint.operation()).unwrap_or(ran + Duration::from_secs(1));
+        retry_after(while_running(left, ran, usual), fastrand::f64())
     }
 }
 

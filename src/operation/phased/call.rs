@@ -18,7 +18,7 @@ use crate::operation::port::Fenced;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict, may_start};
+use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict};
 use crate::time::pace::Pace;
 
 /// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
@@ -50,16 +50,6 @@ fn stopped() -> StoreError {
 }
 
 impl Driver {
-    /// Makes the send that was begun together with its intent.
-    pub(super) async fn first_send(
-        &mut self,
-        effect: &Declared,
-        stored: &StoredOperation,
-        intent: &StoredIntent,
-    ) -> Result<Next, StoreError> {
-        self.send(effect, stored, intent, 1, None).await
-    }
-
     /// Sends the same bytes again under the same key. `window`: the window in which the send must
     /// start, because an earlier send may have arrived.
     pub(super) async fn send_again(
@@ -78,7 +68,8 @@ impl Driver {
         }
     }
 
-    async fn send(
+    /// Makes a send whose beginning is committed.
+    pub(super) async fn send(
         &mut self,
         effect: &Declared,
         stored: &StoredOperation,
@@ -86,7 +77,7 @@ impl Driver {
         number: u32,
         window: Option<KeyWindow>,
     ) -> Result<Next, StoreError> {
-        // The send is begun in the store, and nothing was sent yet.
+        // Nothing was sent yet.
         let bytes = match self.ready(effect, intent).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {
@@ -211,12 +202,14 @@ impl Driver {
         Ok(Some(asked))
     }
 
-    /// Whether a call fits into the lease. Renews the lease first if it would not fit.
+    /// Whether a call fits into the rest of the lease: none begins after another process became the
+    /// owner (O5). Renews the lease first if it would not fit.
     async fn fits(&self, effect: &Declared) -> bool {
-        if !may_start(effect.provider.timeout(), self.hold.left()) {
+        let timeout = effect.provider.timeout();
+        if timeout > self.hold.left() {
             self.hold.renew().await;
         }
-        !self.hold.is_lost() && may_start(effect.provider.timeout(), self.hold.left())
+        timeout <= self.hold.left()
     }
 
     fn request(&self, effect: &Declared, intent: &StoredIntent) -> Result<Vec<u8>, StoreError> {
@@ -302,9 +295,10 @@ impl Driver {
     pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
         for intent in &stored.intents {
             // An operator who ends the operation leaves its effects without an outcome.
-            let decided = match (intent.outcome.as_deref(), stored.stage) {
-                (Some("succeeded"), _) | (None, Stage::Succeeded) => Settled::Succeeded,
-                (Some(_), _) | (None, Stage::Failed) => Settled::Failed,
+            let decided = match (intent.settled(), stored.stage) {
+                (Some(settled), _) => settled,
+                (None, Stage::Succeeded) => Settled::Succeeded,
+                (None, Stage::Failed) => Settled::Failed,
                 (None, _) => continue,
             };
             let effect = intent.intent.effect.as_str();

@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
-use super::flow::{AnyCommand, AnyFlow, Given};
+use super::flow::{AnyCommand, AnyFlow, Erased, Given};
 use super::hold::Hold;
 use super::phase::Context;
 use super::reasons::{FIRST_ENDED, gap_name};
@@ -105,7 +105,6 @@ pub(super) struct Driver {
     pub(super) command: AnyCommand,
     pub(super) driven: Driven,
     pub(super) hold: Hold,
-    /// The fingerprint is part of the associated data of the sealed answer.
     pub(super) fingerprint: Fingerprint,
     pub(super) stop: CancellationToken,
     /// The effect whose first send this driver committed with its intent and has not made yet.
@@ -129,16 +128,23 @@ pub(super) struct Driver {
     pub(super) reply: Option<Reply>,
 }
 
+/// What a driver needs of its operation. The fingerprint is part of the associated data of the
+/// sealed answer.
+pub(super) type Ready = (Arc<Member>, Context, AnyCommand, Fingerprint);
+
 /// The result of a step.
 pub(super) enum Next {
     Again,
     End(End),
 }
 
+/// A phase that ran: its transaction and how it ended, or what follows if it did not end.
+type Ran<E> = Result<(Box<dyn PhaseTx>, E), Next>;
+
 impl Driver {
     pub(super) fn new(
         phased: Arc<Phased>,
-        (member, context, command, fingerprint): (Arc<Member>, Context, AnyCommand, Fingerprint),
+        (member, context, command, fingerprint): Ready,
         hold: Hold,
         came: Came,
         stop: CancellationToken,
@@ -265,19 +271,30 @@ impl Driver {
         }
     }
 
-    async fn local(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
-        let Some(code) = flow.local(&stored.point) else { return self.park_for_operator("no-such-point").await };
+    /// Runs the code of a later phase in a transaction of its own.
+    async fn run<E>(
+        &mut self,
+        code: &dyn Erased<E>,
+        stored: &StoredOperation,
+        settled: &Settlements,
+    ) -> Result<Ran<E>, StoreError> {
         let mut tx = match self.begin(stored).await? {
             Ok(tx) => tx,
-            Err(next) => return Ok(next),
+            Err(next) => return Ok(Err(next)),
         };
-        let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended =
-            guarded(self.member.timeout(), code.run(Given { tx: tx.as_mut(), context: &context, command: &command }))
-                .await;
-        let end = match ended {
-            Ok(end) => end,
-            Err(error) => return self.failed(tx, stored, &error).await,
+        let given = Given { tx: tx.as_mut(), context: &self.context, command: &self.command, settled };
+        let ended = guarded(self.member.timeout(), code.run(given)).await;
+        Ok(match ended {
+            Ok(end) => Ok((tx, end)),
+            Err(error) => Err(self.failed(tx, stored, &error).await?),
+        })
+    }
+
+    async fn local(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
+        let Some(code) = flow.local(&stored.point) else { return self.park_for_operator("no-such-point").await };
+        let (tx, end) = match self.run(code, stored, &Settlements::default()).await? {
+            Ok(ended) => ended,
+            Err(next) => return Ok(next),
         };
         // The stage UNKNOWN means here that an earlier drive was given up at this point.
         let Some(stage) = Stage::Local.after(end.end()) else { return self.impossible(tx, end.end()).await };
@@ -300,19 +317,9 @@ impl Driver {
             return self.park_for_operator("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
-        let mut tx = match self.begin(stored).await? {
-            Ok(tx) => tx,
+        let (tx, end) = match self.run(code, stored, &settlements).await? {
+            Ok(ended) => ended,
             Err(next) => return Ok(next),
-        };
-        let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended = guarded(
-            self.member.timeout(),
-            code.run(Given { tx: tx.as_mut(), context: &context, command: &command }, &settlements),
-        )
-        .await;
-        let end = match ended {
-            Ok(end) => end,
-            Err(error) => return self.failed(tx, stored, &error).await,
         };
         // The stage UNKNOWN means here that an earlier run of this phase was lost.
         let Some(stage) = Stage::Settled.after(end.end()) else { return self.impossible(tx, end.end()).await };
@@ -351,7 +358,7 @@ impl Driver {
         }
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
-            return self.first_send(effect, stored, intent).await;
+            return self.send(effect, stored, intent, 1, None).await;
         }
         let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
         let seen = evidence::evidence(&rows);
@@ -381,7 +388,10 @@ impl Driver {
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
                 self.release_with_backoff(stored.attempts.max(doubled)).await
             }
-            Step::Resend | Step::Query if self.is_spent() => self.release_in_doubt(stored.attempts).await,
+            // The evidence proves nothing.
+            Step::Resend | Step::Query if self.is_spent() => {
+                Ok(Next::End(self.release_unknown_outcome(self.pause(stored.attempts), self.reached).await?))
+            }
             Step::Send => {
                 self.catch_breath().await;
                 self.send_again(effect, stored, intent, None).await
@@ -435,12 +445,8 @@ impl Driver {
     fn settlements(&self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Settlements, StoreError> {
         let mut settlements = Settlements::default();
         for intent in &stored.intents {
-            let (Some(effect), Some(outcome)) = (flow.effect(&intent.intent.effect), intent.outcome.as_deref()) else {
+            let (Some(effect), Some(settled)) = (flow.effect(&intent.intent.effect), intent.settled()) else {
                 continue;
-            };
-            let settled = match outcome {
-                "succeeded" => provider::Settled::Succeeded,
-                _ => provider::Settled::Failed,
             };
             let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
             let saw = rows.into_iter().rev().find(|row| settles(row.proof.verdict, settled)).map(|row| row.saw);

@@ -29,12 +29,12 @@ use crate::operation::port::phases::{Phases, Taken};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::record::Mode;
 use crate::operation::rules::{Canonical, Code, Record, Scope};
-use crate::operation::{Answered, Asking, BodyPermit, Engine, Front, KeyGiven, Problem, Registered, Turn};
+use crate::operation::{Answered, Asking, BodyPermit, Engine, Front, KeyGiven, Registered, Turn};
 use crate::store::base::Base;
 use crate::time::pace::Since;
 
 /// Runs the phased operations of an engine. Cheap to clone.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PhasedEngine {
     phased: Arc<Phased>,
     stop: CancellationToken,
@@ -194,33 +194,35 @@ impl PhasedEngine {
         let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget);
         loop {
             match front.turn().await {
-                Turn::Answer(answered) => return shown(answered),
+                Turn::Answer(answered) => return answered,
                 Turn::Unkeyed => match front.under_own_key() {
                     Some(keyed) => front = keyed,
                     None => return front.no_use_of_keys(),
                 },
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
-                    Ok(Recovered::Pending) => return shown(front.pending(&record)),
+                    Ok(Recovered::Pending) => return front.pending(&record),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
                     // The operation exists; an outage of the store does not undo what it did.
                     Err(error) => {
                         drop(front.store_failed("recover", &error));
-                        return shown(front.pending(&record));
+                        return front.pending(&record);
                     }
                 },
                 Turn::Begin(begin) => {
-                    let (claim, patience) = (begin.claim.clone(), front.patience());
+                    let operation_id = begin.claim.operation_id;
                     let opening = Opening {
                         phased: self.phased(),
                         stop: self.stop.clone(),
                         member: Arc::clone(&member),
                         command: Arc::clone(&command),
                         bytes: bytes.clone(),
-                        patience,
+                        patience: front.patience(),
                         permit: Arc::clone(&permit),
                     };
-                    let Some(place) = engine.place(endpoint.operation()).await else { return front.no_room() };
+                    let Some(place) = engine.admission().place(endpoint.operation()).await else {
+                        return front.no_room();
+                    };
                     let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
                         Some(Ok(opened)) => opened,
                         ended => {
@@ -244,7 +246,7 @@ impl PhasedEngine {
                                 return answered;
                             }
                             // This task does not know the answer: read what is stored.
-                            return self.stands(&mut front, &claim.operation_id).await;
+                            return self.stands(&mut front, operation_id).await;
                         }
                     }
                 }
@@ -253,17 +255,14 @@ impl PhasedEngine {
     }
 
     /// The answer for an operation that continues without its first request.
-    async fn stands(&self, front: &mut Front, operation_id: &Uuid) -> Answered {
+    async fn stands(&self, front: &mut Front, operation_id: Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
             Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => {
-                let mut pending = Problem::new(Code::RecoveryPending);
-                pending.operation_id = Some(*operation_id);
-                pending.location = front.endpoint().location_of(*operation_id);
-                shown(Answered::Problem(pending))
+                front.recovering(operation_id)
             }
-            Turn::Answer(answered) => shown(answered),
-            Turn::Recover(record) => shown(front.pending(&record)),
+            Turn::Answer(answered) => answered,
+            Turn::Recover(record) => front.pending(&record),
             Turn::Unkeyed | Turn::Begin(_) => {
                 tracing::error!(operation = %operation_id, "an operation is gone that was just there");
                 front.problem(Code::StoreUnavailable)
@@ -321,17 +320,6 @@ impl PhasedEngine {
     }
 }
 
-/// Changes the status of a recovery that continues to 202 if the answer has a location.
-fn shown(mut answered: Answered) -> Answered {
-    if let Answered::Problem(problem) = &mut answered
-        && problem.code == Code::RecoveryPending
-        && problem.location.is_some()
-    {
-        problem.status = 202;
-    }
-    answered
-}
-
 /// The result of a recovery by a request.
 enum Recovered {
     /// The record has changed, or may have changed: read it again.
@@ -360,11 +348,5 @@ async fn wait(
             tracing::error!(%error, "the driver of an operation died: its lease runs out, and it is recovered");
             None
         }
-    }
-}
-
-impl Clone for PhasedEngine {
-    fn clone(&self) -> Self {
-        Self { phased: Arc::clone(&self.phased), stop: self.stop.clone() }
     }
 }

@@ -81,19 +81,16 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-fn pause_of(verdict: Verdict) -> Duration {
-    if let Verdict::Wait(pause) = verdict { pause } else { Duration::ZERO }
-}
-
 pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, StoreError> {
     let kind = match seen.by {
         By::Answer => "answer",
         By::Query => "query",
         By::Error => "error",
     };
+    let pause = if let Verdict::Wait(pause) = seen.verdict { pause } else { Duration::ZERO };
     let body = Body {
         proves: seen.verdict.name().to_owned(),
-        pause_ms: u64::try_from(pause_of(seen.verdict).as_millis()).unwrap_or(u64::MAX),
+        pause_ms: u64::try_from(pause.as_millis()).unwrap_or(u64::MAX),
         saw: String::from_utf8_lossy(&seen.saw[..seen.saw.len().min(SAW_MAX)]).into_owned(),
     };
     let bytes = serde_json::to_vec(&body).map_err(|error| StoreError::Corrupt(format!("evidence: {error}")))?;
@@ -114,7 +111,8 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
     let unreadable = |what: &dyn std::fmt::Display| {
         StoreError::Corrupt(format!("evidence of the operation {} cannot be read: {what}", row.operation_id))
     };
-    if row.kind == OPERATOR {
+    let operator = row.kind == OPERATOR;
+    let (verdict, saw) = if operator {
         let verdict = match row.verdict.as_str() {
             "success" => Verdict::Succeeded,
             "failure" => Verdict::Failed,
@@ -122,22 +120,16 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
             _ => Verdict::Indefinite,
         };
         // The command line has no keys, so it writes in plain; these rows are used all the same.
-        let saw = String::from_utf8_lossy(&row.bytes.bytes).into_owned();
-        return Ok(Row {
-            proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
-            operator: true,
-            saw,
-        });
-    }
-    let bytes = vault.open(row.operation_id, "evidence", &row.bytes)?;
-    let body: Body = serde_json::from_slice(&bytes).map_err(|error| unreadable(&error))?;
-    let verdict = Verdict::from_row(&body.proves, Duration::from_millis(body.pause_ms))
-        .ok_or_else(|| unreadable(&format!("`{}` is no verdict that this program knows", body.proves)))?;
-    Ok(Row {
-        proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
-        operator: false,
-        saw: body.saw,
-    })
+        (verdict, String::from_utf8_lossy(&row.bytes.bytes).into_owned())
+    } else {
+        let bytes = vault.open(row.operation_id, "evidence", &row.bytes)?;
+        let body: Body = serde_json::from_slice(&bytes).map_err(|error| unreadable(&error))?;
+        let verdict = Verdict::from_row(&body.proves, Duration::from_millis(body.pause_ms))
+            .ok_or_else(|| unreadable(&format!("`{}` is no verdict that this program knows", body.proves)))?;
+        (verdict, body.saw)
+    };
+    let proof = Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at };
+    Ok(Row { proof, operator, saw })
 }
 
 /// The rows of an effect that come from a provider, and an operator's rows that waive a send:
@@ -172,13 +164,10 @@ pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Re
 }
 
 fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
-    let mut rows = Vec::new();
     // A row of kind `run` records that a handler ended after its lease was lost; it is not about a
     // provider.
-    for one in stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run") {
-        rows.push(read(vault, one)?);
-    }
-    Ok(rows)
+    let of_it = stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run");
+    of_it.map(|one| read(vault, one)).collect()
 }
 
 pub(super) fn evidence(rows: &[Row]) -> Evidence {

@@ -32,14 +32,13 @@ pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
 pub struct Flow<S>(AnyFlow, PhantomData<fn(S)>);
 
 /// A flow without the type of its database, as drivers use it.
-#[derive(Debug)]
 pub(super) struct AnyFlow {
     name: &'static str,
     version: u32,
     decode: fn(&[u8]) -> Result<AnyCommand, serde_json::Error>,
-    first: Box<dyn ErasedFirst>,
-    local: BTreeMap<&'static str, Box<dyn ErasedLocal>>,
-    settled: BTreeMap<String, Box<dyn ErasedSettled>>,
+    first: Box<dyn Erased<First>>,
+    local: BTreeMap<&'static str, Box<dyn Erased<Local>>>,
+    settled: BTreeMap<String, Box<dyn Erased<Settled>>>,
     effects: Vec<Declared>,
 }
 
@@ -156,15 +155,15 @@ impl AnyFlow {
         })
     }
 
-    pub(super) fn first(&self) -> &dyn ErasedFirst {
+    pub(super) fn first(&self) -> &dyn Erased<First> {
         self.first.as_ref()
     }
 
-    pub(super) fn local(&self, point: &str) -> Option<&dyn ErasedLocal> {
+    pub(super) fn local(&self, point: &str) -> Option<&dyn Erased<Local>> {
         self.local.get(point).map(AsRef::as_ref)
     }
 
-    pub(super) fn settled(&self, point: &str) -> Option<&dyn ErasedSettled> {
+    pub(super) fn settled(&self, point: &str) -> Option<&dyn Erased<Settled>> {
         self.settled.get(point).map(AsRef::as_ref)
     }
 
@@ -235,7 +234,7 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
         self
     }
 
-    fn declare(mut self, declared: Declared, then: Box<dyn ErasedSettled>) -> Self {
+    fn declare(mut self, declared: Declared, then: Box<dyn Erased<Settled>>) -> Self {
         self.points.extend([declared.sent.clone(), declared.settled.clone()]);
         self.flow.settled.insert(declared.settled.clone(), then);
         self.flow.effects.push(declared);
@@ -273,7 +272,13 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     }
 }
 
-/// A phase without the types of its database and its command.
+/// The code of a phase, for any database and any command; `E` is how it ends.
+#[async_trait]
+pub(super) trait Erased<E>: Send + Sync {
+    async fn run(&self, given: Given<'_>) -> Result<E, HandlerError>;
+}
+
+/// The code of a phase for one database and one command.
 struct Typed<S, P, C> {
     phase: P,
     of: PhantomData<fn(S, C)>,
@@ -289,59 +294,37 @@ fn typed<C: 'static>(command: &AnyCommand) -> Result<&C, HandlerError> {
     command.downcast_ref().ok_or_else(|| HandlerError::terminal("the command is of another type than the flow's"))
 }
 
-/// The arguments of a phase: its transaction, the context of the operation, and the command.
+/// The arguments of a phase. Before the first intent no effect is settled.
 pub(super) struct Given<'a> {
     pub(super) tx: &'a mut dyn PhaseTx,
     pub(super) context: &'a Context,
     pub(super) command: &'a AnyCommand,
+    pub(super) settled: &'a Settlements,
 }
 
 #[async_trait]
-pub(super) trait ErasedFirst: Send + Sync {
-    async fn run(&self, given: Given<'_>) -> Result<First, HandlerError>;
-}
-
-#[async_trait]
-pub(super) trait ErasedLocal: Send + Sync {
-    async fn run(&self, given: Given<'_>) -> Result<Local, HandlerError>;
-}
-
-#[async_trait]
-pub(super) trait ErasedSettled: Send + Sync {
-    async fn run(&self, given: Given<'_>, settled: &Settlements) -> Result<Settled, HandlerError>;
-}
-
-#[async_trait]
-impl<S: Base, C: Send + Sync + 'static, P: FirstPhase<S, C>> ErasedFirst for Typed<S, P, C> {
+impl<S: Base, C: Send + Sync + 'static, P: FirstPhase<S, C>> Erased<First> for Typed<S, P, C> {
     async fn run(&self, given: Given<'_>) -> Result<First, HandlerError> {
         self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?).await
     }
 }
 
 #[async_trait]
-impl<S: Base, C: Send + Sync + 'static, P: LocalPhase<S, C>> ErasedLocal for Typed<S, P, C> {
+impl<S: Base, C: Send + Sync + 'static, P: LocalPhase<S, C>> Erased<Local> for Typed<S, P, C> {
     async fn run(&self, given: Given<'_>) -> Result<Local, HandlerError> {
         self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?).await
     }
 }
 
 #[async_trait]
-impl<S: Base, C: Send + Sync + 'static, P: SettledPhase<S, C>> ErasedSettled for Typed<S, P, C> {
-    async fn run(&self, given: Given<'_>, settled: &Settlements) -> Result<Settled, HandlerError> {
-        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?, settled).await
+impl<S: Base, C: Send + Sync + 'static, P: SettledPhase<S, C>> Erased<Settled> for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>) -> Result<Settled, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?, given.settled).await
     }
 }
 
-macro_rules! opaque {
-    ($($erased:ident)*) => {
-        $(
-            impl std::fmt::Debug for dyn $erased {
-                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                    f.write_str("phase")
-                }
-            }
-        )*
-    };
+impl std::fmt::Debug for AnyFlow {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AnyFlow").field("name", &self.name).field("version", &self.version).finish_non_exhaustive()
+    }
 }
-
-opaque! { ErasedFirst ErasedLocal ErasedSettled }

@@ -49,7 +49,11 @@ impl Hold {
 
     /// The time that is left at least; zero if the lease is lost.
     pub(super) fn left(&self) -> Duration {
-        if self.is_lost() { Duration::ZERO } else { self.shared.left() }
+        if self.is_lost() {
+            return Duration::ZERO;
+        }
+        let granted = *self.shared.granted.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shared.lease.saturating_sub(granted.elapsed())
     }
 
     /// Whether another process drives the operation.
@@ -75,11 +79,6 @@ impl Drop for Hold {
 }
 
 impl HeldLease {
-    fn left(&self) -> Duration {
-        let granted = *self.granted.lock().unwrap_or_else(PoisonError::into_inner);
-        self.lease.saturating_sub(granted.elapsed())
-    }
-
     async fn renew(&self) {
         let asked = Since::now();
         match self.store.drive_on(&self.driven, self.lease).await {

@@ -11,6 +11,9 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 use uuid::{Builder, Uuid};
 
+use crate::operation::rules::framed::framed;
+use crate::text::hex::hex;
+
 /// The key of an effect at its provider: `op_` and 40 hexadecimal digits. It never changes (O7).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ProviderKey(String);
@@ -57,9 +60,7 @@ impl Identities {
     /// The key of an effect at its provider.
     #[must_use]
     pub fn provider_key(self, effect: &str) -> ProviderKey {
-        let digits =
-            self.digest("provider", effect).iter().take(20).map(|byte| format!("{byte:02x}")).collect::<String>();
-        ProviderKey(format!("op_{digits}"))
+        ProviderKey(format!("op_{}", hex(&self.digest("provider", effect)[..20])))
     }
 
     /// The id of a row that the operation makes: a UUID v7 with the time of the operation's own id.
@@ -86,14 +87,8 @@ impl Identities {
     }
 
     fn digest(self, kind: &str, name: &str) -> [u8; 32] {
-        let mut hash = Sha256::new();
-        for part in [b"oncebox identity".as_slice(), kind.as_bytes(), name.as_bytes()] {
-            hash.update((part.len() as u64).to_be_bytes());
-            hash.update(part);
-        }
-        hash.update(self.deployment.as_bytes());
-        hash.update(self.operation_id.as_bytes());
-        hash.finalize().into()
+        let hash = Sha256::new().chain_update(framed(["oncebox identity", kind, name].map(str::as_bytes)));
+        hash.chain_update(self.deployment).chain_update(self.operation_id).finalize().into()
     }
 }
 

@@ -193,11 +193,6 @@ impl Driver {
         retry::pause(settings.backoff_first, settings.backoff_max, attempts.saturating_add(1), fastrand::f64())
     }
 
-    /// Releases the operation as UNKNOWN, because the evidence proves nothing.
-    pub(super) async fn release_in_doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
-        Ok(Next::End(self.release_unknown_outcome(self.pause(attempts), self.reached).await?))
-    }
-
     /// Releases the operation until later, without counting an attempt.
     pub(super) async fn release_with_backoff(&mut self, attempts: u32) -> Result<Next, StoreError> {
         Ok(Next::End(self.release(self.pause(attempts), false).await?))

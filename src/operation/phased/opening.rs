@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
-use super::effect::Intent;
+use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
@@ -85,10 +85,7 @@ enum Tried {
 
 impl Opening {
     pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
-        match self.open(begin).await {
-            Ok(opened) => opened,
-            Err(error) => Opened::Failed(error),
-        }
+        self.open(begin).await.unwrap_or_else(Opened::Failed)
     }
 
     async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
@@ -143,11 +140,9 @@ impl Opening {
         let driven = tx.driven().clone();
         let identities = Identities::new(phased.deployment, driven.operation_id);
         let context = Context::new(identities, begin.claim.identity.clone());
-        let ended = guarded(
-            self.member.timeout(),
-            flow.first().run(Given { tx: tx.as_mut(), context: &context, command: &self.command }),
-        )
-        .await;
+        let settled = Settlements::default();
+        let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
+        let ended = guarded(self.member.timeout(), flow.first().run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
@@ -284,20 +279,10 @@ impl Opening {
 /// Stores an operation whose run left no row of its own (O1): parked, under its key, also if the
 /// key was used before. If another run has claimed the key since, nothing changes.
 async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
-    let busy = |what: &str| StoreError::Busy(sqlx::Error::Protocol(what.to_owned()));
-    match store.begin_first(new, basis, patience).await? {
-        Begun::Claimed(mut tx) => {
-            tx.park(FIRST_ENDED).await?;
-            tx.commit().await
-        }
-        // The claim may be refused because the record's time for a retry is over; the caller tries
-        // again.
-        Begun::Existing(record) if basis.seen().is_some_and(|seen| seen.epoch == record.epoch) => {
-            Err(busy("the record stands as it was seen"))
-        }
-        Begun::Existing(_) => Ok(()),
-        Begun::Locked => Err(busy("another transaction holds the key")),
-    }
+    let begun = store.begin_first(new, basis, patience).await?;
+    let Some(mut tx) = begun.unless_overtaken(basis)? else { return Ok(()) };
+    tx.park(FIRST_ENDED).await?;
+    tx.commit().await
 }
 
 /// Logs that the first phase failed and nothing of it is stored, and returns the code to answer.

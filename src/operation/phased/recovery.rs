@@ -123,14 +123,12 @@ impl Recovery {
     /// If the future is dropped, the leases expire, and other workers take the operations over.
     pub fn run(self, stop: CancellationToken) -> BoxFuture<'static, Result<(), StoreError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
-        Box::pin(self.work(stop))
-    }
-
-    async fn work(self, stop: CancellationToken) -> Result<(), StoreError> {
-        tokio::select! {
-            worked = self.recover(stop) => worked,
-            never = self.measure() => match never {},
-        }
+        Box::pin(async move {
+            tokio::select! {
+                worked = self.recover(stop) => worked,
+                never = self.measure() => match never {},
+            }
+        })
     }
 
     /// Sets the gauges of M103 from time to time: the process of a worker may have nothing else
@@ -214,7 +212,7 @@ impl Recovery {
             let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
             let store = &self.phased.store;
             let asked = Since::now();
-            for (held, stored) in store.take_due_but(flow, &versions, share.min(more), lease, &full).await? {
+            for (held, stored) in store.take_due(flow, &versions, share.min(more), lease, &full).await? {
                 worked = true;
                 let tenant = stored.identity.as_ref().map(|identity| identity.tenant().as_bytes().to_vec());
                 let one = self.driven_of.one(tenant.unwrap_or_default());

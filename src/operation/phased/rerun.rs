@@ -5,8 +5,8 @@
 //! transaction proves it, or, if the answer of its commit was lost, its mark is not in the
 //! database.
 //!
-//! Not here: when the phase runs again ([`leaving`](super::leaving)), what may run again
-//! ([`doubt`](crate::operation::rules::doubt)), and the first phase ([`opening`](super::opening)).
+//! Not here: when the phase runs again ([`leaving`](super::leaving)), and the first phase
+//! ([`opening`](super::opening)).
 
 use std::time::Duration;
 
@@ -15,7 +15,6 @@ use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
 use crate::operation::port::phases::{PhaseTx, Run, StoredOperation};
-use crate::operation::rules::doubt::Trace;
 use crate::operation::rules::flow::PhaseEnd;
 use crate::time::pace::Pace;
 
@@ -34,10 +33,8 @@ impl Driver {
         stored: &StoredOperation,
     ) -> Result<Result<Box<dyn PhaseTx>, Next>, StoreError> {
         let point = stored.point.as_str();
-        let run = self.phased.store.begin_run(&self.driven, point).await?;
-        let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
-        match run {
-            Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
+        match self.phased.store.begin_run(&self.driven, point).await? {
+            Run::Begun(tx) => Ok(Ok(tx)),
             // The next read shows who has the operation, and at which point.
             Run::Overtaken => Ok(Err(Next::Again)),
             // The server still works on this driver's own commit, whose answer was lost. Nobody
@@ -51,7 +48,7 @@ impl Driver {
                     "the server still has a run of a phase whose connection was lost: the phase waits until that ends");
                 Ok(Err(self.release_with_backoff(stored.attempts).await?))
             }
-            Run::Begun(_) | Run::Marked => Ok(Err(self.ended_by_itself().await?)),
+            Run::Marked => Ok(Err(self.ended_by_itself().await?)),
         }
     }
 
@@ -59,15 +56,12 @@ impl Driver {
     /// committed, the phase failed: it swallowed an error after which the database rolled its
     /// transaction back (R23).
     pub(super) async fn gone(&mut self, tx: Box<dyn PhaseTx>, proof: Proof) -> Result<Next, StoreError> {
-        let trace = match take_back(tx).await {
+        match take_back(tx).await {
             Err(error @ StoreError::Busy(_)) => return Err(error),
-            Ok(Proof::Aborted) => Trace::Undone,
+            Ok(Proof::Aborted) => {}
             // It was aborted before, perhaps before the connection was lost.
-            _ if proof == Proof::Aborted => Trace::Undone,
-            Ok(Proof::Same | Proof::Ended) | Err(_) => Trace::Ended,
-        };
-        if !trace.may_run_again() {
-            return self.ended_by_itself().await;
+            _ if proof == Proof::Aborted => {}
+            Ok(Proof::Same | Proof::Ended) | Err(_) => return self.ended_by_itself().await,
         }
         match self.phased.store.operation(self.driven.operation_id).await? {
             Some(stored) => self.phase_failed(&stored, &HandlerError::retryable(SWALLOWED)).await,
@@ -82,12 +76,11 @@ impl Driver {
         stored: &StoredOperation,
         error: &HandlerError,
     ) -> Result<Next, StoreError> {
-        let trace = match take_back(tx).await? {
+        match take_back(tx).await? {
             // Aborted by the database, not by this driver: nothing was committed.
-            Proof::Same | Proof::Aborted => Trace::Undone,
-            Proof::Ended => Trace::Ended,
-        };
-        if trace.may_run_again() { self.phase_failed(stored, error).await } else { self.ended_by_itself().await }
+            Proof::Same | Proof::Aborted => self.phase_failed(stored, error).await,
+            Proof::Ended => self.ended_by_itself().await,
+        }
     }
 
     /// Parks an operation whose handler committed by itself without moving the point: only a person

@@ -20,7 +20,7 @@ use crate::operation::Reply;
 use crate::operation::port::phases::StoredOperation;
 use crate::operation::rules::IdempotentCommand;
 use crate::operation::rules::delivery::Delivery;
-use crate::operation::rules::provider::{Settled as Proved, Strategy};
+use crate::operation::rules::provider::Strategy;
 use crate::store::base::Base;
 
 /// The flow with this one effect; `refused` is the code of the answer to a refused effect.
@@ -104,15 +104,10 @@ pub(super) fn opened<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), Ha
 #[must_use]
 pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
     let intent = stored.intents.first()?;
-    let settled = match intent.outcome.as_deref() {
-        Some("succeeded") => Some(Proved::Succeeded),
-        Some(_) => Some(Proved::Failed),
-        None => None,
-    };
     let of_it = stored.evidence.iter().filter(|row| row.evidence.effect == intent.intent.effect);
     // A row that was written twice counts once.
     let not_sent: BTreeSet<u32> =
         of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
     let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
-    Some(Delivery::of(settled, stored.parked.is_some(), intent.sends.saturating_sub(not_sent)))
+    Some(Delivery::of(intent.settled(), stored.parked.is_some(), intent.sends.saturating_sub(not_sent)))
 }

@@ -8,16 +8,14 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Came, Driver, End, Ended};
-use super::flow::AnyCommand;
+use super::driver::{Came, Driver, End, Ended, Ready};
 use super::hold::Hold;
 use super::identity::Identities;
 use super::phase::Context;
-use super::registry::{Member, Phased};
+use super::registry::Phased;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::{Driven, Due, StoredOperation};
-use crate::operation::rules::Fingerprint;
 use crate::time::pace::Since;
 
 /// Drives an operation. The statement that took it over was sent at `asked` and granted `lease`.
@@ -32,13 +30,17 @@ pub(super) async fn taken(
     let key = stored.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default();
     noted(&stored.flow, &key, Noted::TakenUp);
     let store = &phased.store;
-    let reason = match prepared(&phased, &stored).await {
-        Ok(Prepared::Ready(member, context, command, fingerprint)) => {
+    match prepared(&phased, &stored).await {
+        Ok(Some(ready)) => {
             let hold = Hold::new(Arc::clone(store), driven, lease, asked);
-            let ready = (member, context, command, fingerprint);
-            return Driver::new(phased, ready, hold, came, stop).drive().await;
+            Driver::new(phased, ready, hold, came, stop).drive().await
         }
-        Ok(Prepared::Gone(reason)) => reason,
+        Ok(None) => {
+            let reason = "record-gone";
+            tracing::error!(operation = %stored.operation_id, reason, "an operation cannot be driven");
+            store.park(&driven, reason).await?;
+            Ok(Ended { end: End::Parked, reply: None })
+        }
         Err(error) => {
             let settings = &phased.settings;
             let after = if error.is_transient() {
@@ -51,28 +53,19 @@ pub(super) async fn taken(
             };
             let after = (came != Came::Early).then_some(after);
             store.hand_back(&driven, Due { after, attempt: false }).await?;
-            return Ok(Ended { end: End::Later, reply: None });
+            Ok(Ended { end: End::Later, reply: None })
         }
-    };
-    tracing::error!(operation = %stored.operation_id, reason, "an operation cannot be driven");
-    store.park(&driven, reason).await?;
-    Ok(Ended { end: End::Parked, reply: None })
+    }
 }
 
-enum Prepared {
-    Ready(Arc<Member>, Context, AnyCommand, Fingerprint),
-    Gone(&'static str),
-}
-
-async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Prepared, StoreError> {
+/// What the driver of an operation needs. `None`: the record of the operation is gone.
+async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Option<Ready>, StoreError> {
     let unknown = || StoreError::Refused(format!("no flow `{}` of version {}", stored.flow, stored.flow_version));
     let member = phased.member(&stored.flow, stored.flow_version).ok_or_else(unknown)?;
-    let Some(identity) = stored.identity.clone() else { return Ok(Prepared::Gone("record-gone")) };
-    let Some(record) = phased.store.find(&identity).await?.record else {
-        return Ok(Prepared::Gone("record-gone"));
-    };
+    let Some(identity) = stored.identity.clone() else { return Ok(None) };
+    let Some(record) = phased.store.find(&identity).await?.record else { return Ok(None) };
     let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;
     let command = member.flow().decode(&bytes)?;
     let context = Context::new(Identities::new(phased.deployment, stored.operation_id), identity);
-    Ok(Prepared::Ready(member, context, command, record.fingerprint))
+    Ok(Some((member, context, command, record.fingerprint)))
 }

@@ -156,7 +156,7 @@ impl Webhooks {
         options: WebhookOptions,
         secrets: impl Fn(&Url) -> Vec<WebhookSecret> + Send + Sync + 'static,
     ) -> Result<Self, reqwest::Error> {
-        let addresses = Arc::new(Addresses::new(options.allowed_hosts.clone()));
+        let addresses = Arc::new(Addresses { allowed_hosts: options.allowed_hosts.clone() });
         let builder = reqwest::Client::builder().dns_resolver(Public(Arc::clone(&addresses)));
         Ok(Self {
             caller: HttpCaller::over(builder, options.timeout)?,

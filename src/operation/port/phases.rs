@@ -41,9 +41,9 @@ use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, RunOutcome};
-use crate::operation::rules::Identity;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
+use crate::operation::rules::{Identity, provider};
 use crate::time::db_time::DbTime;
 
 /// The point of an operation until its first phase is committed. The first phase gives it as `from`
@@ -150,6 +150,14 @@ pub struct StoredIntent {
     pub sends: u32,
     /// `succeeded`, `failed` or `not-sent` once it is proven.
     pub outcome: Option<String>,
+}
+
+impl StoredIntent {
+    /// What is proven of the effect: a success, or a failure, whichever it was.
+    pub(crate) fn settled(&self) -> Option<provider::Settled> {
+        let outcome = self.outcome.as_deref()?;
+        Some(if outcome == "succeeded" { provider::Settled::Succeeded } else { provider::Settled::Failed })
+    }
 }
 
 /// The result of `Phases::take_operation`.
@@ -268,11 +276,6 @@ impl Settled {
     }
 }
 
-/// The error for the outcome of an effect that has no intent.
-pub(crate) fn no_effect(effect: &str) -> StoreError {
-    StoreError::Refused(format!("there is no effect `{effect}` to settle"))
-}
-
 /// The error for an intent that breaks a unique key: the effect, or the key that its provider sees,
 /// is there already (O5).
 pub(crate) fn twice(intent: &NewIntent) -> StoreError {
@@ -349,27 +352,16 @@ pub trait Phases: Operations {
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError>;
 
     /// Takes up at most `limit` operations of a flow, in these versions, that are due and that no
-    /// process drives, the longest due first. It does so in one transaction, and twenty workers get
-    /// different operations. An operation that cannot be read is parked with the reason, and the
-    /// others are taken.
+    /// process drives, the longest due first, but none of the tenants in `but`. It does so in one
+    /// transaction, and twenty workers get different operations. An operation that cannot be read
+    /// is parked with the reason, and the others are taken.
     async fn take_due(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
-    ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
-        self.take_due_but(flow, versions, limit, lease, &[]).await
-    }
-
-    /// As [`Phases::take_due`], but without the operations of these tenants.
-    async fn take_due_but(
-        &self,
-        flow: &str,
-        versions: &[u32],
-        limit: u32,
-        lease: Duration,
-        tenants: &[Vec<u8>],
+        but: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError>;
 
     /// Extends the lease, from now.
@@ -398,11 +390,6 @@ pub trait Phases: Operations {
     /// [`Leave::HandBack`].
     async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
         self.leave(driven, Leave::HandBack(due)).await
-    }
-
-    /// Sets stage and record to UNKNOWN and makes it due again: [`Leave::Doubt`].
-    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        self.leave(driven, Leave::Doubt(due)).await
     }
 
     /// Sets stage and record to UNKNOWN and leaves it to an operator: [`Leave::Park`].

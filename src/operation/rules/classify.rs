@@ -67,8 +67,6 @@ pub struct Run {
 /// How far a run came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reached {
-    /// The operation's code was not called.
-    NotCalled,
     /// The code was called, and it is not known whether its extractors let the request in: the
     /// route has no `Idempotent<E>`.
     Called,
@@ -139,7 +137,6 @@ impl Run {
         match self.reached {
             Reached::Committed => Some(Settle::Stored),
             Reached::CommitUnknown => Some(Settle::Leave),
-            Reached::NotCalled => Some(Settle::Release),
             Reached::Called | Reached::NotStarted | Reached::Started | Reached::Undone => None,
         }
     }
@@ -216,11 +213,6 @@ mod tests {
                         assert_eq!(run.settle(end), UNKNOWN, "{end:?} {run:?}");
                     }
                 }
-            }
-        }
-        for mode in Mode::ALL {
-            for end in [Untagged::Status(500), Untagged::Failed] {
-                assert_eq!(run(mode, Reached::NotCalled).settle(end), Settle::Release);
             }
         }
     }

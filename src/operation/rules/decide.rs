@@ -154,24 +154,6 @@ fn facts(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Facts {
     facts
 }
 
-impl std::fmt::Debug for Request<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Request").field("identity", self.identity).finish_non_exhaustive()
-    }
-}
-
-impl std::fmt::Debug for Asked<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Keyless => f.write_str("Keyless"),
-            Self::Malformed => f.write_str("Malformed"),
-            Self::Unscoped => f.write_str("Unscoped"),
-            Self::Elsewhere => f.write_str("Elsewhere"),
-            Self::Keyed(request) => f.debug_tuple("Keyed").field(request).finish(),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Pure: no I/O, no clock.
-//! What follows a transaction whose outcome is not known (O1, G12): the transaction of a
-//! transactional operation, or of a later phase of a phased one.
+//! What follows a transaction whose outcome is not known (O1, G12): that of a transactional
+//! operation, or of the first phase of a phased one.
 //!
 //! There are two cases. The connection was lost during COMMIT. Or the proof that the transaction is
 //! still the same failed before COMMIT, because a handler ended the transaction by raw SQL or
@@ -14,38 +14,6 @@
 
 use super::problem::Code;
 use super::record::State;
-
-/// What is known of a later phase that did not move its operation on (O9). An error of its
-/// transaction (a lost connection, no answer in time) proves nothing, and neither does the death of
-/// its process. In these cases the phase is begun again, and finds [`Self::Marked`] or
-/// [`Self::Unmarked`].
-///
-/// | known | the phase |
-/// |---|---|
-/// | undone | runs again |
-/// | ended | goes to an operator |
-/// | unmarked | runs again |
-/// | marked | goes to an operator |
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Trace {
-    /// The transaction was rolled back, or the server proves that nothing of it was committed.
-    Undone,
-    /// The phase's transaction is gone, and nothing proves that it committed nothing.
-    Ended,
-    /// The phase was begun again: all earlier runs were rolled back.
-    Unmarked,
-    /// The phase was begun again: an earlier run was committed by the handler. The engine moves the
-    /// operation on in the same commit, and that did not happen.
-    Marked,
-}
-
-impl Trace {
-    /// Whether the phase may run again. If not, only a person can find out what it did.
-    #[must_use]
-    pub(crate) fn may_run_again(self) -> bool {
-        matches!(self, Self::Undone | Self::Unmarked)
-    }
-}
 
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -157,24 +125,6 @@ mod tests {
             (GONE, [InsertUnknown, InsertUnknown, Ended, MarkUnknown, Stored, Stored, Stored, Ended]),
         ] {
             assert_eq!(LOOKS.map(|look| doubt.after(look)), expected, "{doubt:?}");
-        }
-    }
-
-    // Shown by: running a phase again although its mark exists (its effect was there twice).
-    #[test]
-    fn o9_a_later_phase_runs_again_as_the_table_says_for_every_trace() {
-        let all = [
-            ("undone", Trace::Undone),
-            ("ended", Trace::Ended),
-            ("unmarked", Trace::Unmarked),
-            ("marked", Trace::Marked),
-        ];
-        let lines = include_str!("doubt.rs").lines().skip_while(|line| !line.starts_with("/// | known |")).skip(2);
-        let rows: Vec<&str> = lines.take_while(|line| line.starts_with("/// |")).collect();
-        assert_eq!(rows.len(), all.len());
-        for (row, (name, trace)) in rows.iter().zip(all) {
-            let follows = if trace.may_run_again() { "runs again" } else { "goes to an operator" };
-            assert_eq!(*row, format!("/// | {name} | {follows} |"));
         }
     }
 

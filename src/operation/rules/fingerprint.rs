@@ -21,7 +21,7 @@ use std::str::FromStr;
 
 use super::canonical::FingerprintWriter;
 use super::framed::framed;
-use super::identity::{IdentityError, OperationName};
+use super::identity::OperationName;
 use super::keyring::{Keyring, Kid};
 use super::versions::Versions;
 use crate::text::hex::{hex, unhex};
@@ -95,9 +95,6 @@ pub struct Fingerprinter {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FingerprinterError {
-    /// The command's operation has no usable name.
-    #[error(transparent)]
-    Operation(#[from] IdentityError),
     /// The version to write is not among those that can be read.
     #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
     WriteVersion {
@@ -118,7 +115,6 @@ impl Fingerprinter {
     /// (O21).
     ///
     /// # Errors
-    ///
     /// `write_version` is not one of these versions.
     pub fn new(
         operation: OperationName,
@@ -132,15 +128,6 @@ impl Fingerprinter {
             return Err(FingerprinterError::WriteVersion { operation, asked: write_version, oldest, newest });
         }
         Ok(Self { operation, readable, write_version, keyring })
-    }
-
-    /// For a typed command.
-    ///
-    /// # Errors
-    ///
-    /// The operation has no usable name, or `write_version` is not one of the command's versions.
-    pub fn of<C: IdempotentCommand>(write_version: Option<u32>, keyring: Keyring) -> Result<Self, FingerprinterError> {
-        Self::new(C::OPERATION.parse()?, C::OLDEST..=C::VERSION, write_version, keyring)
     }
 
     /// The fingerprint for a new record of this command.
@@ -313,10 +300,9 @@ mod tests {
         assert!(version(&plain(1)).starts_with("1:sha256:"));
         assert!(version(&fingerprinter(1..=2, None, ring("sha256"))).starts_with("1:sha256:"));
         assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("1:k1:"));
-        let newest = Fingerprinter::of::<Payment>(None, Keyring::plain()).expect("settings");
-        assert_eq!((newest.versions().readable, newest.operation().as_str()), (1..=2, Payment::OPERATION));
         for asked in [0, 3] {
-            let error = Fingerprinter::of::<Payment>(Some(asked), Keyring::plain()).expect_err("not writable");
+            let operation = Payment::OPERATION.parse().expect("a name");
+            let error = Fingerprinter::new(operation, 1..=2, Some(asked), Keyring::plain()).expect_err("not writable");
             let expected = format!("`write_version` of create_payment is {asked}: this program writes versions 1 to 2");
             assert_eq!(error.to_string(), expected);
         }

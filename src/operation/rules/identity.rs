@@ -100,7 +100,6 @@ impl Scope {
     /// token.
     ///
     /// # Errors
-    ///
     /// A part is empty or longer than 255 bytes.
     pub fn new(tenant: impl Into<String>, principal: impl Into<String>) -> Result<Self, IdentityError> {
         let (tenant, principal) = (tenant.into(), principal.into());
@@ -190,7 +189,6 @@ impl Identity {
     /// it with the request's.
     ///
     /// # Errors
-    ///
     /// A part is not what this program wrote.
     pub fn from_stored(tenant: &[u8], operation: &[u8], key: &[u8]) -> Result<Self, IdentityError> {
         let tenant = std::str::from_utf8(tenant).map_err(|_| IdentityError::Stored("tenant"))?.to_owned();

@@ -69,7 +69,6 @@ pub enum JsonFault {
 /// Returns the canonical text of a document.
 ///
 /// # Errors
-///
 /// The first fault of the document, and its offset.
 pub(crate) fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
     let text =
@@ -135,15 +134,8 @@ impl Reader<'_> {
         let start = self.at;
         let negative = self.take(b'-')?;
         let digits = self.at;
-        while matches!(self.peek(), Ok(b'0'..=b'9')) {
-            self.at += 1;
-        }
+        self.digits()?;
         let digits = &self.text[digits..self.at];
-        if digits.is_empty() {
-            // The document ends here, or the next character is not a digit.
-            self.peek()?;
-            return Err(self.fault(JsonFault::Syntax));
-        }
         let refused = |at, fault| Err(JsonError { at, fault });
         if digits.len() > 1 && digits.starts_with('0') {
             refused(start, JsonFault::Syntax)
@@ -188,6 +180,7 @@ impl Reader<'_> {
         if self.at > start {
             return Ok(());
         }
+        // The document ends here, or the next character is not a digit.
         self.peek()?;
         Err(self.fault(JsonFault::Syntax))
     }

@@ -89,7 +89,6 @@ impl Key {
     /// `None` if there is no line.
     ///
     /// # Errors
-    ///
     /// The key is not valid. The answer to the client is `IDEMPOTENCY_KEY_INVALID`.
     pub fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, KeyError> {
         match lines {
@@ -102,7 +101,6 @@ impl Key {
     /// Reads a key without quotes and white space, from a message or from a person's input.
     ///
     /// # Errors
-    ///
     /// The key is not valid in this format.
     pub fn parse(content: &[u8], format: KeyFormat) -> Result<Self, KeyError> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:~-".contains(&byte);

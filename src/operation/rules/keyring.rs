@@ -103,7 +103,6 @@ impl Keyring {
     /// processes do not have the secrets yet (O21).
     ///
     /// # Errors
-    ///
     /// An id or a secret cannot be used.
     pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, KeyringError> {
         let mut ring = Self::plain();

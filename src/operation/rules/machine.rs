@@ -1,20 +1,6 @@
 //! Pure: no I/O, no clock.
-//! How the record of a key may change its state (M31).
-//!
-//! ```text
-//!                        +--release--> (none)
-//!                        |
-//!   (none) --claim--> IN_PROGRESS --finish, recover--> +------------------------------------------------+
-//!     |                ^   ^   |                       | COMPLETED  FAILED_REPLAYABLE  FAILED_RETRYABLE |
-//!     |                |   |   | lose, finish          +------------------------------------------------+
-//!     |                |   |   v                          ^             | time              | reclaim
-//!     +-----lose-------|---|-> UNKNOWN_REQUIRES_RECOVERY --+             v                   v
-//!                      |   |   |            recover, resolve         EXPIRED              IN_PROGRESS
-//!                      |   +---+ take-over                            |    |
-//!                      +---------------------------- execute-as-new --+    +--purge--> (none)
-//! ```
-//!
-//! The table has all changes. A test reads it and compares it with [`allowed`]:
+//! How the record of a key may change its state (M31): the table has all changes. A test reads it
+//! and compares it with [`allowed`].
 //!
 //! | from \ to | (none) | IN_PROGRESS | COMPLETED | FAILED_REPLAYABLE | FAILED_RETRYABLE | UNKNOWN_REQUIRES_RECOVERY | EXPIRED |
 //! |---|---|---|---|---|---|---|---|

@@ -38,10 +38,10 @@ pub(crate) fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Du
 }
 
 /// The time that the first request may still run: the rest of its lease, or the rest of the usual
-/// time of a run if that is known and shorter.
+/// time of a run if that is shorter.
 #[must_use]
-pub(crate) fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
-    usual.map_or(lease_left, |usual| usual.saturating_sub(ran).min(lease_left))
+pub(crate) fn while_running(lease_left: Duration, ran: Duration, usual: Duration) -> Duration {
+    usual.saturating_sub(ran).min(lease_left)
 }
 
 /// The wait after the given number of failed attempts of one key: 1, 2, 4, .. 30 seconds.
@@ -51,21 +51,11 @@ pub(crate) fn after_attempts(attempts: u32) -> Duration {
     Duration::from_secs(doubled.clamp(1, RETRY_AFTER_MAX.into()))
 }
 
-/// How long a run of one operation usually takes: an average in which a new run counts a fifth.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Usual(Option<Duration>);
-
-impl Usual {
-    /// Adds a run of this length to the average.
-    pub(crate) fn observe(&mut self, ran: Duration) {
-        self.0 = Some(self.0.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5));
-    }
-
-    /// The average; `None` before the first run.
-    #[must_use]
-    pub(crate) fn duration(self) -> Option<Duration> {
-        self.0
-    }
+/// How long a run of one operation usually takes: an average in which the last run counts a fifth.
+/// `before`: the average without the last run; `None` if that was the first one.
+#[must_use]
+pub(crate) fn usual(before: Option<Duration>, ran: Duration) -> Duration {
+    before.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5)
 }
 
 #[cfg(test)]
@@ -129,13 +119,10 @@ mod tests {
 
     #[test]
     fn m45_a_wait_follows_the_lease_or_the_usual_time_if_that_is_less() {
-        let mut usual = Usual::default();
-        assert_eq!(while_running(SECOND * 20, SECOND, usual.duration()), SECOND * 20);
-        usual.observe(SECOND * 5);
-        assert_eq!(while_running(SECOND * 20, SECOND, usual.duration()), SECOND * 4);
-        assert_eq!(while_running(SECOND * 2, SECOND, usual.duration()), SECOND * 2);
-        assert_eq!(while_running(SECOND * 20, SECOND * 9, usual.duration()), Duration::ZERO);
-        usual.observe(SECOND * 10);
-        assert_eq!(usual.duration(), Some(SECOND * 6));
+        assert_eq!(while_running(SECOND * 20, SECOND, SECOND * 5), SECOND * 4);
+        assert_eq!(while_running(SECOND * 2, SECOND, SECOND * 5), SECOND * 2);
+        assert_eq!(while_running(SECOND * 20, SECOND * 9, SECOND * 5), Duration::ZERO);
+        assert_eq!(usual(None, SECOND * 5), SECOND * 5);
+        assert_eq!(usual(Some(SECOND * 5), SECOND * 10), SECOND * 6);
     }
 }

@@ -166,7 +166,6 @@ impl KeyWindow {
     /// Checks the window.
     ///
     /// # Errors
-    ///
     /// No send could be repeated within the window.
     pub fn validate(self) -> Result<(), KeyWindowError> {
         let Self { retention, max_in_flight } = self;
@@ -308,13 +307,6 @@ impl Step {
             _ => self,
         }
     }
-}
-
-/// Whether a call may start: its timeout must fit into the rest of the lease, measured by the
-/// process's own monotonic clock. So no call begins after another process became the owner (O5).
-#[must_use]
-pub fn may_start(timeout: Duration, lease_left: Duration) -> bool {
-    timeout <= lease_left
 }
 
 #[cfg(test)]

@@ -20,6 +20,16 @@ use super::json::{JsonError, canonical_json};
 const NEVER: [&str; 6] =
     ["authorization", "proxy-authorization", "cookie", "idempotency-key", "traceparent", "user-agent"];
 
+/// A content type without its parameters, in lower case.
+pub(crate) fn essence(content_type: &str) -> String {
+    content_type.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
+}
+
+/// Whether the content type of this essence is JSON.
+pub(crate) fn is_json(essence: &str) -> bool {
+    essence == "application/json" || essence.ends_with("+json")
+}
+
 /// The parts of a request that its fingerprint covers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RawCommand {
@@ -56,16 +66,13 @@ impl RawCommand {
     /// unless it is empty.
     ///
     /// # Errors
-    ///
     /// The body is JSON that two parsers may read differently.
     pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, JsonError> {
-        let essence = content_type.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
-        let is_json = essence == "application/json" || essence.ends_with("+json");
+        self.content_type = essence(content_type);
         self.body = match body {
-            body if is_json && !body.is_empty() => RawBody::Json(canonical_json(body)?),
+            body if is_json(&self.content_type) && !body.is_empty() => RawBody::Json(canonical_json(body)?),
             body => RawBody::Bytes(body.to_vec()),
         };
-        self.content_type = essence;
         Ok(self)
     }
 

@@ -18,6 +18,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::Serialize;
 use uuid::Uuid;
 
 use super::fingerprint::Fingerprint;
@@ -136,13 +137,14 @@ pub enum Tombstone {
 }
 
 /// The resource that an operation made (M34).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Resource {
     /// Its kind, such as `payment`.
     pub kind: String,
     /// The id of the resource among those of its kind.
     pub id: String,
     /// Its URL, for `Location`.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub location: Option<String>,
 }
 

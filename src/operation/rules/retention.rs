@@ -54,7 +54,6 @@ impl Retention {
     /// Checks the lifetimes.
     ///
     /// # Errors
-    ///
     /// The lifetimes contradict each other.
     pub fn validate(&self) -> Result<(), RetentionError> {
         if self.ttl.is_zero() {

@@ -210,7 +210,6 @@ impl Route {
     /// Checks the settings against each other and against the store.
     ///
     /// # Errors
-    ///
     /// The first such combination.
     pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
         let checks = [

@@ -281,7 +281,7 @@ impl<'a> Pump<'a> {
             self.shown_waiting = true;
             return false;
         }
-        if self.shown_waiting && !self.memory.refused && self.publisher.blocked().is_none() {
+        if self.shown_waiting && self.memory.may_be_ready() && self.publisher.blocked().is_none() {
             self.shown_waiting = false;
             self.relay.health.set(&self.relay.part, PartState::Ready);
         }

@@ -17,13 +17,14 @@ use super::sending::Unsent;
 use super::trial::TrialResult;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
-use crate::outbox::port::{Diversion, OutboxRow, RequestedAct};
+use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow, RequestedAct};
 use crate::outbox::rules::diversion::{Diversion as DivertedRows, Diverted, DivertedRow};
 
 /// How often the session looks for requests of operators.
 const REQUESTS: Duration = Duration::from_millis(500);
-/// How many requests one look takes. The next look begins behind them, so that requests that cannot
-/// be carried out yet hide no other.
+/// How many requests are read at a time. A look goes on until it has read them all: requests that
+/// cannot be carried out yet hide no other, and no row is released whose discard was asked for
+/// together with that of a row before it.
 const REQUESTS_MAX: usize = 1_000;
 
 /// How many rows are released at first. Each one that is proven allows one more at a time, so that
@@ -54,8 +55,6 @@ pub(super) struct Release {
     /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
-    /// The position behind which the next look for requests begins.
-    requests_after: i64,
     /// By blocked topic: the row of it that says why, and what it says.
     reasons: HashMap<String, (i64, String)>,
 }
@@ -71,7 +70,6 @@ impl Release {
             owes_a_read: false,
             look: true,
             requests_at: now,
-            requests_after: 0,
             reasons: HashMap::new(),
         }
     }
@@ -123,9 +121,14 @@ impl Release {
         self.look = true;
     }
 
-    /// Closes a topic until its next trial: this row is held for its destination, for this reason.
-    pub(super) fn close(&mut self, topic: &str, position: i64, reason: &str) {
+    /// Closes a topic until its next trial. Not to be called for a row that only stands behind held
+    /// ones: these go on, and it follows them.
+    pub(super) fn close(&mut self, topic: &str) {
         self.open.remove(topic);
+    }
+
+    /// Notes that this row is held for its destination, for this reason.
+    pub(super) fn says(&mut self, topic: &str, position: i64, reason: &str) {
         let says = self.reasons.entry(topic.to_owned()).or_insert_with(|| (position, String::new()));
         if says.0 == position {
             reason.clone_into(&mut says.1);
@@ -143,7 +146,7 @@ impl Release {
     /// Notes that the table was loaded anew; requests are read again.
     pub(super) fn reloaded(&mut self, now: Instant) {
         self.redriven.clear();
-        (self.requests_at, self.requests_after) = (now, 0);
+        self.requests_at = now;
         self.look = true;
     }
 }
@@ -178,9 +181,7 @@ impl Pump<'_> {
 
     /// Handles operators' requests, trials, and rows to release. False where nothing happened.
     pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
-        let now = Instant::now();
-        if now >= self.release.requests_at {
-            self.release.requests_at = now + REQUESTS;
+        if Instant::now() >= self.release.requests_at {
             self.take_requests().await?;
         }
         if self.diverted.is_empty() {
@@ -197,10 +198,22 @@ impl Pump<'_> {
         Ok(self.send_released().await? || tried)
     }
 
+    /// Takes all requests, in the order of positions, before anything more is released. The pause
+    /// after it grows with their number, so that many that cannot be carried out yet cost little.
     async fn take_requests(&mut self) -> Result<(), Doubt> {
-        let requests = self.session.requests(self.release.requests_after, REQUESTS_MAX).await?;
-        let is_last = requests.len() < REQUESTS_MAX;
-        self.release.requests_after = requests.last().filter(|_| !is_last).map_or(0, |last| last.position);
+        let mut after = Some(0);
+        let mut pause = Duration::ZERO;
+        while let Some(position) = after {
+            let requests = self.session.requests(position, REQUESTS_MAX).await?;
+            after = requests.last().filter(|_| requests.len() == REQUESTS_MAX).map(|last| last.position);
+            pause += REQUESTS;
+            self.take(requests);
+        }
+        self.release.requests_at = Instant::now() + pause;
+        Ok(())
+    }
+
+    fn take(&mut self, requests: Vec<OperatorRequest>) {
         for request in requests {
             match request.act {
                 RequestedAct::Redrive if self.release.redriven.insert(request.position) => {
@@ -216,13 +229,13 @@ impl Pump<'_> {
                 _ => {}
             }
         }
-        Ok(())
     }
 
     /// Handles what trials found, and starts those that are due.
     async fn look_after_trials(&mut self) -> Result<bool, Doubt> {
         let every = self.relay.options.probe;
         let mut moved = false;
+        let mut told = HashMap::new();
         while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses, every) {
             moved = true;
             match found {
@@ -240,9 +253,10 @@ impl Pump<'_> {
                     self.memory.alone.insert(position);
                     self.opened(topic);
                 }
-                TrialResult::Blocked { topic, reason } => self.says_why(topic, reason),
+                TrialResult::Blocked { topic, reason } => _ = told.insert(topic, reason),
             }
         }
+        self.say_why(told);
         let blocked: HashSet<&str> = self.diverted.blocked_topics().collect();
         self.release.open.retain(|topic| blocked.contains(topic.as_str()));
         self.release.reasons.retain(|topic, _| blocked.contains(topic.as_str()));
@@ -256,24 +270,37 @@ impl Pump<'_> {
         Ok(moved)
     }
 
-    /// Stores why a topic is blocked with the first row of it, unless a row of it says so already.
-    /// What the rows say is known from the table, not from earlier trials: a mark may not have been
-    /// made, and an operator may have discarded the row while its trial ran.
-    fn says_why(&mut self, topic: String, reason: String) {
+    /// Stores what trials told of topics: with the first row of each, unless a row of it says so
+    /// already. What the rows say is known from the table, not from earlier trials: a mark may not
+    /// have been made, and an operator may have discarded the row while its trial ran. One way
+    /// through the rows serves all topics, because a broker that goes away or comes back changes
+    /// what is told of each of them.
+    fn say_why(&mut self, mut told: HashMap<String, String>) {
         let stays = |row: &DivertedRow| {
             row.why == Diverted::Destination
                 && !self.diverted.is_on_way(row.position)
                 && !self.unmarked.contains(&row.position)
         };
-        let known = self.release.reasons.get(&topic).filter(|(_, known)| *known == reason);
-        if known.and_then(|(position, _)| self.diverted.get(*position)).is_some_and(stays) {
+        told.retain(|topic, reason| {
+            let known = self.release.reasons.get(topic).filter(|(_, known)| *known == *reason);
+            !known.and_then(|(position, _)| self.diverted.get(*position)).is_some_and(stays)
+        });
+        if told.is_empty() {
             return;
         }
-        tracing::info!(%topic, reason, "the destination is blocked still");
-        let first = self.diverted.releasable(|one| one == topic).find(|row| stays(row)).map(|row| row.position);
-        let Some(position) = first else { return };
-        self.window.changed_beside(position, Diversion::HeldDestination { reason: reason.clone() });
-        self.release.reasons.insert(topic, (position, reason));
+        let mut first: HashMap<&str, i64> = HashMap::new();
+        for row in self.diverted.releasable(|topic| told.contains_key(topic)).filter(|row| stays(row)) {
+            first.entry(&row.topic).or_insert(row.position);
+            if first.len() == told.len() {
+                break;
+            }
+        }
+        for (topic, reason) in &told {
+            tracing::info!(%topic, reason, "the destination is blocked still");
+            let Some(position) = first.get(topic.as_str()).copied() else { continue };
+            self.window.changed_beside(position, Diversion::HeldDestination { reason: reason.clone() });
+            self.release.reasons.insert(topic.clone(), (position, reason.clone()));
+        }
     }
 
     /// Shows in the health whether every topic with work is blocked: then the relay is not ready.

@@ -189,7 +189,10 @@ impl Pump<'_> {
             self.release.stays();
         }
         if let Diversion::HeldDestination { reason } = &diversion {
-            self.release.close(&topic, position, reason);
+            self.release.says(&topic, position, reason);
+            if is_release {
+                self.release.close(&topic);
+            }
         }
         match super::release::why(&diversion) {
             Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),
@@ -263,6 +266,7 @@ impl Pump<'_> {
                     self.memory.blocked.insert(topic.clone(), reason.clone());
                     self.memory.progress = true;
                     self.ready_topics.remove(&topic);
+                    self.release.close(&topic);
                     let (topic_name, key_name, why) = (topic.clone(), key.clone(), reason.clone());
                     all.push(Refused { position, topic: topic_name, key: key_name, of: Of::Destination, why });
                     self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldDestination { reason });

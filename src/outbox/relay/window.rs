@@ -12,6 +12,9 @@ use crate::outbox::port::{Diversion, Mark};
 /// How many keys are remembered with the time of their last settled row. Above it all are
 /// forgotten, and the rows in flight count from the time they were sent.
 const TURNS_MAX: usize = 20_000;
+/// How many rows one mark discards. An operator may discard all rows at once, and the transaction
+/// of a mark must end before its statements time out and before the lease does.
+const DISCARDED_MAX: usize = 1_000;
 
 /// Rows that were read together.
 #[derive(Debug)]
@@ -248,10 +251,11 @@ impl Window {
         }
     }
 
-    /// Takes the oldest batches that are done, as one mark; empty where the oldest is not done.
+    /// Takes the oldest batches that are done, as one mark; empty where the oldest is not done. Of
+    /// many discards it takes the first ones.
     pub(super) fn take_done(&mut self) -> Mark {
         let mut mark = Mark::default();
-        while self.batches.front().is_some_and(|batch| batch.left == 0) {
+        while mark.discarded.len() < DISCARDED_MAX && self.batches.front().is_some_and(|batch| batch.left == 0) {
             let Some(batch) = self.batches.pop_front() else { break };
             self.first_batch += 1;
             self.span -= batch.rows;
@@ -484,6 +488,18 @@ mod tests {
         let mark = window.take_done();
         assert_eq!((mark.through, mark.released, mark.discarded), (None, vec![9, 10], vec![12]));
         assert_eq!(mark.changed, vec![(11, Diversion::HeldBehind)]);
+    }
+
+    // Shown by: a mark that takes all of them.
+    #[test]
+    fn g11_a_mark_discards_a_bounded_number_of_rows_and_the_next_one_goes_on() {
+        let mut window = Window::default();
+        let positions: Vec<i64> = (1..).take(DISCARDED_MAX + 2).collect();
+        positions.iter().for_each(|position| window.discard(*position));
+        assert_eq!(window.take_done().discarded, positions[..DISCARDED_MAX]);
+        assert!(window.has_decision_done(), "the next mark is due at once");
+        assert_eq!(window.take_done().discarded, positions[DISCARDED_MAX..]);
+        assert!(window.is_empty());
     }
 
     #[test]

@@ -33,7 +33,7 @@ use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
-use crate::store::sql::waiting;
+use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
 
 /// Sets `autocommit = 0`, until the pool sets the connection up again.
@@ -59,8 +59,9 @@ pub(super) struct MySqlInboxTx {
     received: Option<DbTime>,
     /// The ids whose rows this transaction inserted.
     ours: Vec<MessageId>,
-    /// An inbox row without a message, inserted by [`InboxTx::finish`] as proof of the commit: a
-    /// missing waiting row would not tell who removed it.
+    buried: Buried,
+    /// An inbox row without a message, inserted by [`InboxTx::bury`] as proof of the commit: a dead
+    /// row would not tell whose handler committed it, and an operator may have acted on it.
     mark: Option<MessageId>,
     /// Set when the server was seen executing a statement of this transaction during `undo`.
     works: bool,
@@ -116,6 +117,7 @@ impl OwnInbox for MySqlStore {
             began: Instant::now(),
             received: None,
             ours: Vec::new(),
+            buried: Buried::default(),
             mark: None,
             works: false,
         }))
@@ -247,10 +249,22 @@ impl InboxTx for MySqlInboxTx {
         Ok(())
     }
 
-    async fn finish(&mut self, leased: &[LeasedMessage]) -> Result<bool, StoreError> {
-        let finished = waiting::finish(&mut self.transaction, self.consumer, leased).await?;
-        self.set_savepoint(finished.then(MessageId::new)).await?;
-        Ok(finished)
+    async fn bury(
+        &mut self,
+        leased: &[LeasedMessage],
+        reason: &str,
+        error: &str,
+        holds: bool,
+    ) -> Result<bool, StoreError> {
+        let buried = waiting::bury(&mut self.transaction, self.consumer, leased, reason, error, holds).await?;
+        let Some(buried) = buried else { return Ok(false) };
+        self.set_savepoint(Some(MessageId::new())).await?;
+        self.buried = buried;
+        Ok(true)
+    }
+
+    async fn finish(&mut self) -> Result<bool, StoreError> {
+        waiting::finish(&mut self.transaction, self.consumer, &self.buried).await
     }
 
     async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError> {

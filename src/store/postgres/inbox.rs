@@ -1,7 +1,7 @@
 //! Inbox rows, and the transaction that holds them together with the effects of a handler.
 //!
 //! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before
-//! COMMIT proves that it is still the transaction that inserted our rows (R23). Ids that contain a
+//! COMMIT proves that it is still the transaction that wrote our rows (R23). Ids that contain a
 //! time go to a range-partitioned table, other ids to a second table (R31).
 
 mod fate;
@@ -28,7 +28,7 @@ use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
-use crate::store::sql::waiting;
+use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
 
 /// The start time of the server. After a restart it differs, and process ids may repeat.
@@ -87,20 +87,12 @@ macro_rules! ours {
     };
 }
 
-/// The transaction now, in a statement that also sets `synchronous_commit` back where a handler
-/// changed it: what is acknowledged must survive a crash.
-macro_rules! prove {
-    ($what:expr) => {
-        concat!("select ", witness!("pg_current_xact_id_if_assigned()"), ", ", $what, ", (", synchronous!("true"), ")")
-    };
-}
-
 /// Counts our rows and compares the transaction, in one statement (R23). The server's own counters
 /// of a transaction would be cheaper and are no proof: a table that was emptied in an open
-/// savepoint, or exchanged, leaves them as they were.
-const PROVE: &str = prove!(ours!());
-/// The same after [`InboxTx::finish`]: the waiting message must not be back.
-const PROVE_FINISHED: &str = prove!("not exists (select 1 from oncebox.waiting where sequence = $1)");
+/// savepoint, or exchanged, leaves them as they were. The statement also sets `synchronous_commit`
+/// back where a handler changed it: what is acknowledged must survive a crash.
+const PROVE: &str =
+    concat!("select ", witness!("pg_current_xact_id_if_assigned()"), ", ", ours!(), ", (", synchronous!("true"), ")");
 
 /// Reads which of some lanes are blocked, and the times by which ages are judged. Each lane is one
 /// index lookup, however many rows it has. The `order by` is needed: without it the plan for a lane
@@ -123,9 +115,9 @@ impl OwnInbox for PostgresStore {
         let wait = lock_wait(self.handler_timeout).as_millis();
         let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}"))).await?;
         let pool = self.pool.clone();
-        let (witness, finished) = (None, None);
-        let (ours, works) = (Ids::default(), false);
-        Ok(Box::new(PostgresTx { tx, pool, consumer, witness, ours, finished, works }))
+        let (witness, works) = (None, false);
+        let (ours, buried) = (Ids::default(), Buried::default());
+        Ok(Box::new(PostgresTx { tx, pool, consumer, witness, ours, buried, works }))
     }
 
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -198,7 +190,7 @@ pub(super) struct PostgresTx {
     /// The witness of the transaction that wrote our rows: see `witness!`.
     witness: Option<String>,
     ours: Ids,
-    finished: Option<i64>,
+    buried: Buried,
     /// Set when the server was seen executing a statement of this transaction during `undo`.
     works: bool,
 }
@@ -269,13 +261,22 @@ impl InboxTx for PostgresTx {
         Ok(())
     }
 
-    async fn finish(&mut self, leased: &[LeasedMessage]) -> Result<bool, StoreError> {
-        if !waiting::finish(&mut self.tx, self.consumer, leased).await? {
-            return Ok(false);
-        }
+    async fn bury(
+        &mut self,
+        leased: &[LeasedMessage],
+        reason: &str,
+        error: &str,
+        holds: bool,
+    ) -> Result<bool, StoreError> {
+        let buried = waiting::bury(&mut self.tx, self.consumer, leased, reason, error, holds).await?;
+        let Some(buried) = buried else { return Ok(false) };
         self.witness = sqlx::query_scalar(WITNESS).one(&mut self.tx).await?;
-        self.finished = leased.first().map(|first| first.sequence);
+        self.buried = buried;
         Ok(true)
+    }
+
+    async fn finish(&mut self) -> Result<bool, StoreError> {
+        waiting::finish(&mut self.tx, self.consumer, &self.buried).await
     }
 
     async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
@@ -287,10 +288,7 @@ impl InboxTx for PostgresTx {
     }
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {
-        let query = match self.finished {
-            Some(sequence) => sqlx::query(PROVE_FINISHED).bind(sequence),
-            None => sqlx::query(PROVE).bind(self.consumer.0).bind(&self.ours.timed).bind(&self.ours.untimed),
-        };
+        let query = sqlx::query(PROVE).bind(self.consumer.0).bind(&self.ours.timed).bind(&self.ours.untimed);
         let row = match query.one(&mut self.tx).await {
             Ok(row) => row,
             // A statement failed and the handler swallowed its error. COMMIT would roll back
@@ -304,12 +302,9 @@ impl InboxTx for PostgresTx {
         if self.witness.is_some() && now != self.witness {
             return Ok(Proof::Ended);
         }
-        // It is the same transaction, but a handler may have deleted rows of ours (or brought the
-        // finished row back): then nothing that the handler wrote may stay.
-        let is_whole = match self.finished {
-            Some(_) => row.try_get(1)?,
-            None => usize::try_from(row.try_get::<i64, _>(1)?) == Ok(self.ours.len()),
-        };
+        // It is the same transaction, but a handler may have deleted rows of ours: then nothing
+        // that the handler wrote may stay.
+        let is_whole = usize::try_from(row.try_get::<i64, _>(1)?) == Ok(self.ours.len());
         Ok(if is_whole { Proof::Same } else { Proof::Aborted })
     }
 
@@ -318,7 +313,8 @@ impl InboxTx for PostgresTx {
         let Some(witness) = self.witness.clone() else {
             return Ok(if rolled_back { Undone::Whole } else { Undone::Lost });
         };
-        let written = Written { witness, consumer: self.consumer, ours: self.ours.clone(), finished: self.finished };
+        let (ours, buried) = (self.ours.clone(), self.buried.rows.clone());
+        let written = Written { witness, consumer: self.consumer, ours, buried };
         if rolled_back && let Ok(stands) = written.stands(&mut self.tx).await {
             return Ok(if stands { Undone::Committed } else { Undone::Whole });
         }

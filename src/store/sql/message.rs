@@ -55,13 +55,14 @@ const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}\
     {pg lite: oncebox.attempt a where a.consumer_id = :consumer and a.message_id {in ids :ids}}";
 
-/// On MySQL a row that does not order its key has no lane id. A conflict is a dead copy, or the
-/// place that the same message took in a transaction whose answer was lost.
-const PARK: &str = "insert into oncebox.waiting ({if sequence: sequence, }consumer_id, message_id, content_hash, lane_id, state, due_at, attempts, reason, \
+/// On MySQL a row that does not order its key has no lane id. A dead copy that is there already
+/// stays. A number that the server gave and that is taken is an error: nothing else would store the
+/// message.
+const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, content_hash, lane_id, state, due_at, attempts, reason, \
       history, stored_at, dead_at, id_text, topic, {key}, kind, payload, tombstone, content_type, source, message_time, \
       traceparent, tracestate, place, partition_no, offset_no, \
       {pg: header_names, header_values, holds, error}{my: headers, dead_hash, error}{lite: headers, blocks}) \
-    {pg: {if sequence: overriding system value }}values ({if sequence: :sequence, }:consumer, :id, :hash, {pg lite: :lane}{my: case when :orders then :lane end}, :state, {clock} + {span :after}, \
+    values (:consumer, :id, :hash, {pg lite: :lane}{my: case when :orders then :lane end}, :state, {clock} + {span :after}, \
       :attempts, :reason, {if adds: {history :history{pg: ::jsonb} :attempts}}{if keeps: :history{pg: ::jsonb}}, {clock}, \
       case when :is_dead then {clock} end, :id_text, :topic, :key, :kind, :payload, :tombstone, :content_type, :source, :time, \
       :traceparent, :tracestate, :place, :partition, :offset, \
@@ -69,7 +70,7 @@ const PARK: &str = "insert into oncebox.waiting ({if sequence: sequence, }consum
         coalesce((select array_agg(decode(h.pair ->> 1, 'hex') order by h.n) \
           from jsonb_array_elements(:headers::jsonb) with ordinality h (pair, n)), '{}'), :is_dead and :orders, :error}\
       {my: :headers, case when :is_dead then :hash end, :error}{lite: :headers, :orders}) \
-    {pg lite: on conflict do nothing}\
+    {pg lite: on conflict (consumer_id, message_id, content_hash) where state = 'dead' do nothing}\
     {my: on duplicate key update sequence = sequence}";
 
 /// Stores messages as waiting or dead, in order. A dead copy that is there already stays as it is.
@@ -112,7 +113,6 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
     let adds = error.as_deref().is_some_and(|error| last_error(history).as_deref() != Some(error));
     let trace = message.trace.as_ref();
     sql(PARK)
-        .bind("sequence", parked.sequence)
         .bind("consumer", consumer)
         .bind("id", message.id.uuid())
         .bind("hash", Uuid::from_bytes(message.content_hash()))

@@ -253,19 +253,19 @@ impl<S: PhaseStore + Operations> Phases for S {
         Ok(Taken::of(driven, found))
     }
 
-    async fn take_due_but(
+    async fn take_due(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
-        tenants: &[Vec<u8>],
+        but: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
         // Most polls find nothing, and a plain read is enough for them.
-        if self.reader().await?.rows(due(flow, versions, 1, tenants)).await?.is_empty() {
+        if self.reader().await?.rows(due(flow, versions, 1, but)).await?.is_empty() {
             return Ok(Vec::new());
         }
-        take_due(self, due(flow, versions, limit, tenants), lease).await
+        take_due(self, due(flow, versions, limit, but), lease).await
     }
 
     async fn drive_on(&self, driven: &Driven, lease: Duration) -> Result<Fenced, StoreError> {

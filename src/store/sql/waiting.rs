@@ -11,6 +11,8 @@
 //!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
 //!   writer (R11).
+//! * What a handler commits by itself are dead rows, at their places: they are made dead before it
+//!   runs, and removed after its proof.
 //!
 //! Not here: when a retry is due (`time::retry`), acts of operators.
 
@@ -139,24 +141,43 @@ const GIVE_BACK: &str = update_rows!(
 const LEASED: &str = "select w.sequence, w.lane_id from oncebox.waiting w {my: force index (waiting_due)} \
     where w.consumer_id = :consumer and w.due_at is not null and w.lease = :lease";
 
-/// The consumer of a row that we have leased, and whether a dead copy with the same id and content
-/// is there already.
-const OURS: &str = "select w.consumer_id, exists (select 1 from oncebox.waiting d \
-        where d.consumer_id = w.consumer_id and d.message_id = w.message_id \
-          and {pg lite: d.state = 'dead' and d.content_hash = w.content_hash}{my: d.dead_hash = w.content_hash}) \
-    from oncebox.waiting w where w.sequence = :sequence and w.lease = :lease {lock}";
+/// The consumer of a row that we have leased.
+const OURS: &str = "select consumer_id from oncebox.waiting where sequence = :sequence and lease = :lease {lock}";
 
-const BURY: &str = "update oncebox.waiting set state = 'dead', lease = null, due_at = null, reason = :reason, dead_at = {clock}, \
-      {pg: holds = :holds and lane_id is not null,}{lite: blocks = (:holds and lane_id is not null),}\
-      {my: dead_hash = content_hash, lane_id = case when :holds then lane_id end,} {pg my: error = :error,} \
-      attempts = :attempts, history = {history history :attempts} \
-    where sequence = :sequence";
-
-const REMOVE: &str = concat!(
-    "{pg: /* planned anew */ }delete {my: w} from ",
+/// Makes leased rows dead, at their places. A row whose dead copy is there already is left out: the
+/// unique index allows only one. The copy is looked up for each row by that index. MySQL allows no
+/// subquery on a table that it changes, so it joins.
+pub(in crate::store) const BURY: &str = concat!(
+    "{pg: /* planned anew */ }update ",
     exact_rows!("waiting", "w", "sequence"),
-    " where {pg lite: w.sequence {in ints :rows} and }w.lease = :lease and w.consumer_id = :consumer"
+    " {my: left join oncebox.waiting d force index (waiting_dead_once) \
+        on d.consumer_id = w.consumer_id and d.message_id = w.message_id and d.dead_hash = w.content_hash} \
+     set {my: w.}state = 'dead', {my: w.}lease = null, {my: w.}due_at = null, {my: w.}reason = :reason, \
+         {my: w.}dead_at = {clock}, {my: w.}attempts = :attempts, {my: w.}history = {history w.history :attempts}, \
+         {pg: holds = :holds and w.lane_id is not null, error = :error}\
+         {lite: blocks = (:holds and w.lane_id is not null)}\
+         {my: w.dead_hash = w.content_hash, w.lane_id = case when :holds then w.lane_id end, w.error = :error} \
+     where {pg lite: w.sequence {in ints :rows} and }w.lease = :lease and w.consumer_id = :consumer and \
+       {my: d.sequence}{pg lite: (select d.sequence from oncebox.waiting d \
+          where d.consumer_id = w.consumer_id and d.message_id = w.message_id and d.content_hash = w.content_hash \
+            and d.state = 'dead' limit 1)} is null"
 );
+
+/// A deletion of the rows `:rows` of a consumer, by their numbers.
+macro_rules! remove_rows {
+    ($only:literal) => {
+        concat!(
+            "{pg: /* planned anew */ }delete {my: w} from ",
+            exact_rows!("waiting", "w", "sequence"),
+            " where {pg lite: w.sequence {in ints :rows} and }w.consumer_id = :consumer and ",
+            $only
+        )
+    };
+}
+
+const REMOVE_LEASED: &str = remove_rows!("w.lease = :lease");
+
+pub(in crate::store) const REMOVE_BURIED: &str = remove_rows!("w.state = 'dead'");
 
 /// The first row of each of these keys, if it waits without a due time.
 pub(in crate::store) const TO_WAKE: &str = concat!(
@@ -313,13 +334,9 @@ impl<S: OwnInbox> Waiting for S {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
         let Some(row) = session.first(tried(OURS, leased)).await? else { return Ok(false) };
-        let consumer = ConsumerId(row.get(0)?);
-        if row.get(1)? {
-            // A dead copy is there already: one row is enough.
-            session.run(removal(consumer, std::slice::from_ref(leased), leased.lease)).await?;
-        } else {
-            let buried = tried(BURY, leased).bind("reason", reason).bind("error", error_text(error));
-            session.run(buried.bind("holds", holds)).await?;
+        let (consumer, run) = (ConsumerId(row.get(0)?), std::slice::from_ref(leased));
+        if bury(session, consumer, run, reason, error, holds).await?.is_none() {
+            return Ok(false);
         }
         wake(session, consumer, leased.message.lane_id().as_slice()).await?;
         transaction.commit().await?;
@@ -363,11 +380,6 @@ fn tried(text: &'static str, leased: &LeasedMessage) -> Statement {
     sql(text).bind("sequence", leased.sequence).bind("lease", leased.lease).bind("attempts", attempts)
 }
 
-/// The statement that deletes leased rows while their lease stands.
-fn removal(consumer: ConsumerId, leased: &[LeasedMessage], lease: Uuid) -> Statement {
-    sql(REMOVE).bind("rows", numbers(leased)).bind("lease", lease).bind("consumer", consumer)
-}
-
 fn to_wake(consumer: ConsumerId, lanes: &[[u8; 16]]) -> Statement {
     let lanes: Vec<Uuid> = lanes.iter().copied().map(Uuid::from_bytes).collect();
     sql(TO_WAKE).bind("consumer", consumer).bind("lanes", lanes)
@@ -390,15 +402,52 @@ pub(in crate::store) async fn wake(
     Ok(())
 }
 
-/// Removes leased rows of one key in the handler's transaction. False where the lease is not ours
-/// any more: then roll back.
-pub(in crate::store) async fn finish(
+/// Rows that are dead until their handlers came to an end.
+#[derive(Debug, Default)]
+pub(in crate::store) struct Buried {
+    pub(in crate::store) rows: Vec<i64>,
+    /// How many of them are dead: the others had a dead copy, and are gone.
+    dead: u64,
+}
+
+/// Makes leased messages of one key dead, after as many tries as the `attempt` of each says. None
+/// where the lease is not ours any more: then roll back.
+pub(in crate::store) async fn bury(
     session: &mut dyn Session,
     consumer: ConsumerId,
     leased: &[LeasedMessage],
+    reason: &str,
+    error: &str,
+    holds: bool,
+) -> Result<Option<Buried>, StoreError> {
+    let Some(first) = leased.first() else { return Ok(None) };
+    let of_lease =
+        |text, rows: Vec<i64>| sql(text).bind("rows", rows).bind("lease", first.lease).bind("consumer", consumer);
+    let mut dead = 0;
+    for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
+        let attempts = group.first().map_or(0, |one| i64::from(one.message.attempt));
+        let buried = of_lease(BURY, numbers(group)).bind("attempts", attempts).bind("reason", reason);
+        dead += session.run(buried.bind("error", error_text(error)).bind("holds", holds)).await?;
+    }
+    // What is still leased has a dead copy: one row is enough.
+    let copies = leased.len() as u64 - dead;
+    if copies > 0 && session.run(of_lease(REMOVE_LEASED, numbers(leased))).await? != copies {
+        return Ok(None);
+    }
+    Ok(Some(Buried { rows: numbers(leased), dead }))
+}
+
+/// Removes what [`bury`] made dead in the same transaction. False where not all of it is there.
+pub(in crate::store) async fn finish(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    buried: &Buried,
 ) -> Result<bool, StoreError> {
-    let Some(first) = leased.first() else { return Ok(false) };
-    Ok(session.run(removal(consumer, leased, first.lease)).await? == leased.len() as u64)
+    if buried.dead == 0 {
+        return Ok(true);
+    }
+    let removed = sql(REMOVE_BURIED).bind("rows", buried.rows.clone()).bind("consumer", consumer);
+    Ok(session.run(removed).await? == buried.dead)
 }
 
 fn numbers(leased: &[LeasedMessage]) -> Vec<i64> {

@@ -26,7 +26,7 @@ use crate::message::MessageId;
 use crate::store::base::Base;
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
-use crate::store::sql::waiting;
+use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
 
 /// The longest wait for a rollback.
@@ -82,7 +82,8 @@ impl OwnInbox for SqliteStore {
         write.guard().await?;
         let savepoint = Savepoint::new();
         savepoint.set(&mut write).await?;
-        Ok(Box::new(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None }))
+        let buried = Buried::default();
+        Ok(Box::new(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None, buried }))
     }
 
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -116,13 +117,14 @@ async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Resu
 pub(super) struct SqliteInboxTx {
     write: Write,
     consumer: ConsumerId,
-    /// Set right after BEGIN, so that it covers the inbox rows and the rows that `finish` removes,
+    /// Set right after BEGIN, so that it covers the inbox rows and the rows that `bury` makes dead,
     /// in whichever order they are written.
     savepoint: Savepoint,
     /// The ids that were new.
     admitted: Option<HashSet<MessageId>>,
     /// The time at which their rows were received.
     received: Option<DbTime>,
+    buried: Buried,
 }
 
 #[async_trait]
@@ -186,8 +188,23 @@ impl InboxTx for SqliteInboxTx {
         Ok(())
     }
 
-    async fn finish(&mut self, leased: &[LeasedMessage]) -> Result<bool, StoreError> {
-        waiting::finish(self.write.connection(), self.consumer, leased).await
+    async fn bury(
+        &mut self,
+        leased: &[LeasedMessage],
+        reason: &str,
+        error: &str,
+        holds: bool,
+    ) -> Result<bool, StoreError> {
+        let session = self.write.connection();
+        let Some(buried) = waiting::bury(session, self.consumer, leased, reason, error, holds).await? else {
+            return Ok(false);
+        };
+        self.buried = buried;
+        Ok(true)
+    }
+
+    async fn finish(&mut self) -> Result<bool, StoreError> {
+        waiting::finish(self.write.connection(), self.consumer, &self.buried).await
     }
 
     async fn wake(&mut self, lanes: &[[u8; 16]]) -> Result<(), StoreError> {

@@ -21,7 +21,7 @@ use crate::store::statements::Dialect;
 /// The text for SQLite. It gets a value for every name that these texts use.
 fn words(text: &'static str) -> &'static str {
     let ones = "consumer lane head most rows lease length lease_max limit lanes after first from below topics places kinds \
-                of_kinds timed skipped all kept content";
+                of_kinds timed skipped all kept content reason attempts error holds";
     ones.split(' ').fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
 }
 
@@ -69,6 +69,8 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("due head", words(waiting::DUE_HEAD)),
         ("behind a head", words(waiting::BEHIND)),
         ("lease", words(waiting::LEASE)),
+        ("bury", words(waiting::BURY)),
+        ("remove what was buried", words(waiting::REMOVE_BURIED)),
         ("leased too long", words(waiting::LEASED_TOO_LONG)),
         ("lost heads", words(waiting::LOST_HEADS)),
         ("wake next", words(waiting::TO_WAKE)),

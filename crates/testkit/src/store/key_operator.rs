@@ -439,7 +439,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     let found = stored(trial, &driven).await;
     assert_eq!((found.parked.clone(), found.attempts, found.stage), (None, 0, Stage::Unknown));
     assert_eq!(found.evidence.len(), 0, "without a duplicate accepted nothing is said");
-    let due = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
+    let due = trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap();
     assert_eq!(due.len(), 1);
     trial.store.park(&due[0].0, "window over").await.unwrap();
     trial.store.retry(&stored(trial, &driven).await, true, false, &really()).await.unwrap();
@@ -579,7 +579,7 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     let effect = |effect: &str, happened| Resolution::Effect { effect: effect.to_owned(), happened };
     assert!(is_refused(&trial.store.resolve(&seen, &effect("refund", true), false, false, &really()).await));
     trial.store.resolve(&seen, &effect("charge", true), false, false, &really()).await.unwrap();
-    let due = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
+    let due = trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap();
     let (next, found): &(Driven, _) = &due[0];
     assert_eq!((found.evidence[0].evidence.verdict.as_str(), found.stage), ("success", Stage::Unknown));
     let mut tx = trial.store.begin_phase(next).await.unwrap();

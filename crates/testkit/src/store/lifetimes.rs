@@ -28,7 +28,7 @@ pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Tri
     assert_eq!((found.stage, found.parked.as_deref()), (Stage::Unknown, Some("two answers")));
     assert_eq!((found.due_at, found.lease_until), (None, None));
     assert!(matches!(trial.store.take_operation(driven.operation_id, LONG).await.unwrap(), Taken::Not(_)));
-    assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
+    assert!(trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap().is_empty());
     let seen = record(trial, &new.claim).await;
     assert_eq!((seen.parked, seen.state), (true, State::UnknownRequiresRecovery));
     assert_eq!(trial.store.operation_stats().await.unwrap().unknown, 1);

@@ -8,7 +8,7 @@ use oncebox::message::Message;
 use oncebox::store::{Inbox, InboxEntry, ParkAs, Proof, RowLease, Waiting};
 
 const STATEMENTS: [&str; 9] =
-    ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
+    ["admit", "blocked", "park", "forget", "bury", "clear attempts", "handler", "enqueue", "prove"];
 
 /// Runs one statement of the transaction. Returns whether its error is transient, with its text, or
 /// None where it did not fail.
@@ -25,12 +25,12 @@ async fn run<F: Fixture>(
         "blocked" => tx.standing(&[lane]).await.map(drop),
         "park" => tx.park(&[parked(&message("other", "1"), ParkAs::Behind)]).await,
         "forget" => tx.forget(&[entry.id]).await,
-        "finish" => {
+        "bury" => {
             // The lease uses another connection, which is not lost.
             let consumer = trial.consumer("c").await;
             let lease = RowLease::new(super::trial::LEASE);
             let leased = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
-            tx.finish(&[leased]).await.map(drop)
+            tx.bury(&[leased], "transaction-ended", "lost", true).await.map(drop)
         }
         "clear attempts" => tx.clear_attempts(&[entry.id]).await,
         "handler" => {

@@ -11,7 +11,7 @@ use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::operation::{Mode, Stage, State};
 use oncebox::store::{
-    Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, NewEvidence, NewIntent, NewOperation,
+    Base, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, Leave, NewEvidence, NewIntent, NewOperation,
     PhaseTx, Phases, Proof, RunOutcome, Sealed, StoredOperation, Taken,
 };
 
@@ -242,10 +242,10 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
     let later = local(trial, &new_operation("later", LONG)).await;
     trial.store.hand_back(&later, Due { after: Some(LONG), attempt: true }).await.unwrap();
     local(trial, &new_operation("driven", LONG)).await;
-    let first = trial.store.take_due("create_charge", &[1, 2], 3, LONG).await.unwrap();
+    let first = trial.store.take_due("create_charge", &[1, 2], 3, LONG, &[]).await.unwrap();
     let first: Vec<Uuid> = first.into_iter().map(|(driven, _)| driven.operation_id).collect();
     assert_eq!(first, due[..3]);
-    let racing = (0..20).map(|_| trial.store.take_due("create_charge", &[1, 2], 3, LONG));
+    let racing = (0..20).map(|_| trial.store.take_due("create_charge", &[1, 2], 3, LONG, &[]));
     let mut won: Vec<Uuid> = first;
     for taken in futures::future::join_all(racing).await {
         for (driven, found) in taken.unwrap() {
@@ -255,12 +255,12 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
         }
     }
     won.extend(
-        trial.store.take_due("create_charge", &[2], 100, LONG).await.unwrap().iter().map(|(d, _)| d.operation_id),
+        trial.store.take_due("create_charge", &[2], 100, LONG, &[]).await.unwrap().iter().map(|(d, _)| d.operation_id),
     );
     won.sort();
     assert_eq!(won, due, "each once, and no other");
-    assert!(trial.store.take_due("create_charge", &[], 100, LONG).await.unwrap().is_empty());
-    assert_eq!(trial.store.take_due("create_charge", &[3, 4], 100, LONG).await.unwrap().len(), 1);
+    assert!(trial.store.take_due("create_charge", &[], 100, LONG, &[]).await.unwrap().is_empty());
+    assert_eq!(trial.store.take_due("create_charge", &[3, 4], 100, LONG, &[]).await.unwrap().len(), 1);
     let later = stored(trial, &later).await;
     assert_eq!((later.attempts, later.due_at > Some(later.now)), (1, true));
 }
@@ -282,7 +282,7 @@ pub async fn a_tenant_that_has_its_share_is_left_out<F: Fixture>(trial: &Trial<F
     let mut rounds = Vec::new();
     for (limit, but) in [(1, &["t1"][..]), (10, &["t1", "t2"]), (10, &["t1"]), (10, &["nobody"])] {
         let but: Vec<Vec<u8>> = but.iter().map(|tenant| tenant.as_bytes().to_vec()).collect();
-        let taken = trial.store.take_due_but("create_charge", &[2], limit, LONG, &but).await.unwrap();
+        let taken = trial.store.take_due("create_charge", &[2], limit, LONG, &but).await.unwrap();
         rounds.push(taken.into_iter().map(|(driven, _)| driven.operation_id).collect::<Vec<_>>());
     }
     assert_eq!(rounds, [vec![due[2]], vec![due[4]], vec![], vec![due[0], due[1], due[3]]]);
@@ -437,7 +437,8 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     check(driven.clone(), Stage::Local).await;
     step(trial, &driven, "LOCAL", "SENT", Stage::Outstanding, &[intent("charge", "c")]).await;
     check(driven.clone(), Stage::Outstanding).await;
-    trial.store.doubt(&driven, Due { after: Some(Duration::ZERO), attempt: true }).await.unwrap();
+    let due = Due { after: Some(Duration::ZERO), attempt: true };
+    trial.store.leave(&driven, Leave::Doubt(due)).await.unwrap();
     check(driven.clone(), Stage::Unknown).await;
     let (next, found) = taken(trial, driven.operation_id).await;
     assert_eq!(found.attempts, 1);
@@ -453,7 +454,7 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     tx.commit().await.unwrap();
     check(driven.clone(), Stage::Settled).await;
     assert_eq!(stored(trial, &driven).await.intents[0].outcome.as_deref(), Some("failed"));
-    trial.store.doubt(&driven, AT_ONCE).await.unwrap();
+    trial.store.leave(&driven, Leave::Doubt(AT_ONCE)).await.unwrap();
     driven = taken(trial, driven.operation_id).await.0;
     for outcome in [RunOutcome::Unknown, RunOutcome::FailedRetryable { error_code: None }] {
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();

@@ -10,7 +10,7 @@ use super::phases::{AT_ONCE, LONG, new_operation, observed, outstanding, stored,
 use super::trial::eventually;
 use super::{Fixture, Trial};
 use oncebox::operation::{Stage, State};
-use oncebox::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
+use oncebox::store::{Driven, Due, Fenced, KeyOperator, Leave, OperationFilter, Phases};
 
 /// An operation that cannot be read is parked, and the others are taken. An operation without its
 /// record can still be parked.
@@ -26,7 +26,7 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     }
     trial.store.observe(&observed(&due[0], "wait")).await.unwrap();
     trial.run(&format!("update {} set status = 70000", trial.table("operation_evidence"))).await;
-    let due_now = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
+    let due_now = trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap();
     let ids: Vec<Uuid> = due_now.iter().map(|(driven, _)| driven.operation_id).collect();
     assert_eq!(ids, [due[1].operation_id, due[2].operation_id]);
     assert!(matches!(trial.store.operation(due[0].operation_id).await, Err(oncebox::StoreError::Corrupt(_))));
@@ -36,7 +36,7 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     let found = trial.store.operations(&parked).await.unwrap();
     assert_eq!((found.operations, found.unreadable.len(), found.unreadable[0].0), (vec![], 1, due[0].operation_id));
     assert_eq!(record(trial, &new_operation("corrupt", LONG).claim).await.state, State::UnknownRequiresRecovery);
-    assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
+    assert!(trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap().is_empty());
     trial.run(&format!("delete from {} where state = 'IN_PROGRESS'", trial.table("idempotency_request"))).await;
     for (driven, _) in &due_now {
         assert_eq!(trial.store.park(driven, "record-gone").await.unwrap(), Fenced::Done);
@@ -88,14 +88,10 @@ pub async fn o9_what_is_left_as_it_was_due_is_due_when_it_was<F: Fixture>(trial:
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     trial.store.hand_back(&driven, Due { after: Some(LONG), attempt: false }).await.unwrap();
     let due = stored(trial, &driven).await.due_at;
-    for doubt in [false, true] {
+    let as_before = Due { after: None, attempt: false };
+    for leave in [Leave::HandBack(as_before), Leave::Doubt(as_before)] {
         let (driven, _) = taken(trial, driven.operation_id).await;
-        let as_before = Due { after: None, attempt: false };
-        let left = if doubt {
-            trial.store.doubt(&driven, as_before).await.unwrap()
-        } else {
-            trial.store.hand_back(&driven, as_before).await.unwrap()
-        };
+        let left = trial.store.leave(&driven, leave).await.unwrap();
         assert_eq!((left, stored(trial, &driven).await.due_at), (Fenced::Done, due));
     }
 }

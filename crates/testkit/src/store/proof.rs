@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::trial::{LEASE, Tx, due, effect, eventually, everything, message, new_entry};
+use super::trial::{ENDED, LEASE, Tx, due, effect, eventually, everything, message, new_entry};
 use super::{Connection, Fixture, Trial};
 use oncebox::store::{Inbox, Proof, RowLease, Undone, Waiting};
 
@@ -223,15 +223,14 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
     }
 }
 
-/// The handler's own COMMIT removed the row of the head, so that no later try can find it. Only the
-/// answer `Committed` of `undo` shows this.
-pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Trial<F>) {
+/// The handler's own COMMIT left the head dead. The answer `Committed` of `undo` tells of it.
+pub async fn a_head_that_a_handler_committed_is_told<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for statement in ["select 1", "commit"] {
         trial.park(consumer, &message(statement, ""), due()).await;
         let head = trial.store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+        assert!(tx.bury(std::slice::from_ref(&head), ENDED, "no", true).await.unwrap());
         careless::<F>(tx.connection().unwrap(), statement).await;
         let undone = tx.undo().await.unwrap();
         drop(tx);
@@ -242,8 +241,8 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
 }
 
 /// The connection was lost for longer than the lease, or the handler rolled back, and another
-/// process handled the message meanwhile. `undo` must not answer `Committed`, which would make the
-/// message dead. Shown to fail where a waiting row that is gone counts as committed by the handler.
+/// process handled the message meanwhile. `undo` must not answer `Committed`: the message would be
+/// reported as dead. Shown to fail where a row that is gone counts as committed by the handler.
 pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fixture>(trial: &Trial<F>) {
     if !F::CONCURRENT_WRITERS {
         return; // With a single writer, no peer writes before this transaction is undone.
@@ -255,7 +254,7 @@ pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fi
         let lease = RowLease::new(Duration::from_millis(1));
         let head = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+        assert!(tx.bury(std::slice::from_ref(&head), ENDED, "no", true).await.unwrap());
         match end {
             "rollback" => careless::<F>(tx.connection().unwrap(), end).await,
             // The server frees the row once it has noticed the lost connection. The peer waits for
@@ -273,9 +272,30 @@ pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fi
         })
         .await;
         let mut peer = trial.store.begin(consumer).await.unwrap();
-        assert!(peer.finish(std::slice::from_ref(&again)).await.unwrap());
+        assert!(peer.bury(std::slice::from_ref(&again), ENDED, "no", true).await.unwrap());
+        assert!(peer.finish().await.unwrap());
         peer.commit().await.unwrap();
         let undone = tx.undo().await.unwrap();
         assert_eq!(undone, if end == "rollback" { Undone::Whole } else { Undone::Lost }, "{end}");
     }
+}
+
+/// A handler removed the row of its message. Then nothing that it wrote may stay. Shown by: not
+/// counting what is removed after it.
+pub async fn a_head_that_its_handler_changed_is_not_finished<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("k", ""), due()).await;
+    let head = trial.store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap().unwrap();
+    for is_changed in [true, false] {
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert!(tx.bury(std::slice::from_ref(&head), ENDED, "no", true).await.unwrap());
+        let delete = format!("delete from {} where sequence = {}", trial.table("waiting"), head.sequence);
+        if is_changed {
+            assert_eq!(F::run(tx.connection().unwrap(), &delete).await.unwrap(), 1);
+        }
+        assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+        assert_eq!(tx.finish().await.unwrap(), !is_changed);
+        assert_eq!(tx.undo().await.unwrap(), Undone::Whole);
+    }
+    assert_eq!(trial.store.give_back(consumer, &[head]).await.unwrap(), 1);
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::trial::{due, everything, message};
+use super::trial::{ENDED, due, everything, message};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
 use oncebox::store::{
@@ -46,7 +46,8 @@ fn payloads(leased: &[LeasedMessage]) -> Vec<&str> {
 
 async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, leased: &[LeasedMessage]) {
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.finish(leased).await.unwrap());
+    assert!(tx.bury(leased, ENDED, "no", true).await.unwrap());
+    assert!(tx.finish().await.unwrap());
     tx.wake(leased[0].message.lane_id().as_slice()).await.unwrap();
     tx.commit().await.unwrap();
 }

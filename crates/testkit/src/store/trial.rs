@@ -189,6 +189,9 @@ pub(super) fn taken(answer: LeaseAnswer) -> Session {
     }
 }
 
+/// The reason with which messages are dead until the end of their handlers.
+pub(super) const ENDED: &str = "transaction-ended";
+
 /// A consumer with the usual id rule.
 pub(super) fn spec(name: &str) -> ConsumerSpec {
     ConsumerSpec { name: name.to_owned(), id_rule: "envelope".to_owned(), accept: false }
@@ -233,8 +236,7 @@ pub(super) fn new_entry() -> InboxEntry {
 /// A message to park: after one try, or behind another one and never tried.
 pub(super) fn parked(message: &Message, park_as: ParkAs) -> Parked {
     let tried = park_as != ParkAs::Behind;
-    let (message, error) = (message.clone(), tried.then(|| "no".to_owned()));
-    Parked { message, park_as, attempts: u32::from(tried), error, sequence: None }
+    Parked { message: message.clone(), park_as, attempts: u32::from(tried), error: tried.then(|| "no".to_owned()) }
 }
 
 /// All kinds of the topic that cases use.

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use super::trial::{arrived, due, entry, eventually, everything, in_a_day, message, parked};
+use super::trial::{ENDED, arrived, due, entry, eventually, everything, in_a_day, message, parked};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
-use oncebox::store::{ConsumerId, DeadFilter, Inbox, LeasedMessage, Operator, ParkAs, RowLease, Scope, Waiting};
+use oncebox::store::{
+    ConsumerId, DeadFilter, Inbox, LeasedMessage, Operator, ParkAs, Proof, RowLease, Scope, Undone, Waiting,
+};
 
 const LEASE: Duration = Duration::from_secs(600);
 
@@ -30,14 +32,15 @@ async fn lease_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: D
 /// succeeded.
 async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[LeasedMessage]) -> bool {
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    let finished = tx.finish(run).await.unwrap();
-    if finished {
+    let buried = tx.bury(run, ENDED, "no", true).await.unwrap();
+    if buried {
+        assert!(tx.finish().await.unwrap());
         tx.wake(run[0].message.lane_id().as_slice()).await.unwrap();
         tx.commit().await.unwrap();
     } else {
         tx.rollback().await.unwrap();
     }
-    finished
+    buried
 }
 
 /// Finishes a leased message as the retrier does.
@@ -91,7 +94,8 @@ pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Tri
     three_of_each(trial, consumer, &["a"]).await;
     let head = lease(trial, consumer).await.remove(0);
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+    assert!(tx.bury(std::slice::from_ref(&head), ENDED, "no", true).await.unwrap());
+    assert!(tx.finish().await.unwrap());
     tx.rollback().await.unwrap();
     assert!(lease(trial, consumer).await.is_empty(), "it was not finished");
     let mut order = Vec::new();
@@ -104,6 +108,80 @@ pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Tri
     }
     assert_eq!(order, ["a1", "a2", "a3"]);
     assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
+}
+
+/// The head of a key that is due, and the message behind it, leased together.
+async fn lease_two<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> [LeasedMessage; 2] {
+    let lease = RowLease::new(LEASE);
+    let head = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
+    let mut behind = trial.store.lease_behind(consumer, &head, &everything(), 1, &lease).await.unwrap();
+    [head, behind.remove(0)]
+}
+
+/// A handler commits before the proof: its messages are dead at their places, before those behind
+/// them, with the tries of each, and nobody has woken the key. With `holds` it stays held.
+pub async fn r23_what_is_committed_before_the_proof_is_dead_at_its_place<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    for (key, holds) in [("hold", true), ("skip", false)] {
+        three_of_each(trial, consumer, &[key]).await;
+        let run = lease_two(trial, consumer).await;
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert!(tx.bury(&run, ENDED, "its handler", holds).await.unwrap());
+        tx.commit().await.unwrap();
+        for one in &run {
+            assert!(!finish(trial, consumer, one).await, "its lease is over");
+        }
+        assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None, "nobody woke the key");
+        trial.store.wake(consumer, run[0].message.lane_id().as_slice()).await.unwrap();
+        let next = payloads(&lease(trial, consumer).await);
+        assert_eq!(next, if holds { Vec::new() } else { vec!["skip3".to_owned()] });
+        assert_eq!(trial.store.give_back(consumer, &run).await.unwrap(), 0, "they stay dead");
+    }
+    let dead = trial.store.dead(&DeadFilter::default()).await.unwrap();
+    let mut dead: Vec<_> = dead
+        .iter()
+        .map(|dead| (std::str::from_utf8(&dead.payload).unwrap(), dead.attempts, dead.behind, dead.reason.as_str()))
+        .collect();
+    dead.sort_unstable();
+    let expected = [("hold1", 2, 1), ("hold2", 1, 1), ("skip1", 2, 0), ("skip2", 1, 0)];
+    assert_eq!(dead, expected.map(|(payload, attempts, behind)| (payload, attempts, behind, ENDED)));
+}
+
+/// A redelivery is dead by a verdict while the message waits, and there is only one dead row for a
+/// message. So burying leaves that copy: it does not fail, whatever its handler does then.
+pub async fn a_message_with_a_dead_copy_is_buried_as_that_copy<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let committed = ["commits1 too-old", "commits2 transaction-ended"];
+    for (key, left) in [("commits", &committed[..]), ("done", &["done1 too-old"][..])] {
+        three_of_each(trial, consumer, &[key]).await;
+        let run = lease_two(trial, consumer).await;
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        let too_old = ParkAs::Dead { reason: "too-old".to_owned(), holds: false };
+        tx.park(&[parked(&run[0].message, too_old)]).await.unwrap();
+        tx.commit().await.unwrap();
+        for is_undone in [true, false] {
+            let mut tx = trial.store.begin(consumer).await.unwrap();
+            assert!(tx.bury(&run, ENDED, "its handler", true).await.unwrap());
+            assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+            if is_undone {
+                assert_eq!(tx.undo().await.unwrap(), Undone::Whole);
+                continue;
+            }
+            if key == "done" {
+                assert!(tx.finish().await.unwrap());
+            }
+            tx.commit().await.unwrap();
+        }
+        let waiting = trial.table("waiting");
+        let rows = format!("select count(*) from {waiting} where state = 'waiting'");
+        let dead = trial.store.dead(&DeadFilter::default()).await.unwrap();
+        let mut dead: Vec<String> =
+            dead.iter().map(|dead| format!("{} {}", String::from_utf8_lossy(&dead.payload), dead.reason)).collect();
+        dead.sort_unstable();
+        assert_eq!(dead, left);
+        assert_eq!(trial.number(&rows).await, 1, "what stands behind them");
+        trial.run(&format!("delete from {waiting}")).await;
+    }
 }
 
 /// Every part of a message comes back unchanged, whatever its bytes are.

@@ -15,7 +15,7 @@ use url::Host;
 /// Decides which addresses may be called: public ones, and those of allowed hosts.
 #[derive(Debug)]
 pub(super) struct Addresses {
-    allowed_hosts: BTreeSet<String>,
+    pub(super) allowed_hosts: BTreeSet<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -38,18 +38,10 @@ pub(super) enum Barred {
 }
 
 impl Addresses {
-    pub(super) fn new(allowed_hosts: BTreeSet<String>) -> Self {
-        Self { allowed_hosts }
-    }
-
-    fn is_allowed(&self, host: &str) -> bool {
-        self.allowed_hosts.contains(host)
-    }
-
     /// Checks what the URL alone says.
     pub(super) fn permits(&self, url: &Url) -> Result<(), Barred> {
         let host = url.host_str().ok_or(Barred::NoHost)?;
-        let allowed = self.is_allowed(host);
+        let allowed = self.allowed_hosts.contains(host);
         if url.scheme() != "https" && !(allowed && url.scheme() == "http") {
             return Err(Barred::Scheme);
         }
@@ -74,7 +66,7 @@ impl Addresses {
 
     async fn resolve(&self, name: &str) -> Result<Vec<SocketAddr>, Barred> {
         let found: Vec<SocketAddr> = tokio::net::lookup_host((name, 0)).await.map_err(Barred::Unresolved)?.collect();
-        if !self.is_allowed(name) {
+        if !self.allowed_hosts.contains(name) {
             found.iter().try_for_each(|address| public(address.ip()))?;
         }
         Ok(found)
@@ -143,7 +135,7 @@ mod tests {
     use super::*;
 
     fn addresses(hosts: &[&str]) -> Addresses {
-        Addresses::new(hosts.iter().map(|&host| host.to_owned()).collect())
+        Addresses { allowed_hosts: hosts.iter().map(|&host| host.to_owned()).collect() }
     }
 
     // Shown by: removing any line of the two lists.

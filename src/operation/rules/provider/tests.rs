@@ -195,12 +195,6 @@ fn an_accepted_duplicate_sends_again_and_its_refusal_proves_nothing_of_what_was_
 }
 
 #[test]
-fn o5_a_call_starts_only_if_its_timeout_fits_into_the_lease() {
-    let second = Duration::from_secs(1);
-    assert!(may_start(second * 5, second * 5) && !may_start(second * 5, second * 5 - Duration::from_nanos(1)));
-}
-
-#[test]
 fn o6_a_window_in_which_nothing_can_be_repeated_is_refused() {
     assert_eq!(WINDOW.validate(), Ok(()));
     let none = KeyWindow { max_in_flight: WINDOW.retention, ..WINDOW };

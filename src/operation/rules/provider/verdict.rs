@@ -105,24 +105,19 @@ impl Answer {
     /// What the answer to a send proves.
     #[must_use]
     pub fn verdict(self) -> Verdict {
-        let (status, listed, in_progress, replayed, matches, retry_after) = match self {
-            Self::NotConnected | Self::NotMade => return Verdict::NotSent,
-            Self::NoAnswer => return Verdict::Indefinite,
-            Self::Status { status, listed, in_progress, replayed, matches, retry_after } => {
-                (status, listed, in_progress, replayed, matches, retry_after)
-            }
-        };
-        let wait = Verdict::Wait(retry_after.unwrap_or(PAUSE).min(PAUSE_MAX));
-        match status {
-            _ if in_progress => wait,
-            200..=299 if matches == Matches::ALL => Verdict::Succeeded,
-            200..=299 => Verdict::Mismatch,
-            400..=499 if listed => Verdict::Failed,
-            409 | 425 | 429 => wait,
-            408 => Verdict::Indefinite,
-            400..=499 => Verdict::Refused,
-            500..=599 if replayed => Verdict::StoredError,
-            _ => Verdict::Indefinite,
+        let wait = |asked: Option<Duration>| Verdict::Wait(asked.unwrap_or(PAUSE).min(PAUSE_MAX));
+        match self {
+            Self::NotConnected | Self::NotMade => Verdict::NotSent,
+            Self::NoAnswer => Verdict::Indefinite,
+            Self::Status { in_progress: true, retry_after, .. } => wait(retry_after),
+            Self::Status { status: 200..=299, matches: Matches::ALL, .. } => Verdict::Succeeded,
+            Self::Status { status: 200..=299, .. } => Verdict::Mismatch,
+            Self::Status { status: 400..=499, listed: true, .. } => Verdict::Failed,
+            Self::Status { status: 409 | 425 | 429, retry_after, .. } => wait(retry_after),
+            Self::Status { status: 408, .. } => Verdict::Indefinite,
+            Self::Status { status: 400..=499, .. } => Verdict::Refused,
+            Self::Status { status: 500..=599, replayed: true, .. } => Verdict::StoredError,
+            Self::Status { .. } => Verdict::Indefinite,
         }
     }
 

@@ -12,18 +12,15 @@ use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, LOOKS, Undone};
 use crate::store::bounded::{Ask, Bounded};
 
-/// Whether the writes of an ended transaction are there: an inbox row that it inserted (`xmin` of a
-/// row is the lower half of its transaction's id), or, after `finish`, no waiting row and the
-/// status `committed`. `pg_xact_status` alone is no proof: after a crash the server gives ids that
-/// were not on disk yet to other transactions.
+/// Whether the writes of an ended transaction are there: an inbox row that it inserted, or a row
+/// that it made dead (`xmin` of a row is the lower half of its transaction's id).
 const STANDS: &str = "
-select case when $5::bigint is null
-         then exists (select 1 from oncebox.inbox_timed where consumer_id = $2 and message_id = any($3)
-                         and xmin = split_part($1, ' ', 1)::xid8::xid)
-           or exists (select 1 from oncebox.inbox_untimed where consumer_id = $2 and message_id = any($4)
-                         and xmin = split_part($1, ' ', 1)::xid8::xid)
-         else not exists (select 1 from oncebox.waiting where sequence = $5)
-          and pg_xact_status(split_part($1, ' ', 1)::xid8) is not distinct from 'committed' end";
+select exists (select 1 from oncebox.inbox_timed where consumer_id = $2 and message_id = any($3)
+                  and xmin = split_part($1, ' ', 1)::xid8::xid)
+    or exists (select 1 from oncebox.inbox_untimed where consumer_id = $2 and message_id = any($4)
+                  and xmin = split_part($1, ' ', 1)::xid8::xid)
+    or exists (select 1 from oncebox.waiting where sequence = any($5) and state = 'dead'
+                  and xmin = split_part($1, ' ', 1)::xid8::xid)";
 
 /// Runs on another connection. Reads whether the transaction is still in progress, and whether its
 /// backend executes a statement and does not wait for its client; then terminates that backend. The
@@ -45,7 +42,7 @@ pub(super) struct Written {
     pub(super) witness: String,
     pub(super) consumer: ConsumerId,
     pub(super) ours: Ids,
-    pub(super) finished: Option<i64>,
+    pub(super) buried: Vec<i64>,
 }
 
 impl Written {
@@ -56,7 +53,7 @@ impl Written {
             .bind(self.consumer.0)
             .bind(&self.ours.timed)
             .bind(&self.ours.untimed)
-            .bind(self.finished)
+            .bind(&self.buried)
             .one(connection)
             .await
     }

@@ -11,8 +11,8 @@ use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{
-    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, end_stage, may_advance, no_effect,
-    no_record, twice,
+    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, end_stage, may_advance, no_record,
+    twice,
 };
 use crate::operation::port::{Basis, Begun, Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::flow::Stage;
@@ -240,7 +240,7 @@ impl SqlPhaseTx {
         for (effect, outcome) in self.settled.iter() {
             let settle = sql(SETTLE).bind("id", id).bind("effect", effect).bind("outcome", outcome);
             if session.run(settle).await? == 0 {
-                return Err(no_effect(effect));
+                return Err(StoreError::Refused(format!("there is no effect `{effect}` to settle")));
             }
         }
         Ok(())
