@@ -333,9 +333,13 @@ impl<S: OwnInbox> Waiting for S {
     async fn bury(&self, leased: &LeasedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
-        let Some(row) = session.first(tried(OURS, leased)).await? else { return Ok(false) };
+        let Some(row) = session.first(tried(OURS, leased)).await? else {
+            transaction.rollback().await?;
+            return Ok(false);
+        };
         let (consumer, run) = (ConsumerId(row.get(0)?), std::slice::from_ref(leased));
         if bury(session, consumer, run, reason, error, holds).await?.is_none() {
+            transaction.rollback().await?;
             return Ok(false);
         }
         wake(session, consumer, leased.message.lane_id().as_slice()).await?;
@@ -425,7 +429,7 @@ pub(in crate::store) async fn bury(
         |text, rows: Vec<i64>| sql(text).bind("rows", rows).bind("lease", first.lease).bind("consumer", consumer);
     let mut dead = 0;
     for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
-        let attempts = group.first().map_or(0, |one| i64::from(one.message.attempt));
+        let attempts = group.first().map_or(0, |one| one.message.attempt);
         let buried = of_lease(BURY, numbers(group)).bind("attempts", attempts).bind("reason", reason);
         dead += session.run(buried.bind("error", error_text(error)).bind("holds", holds)).await?;
     }
