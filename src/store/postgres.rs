@@ -59,6 +59,11 @@ pub struct PostgresStore {
     attaches: Arc<AtomicBool>,
 }
 
+/// The SQLSTATE of a server error.
+fn code(error: &sqlx::Error) -> Option<String> {
+    error.as_database_error()?.code().map(|code| code.into_owned())
+}
+
 #[async_trait]
 impl Base for PostgresStore {
     type Db = sqlx::Postgres;

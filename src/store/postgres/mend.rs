@@ -8,9 +8,8 @@
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 
-use super::PostgresStore;
 use super::connect::BEGIN;
-use super::partitions::code;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operator::ActContext;
 use crate::store::bounded::{Ask, Bounded};

@@ -20,7 +20,7 @@ use uuid::Uuid;
 pub(super) use self::finish::{Within, finish};
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
-use super::PostgresStore;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operation::port::{
     Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RunOutcome,
@@ -150,7 +150,7 @@ impl Bridged for PgConnection {
 
     async fn stands(&mut self) -> Result<(), StoreError> {
         let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await;
-        set.map_err(|error| match error.as_database_error().and_then(|error| error.code()).as_deref() {
+        set.map_err(|error| match code(&error).as_deref() {
             // There is no transaction (25P01).
             Some("25P01") => StoreError::Fenced("the transaction has ended before its commit".to_owned()),
             _ => error.into(),
