@@ -27,11 +27,11 @@ mod schema;
 mod sql;
 mod statements;
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use sqlx::mysql::MySqlDatabaseError;
 use sqlx::{MySql, MySqlPool};
 
 use super::bounded::BoundedPool;
@@ -41,7 +41,7 @@ use crate::store::{Duties, Store};
 use crate::text::hex::hex;
 
 /// The store on MySQL and MariaDB: outbox, inbox and operations. Cheap to clone.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct MySqlStore {
     pool: BoundedPool<MySql>,
     /// The longest lock wait of a handler's statement.
@@ -75,10 +75,20 @@ impl Store for MySqlStore {
     }
 }
 
-impl fmt::Debug for MySqlStore {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlStore").field("connections", &self.pool.plain().size()).finish_non_exhaustive()
-    }
+/// The number of an error of the server.
+fn number(error: &sqlx::Error) -> Option<u16> {
+    Some(error.as_database_error()?.try_downcast_ref::<MySqlDatabaseError>()?.number())
+}
+
+/// Whether the key of a row that was to be inserted is there already.
+fn is_duplicate(error: &sqlx::Error) -> bool {
+    number(error) == Some(1062)
+}
+
+/// Whether another transaction has a row locked, and the statement was not to wait: 1205 on
+/// MariaDB, 3572 on MySQL.
+fn is_locked(error: &sqlx::Error) -> bool {
+    matches!(number(error), Some(1205 | 3572))
 }
 
 /// Begins a transaction of our own. `autocommit` stays as it is.

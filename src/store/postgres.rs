@@ -20,7 +20,6 @@ mod connect;
 mod diverted;
 mod door;
 mod inbox;
-mod mailbox;
 mod mend;
 mod operations;
 mod operator;
@@ -58,6 +57,11 @@ pub struct PostgresStore {
     inbox_look_at: Arc<Mutex<Option<Instant>>>,
     /// True while ranges are made beside a large DEFAULT partition.
     attaches: Arc<AtomicBool>,
+}
+
+/// The SQLSTATE of a server error.
+fn code(error: &sqlx::Error) -> Option<String> {
+    error.as_database_error()?.code().map(|code| code.into_owned())
 }
 
 #[async_trait]

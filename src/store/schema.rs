@@ -44,12 +44,6 @@ pub enum SchemaState {
 }
 
 impl SchemaState {
-    /// The state of a schema with newer migrations. `serves_from` is the oldest version of a
-    /// program that all of them still serve.
-    pub(super) fn of_newer(found: i64, serves_from: i64, known: i64) -> Self {
-        if serves_from <= known { Self::Ahead { found, known } } else { Self::Newer { found, known } }
-    }
-
     /// Whether a program may start.
     ///
     /// # Errors
@@ -82,6 +76,13 @@ pub struct MigrationText {
     pub sql: &'static str,
 }
 
+impl MigrationText {
+    /// A migration after which programs that do not know it would do wrong.
+    pub(super) const fn breaking(version: i64, description: &'static str, sql: &'static str) -> Self {
+        Self { version, description, serves_from: version, sql }
+    }
+}
+
 /// A migration and whether it was applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppliedMigration {
@@ -93,10 +94,13 @@ pub struct AppliedMigration {
     pub applied: bool,
 }
 
-/// The applied migrations of a database, ascending: version, and the SHA-256 of the text where the
-/// database keeps it. Empty where no table of oncebox is there.
+/// An applied migration: its version, the oldest program that it serves, and the SHA-256 of its
+/// text where the database keeps it.
+type Applied = (i64, i64, Option<Vec<u8>>);
+
+/// The applied migrations of a database, ascending. Empty where no table of oncebox is there.
 #[derive(Debug, Default)]
-pub(super) struct History(pub(super) Vec<(i64, Option<Vec<u8>>)>);
+pub(super) struct History(pub(super) Vec<Applied>);
 
 /// SHA-256 of a migration's text.
 pub(super) fn checksum(migration: &MigrationText) -> Vec<u8> {
@@ -104,34 +108,39 @@ pub(super) fn checksum(migration: &MigrationText) -> Vec<u8> {
 }
 
 /// The newest version that this program knows.
-pub(super) fn newest(known: &[MigrationText]) -> i64 {
+fn newest(known: &[MigrationText]) -> i64 {
     known.last().map_or(0, |migration| migration.version)
 }
 
 impl History {
     /// The newest applied version.
     pub(super) fn newest(&self) -> Option<i64> {
-        self.0.last().map(|(version, _)| *version)
+        self.0.last().map(|(version, ..)| *version)
     }
 
     /// Whether a migration was applied.
-    pub(super) fn has(&self, version: i64) -> bool {
-        self.0.iter().any(|(applied, _)| *applied == version)
+    fn has(&self, version: i64) -> bool {
+        self.0.iter().any(|(applied, ..)| *applied == version)
     }
 
     /// The first version that was applied with another text than this program has.
     fn changed(&self, known: &[MigrationText]) -> Option<i64> {
-        let is_other = |(version, stored): &&(i64, Option<Vec<u8>>)| {
+        let is_other = |(version, _, stored): &&Applied| {
             let known = known.iter().find(|migration| migration.version == *version);
             known.zip(stored.as_ref()).is_some_and(|(migration, stored)| checksum(migration) != *stored)
         };
-        self.0.iter().find(is_other).map(|(version, _)| *version)
+        self.0.iter().find(is_other).map(|(version, ..)| *version)
     }
 
-    /// The state of a schema that is not newer than this program; for a newer one see
-    /// [`SchemaState::of_newer`].
+    /// How the schema compares with this program.
     pub(super) fn state(&self, known: &[MigrationText]) -> SchemaState {
         let needed = newest(known);
+        if let Some(found) = self.newest().filter(|found| *found > needed) {
+            let mut newer = self.0.iter().filter(|(version, ..)| *version > needed);
+            let serves = newer.all(|(_, serves_from, _)| *serves_from <= needed);
+            let known = needed;
+            return if serves { SchemaState::Ahead { found, known } } else { SchemaState::Newer { found, known } };
+        }
         match (self.newest(), self.changed(known)) {
             (None, _) => SchemaState::Missing,
             (Some(_), Some(version)) => SchemaState::Changed { version },
@@ -165,7 +174,7 @@ impl History {
             applied: self.has(migration.version),
         });
         let is_newer = |version: &i64| known.iter().all(|migration| migration.version != *version);
-        let newer = self.0.iter().map(|(version, _)| *version).filter(is_newer).map(|version| AppliedMigration {
+        let newer = self.0.iter().map(|(version, ..)| *version).filter(is_newer).map(|version| AppliedMigration {
             version,
             description: "of a newer program".to_owned(),
             applied: true,

@@ -39,11 +39,13 @@
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
 //! read and claim, admission to the inbox, the doors, claim and outcome of an operation.
 
-pub(in crate::store) mod expiry;
+pub(in crate::store) mod audit;
+mod expiry;
 mod history;
 pub(in crate::store) mod inbox;
 mod key_operator;
-pub(in crate::store) mod live;
+pub(in crate::store) mod keys;
+mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
 pub(in crate::store) mod operator;
@@ -160,6 +162,9 @@ macro_rules! values_from {
 
 values_from! {
     i64 => Int |value| value;
+    i32 => Int i64::from;
+    u32 => Int i64::from;
+    usize => Int |value| i64::try_from(value).unwrap_or(i64::MAX);
     String => Text |value| value;
     &str => Text str::to_owned;
     &String => Text |value: &String| value.clone();
@@ -476,10 +481,24 @@ pub(in crate::store) trait Session: Send {
 }
 
 impl dyn Session + '_ {
-    /// The first column of the only row of an answer.
-    pub(in crate::store) async fn one<T: Column>(&mut self, statement: Statement) -> Result<T, StoreError> {
-        let rows = self.rows(statement).await?;
-        rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?.get(0)
+    /// The first row of an answer, where it has one.
+    async fn first(&mut self, statement: Statement) -> Result<Option<Box<dyn Row>>, StoreError> {
+        Ok(self.rows(statement).await?.into_iter().next())
+    }
+
+    /// The row of an answer that always has one.
+    async fn only(&mut self, statement: Statement) -> Result<Box<dyn Row>, StoreError> {
+        self.first(statement).await?.ok_or(StoreError::Other(sqlx::Error::RowNotFound))
+    }
+
+    /// The first column of the row of an answer that always has one.
+    async fn one<T: Column>(&mut self, statement: Statement) -> Result<T, StoreError> {
+        self.only(statement).await?.get(0)
+    }
+
+    /// The first column of each row of an answer.
+    async fn column<T: Column>(&mut self, statement: Statement) -> Result<Vec<T>, StoreError> {
+        self.rows(statement).await?.iter().map(|row| row.get(0)).collect()
     }
 }
 

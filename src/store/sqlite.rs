@@ -21,7 +21,6 @@ mod check;
 mod connect;
 mod door;
 mod inbox;
-mod mailbox;
 mod message;
 mod operations;
 mod operator;

@@ -4,8 +4,13 @@ use std::time::Duration;
 
 use oncebox::sqlx::{self, Connection, Executor, PgConnection};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, Proof, Schema, StoreOptions, Undone};
-use oncebox::{StoreError, message::MessageId};
+use oncebox::store::{
+    Base, ConsumerSpec, Inbox, InboxEntry, LeasedMessage, Proof, RowLease, Schema, StoreOptions, Undone, Waiting,
+};
+use oncebox::{
+    StoreError,
+    message::{Coordinates, Message, MessageId},
+};
 
 use crate::postgres::{Server, on_server, with_database, with_path};
 use crate::proxy::Proxy;
@@ -150,6 +155,40 @@ async fn the_session_that_a_handler_changed_is_set_back_before_anybody_else_gets
             }
             assert_eq!(seen().await, before, "committed: {commit}");
         }
+        store.close().await;
+    })
+    .await;
+}
+
+/// Shown by leaving its transaction open: the connection is closed with it.
+#[tokio::test]
+async fn a_lease_that_is_lost_costs_no_connection() {
+    with_database("a_lease_that_is_lost_costs_no_connection", |database| async move {
+        let options = StoreOptions { connections_max: 1, ..StoreOptions::new(database.url.clone()) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        let message = Message {
+            id: MessageId::new(),
+            id_text: String::new(),
+            topic: "t".into(),
+            key: None,
+            kind: String::new(),
+            headers: Vec::new(),
+            payload: Vec::new(),
+            tombstone: false,
+            content_type: None,
+            source: String::new(),
+            time: None,
+            trace: None,
+            coordinates: Coordinates { place: "t".into(), partition: 0, offset: 0 },
+            attempt: 1,
+        };
+        let lease = RowLease::new(Duration::from_secs(1)).token;
+        let lost = LeasedMessage { sequence: 1, lease, tries: 0, suspect: false, message };
+        let server =
+            || async { sqlx::query_scalar::<_, i32>("select pg_backend_pid()").fetch_one(store.pool()).await.unwrap() };
+        let before = server().await;
+        assert!(!store.bury(&lost, "attempts", "no", true).await.unwrap());
+        assert_eq!(server().await, before);
         store.close().await;
     })
     .await;

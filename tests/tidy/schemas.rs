@@ -13,7 +13,6 @@ const OWN: &[(&str, &str)] = &[
     ("inbox inbox_timed inbox_untimed", "PostgreSQL partitions those whose id has a time"),
     ("inbox.batch_token", "tells MySQL which rows an INSERT IGNORE inserted"),
     ("migration", "SQLite and PostgreSQL make theirs before the first migration"),
-    ("operation.parked_since", "MySQL has no partial indexes"),
     ("operation_phase", "SQLite has one writer, so a phase that began cannot be beside another"),
     ("outbox.traceparent outbox.tracestate", "SQLite keeps them among the headers"),
     ("outbox.written_by shard.gaps", "positions of PostgreSQL may become visible out of their order"),

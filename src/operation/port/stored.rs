@@ -19,11 +19,6 @@ pub(crate) fn corrupt(error: impl std::fmt::Display) -> StoreError {
     StoreError::Corrupt(format!("a stored operation: {error}"))
 }
 
-/// Converts a number that was read as 64 bits; an error if it is out of range.
-pub(crate) fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
-    T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
-}
-
 impl KeptBody {
     /// How many bytes headers and body take when stored; headers in the format of `pack`.
     #[must_use]

@@ -17,7 +17,7 @@ use sqlx::{ConnectOptions, Connection, Pool};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-use super::{Bounded, Remote};
+use super::{Bounded, Remote, silent};
 use crate::error::{StoreError, classify};
 
 /// How long the first connection may take if there is only one host. Then an error is returned.
@@ -203,8 +203,4 @@ async fn watch<Db: Remote>(mut hosts: Hosts<Db>, pool: Pool<Db>, pulse: Arc<toki
             break;
         }
     }
-}
-
-fn silent(limit: Duration) -> sqlx::Error {
-    sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, format!("the server did not answer within {limit:?}")))
 }

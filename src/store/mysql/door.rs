@@ -91,7 +91,7 @@ impl Enqueue for MySqlConnection {
         // A message above every default limit may not even fit into a packet, and the server closes
         // the connection on one that is too large. So the limits are checked first.
         if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
-            self.explain(&messages, largest.all).await?;
+            explain(self, &messages, largest.all).await?;
         }
         for _ in 0..TRIES_MAX {
             let times = made.iter().filter_map(|id| MessageId::from_uuid(*id).unix_millis());
@@ -121,7 +121,7 @@ impl Enqueue for MySqlConnection {
                     return Err(StoreError::Corrupt(format!("the outbox took {written} of {wanted} messages")));
                 }
             }
-            let now = self.explain(&messages, largest.all).await?;
+            let now = explain(self, &messages, largest.all).await?;
             // No limit is broken, so the clock of this host is wrong: the ids made here get the
             // database's time.
             for (id, message) in made.iter_mut().zip(&messages) {
@@ -141,52 +141,45 @@ impl Enqueue for MySqlConnection {
     }
 }
 
-/// Finds out by name which limit a message breaks.
-trait Explain {
-    /// Returns the database's time in milliseconds where no limit is broken. `bytes` is the size of
-    /// the call.
-    async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError>;
-}
-
-impl Explain for MySqlConnection {
-    async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError> {
-        let mut limits = Limits::default();
-        let (mut skew, mut now, mut packet, mut found) = (0_u64, 0_u64, i64::MAX, 0);
-        for row in sqlx::query(LIMITS).fetch_all(&mut *self).await? {
-            let (name, value): (String, i64) = (row.try_get("name")?, row.try_get("value")?);
-            now = u64::try_from(row.try_get::<i64, _>("millis")?).unwrap_or(0);
-            packet = row.try_get("packet")?;
-            let value = u64::try_from(value).unwrap_or(0);
-            match name.as_str() {
-                "id_skew_seconds" => skew = value,
-                name => limits.set(name, usize::try_from(value).unwrap_or(usize::MAX)),
-            }
-            found += usize::from(name == "id_skew_seconds" || Limits::ROWS.iter().any(|(known, _)| *known == name));
+/// Finds out by name which limit a message breaks. Returns the database's time in milliseconds
+/// where no limit is broken. `bytes` is the size of the call.
+async fn explain(connection: &mut MySqlConnection, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError> {
+    let mut limits = Limits::default();
+    let (mut skew, mut now, mut packet, mut found) = (0_u64, 0_u64, i64::MAX, 0);
+    for row in sqlx::query(LIMITS).fetch_all(connection).await? {
+        let (name, value): (String, i64) = (row.try_get("name")?, row.try_get("value")?);
+        now = u64::try_from(row.try_get::<i64, _>("millis")?).unwrap_or(0);
+        packet = row.try_get("packet")?;
+        let value = u64::try_from(value).unwrap_or(0);
+        match name.as_str() {
+            "id_skew_seconds" => skew = value,
+            name => limits.set(name, usize::try_from(value).unwrap_or(usize::MAX)),
         }
-        if found != Limits::ROWS.len() + 1 {
-            return Err(StoreError::Refused(
-                "a row of oncebox_limits is missing; `oncebox migrate print` shows all".to_owned(),
-            ));
-        }
-        for message in messages {
-            limits.check(message)?;
-            let given = message.id.and_then(|id| MessageId::from_uuid(id).unix_millis());
-            if let Some(given) = given
-                && given.abs_diff(now) > skew * 1_000
-            {
-                let detail = format!("the time in the given id is more than {skew} s from the clock of the database");
-                return Err(LimitError::new("id_skew_seconds", detail).into());
-            }
-        }
-        if bytes > packet {
-            return Err(StoreError::Refused(format!(
-                "{} messages in one call need a packet of {bytes} bytes, and max_allowed_packet of the server is {packet}; \
-                 enqueue fewer in one call, or raise it",
-                messages.len()
-            )));
-        }
-        Ok(now)
+        found += usize::from(name == "id_skew_seconds" || Limits::ROWS.iter().any(|(known, _)| *known == name));
     }
+    if found != Limits::ROWS.len() + 1 {
+        return Err(StoreError::Refused(
+            "a row of oncebox_limits is missing; `oncebox migrate print` shows all".to_owned(),
+        ));
+    }
+    for message in messages {
+        limits.check(message)?;
+        let given = message.id.and_then(|id| MessageId::from_uuid(id).unix_millis());
+        if let Some(given) = given
+            && given.abs_diff(now) > skew * 1_000
+        {
+            let detail = format!("the time in the given id is more than {skew} s from the clock of the database");
+            return Err(LimitError::new("id_skew_seconds", detail).into());
+        }
+    }
+    if bytes > packet {
+        return Err(StoreError::Refused(format!(
+            "{} messages in one call need a packet of {bytes} bytes, and max_allowed_packet of the server is {packet}; \
+             enqueue fewer in one call, or raise it",
+            messages.len()
+        )));
+    }
+    Ok(now)
 }
 
 /// Bounds that no value in the database can raise. Other limits are checked by the statement.

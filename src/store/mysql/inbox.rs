@@ -22,8 +22,7 @@ use async_trait::async_trait;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
 
-use super::schema::number;
-use super::{MySqlStore, hex, hex_list, sixteen, token};
+use super::{MySqlStore, hex, hex_list, is_locked, number, sixteen, token};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
@@ -32,7 +31,7 @@ use crate::inbox::port::{
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
@@ -40,10 +39,8 @@ use crate::time::db_time::DbTime;
 /// Sets `autocommit = 0`, until the pool sets the connection up again.
 pub(super) const START_HANDLER: &str = "set session autocommit = 0; start transaction";
 
-/// The error number: the inbox has the row already.
-const DUPLICATE: u16 = 1062;
-/// A row is locked, and the statement was not to wait: the error numbers of MySQL and MariaDB.
-const LOCKED: [u16; 2] = [3572, 1205];
+/// The number of a warning: the inbox has the row already.
+const DUPLICATE: i64 = 1062;
 /// The error number: the savepoint does not exist, so its transaction has ended.
 pub(super) const NO_SAVEPOINT: u16 = 1305;
 
@@ -152,7 +149,7 @@ impl OwnInbox for MySqlStore {
         .await;
         match locked {
             Ok(_) => Ok(false),
-            Err(error) if number(&error).is_some_and(|number| LOCKED.contains(&number)) => Ok(true),
+            Err(error) if is_locked(&error) => Ok(true),
             Err(error) => Err(error.into()),
         }
     }
@@ -470,10 +467,6 @@ fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
     })
 }
 
-fn no_consumer(consumer: ConsumerId) -> StoreError {
-    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
-}
-
 /// A random name, which no handler can use by chance.
 pub(super) fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
@@ -514,7 +507,7 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
 fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &Answer) -> Result<(), StoreError> {
     for row in &warnings.rows {
         let code = row.try_get_unchecked::<i64, _>("Code")?;
-        if code != i64::from(DUPLICATE) {
+        if code != DUPLICATE {
             let message: String = row.try_get_unchecked("Message")?;
             return Err(StoreError::Corrupt(format!("the inbox answered with a warning: {code} {message}")));
         }

@@ -6,7 +6,7 @@
 
 use sqlx::MySqlConnection;
 
-use super::schema::number;
+use super::is_duplicate;
 use crate::email::port::NewEmail;
 use crate::error::StoreError;
 
@@ -40,7 +40,7 @@ pub(super) async fn queue(connection: &mut MySqlConnection, email: &NewEmail) ->
     .await;
     match inserted {
         Ok(_) => Ok(true),
-        Err(error) if number(&error) == Some(1062) => Ok(false),
+        Err(error) if is_duplicate(&error) => Ok(false),
         Err(error) => Err(error.into()),
     }
 }

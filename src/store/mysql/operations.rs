@@ -13,32 +13,22 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection};
-use uuid::Uuid;
 
-pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
+pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::schema::number;
-use super::{MySqlStore, START};
+use super::{MySqlStore, START, is_duplicate, number};
 use crate::error::StoreError;
-use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
-use crate::operation::port::phases::Phases;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
-    Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::route::Durability;
-use crate::operation::rules::versions::Versions;
-use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::operation::rules::{Identity, Mode, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::phases::evidence;
-use crate::store::sql::{self, records, words};
+use crate::store::sql::keys::KeyStore;
+use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
-
-/// The error number: the key has a record already.
-pub(super) const DUPLICATE: u16 = 1062;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::MySql));
 
@@ -78,34 +68,16 @@ const FINISH: &str = "update oncebox_idempotency_request \
     and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
 #[async_trait]
-impl Keys for MySqlStore {
-    fn durability(&self) -> Durability {
-        Durability::Durable
-    }
-
-    async fn sign_of_life(&self) -> Result<(), StoreError> {
+impl KeyStore for MySqlStore {
+    async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
     }
 
-    fn connections_max(&self) -> Option<u32> {
-        Some(self.pool.plain().options().get_max_connections())
-    }
-
-    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+    async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
-    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        records::lock(&mut connection, identity).await?;
-        find(&mut connection, identity).await
-    }
-
-    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
-        records::body(self, record).await
-    }
-
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
         if let Basis::TakeOver(_) | Basis::Reconcile(_) | Basis::Reclaim(_) | Basis::Anew(_) = basis {
@@ -119,97 +91,27 @@ impl Keys for MySqlStore {
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 
-    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
-        let beat = sqlx::query(
-            "update oncebox_idempotency_request set lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, \
-             lease_seconds = ?, updated_at = utc_timestamp(6) where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS'",
-        );
-        let beat = beat.bind(lease.as_secs_f64()).bind(lease.as_secs_f64());
-        Ok(Fenced::rows(fence(beat, owned).run(&self.pool).await?.rows_affected()))
-    }
-
-    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn end_claim(
+        &self,
+        owned: &Owned,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let fenced = finish(&mut transaction, &owned.into(), outcome, retention).await?;
         transaction.commit().await?;
         Ok(fenced)
     }
-
-    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        records::release(self, owned).await
-    }
-
-    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
-        records::mark_unknown(self, seen).await
-    }
-
-    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
-        records::stale(self, operation, limit).await
-    }
-
-    async fn unknown_due(
-        &self,
-        operation: &OperationName,
-        pauses: (Duration, Duration),
-        limit: u32,
-    ) -> Result<Vec<Record>, StoreError> {
-        records::unknown_due(self, operation, pauses, limit).await
-    }
-
-    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        sql::expiry::expire_bodies(self, limit).await
-    }
-
-    async fn purge_keys(
-        &self,
-        operation: &OperationName,
-        retention: &Retention,
-        id_skew: Duration,
-        limit: u32,
-    ) -> Result<u64, StoreError> {
-        sql::expiry::purge(self, operation, retention, id_skew, limit).await
-    }
-
-    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        records::open_of_tenant(self, tenant).await
-    }
-
-    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        records::stored_of_tenant(self, tenant).await
-    }
-
-    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        self.observe(evidence).await
-    }
-
-    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
-        let mut seen = evidence(&mut self.pool.acquire().await?, operation_id).await?;
-        seen.retain(|row| row.evidence.is_of_run());
-        Ok(seen)
-    }
-
-    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        sql::live::announce(self, process, versions).await
-    }
-
-    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
-        records::operation_stats(self).await
-    }
 }
 
 impl MySqlStore {
     /// Claims under the lock of the row, so that the condition sees the lease and the evidence of
-    /// late runs. Where a completed key is used anew, evidence of its runs is deleted: it agrees
-    /// with the outcome.
+    /// late runs.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         records::lock(&mut transaction, &claim.identity).await?;
         if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
-            if let Basis::Anew(seen) = basis
-                && seen.state == State::Completed
-            {
-                records::forget_runs(&mut transaction, seen.operation_id).await?;
-            }
+            records::forget_runs(&mut transaction, basis).await?;
             transaction.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
@@ -261,7 +163,7 @@ impl Operations for MySqlStore {
         let state = State::UnknownRequiresRecovery;
         match insert(INSERT, claim, state, &unowned).run(&self.pool).await {
             Ok(_) => Ok(Fenced::Done),
-            Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
+            Err(error) if is_duplicate(&error) => Ok(Fenced::LostOwnership),
             Err(error) => Err(error.into()),
         }
     }
@@ -277,19 +179,7 @@ impl Operations for MySqlStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
-
-fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
-    bind(statement, &owned.into())
-}
-
-fn bind<'q>(statement: Query<'q>, fence: &RecordFence) -> Query<'q> {
-    statement.bind(fence.digest.clone()).bind(fence.epoch).bind(fence.owner.map(|owner| owner.as_bytes().to_vec()))
-}
-
-fn owner(owned: &Owned) -> Option<Vec<u8>> {
-    owned.owner.map(|owner| owner.as_bytes().to_vec())
-}
+type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
 
 async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(*FIND)
@@ -312,7 +202,7 @@ async fn stake(
     let Some(holds) = records::renewal(basis, Dialect::MySql) else {
         return match insert(statement, claim, State::InProgress, owned).run(connection).await {
             Ok(_) => Ok(true),
-            Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
+            Err(error) if is_duplicate(&error) => Ok(false),
             Err(error) => Err(error),
         };
     };
@@ -320,11 +210,11 @@ async fn stake(
         .bind(claim.principal.to_string())
         .bind(claim.fingerprint.to_string())
         .bind(claim.mode.as_str())
-        .bind(owner(owned))
+        .bind(owned.owner)
         .bind(lease(claim, owned))
         .bind(lease(claim, owned))
         .bind(owned.generation)
-        .bind(owned.operation_id.as_bytes().to_vec())
+        .bind(owned.operation_id)
         .bind(owned.attempts)
         .bind(claim.identity.digest().to_vec())
         .bind(owned.epoch - 1);
@@ -347,10 +237,10 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
         .bind(claim.fingerprint.to_string())
         .bind(claim.mode.as_str())
         .bind(state.as_str())
-        .bind(owner(owned))
+        .bind(owned.owner)
         .bind(lease(claim, owned))
         .bind(lease(claim, owned))
-        .bind(owned.operation_id.as_bytes().to_vec())
+        .bind(owned.operation_id)
 }
 
 /// Writes the outcome, then a large body: two statements. The caller's transaction holds both.
@@ -369,7 +259,7 @@ pub(super) async fn finish(
 }
 
 fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
-    let done = sqlx::query(FINISH)
+    sqlx::query(FINISH)
         .bind(columns.state.as_str())
         .bind(columns.ttl.map(super::micros))
         .bind(columns.ttl.map(super::micros))
@@ -385,8 +275,11 @@ fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
         .bind(columns.small().map(|kept| kept.bytes.clone()))
         .bind(columns.small().map(|kept| kept.format))
         .bind(columns.small().and_then(|kept| kept.kid.clone()))
-        .bind(columns.kept_bytes());
-    bind(done, fence).bind(fence.unknown)
+        .bind(columns.kept_bytes())
+        .bind(fence.digest.clone())
+        .bind(fence.epoch)
+        .bind(fence.owner)
+        .bind(fence.unknown)
 }
 
 /// The statement that stores a large body. None where the body is not large.

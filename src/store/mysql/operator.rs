@@ -4,33 +4,28 @@
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use sqlx::Row;
 
 use super::MySqlStore;
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
-use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::statements::Dialect;
+use crate::store::sql::operator::OperatorSql;
 
 /// Waits for a table. Every account sees those of its own connections.
 const TABLE_WAITS: &str = "\
-select cast(id as char) as connection, coalesce(left(info, 100), '') as statement, cast(time as double) as seconds, \
-       cast(state as char) as holder \
+select cast(id as char), coalesce(left(info, 100), ''), cast(time as double), cast(state as char) \
   from information_schema.processlist \
  where db = database() and state like 'Waiting for%lock%' and time >= ? order by time desc limit 20";
 
 /// Waits for a row. Only accounts with the right PROCESS see them.
 const ROW_WAITS: &str = "\
-select cast(t.trx_mysql_thread_id as char) as connection, coalesce(left(t.trx_query, 100), '') as statement, \
-       cast(timestampdiff(second, t.trx_wait_started, now()) as double) as seconds, 'waits for a row' as holder \
+select cast(t.trx_mysql_thread_id as char), coalesce(left(t.trx_query, 100), ''), \
+       cast(timestampdiff(second, t.trx_wait_started, now()) as double), 'waits for a row' \
   from information_schema.innodb_trx t join information_schema.processlist p on p.id = t.trx_mysql_thread_id \
  where t.trx_state = 'LOCK WAIT' and p.db = database() and timestampdiff(second, t.trx_wait_started, now()) >= ? \
  order by t.trx_wait_started limit 20";
 
 impl OperatorSql for MySqlStore {
-    const TEXTS: Texts = Texts::any(Dialect::MySql);
-
     /// Connections that wait for a lock. The server tells what they wait for, not always who holds
     /// it.
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
@@ -38,19 +33,15 @@ impl OperatorSql for MySqlStore {
             let mut connection = self.pool.acquire().await?;
             let mut waits = Vec::new();
             for sql in [TABLE_WAITS, ROW_WAITS] {
-                let rows = match sqlx::query(sql).bind(longer_than.as_secs()).all(&mut connection).await {
-                    Ok(rows) => rows,
-                    // Most accounts do not have this right: then no row waits are listed.
-                    Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
-                    Err(error) => return Err(error.into()),
-                };
-                for row in &rows {
-                    waits.push(LockWait {
-                        connection: row.try_get("connection")?,
-                        statement: row.try_get("statement")?,
-                        seconds: row.try_get("seconds")?,
-                        holders: vec![row.try_get("holder")?],
-                    });
+                let waiting: Vec<(String, String, f64, String)> =
+                    match sqlx::query_as(sql).bind(longer_than.as_secs()).all(&mut connection).await {
+                        Ok(waiting) => waiting,
+                        // Most accounts do not have this right: then no row waits are listed.
+                        Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
+                        Err(error) => return Err(error.into()),
+                    };
+                for (connection, statement, seconds, holder) in waiting {
+                    waits.push(LockWait { connection, statement, seconds, holders: vec![holder] });
                 }
             }
             Ok(waits)

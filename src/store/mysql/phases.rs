@@ -9,10 +9,9 @@ use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, Row, query, raw_sql};
 use uuid::Uuid;
 
-use super::MySqlStore;
 use super::inbox::START_HANDLER;
-use super::operations::{DUPLICATE, Held, SHORT_WAIT, USUAL_WAIT, finish, is_locked, staked};
-use super::schema::number;
+use super::operations::{Held, SHORT_WAIT, USUAL_WAIT, finish, staked};
+use super::{MySqlStore, is_duplicate, is_locked};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
@@ -97,7 +96,7 @@ async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool,
         query("insert into oncebox_operation_phase (operation_id, epoch, began_at) values (?, ?, utc_timestamp(6))");
     match mark.bind(&id).bind(driven.epoch).run(transaction).await {
         Ok(_) => Ok(true),
-        Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
+        Err(error) if is_duplicate(&error) => Ok(false),
         Err(error) => Err(error),
     }
 }

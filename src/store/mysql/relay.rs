@@ -25,24 +25,21 @@ use async_trait::async_trait;
 use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
-use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, text};
+use super::{HISTORY_MAX, MySqlStore, START, is_duplicate, micros, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::operator::kept_error;
 use crate::outbox::port::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
-    RelaySession, RequestedAct, first_within,
+    RelaySession, first_within,
 };
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
-use crate::store::sql::outbox;
+use crate::store::sql::{Session, outbox};
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
 
-/// The error number: a row with this key is there already.
-const DUPLICATE: u16 = 1062;
 /// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
 /// out in two pieces, and the second one waits 40 ms for the first to be acknowledged.
 const ROWS_MAX: usize = 1_300;
@@ -81,17 +78,11 @@ impl Outbox for MySqlStore {
             transaction.rollback().await?;
             return Ok(LeaseAnswer::NoShard);
         }
-        let found = sqlx::query(
-            "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until) as left_micros, lease_seconds \
-             from oncebox_shard where shard_id = ?",
-        )
-        .bind(request.shard)
-        .one(&mut transaction)
-        .await?;
-        let owner: Option<String> = found.try_get("owner")?;
+        let shard = "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until), lease_seconds \
+                     from oncebox_shard where shard_id = ?";
+        let (epoch, revision, owner, left, length): (i64, i64, Option<String>, Option<i64>, Option<f64>) =
+            sqlx::query_as(shard).bind(request.shard).one(&mut transaction).await?;
         if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
-            let left: Option<i64> = found.try_get("left_micros")?;
-            let length: Option<f64> = found.try_get("lease_seconds")?;
             let length = Duration::try_from_secs_f64(length.unwrap_or(0.0)).unwrap_or_default();
             let now = DbTime::from_micros(0);
             let lease = Lease { until: DbTime::from_micros(left.unwrap_or(0)), length };
@@ -100,8 +91,7 @@ impl Outbox for MySqlStore {
                 return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
             }
         }
-        let epoch = found.try_get::<i64, _>("epoch")? + 1;
-        let revision = found.try_get::<i64, _>("revision")? + 1;
+        let (epoch, revision) = (epoch + 1, revision + 1);
         sqlx::query(
             "update oncebox_shard set epoch = ?, revision = ?, owner = ?, \
              lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? where shard_id = ?",
@@ -217,14 +207,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
-        let found = sqlx::query(
-            "select position, topic, `key`, cause, reason, holds from oncebox_outbox_dead \
-             where state <> 'dead' or holds order by position limit ?",
-        )
-        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .all(&self.pool)
-        .await?;
-        found.iter().map(diverted_row).collect()
+        outbox::diverted(&mut self.pool.acquire().await?, outbox::ALL_BUCKETS, limit).await
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
@@ -232,29 +215,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
-        let found = sqlx::query(
-            "select position, topic, `key`, requested from oncebox_outbox_dead \
-             where requested in ('redrive', 'discard') and position > ? order by position limit ?",
-        )
-        .bind(after)
-        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .all(&self.pool)
-        .await?;
-        let request = |row: &MySqlRow| {
-            let act = match row.try_get::<String, _>("requested")?.as_str() {
-                "redrive" => RequestedAct::Redrive,
-                "discard" => RequestedAct::Discard,
-                other => return Err(StoreError::Corrupt(format!("a dead row has the request `{other}`"))),
-            };
-            let key: Option<Vec<u8>> = row.try_get("key")?;
-            Ok(OperatorRequest {
-                position: row.try_get("position")?,
-                topic: text("topic", row.try_get("topic")?)?,
-                key: key.map(|key| text("key", key)).transpose()?,
-                act,
-            })
-        };
-        found.iter().map(request).collect()
+        outbox::requests(&mut self.pool.acquire().await?, outbox::ALL_BUCKETS, after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
@@ -274,15 +235,8 @@ impl RelaySession for MySqlSession {
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
-        let written = sqlx::query(
-            "update oncebox_shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null \
-             where shard_id = 0 and epoch = ? and revision = ?",
-        )
-        .bind(self.epoch)
-        .bind(self.revision)
-        .run(&self.pool)
-        .await?;
-        match written.rows_affected() {
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        match Session::run(&mut self.pool.acquire().await?, outbox::release(0, mine)).await? {
             1 => Ok(()),
             _ => Err(self.fenced("another owner wrote")),
         }
@@ -408,7 +362,7 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
     }
     let written = match sqlx::query(DIVERT).bind(diversion_list(diverted)).run(connection).await {
         Ok(done) => done.rows_affected(),
-        Err(error) if number(&error) == Some(DUPLICATE) => {
+        Err(error) if is_duplicate(&error) => {
             return Err(used_twice("the position of a message that is to be held"));
         }
         Err(error) => return Err(error.into()),
@@ -438,11 +392,7 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
     let rows: Vec<String> = diverted
         .iter()
         .map(|(position, diversion)| {
-            let (state, cause, reason, holds) = match diversion {
-                Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason), *holds),
-                Diversion::HeldBehind => ("held", "behind", None, false),
-                Diversion::HeldDestination { reason } => ("held", "destination", Some(reason), false),
-            };
+            let (state, cause, reason, holds) = outbox::columns(diversion);
             let holds = u8::from(holds);
             // A member that is left out is read as null.
             let reason =
@@ -451,23 +401,6 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
         })
         .collect();
     format!("[{}]", rows.join(","))
-}
-
-fn diverted_row(row: &MySqlRow) -> Result<DivertedRow, StoreError> {
-    let reason = row.try_get::<Option<String>, _>("reason")?.unwrap_or_default();
-    let diversion = match row.try_get::<String, _>("cause")?.as_str() {
-        "refused" => Diversion::Dead { reason, holds: row.try_get("holds")? },
-        "behind" => Diversion::HeldBehind,
-        "destination" => Diversion::HeldDestination { reason },
-        other => return Err(StoreError::Corrupt(format!("a dead or held row has the cause `{other}`"))),
-    };
-    let key: Option<Vec<u8>> = row.try_get("key")?;
-    Ok(DivertedRow {
-        position: row.try_get("position")?,
-        topic: text("topic", row.try_get("topic")?)?,
-        key: key.map(|key| text("key", key)).transpose()?,
-        diversion,
-    })
 }
 
 /// Refuses a row of the outbox whose position belongs to a dead or held row.

@@ -11,36 +11,24 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
-use super::MySqlStore;
+use super::{MySqlStore, number};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, newest};
+use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
-    MigrationText {
-        version: 1,
-        description: "tables",
-        serves_from: 1,
-        sql: include_str!("../../../migrations/mysql/0001_tables.sql"),
-    },
-    MigrationText {
-        version: 2,
-        description: "the procedure oncebox_enqueue_p",
-        serves_from: 2,
-        sql: include_str!("../../../migrations/mysql/0002_procedure.sql"),
-    },
-    MigrationText {
-        version: 3,
-        description: "the function oncebox_enqueue, where the server allows it",
-        serves_from: 3,
-        sql: include_str!("../../../migrations/mysql/0003_function.sql"),
-    },
-    MigrationText {
-        version: 4,
-        description: "operations",
-        serves_from: 4,
-        sql: include_str!("../../../migrations/mysql/0004_operations.sql"),
-    },
+    MigrationText::breaking(1, "tables", include_str!("../../../migrations/mysql/0001_tables.sql")),
+    MigrationText::breaking(
+        2,
+        "the procedure oncebox_enqueue_p",
+        include_str!("../../../migrations/mysql/0002_procedure.sql"),
+    ),
+    MigrationText::breaking(
+        3,
+        "the function oncebox_enqueue, where the server allows it",
+        include_str!("../../../migrations/mysql/0003_function.sql"),
+    ),
+    MigrationText::breaking(4, "operations", include_str!("../../../migrations/mysql/0004_operations.sql")),
 ];
 
 /// The migration whose last statement a server may forbid.
@@ -60,14 +48,7 @@ impl Schema for MySqlStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        let (applied, known) = (applied(&mut connection).await?, newest(MIGRATIONS));
-        if let Some(found) = applied.newest().filter(|found| *found > known) {
-            let serves = "select max(serves_from) from oncebox_migration where version > ?";
-            let serves_from = sqlx::query_scalar(serves).bind(known).one(&mut connection).await?;
-            return Ok(SchemaState::of_newer(found, serves_from, known));
-        }
-        Ok(applied.state(MIGRATIONS))
+        Ok(applied(&mut self.pool.acquire().await?).await?.state(MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
@@ -100,9 +81,13 @@ impl Schema for MySqlStore {
 
 /// Reads which migrations were applied.
 pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
-    let found = sqlx::query_scalar("select version from oncebox_migration order by version").all(connection).await;
+    let applied = "select version, serves_from from oncebox_migration order by version";
+    let found: sqlx::Result<Vec<(i64, i64)>> = sqlx::query_as(applied).all(connection).await;
     match found {
-        Ok(found) => Ok(History(found.into_iter().map(|version| (version, None)).collect())),
+        Ok(found) => {
+            let without_text = |(version, serves_from)| (version, serves_from, None);
+            Ok(History(found.into_iter().map(without_text).collect()))
+        }
         // The migration table does not exist yet.
         Err(error) if number(&error) == Some(1146) => Ok(History::default()),
         Err(error) => Err(error.into()),
@@ -145,16 +130,6 @@ pub(super) async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool
     .one(connection)
     .await?;
     Ok(found > 0)
-}
-
-/// The number of an error of the server.
-pub(super) fn number(error: &sqlx::Error) -> Option<u16> {
-    match error {
-        sqlx::Error::Database(database) => {
-            database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>().map(sqlx::mysql::MySqlDatabaseError::number)
-        }
-        _ => None,
-    }
 }
 
 /// Splits a file as the `mysql` client does: at a delimiter at the end of a line. A line `delimiter

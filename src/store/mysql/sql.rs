@@ -2,7 +2,7 @@
 
 use chrono::{DateTime, NaiveDateTime, Utc};
 use futures::future::BoxFuture;
-use sqlx::mysql::{MySqlArguments, MySqlConnection, MySqlRow};
+use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::{MySql, query};
 use uuid::Uuid;
 
@@ -37,10 +37,6 @@ impl Row for MySqlRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
-        Ok(self.get_int(at)?.map(|value| value != 0))
-    }
-
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
         let id = |bytes: Vec<u8>| Ok(Uuid::from_bytes(super::sixteen(&format!("number {at} of a row"), &bytes)?));
         self.get_bytes(at)?.map(id).transpose()
@@ -49,14 +45,6 @@ impl Row for MySqlRow {
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
         let time: Option<NaiveDateTime> = sqlx::Row::try_get(self, at)?;
         Ok(time.map(|time| time.and_utc()))
-    }
-
-    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
-        self.get_time(at)
-    }
-
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
-        self.get_text(at)
     }
 
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
@@ -85,17 +73,6 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
             query.bind(list.as_json_list())
         }
     }))
-}
-
-/// Runs statements on a connection of the application.
-impl Session for MySqlConnection {
-    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
-    }
-
-    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
-    }
 }
 
 fn boxed(rows: Vec<MySqlRow>) -> Rows {

@@ -21,13 +21,13 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use sqlx::error::BoxDynError;
-use sqlx::mysql::{MySqlArguments, MySqlDatabaseError};
+use sqlx::mysql::MySqlArguments;
 use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 
-use super::{MySqlStore, without_transactions};
+use super::{MySqlStore, number, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, written};
 
 /// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;
@@ -67,7 +67,7 @@ pub struct MySqlSet {
 impl MySqlSet {
     fn new(statements: Vec<Vec<Piece>>) -> Self {
         let pieces = || statements.iter().flatten();
-        let parameters = pieces().filter(|piece| matches!(piece, Piece::Param(_))).count();
+        let parameters = statements.iter().flat_map(|pieces| names(pieces)).count();
         let texts: usize = pieces().map(|piece| if let Piece::Text(text) = piece { text.len() } else { 0 }).sum();
         let bytes = texts + statements.len() * "\n;\n".len() + "set @oncebox_at = 63;\n".len();
         let runner = |size: usize| {
@@ -82,8 +82,7 @@ impl MySqlSet {
         let (mut bytes, mut messages) = (0, 0);
         for values in values[from..].iter().take(BLOCKS[0]) {
             bytes += self.bytes;
-            for piece in self.statements.iter().flatten() {
-                let Piece::Param(name) = piece else { continue };
+            for name in self.statements.iter().flat_map(|pieces| names(pieces)) {
                 bytes += place_in_block(values.get(name)).len() + bytes_of(values.get(name));
             }
             let (_, spare) = self.runner(messages + 1);
@@ -111,7 +110,7 @@ impl Statements for MySqlStore {
     }
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<MySqlStatement, StoreError> {
-        let plain: Arc<str> = text(pieces, |_| "?".into()).into();
+        let plain: Arc<str> = written(pieces, |_, _| "?").into();
         let mut connection = self.pool.acquire().await?;
         connection.prepare(AssertSqlSafe(Arc::clone(&plain))).await?;
         refuse_tables_without_transactions(&mut connection, &plain).await?;
@@ -125,9 +124,9 @@ impl Statements for MySqlStore {
     ) -> Result<u64, StoreError> {
         let mut arguments = MySqlArguments::default();
         bind(&mut arguments, &statement.pieces, values)?;
-        let is_cast = |piece: &Piece| matches!(piece, Piece::Param(name) if place(values.get(name)) != "?");
-        let sql = if statement.pieces.iter().any(is_cast) {
-            text(&statement.pieces, |name| place(values.get(name))).into()
+        let is_cast = |name: &String| place(values.get(name)) != "?";
+        let sql = if names(&statement.pieces).any(is_cast) {
+            written(&statement.pieces, |_, name| place(values.get(name))).into()
         } else {
             Arc::clone(&statement.plain)
         };
@@ -204,7 +203,7 @@ fn block(statements: &[Vec<Piece>], messages: &[BTreeMap<String, SqlValue>], spa
         let _ = writeln!(block, "set @oncebox_at = {message};");
         for pieces in statements {
             // The line break ends a comment at the end of the statement.
-            let _ = writeln!(block, "{}\n;", text(pieces, |name| place_in_block(values.get(name))));
+            let _ = writeln!(block, "{}\n;", written(pieces, |_, name| place_in_block(values.get(name))));
         }
     }
     let _ = write!(block, "set @oncebox_at = null;\ndo {};\nend", vec!["?"; spare].join(","));
@@ -215,8 +214,7 @@ fn block(statements: &[Vec<Piece>], messages: &[BTreeMap<String, SqlValue>], spa
 const AT: &str = "select cast(@oncebox_at as signed), (@oncebox_at := null)";
 
 fn out_of_time(error: &sqlx::Error) -> bool {
-    let error = error.as_database_error().and_then(|error| error.try_downcast_ref::<MySqlDatabaseError>());
-    error.is_some_and(|error| OUT_OF_TIME.contains(&error.number()))
+    number(error).is_some_and(|number| OUT_OF_TIME.contains(&number))
 }
 
 /// What stands in place of a parameter. A number with a point is a DECIMAL of exactly its scale.
@@ -246,8 +244,7 @@ fn bind(
     pieces: &[Piece],
     values: &BTreeMap<String, SqlValue>,
 ) -> Result<(), StoreError> {
-    for piece in pieces {
-        let Piece::Param(name) = piece else { continue };
+    for name in names(pieces) {
         let added = match values.get(name) {
             None | Some(SqlValue::Null) => arguments.add(None::<String>),
             Some(SqlValue::Bool(value)) => arguments.add(i64::from(*value)),
@@ -311,14 +308,6 @@ async fn refuse_tables_without_transactions(
              inbox row, and would come twice; run `alter table {table} engine = InnoDB`"
         ))),
     }
-}
-
-/// The statement with a text in place of each parameter.
-fn text(pieces: &[Piece], parameter: impl Fn(&str) -> Cow<'static, str>) -> String {
-    pieces.iter().fold(String::new(), |sql, piece| match piece {
-        Piece::Text(text) => sql + text,
-        Piece::Param(name) => sql + &parameter(name),
-    })
 }
 
 /// A number in the form that the server holds without loss.

@@ -4,7 +4,7 @@
 //! Guarantee: a setting that loses, doubles or reorders messages is `Refused`; one that weakens a
 //! promise or will cost time is a warning.
 
-use sqlx::{Postgres, Row};
+use sqlx::Postgres;
 
 use super::PostgresStore;
 use crate::error::StoreError;
@@ -17,7 +17,9 @@ pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, Stor
     findings.extend(server_settings(&mut connection).await?);
     findings.push(standbys(&mut connection).await?);
     findings.push(pooler(store, &mut connection).await?);
-    if value::<bool>(&mut connection, "select to_regclass('oncebox.outbox') is not null").await? {
+    let has_tables: bool =
+        sqlx::query_scalar("select to_regclass('oncebox.outbox') is not null").one(&mut connection).await?;
+    if has_tables {
         findings.push(sequence(&mut connection).await?);
         findings.push(columns(&mut connection).await?);
         findings.push(default_partitions(&mut connection).await?);
@@ -31,16 +33,10 @@ pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, Stor
     Ok(findings)
 }
 
-async fn value<T>(connection: &mut Bounded<Postgres>, query: &'static str) -> Result<T, StoreError>
-where
-    T: for<'r> sqlx::Decode<'r, sqlx::Postgres> + sqlx::Type<sqlx::Postgres>,
-{
-    Ok(sqlx::query(query).one(connection).await?.try_get(0)?)
-}
-
 async fn server_version(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let number: i32 = value(connection, "select current_setting('server_version_num')::int").await?;
-    let shown: String = value(connection, "select current_setting('server_version')").await?;
+    let number: i32 =
+        sqlx::query_scalar("select current_setting('server_version_num')::int").one(&mut *connection).await?;
+    let shown: String = sqlx::query_scalar("select current_setting('server_version')").one(connection).await?;
     Ok(match number {
         140_000.. => Finding::ok("server version", shown),
         _ => Finding::refused("server version", shown, "use PostgreSQL 14 or later"),
@@ -48,25 +44,24 @@ async fn server_version(connection: &mut Bounded<Postgres>) -> Result<Finding, S
 }
 
 async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Finding>, StoreError> {
-    let row = sqlx::query(
+    let (encoding, fsync, full_pages, is_standby): (String, bool, bool, bool) = sqlx::query_as(
         "select current_setting('server_encoding'), current_setting('fsync')::boolean,
                 current_setting('full_page_writes')::boolean, pg_is_in_recovery()",
     )
     .one(connection)
     .await?;
-    let encoding: String = row.try_get(0)?;
     let mut findings = vec![match encoding.as_str() {
         "UTF8" => Finding::ok("encoding", encoding),
         _ => Finding::refused("encoding", encoding, "create the database with `encoding 'UTF8'`"),
     }];
-    if !row.try_get::<bool, _>(1)? || !row.try_get::<bool, _>(2)? {
+    if !fsync || !full_pages {
         findings.push(Finding::warning(
             "durability",
             "fsync or full_page_writes is off: a crash of the machine may lose what was acknowledged",
             "set both to on and restart the server",
         ));
     }
-    if row.try_get::<bool, _>(3)? {
+    if is_standby {
         findings.push(Finding::waits(
             "primary",
             "this server is a standby: nothing can be written until it is promoted",
@@ -78,13 +73,13 @@ async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Findi
 
 /// Asynchronous standbys: one that is promoted lacks the primary's last commits.
 async fn standbys(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let row = sqlx::query(
+    let (standbys, names, commit): (i64, String, String) = sqlx::query_as(
         "select (select count(*) from pg_stat_replication), current_setting('synchronous_standby_names'),
                 current_setting('synchronous_commit')",
     )
     .one(connection)
     .await?;
-    Ok(synchronous(row.try_get(0)?, row.try_get(1)?, row.try_get(2)?))
+    Ok(synchronous(standbys, &names, &commit))
 }
 
 fn synchronous(standbys: i64, names: &str, commit: &str) -> Finding {
@@ -108,8 +103,9 @@ async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Re
     let mut other = store.dedicated().await?;
     for _ in 0..3 {
         sqlx::query("select set_config('oncebox.probe', $1, false)").bind(&mark).run(&mut *connection).await?;
-        let seen: Option<String> = value(&mut other, "select current_setting('oncebox.probe', true)").await?;
-        let own: Option<String> = value(connection, "select current_setting('oncebox.probe', true)").await?;
+        let probe = "select current_setting('oncebox.probe', true)";
+        let seen: Option<String> = sqlx::query_scalar(probe).one(&mut other).await?;
+        let own: Option<String> = sqlx::query_scalar(probe).one(&mut *connection).await?;
         if seen.as_deref() == Some(mark.as_str()) || own.as_deref() != Some(mark.as_str()) {
             let detail = "a transaction-mode pooler stands in between: sessions share servers";
             return Ok(Finding::refused("pooler", detail, remedy));
@@ -121,7 +117,7 @@ async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Re
 /// The sequence must have no cache, which gives positions out of the order of time, and no owner
 /// column, with which it would be dropped (R1).
 async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let row = sqlx::query(
+    let (cache, increment, cycles, is_owned): (i64, i64, bool, bool) = sqlx::query_as(
         "select s.seqcache, s.seqincrement, s.seqcycle,
                 exists (select 1 from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = s.seqrelid
                            and d.refclassid = 'pg_class'::regclass and d.refobjsubid > 0 and d.deptype in ('a', 'i'))
@@ -129,8 +125,6 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
     )
     .one(connection)
     .await?;
-    let (cache, increment): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
-    let (cycles, is_owned): (bool, bool) = (row.try_get(2)?, row.try_get(3)?);
     Ok(match (cache, increment, cycles, is_owned) {
         (1, 1, false, false) => Finding::ok("outbox sequence", "cache 1, increment 1, not owned by a column"),
         _ => Finding::refused(
@@ -146,8 +140,7 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
 /// The order of the columns and their defaults must draw the transaction id before the position
 /// (R1).
 async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let holds: bool = value(
-        connection,
+    let holds: bool = sqlx::query_scalar(
         "select coalesce(bool_and(
              case a.attname when 'written_by' then pg_get_expr(d.adbin, d.adrelid) = 'pg_current_xact_id()'
                             else pg_get_expr(d.adbin, d.adrelid) = 'nextval(''oncebox.outbox_position_seq''::regclass)' end), false)
@@ -158,6 +151,7 @@ async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErr
            from pg_attribute a join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
           where a.attrelid = 'oncebox.outbox'::regclass and a.attname in ('written_by', 'position')",
     )
+    .one(connection)
     .await?;
     Ok(match holds {
         true => Finding::ok("outbox columns", "the transaction id is drawn before the position"),
@@ -171,16 +165,16 @@ async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErr
 }
 
 async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let there: bool = value(
-        connection,
+    let there: bool = sqlx::query_scalar(
         "select count(*) = 2 from pg_partitioned_table p where p.partdefid <> 0
           and p.partrelid in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass)",
     )
+    .one(&mut *connection)
     .await?;
-    let outran: i64 = value(
-        connection,
+    let outran: i64 = sqlx::query_scalar(
         "select pg_relation_size('oncebox.outbox_default') + pg_relation_size('oncebox.inbox_timed_default')",
     )
+    .one(connection)
     .await?;
     Ok(match (there, outran) {
         (false, _) => Finding::refused(
@@ -201,12 +195,12 @@ async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Findin
 
 /// Each partition needs its own trigger: one on the parent does not fire for a partition (R7).
 async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let without: Vec<String> = value(
-        connection,
+    let without: Vec<String> = sqlx::query_scalar(
         "select coalesce(array_agg(p.relid::text order by 1), '{}') from pg_partition_tree('oncebox.outbox') p
           where not exists (select 1 from pg_trigger t where t.tgrelid = p.relid and t.tgenabled in ('O', 'A') and t.tgtype & 34 = 34
                                and t.tgfoid = to_regproc('oncebox.refuse_truncate'))",
     )
+    .one(connection)
     .await?;
     Ok(match without.as_slice() {
         [] => Finding::ok("truncate", "refused while unproven messages stand"),
@@ -224,12 +218,12 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
 /// For updates this trigger does the work of the CHECK constraints of records. Unlike a constraint,
 /// a trigger can be switched off.
 async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let there: bool = value(
-        connection,
+    let there: bool = sqlx::query_scalar(
         "select to_regclass('oncebox.idempotency_request') is null or exists (
            select 1 from pg_trigger t where t.tgrelid = to_regclass('oncebox.idempotency_request')
                            and t.tgname = 'idempotency_request_sound' and t.tgenabled = 'A')",
     )
+    .one(connection)
     .await?;
     Ok(if there {
         Finding::ok("records", "a change after which columns contradict each other is refused")
@@ -244,13 +238,13 @@ async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, S
 
 /// A role that may insert without the functions could choose positions, buckets and sizes (R1).
 async fn privileges(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let granted: Vec<String> = value(
-        connection,
+    let granted: Vec<String> = sqlx::query_scalar(
         "select coalesce(array_agg(distinct format('%s to %s on %s', acl.privilege_type,
                            case acl.grantee when 0 then 'public' else acl.grantee::regrole::text end, p.relid)), '{}')
            from pg_partition_tree('oncebox.outbox') p join pg_class c on c.oid = p.relid, aclexplode(c.relacl) acl
           where acl.grantee <> c.relowner and acl.privilege_type in ('INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'TRIGGER')",
     )
+    .one(connection)
     .await?;
     Ok(match granted.as_slice() {
         [] => Finding::ok("privileges", "only the owner may write the outbox; applications use the functions"),
@@ -263,7 +257,7 @@ async fn privileges(connection: &mut Bounded<Postgres>) -> Result<Finding, Store
 }
 
 async fn doors(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let row = sqlx::query(
+    let (role, safe, open, triggers): (bool, i64, i64, i64) = sqlx::query_as(
         "select exists (select 1 from pg_roles where rolname = 'oncebox_app'),
                 count(*) filter (where p.prosecdef and (p.proname <> 'enqueue_all' or p.proconfig @> array['search_path=oncebox, pg_temp'])),
                 count(*) filter (where p.proacl is null
@@ -274,9 +268,8 @@ async fn doors(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError
     )
     .one(connection)
     .await?;
-    let (role, safe, open): (bool, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
     Ok(match (role, safe, open) {
-        _ if row.try_get::<i64, _>(3)? != 2 => Finding::refused(
+        _ if triggers != 2 => Finding::refused(
             "doors",
             "a change of oncebox.limits does not reach the doors: its triggers are off",
             "alter table oncebox.limits enable always trigger compile_limits, enable always trigger compile_no_limits; then write one \
@@ -298,12 +291,11 @@ async fn doors(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError
 
 /// A sequence behind the cursor would give new messages positions that count as scanned (R7).
 async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let row = sqlx::query(
+    let (last_value, scanned_to): (i64, Option<i64>) = sqlx::query_as(
         "select (select last_value from oncebox.outbox_position_seq), (select max(scanned_to) from oncebox.shard)",
     )
     .one(connection)
     .await?;
-    let (last_value, scanned_to): (i64, Option<i64>) = (row.try_get(0)?, row.try_get(1)?);
     let Some(scanned_to) = scanned_to else {
         let remedy = "insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (0, 0, 255)";
         return Ok(Finding::refused("cursor", "there is no shard: nothing is ever read", remedy));
@@ -323,20 +315,19 @@ async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErro
 
 /// Only the owner can make partitions, and row security would hide rows from other roles.
 async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let row = sqlx::query(
+    let (is_as_owner, has_row_security, owner): (bool, bool, String) = sqlx::query_as(
         "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text
            from pg_class c where c.oid = 'oncebox.outbox'::regclass",
     )
     .one(connection)
     .await?;
-    let owner: String = row.try_get(2)?;
-    Ok(if row.try_get(1)? {
+    Ok(if has_row_security {
         Finding::refused(
             "ownership",
             "row security is enabled on oncebox.outbox: a relay could be shown fewer rows than there are",
             "alter table oncebox.outbox disable row level security",
         )
-    } else if row.try_get(0)? {
+    } else if is_as_owner {
         Finding::ok("ownership", format!("this role acts as {owner}, the owner"))
     } else {
         Finding::warning(

@@ -10,11 +10,12 @@ use std::collections::HashSet;
 
 use sqlx::{Postgres, Row};
 
-use super::read::{Buckets, message_of};
-use super::text::error_text;
+use super::read::message_of;
 use crate::error::StoreError;
-use crate::outbox::port::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct, first_within};
+use crate::outbox::port::{Diversion, Mark, OutboxRow, first_within};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::message::error_text;
+use crate::store::sql::outbox;
 
 /// Copies rows of the outbox. A row that is here already (after a cursor was set back) gets the new
 /// state; its history stays.
@@ -73,15 +74,11 @@ impl Columns {
     fn of(rows: &[(i64, Diversion)]) -> Self {
         let mut columns = Self::default();
         for (position, diversion) in rows {
-            let (state, cause, reason, holds) = match diversion {
-                Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason), *holds),
-                Diversion::HeldBehind => ("held", "behind", None, false),
-                Diversion::HeldDestination { reason } => ("held", "destination", Some(reason), false),
-            };
+            let (state, cause, reason, holds) = outbox::columns(diversion);
             columns.positions.push(*position);
             columns.states.push(state);
             columns.causes.push(cause);
-            columns.reasons.push(reason.map(|reason| error_text(reason)));
+            columns.reasons.push(reason.map(error_text));
             columns.holds.push(holds);
         }
         columns
@@ -132,72 +129,14 @@ pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Re
 
 /// Returns those of the positions that were decided or stand in the dead and held table.
 pub(super) async fn decided(connection: &mut Bounded<Postgres>, positions: &[i64]) -> Result<HashSet<i64>, StoreError> {
-    let rows = sqlx::query(
+    let found: Vec<i64> = sqlx::query_scalar(
         "select position from oncebox.decision where position = any($1)
          union all select position from oncebox.outbox_dead where position = any($1)",
     )
     .bind(positions)
     .all(connection)
     .await?;
-    rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
-}
-
-/// Dead and held rows without their messages, in position order. Dead rows that hold nothing are
-/// left out.
-pub(super) async fn rows(
-    connection: &mut Bounded<Postgres>,
-    buckets: Buckets,
-    limit: usize,
-) -> Result<Vec<DivertedRow>, StoreError> {
-    let rows = sqlx::query(
-        "select position, topic, key, cause, reason, holds from oncebox.outbox_dead
-          where bucket between $1 and $2 and (state <> 'dead' or holds) order by position limit $3",
-    )
-    .bind(buckets.from)
-    .bind(buckets.to)
-    .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-    .all(connection)
-    .await?;
-    rows.iter()
-        .map(|row| {
-            let reason: String = row.try_get::<Option<_>, _>(4)?.unwrap_or_default();
-            let diversion = match row.try_get(3)? {
-                "refused" => Diversion::Dead { reason, holds: row.try_get(5)? },
-                "destination" => Diversion::HeldDestination { reason },
-                _ => Diversion::HeldBehind,
-            };
-            Ok(DivertedRow { position: row.try_get(0)?, topic: row.try_get(1)?, key: row.try_get(2)?, diversion })
-        })
-        .collect()
-}
-
-/// The first requests of operators beyond a position that are still to be carried out, in position
-/// order.
-pub(super) async fn requests(
-    connection: &mut Bounded<Postgres>,
-    buckets: Buckets,
-    after: i64,
-    limit: usize,
-) -> Result<Vec<OperatorRequest>, StoreError> {
-    let rows = sqlx::query(
-        "select position, topic, key, requested from oncebox.outbox_dead
-          where requested is not null and bucket between $1 and $2 and position > $3 order by position limit $4",
-    )
-    .bind(buckets.from)
-    .bind(buckets.to)
-    .bind(after)
-    .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-    .all(connection)
-    .await?;
-    rows.iter()
-        .map(|row| {
-            let act = match row.try_get(3)? {
-                "discard" => RequestedAct::Discard,
-                _ => RequestedAct::Redrive,
-            };
-            Ok(OperatorRequest { position: row.try_get(0)?, topic: row.try_get(1)?, key: row.try_get(2)?, act })
-        })
-        .collect()
+    Ok(found.into_iter().collect())
 }
 
 const WEIGHTS: &str = "

@@ -9,6 +9,7 @@ use crate::error::{LimitError, StoreError};
 use crate::message::{Limits, NewMessage};
 use crate::outbox::enqueue::Enqueue;
 use crate::store::headers::headers_json;
+use crate::store::sql::mailbox;
 
 /// PostgreSQL stores no value of 1 GiB or more.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
@@ -47,7 +48,7 @@ impl Enqueue for PgConnection {
     }
 
     async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        super::mailbox::queue(self, email).await
+        mailbox::queue(self, email).await
     }
 }
 

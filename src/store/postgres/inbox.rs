@@ -16,8 +16,8 @@ use sqlx::{AssertSqlSafe, Postgres, Row};
 use uuid::Uuid;
 
 use self::fate::Written;
-use super::PostgresStore;
 use super::connect::synchronous;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
@@ -26,7 +26,7 @@ use crate::inbox::port::{
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
@@ -141,7 +141,7 @@ impl OwnInbox for PostgresStore {
         let entries: Vec<_> = ids.iter().map(|id| InboxEntry { id: *id, hash: id.bytes() }).collect();
         let waits = match admit(&mut tx, consumer, &entries, &[]).await {
             Ok(_) => false,
-            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("55P03") => true,
+            Err(error) if code(&error).as_deref() == Some("55P03") => true,
             Err(error) => return Err(admit_error(error)),
         };
         tx.rollback().await?;
@@ -293,9 +293,7 @@ impl InboxTx for PostgresTx {
             Ok(row) => row,
             // A statement failed and the handler swallowed its error. COMMIT would roll back
             // without an error.
-            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => {
-                return Ok(Proof::Aborted);
-            }
+            Err(error) if code(&error).as_deref() == Some("25P02") => return Ok(Proof::Aborted),
             Err(error) => return Err(error.into()),
         };
         let now: Option<String> = row.try_get(0)?;
@@ -354,10 +352,6 @@ async fn admit(
     query.bind(untimed).bind(untimed_hashes).bind(lanes).one(tx).await
 }
 
-fn no_consumer(consumer: ConsumerId) -> StoreError {
-    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
-}
-
 fn standing_of(blocked: Vec<Uuid>, purged_below: Option<i64>, now: i64, id_skew: i64) -> Standing {
     Standing {
         blocked: blocked.into_iter().map(Uuid::into_bytes).collect(),
@@ -372,10 +366,7 @@ fn standing_of(blocked: Vec<Uuid>, purged_below: Option<i64>, now: i64, id_skew:
 /// A range was attached while our insert was on its way to DEFAULT: a transient error (R8,
 /// R27).
 fn admit_error(error: sqlx::Error) -> StoreError {
-    match &error {
-        sqlx::Error::Database(database) if database.code().as_deref() == Some("23514") => StoreError::Busy(error),
-        _ => error.into(),
-    }
+    if code(&error).as_deref() == Some("23514") { StoreError::Busy(error) } else { error.into() }
 }
 
 async fn standing(

@@ -7,14 +7,14 @@
 //! last minute before may be sent again; none is lost.
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
-use uuid::Uuid;
 
-use super::PostgresStore;
 use super::connect::BEGIN;
-use super::partitions::code;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operator::ActContext;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::audit;
+use crate::store::statements::Dialect;
 
 /// Blocks writers, so that no position is drawn, and fences a running relay.
 const HOLD: &str = "
@@ -78,8 +78,7 @@ async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Res
     if last_value >= scanned_to {
         return Ok(Vec::new());
     }
-    let rows = sqlx::query(UNREAD).all(&mut *connection).await?;
-    let unread = rows.iter().map(|row| Ok(row.try_get(0)?)).collect::<Result<Vec<i64>, StoreError>>()?;
+    let unread: Vec<i64> = sqlx::query_scalar(UNREAD).all(&mut *connection).await?;
     let count = i64::try_from(unread.len()).unwrap_or(i64::MAX);
     let mended = format!(
         "the last position drawn was {last_value}, and the relay has passed {scanned_to}: the next is {}; {count} messages that \
@@ -93,15 +92,6 @@ async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Res
     sqlx::query(MOVE).bind(&unread).bind(used).run(&mut *connection).await?;
     let set = format!("select setval('oncebox.outbox_position_seq', {})", used + count);
     raw_sql(AssertSqlSafe(set)).run(&mut *connection).await?;
-    sqlx::query(
-        "insert into oncebox.audit (actor, act, reason, number, message_id, topic, detail)
-         values ($1, 'mend-sequence', $2, 'outbox_position_seq', $3, '', jsonb_build_object('mended', $4::text))",
-    )
-    .bind(&context.actor)
-    .bind(&context.reason)
-    .bind(Uuid::nil())
-    .bind(&mended)
-    .run(connection)
-    .await?;
+    audit::mended(connection, Dialect::Postgres, &mended, context).await?;
     Ok(vec![mended])
 }

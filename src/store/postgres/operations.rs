@@ -20,21 +20,16 @@ use uuid::Uuid;
 pub(super) use self::finish::{Within, finish};
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
-use super::PostgresStore;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
-use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
-use crate::operation::port::phases::Phases;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
-    Owned, RunOutcome,
+    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::route::Durability;
-use crate::operation::rules::versions::Versions;
-use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::operation::rules::{Identity, Mode};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::phases::evidence;
-use crate::store::sql::{self, records, words};
+use crate::store::sql::keys::KeyStore;
+use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Postgres));
@@ -77,34 +72,16 @@ const RENEW: &str = "update oncebox.idempotency_request \
   where key_digest = $1 and epoch = $5 - 1 and ";
 
 #[async_trait]
-impl Keys for PostgresStore {
-    fn durability(&self) -> Durability {
-        Durability::Durable
-    }
-
-    async fn sign_of_life(&self) -> Result<(), StoreError> {
+impl KeyStore for PostgresStore {
+    async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
     }
 
-    fn connections_max(&self) -> Option<u32> {
-        Some(self.pool.plain().options().get_max_connections())
-    }
-
-    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+    async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
-    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        records::lock(&mut connection, identity).await?;
-        find(&mut connection, identity).await
-    }
-
-    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
-        records::body(self, record).await
-    }
-
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
         if let Basis::Reclaim(_) | Basis::Anew(_) = basis {
@@ -129,101 +106,28 @@ impl Keys for PostgresStore {
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 
-    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
-        let done = sqlx::query(
-            "update oncebox.idempotency_request set lease_until = clock_timestamp() + $4 * interval '1 second', lease_seconds = $4, \
-               updated_at = clock_timestamp() where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS'",
-        )
-        .bind(owned.identity.digest().as_slice())
-        .bind(owned.epoch)
-        .bind(owned.owner)
-        .bind(lease.as_secs_f64())
-        .run(&self.pool)
-        .await?;
-        Ok(Fenced::rows(done.rows_affected()))
-    }
-
-    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn end_claim(
+        &self,
+        owned: &Owned,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
         finish(&mut self.pool.acquire().await?, &owned.into(), outcome, retention, None).await
     }
 
-    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        records::release(self, owned).await
-    }
-
-    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
-        records::mark_unknown(self, seen).await
-    }
-
-    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
-        records::stale(self, operation, limit).await
-    }
-
-    async fn unknown_due(
-        &self,
-        operation: &OperationName,
-        pauses: (Duration, Duration),
-        limit: u32,
-    ) -> Result<Vec<Record>, StoreError> {
-        records::unknown_due(self, operation, pauses, limit).await
-    }
-
-    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        expiry::expire_bodies(self, limit).await
-    }
-
-    async fn purge_keys(
-        &self,
-        operation: &OperationName,
-        retention: &Retention,
-        id_skew: Duration,
-        limit: u32,
-    ) -> Result<u64, StoreError> {
-        sql::expiry::purge(self, operation, retention, id_skew, limit).await
-    }
-
-    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        records::open_of_tenant(self, tenant).await
-    }
-
-    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        records::stored_of_tenant(self, tenant).await
-    }
-
-    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        self.observe(evidence).await
-    }
-
-    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
-        let mut seen = evidence(&mut self.pool.acquire().await?, operation_id).await?;
-        seen.retain(|row| row.evidence.is_of_run());
-        Ok(seen)
-    }
-
-    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        sql::live::announce(self, process, versions).await
-    }
-
-    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
-        records::operation_stats(self).await
+    async fn free_bodies(&self, limit: u32) -> Result<u64, StoreError> {
+        expiry::free_bodies(self, limit).await
     }
 }
 
 impl PostgresStore {
     /// Claims under the lock of the row, so that the condition sees the evidence of late runs.
-    /// Where a completed key is used anew, evidence of its runs is deleted: it agrees with the
-    /// outcome.
     async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut tx = self.transaction().await?;
         records::lock(&mut tx, &claim.identity).await?;
-        let renew =
-            renew(&format!("{RENEW}{}", records::renewal(basis, Dialect::Postgres).unwrap_or("false")), claim, &owned);
-        if renew.run(&mut tx).await?.rows_affected() == 1 {
-            if let Basis::Anew(seen) = basis
-                && seen.state == State::Completed
-            {
-                records::forget_runs(&mut tx, seen.operation_id).await?;
-            }
+        let holds = records::renewal(basis, Dialect::Postgres).unwrap_or("false");
+        if renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut tx).await?.rows_affected() == 1 {
+            records::forget_runs(&mut tx, basis).await?;
             tx.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
@@ -246,7 +150,7 @@ impl Bridged for PgConnection {
 
     async fn stands(&mut self) -> Result<(), StoreError> {
         let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await;
-        set.map_err(|error| match error.as_database_error().and_then(|error| error.code()).as_deref() {
+        set.map_err(|error| match code(&error).as_deref() {
             // There is no transaction (25P01).
             Some("25P01") => StoreError::Fenced("the transaction has ended before its commit".to_owned()),
             _ => error.into(),
@@ -291,7 +195,7 @@ impl Operations for PostgresStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
+type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
 
 async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(*FIND)

@@ -4,15 +4,12 @@
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use sqlx::Row;
 
 use super::PostgresStore;
-use super::text::{restored, stored};
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
-use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::statements::Dialect;
+use crate::store::sql::operator::OperatorSql;
 
 const LOCK_WAITS: &str = "
 select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - coalesce(l.since, w.query_start))::float8,
@@ -25,21 +22,12 @@ select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - c
  order by 3 desc limit 20";
 
 impl OperatorSql for PostgresStore {
-    const TEXTS: Texts = Texts { stored, restored, ..Texts::any(Dialect::Postgres) };
-
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
         Box::pin(async move {
-            let rows = sqlx::query(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
-            rows.iter()
-                .map(|row| {
-                    Ok(LockWait {
-                        connection: row.try_get(0)?,
-                        statement: row.try_get(1)?,
-                        seconds: row.try_get(2)?,
-                        holders: row.try_get(3)?,
-                    })
-                })
-                .collect()
+            let waits: Vec<(String, String, f64, Vec<String>)> =
+                sqlx::query_as(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
+            let wait = |(connection, statement, seconds, holders)| LockWait { connection, statement, seconds, holders };
+            Ok(waits.into_iter().map(wait).collect())
         })
     }
 

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 
-use super::PostgresStore;
 use super::connect::BEGIN;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 
@@ -339,11 +339,6 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
             }
         }
     }
-}
-
-/// The SQLSTATE of a server error.
-pub(super) fn code(error: &sqlx::Error) -> Option<String> {
-    error.as_database_error()?.code().map(|code| code.into_owned())
 }
 
 /// Drops the CHECK that a process which ended left on a DEFAULT partition: it would refuse rows of

@@ -8,9 +8,9 @@ use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, query, query_scalar};
 use uuid::Uuid;
 
-use super::PostgresStore;
 use super::connect::BEGIN;
 use super::operations::{Held, Within, finish, proved_by, staked, undo};
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
@@ -68,7 +68,7 @@ impl PhaseStore for PostgresStore {
                 return Ok(Run::Begun(PostgresPhase::boxed(tx, usual_wait)));
             }
             Ok(_) => Run::Marked,
-            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some(LOCKED) => Run::Unended,
+            Err(error) if code(&error).as_deref() == Some(LOCKED) => Run::Unended,
             Err(error) => return Err(error.into()),
         };
         tx.rollback().await?;

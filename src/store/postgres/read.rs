@@ -54,6 +54,11 @@ impl Buckets {
         self.from <= 0 && self.to >= 255
     }
 
+    /// The first and the last one.
+    pub(super) fn bounds(self) -> (i64, i64) {
+        (self.from.into(), self.to.into())
+    }
+
     fn contain(self, bucket: i16) -> bool {
         self.from <= bucket && bucket <= self.to
     }

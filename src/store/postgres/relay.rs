@@ -20,7 +20,7 @@ use crate::outbox::port::{
 };
 use crate::outbox::rules::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::outbox;
+use crate::store::sql::{Session, outbox};
 use crate::time::lease::Fence;
 
 /// A gap that is still open this long after it got its fence is judged by the locks of its possible
@@ -97,11 +97,11 @@ impl Outbox for PostgresStore {
             .optional(&mut connection)
             .await?;
         let Some(row) = taken else {
-            let holder = sqlx::query(HOLDER).bind(request.shard).optional(&mut connection).await?;
+            let holder: Option<(Option<String>, Option<f64>)> =
+                sqlx::query_as(HOLDER).bind(request.shard).optional(&mut connection).await?;
             connection.close().await;
-            let Some(holder) = holder else { return Ok(LeaseAnswer::NoShard) };
-            let left = Duration::try_from_secs_f64(holder.try_get::<Option<f64>, _>(1)?.unwrap_or(0.0));
-            let owner: Option<String> = holder.try_get(0)?;
+            let Some((owner, left)) = holder else { return Ok(LeaseAnswer::NoShard) };
+            let left = Duration::try_from_secs_f64(left.unwrap_or(0.0));
             return Ok(LeaseAnswer::HeldBy { owner: owner.unwrap_or_default(), left: left.unwrap_or_default() });
         };
         let gaps: GapSet = row
@@ -130,14 +130,13 @@ impl Outbox for PostgresStore {
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
         let kept = "select value from oncebox.setting where name = 'outbox_retention_seconds'";
-        let row = sqlx::query(kept).optional(&self.pool).await?;
-        let seconds = row.map(|row| row.try_get::<i64, _>(0)).transpose()?;
+        let seconds: Option<i64> = sqlx::query_scalar(kept).optional(&self.pool).await?;
         Ok(Duration::from_secs(seconds.unwrap_or(0).unsigned_abs()))
     }
 
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
-        let rows = sqlx::query("select shard_id from oncebox.shard order by shard_id").all(&self.pool).await?;
-        rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
+        let shards = sqlx::query_scalar("select shard_id from oncebox.shard order by shard_id");
+        Ok(shards.all(&self.pool).await?)
     }
 }
 
@@ -266,7 +265,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
-        diverted::rows(&mut self.connection, self.buckets, limit).await
+        outbox::diverted(&mut self.connection, self.buckets.bounds(), limit).await
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
@@ -274,7 +273,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
-        diverted::requests(&mut self.connection, self.buckets, after, limit).await
+        outbox::requests(&mut self.connection, self.buckets.bounds(), after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
@@ -290,23 +289,15 @@ impl RelaySession for PostgresSession {
         if open < max / 2 {
             return Ok(None);
         }
-        let row = sqlx::query(OLDEST_WRITER).optional(&mut self.connection).await?;
-        let held_by = row.map(|row| row.try_get(0)).transpose()?;
+        let held_by: Option<String> = sqlx::query_scalar(OLDEST_WRITER).optional(&mut self.connection).await?;
         Ok(Some(OpenGaps { open, max, held_by }))
     }
 
     async fn release(mut self: Box<Self>) -> Result<(), StoreError> {
-        let done = sqlx::query(
-            "update oncebox.shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null
-              where shard_id = $1 and epoch = $2 and revision = $3",
-        )
-        .bind(self.shard)
-        .bind(self.epoch)
-        .bind(self.revision)
-        .run(&mut self.connection)
-        .await?;
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        let released = Session::run(&mut self.connection, outbox::release(self.shard, mine)).await?;
         self.connection.close().await;
-        match done.rows_affected() {
+        match released {
             1 => Ok(()),
             _ => Err(StoreError::Fenced(format!("shard {} has another owner", self.shard))),
         }
@@ -352,19 +343,20 @@ impl PostgresSession {
         self.watched = Some(Instant::now());
         if let Some(watched) = self.cursor.lock_watch() {
             let watched: Vec<i64> = watched.iter().map(|id| id.cast_signed()).collect();
-            let rows = sqlx::query(STILL_HOLDING).bind(watched).all(&mut self.connection).await?;
-            let still = rows.iter().map(|row| Ok(row.try_get::<i64, _>(0)?.unsigned_abs()));
-            let still = still.collect::<Result<Vec<_>, StoreError>>()?;
-            self.cursor.on_still_holding(&still);
+            let still: Vec<i64> = sqlx::query_scalar(STILL_HOLDING).bind(watched).all(&mut self.connection).await?;
+            self.cursor.on_still_holding(&unsigned(still));
         } else if self.cursor.begin_lock_watch(self.now(), u64::try_from(STALE_GAP.as_millis()).unwrap_or(u64::MAX)) > 0
         {
-            let rows = sqlx::query(LOCK_HOLDERS).all(&mut self.connection).await?;
-            let holders = rows.iter().map(|row| Ok(row.try_get::<i64, _>(0)?.unsigned_abs()));
-            let holders = holders.collect::<Result<Vec<_>, StoreError>>()?;
-            self.cursor.on_lock_holders(holders);
+            let holders: Vec<i64> = sqlx::query_scalar(LOCK_HOLDERS).all(&mut self.connection).await?;
+            self.cursor.on_lock_holders(unsigned(holders));
         }
         Ok(())
     }
+}
+
+/// Ids of transactions as the cursor knows them.
+fn unsigned(ids: Vec<i64>) -> Vec<u64> {
+    ids.into_iter().map(i64::unsigned_abs).collect()
 }
 
 /// The answer of the database contradicts the cursor: the session ends, and a new one starts from

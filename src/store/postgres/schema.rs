@@ -5,39 +5,35 @@
 //! accord.
 
 use async_trait::async_trait;
-use sqlx::{AssertSqlSafe, Postgres, Row};
+use sqlx::{AssertSqlSafe, Postgres};
 
 use super::PostgresStore;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum, newest};
+use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
 const MIGRATIONS: [MigrationText; 4] = [
-    MigrationText {
-        version: 1,
-        description: "outbox, shards, dead and held rows, partitions",
-        serves_from: 1,
-        sql: include_str!("../../../migrations/postgres/0001_outbox.sql"),
-    },
-    MigrationText {
-        version: 2,
-        description: "doors of the outbox and their limits",
-        serves_from: 2,
-        sql: include_str!("../../../migrations/postgres/0002_doors.sql"),
-    },
-    MigrationText {
-        version: 3,
-        description: "inbox, waiting messages, e-mails, audit",
-        serves_from: 3,
-        sql: include_str!("../../../migrations/postgres/0003_inbox.sql"),
-    },
-    MigrationText {
-        version: 4,
-        description: "operations: idempotency records, bodies, phases",
-        serves_from: 4,
-        sql: include_str!("../../../migrations/postgres/0004_operations.sql"),
-    },
+    MigrationText::breaking(
+        1,
+        "outbox, shards, dead and held rows, partitions",
+        include_str!("../../../migrations/postgres/0001_outbox.sql"),
+    ),
+    MigrationText::breaking(
+        2,
+        "doors of the outbox and their limits",
+        include_str!("../../../migrations/postgres/0002_doors.sql"),
+    ),
+    MigrationText::breaking(
+        3,
+        "inbox, waiting messages, e-mails, audit",
+        include_str!("../../../migrations/postgres/0003_inbox.sql"),
+    ),
+    MigrationText::breaking(
+        4,
+        "operations: idempotency records, bodies, phases",
+        include_str!("../../../migrations/postgres/0004_operations.sql"),
+    ),
 ];
 
 /// All databases of a server share the numbers of advisory locks, so this is eight bytes that
@@ -76,14 +72,7 @@ impl Schema for PostgresStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        let (applied, known) = (applied(&mut connection).await?, newest(&MIGRATIONS));
-        if let Some(found) = applied.newest().filter(|found| *found > known) {
-            let serves = "select max(serves_from) from oncebox.migration where version > $1";
-            let serves_from: i64 = sqlx::query(serves).bind(known).one(&mut connection).await?.try_get(0)?;
-            return Ok(SchemaState::of_newer(found, serves_from, known));
-        }
-        Ok(applied.state(&MIGRATIONS))
+        Ok(applied(&mut self.pool.acquire().await?).await?.state(&MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
@@ -104,8 +93,7 @@ impl Schema for PostgresStore {
     }
 
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
-        let mut connection = self.pool.acquire().await?;
-        Ok(applied(&mut connection).await?.list(&MIGRATIONS))
+        Ok(applied(&mut self.pool.acquire().await?).await?.list(&MIGRATIONS))
     }
 
     async fn check(&self) -> Result<Vec<Finding>, StoreError> {
@@ -127,11 +115,10 @@ fn text(migration: &MigrationText) -> String {
 /// Reads which migrations were applied.
 async fn applied(connection: &mut Bounded<Postgres>) -> Result<History, StoreError> {
     let there: bool =
-        sqlx::query("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?.try_get(0)?;
+        sqlx::query_scalar("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?;
     if !there {
         return Ok(History::default());
     }
-    let rows = sqlx::query("select version, checksum from oncebox.migration order by version").all(connection).await?;
-    let migrations = rows.iter().map(|row| Ok((row.try_get(0)?, Some(row.try_get(1)?))));
-    migrations.collect::<Result<_, StoreError>>().map(History)
+    let applied = "select version, serves_from, checksum from oncebox.migration order by version";
+    Ok(History(sqlx::query_as(applied).all(connection).await?))
 }

@@ -44,10 +44,6 @@ impl Row for PgRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
-        self.get_time(at)
-    }
-
     fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
         Ok(self.get_text(at)?.map(restored))
     }

@@ -19,7 +19,7 @@ use super::PostgresStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::bounded::Ask;
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, first_word};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, first_word, names, written};
 use crate::text::hex::hex;
 
 /// A statement whose parameters are text, each cast to the type that the server determined.
@@ -57,7 +57,7 @@ impl Statements for PostgresStore {
     async fn prepare(&self, pieces: &[Piece]) -> Result<PostgresStatement, StoreError> {
         // A dedicated connection: its prepared statements end with it, and nobody else gets them.
         let mut connection = self.dedicated().await?;
-        let plain = numbered(pieces, |number| format!("${number}"));
+        let plain = written(pieces, |number, _| format!("${number}"));
         let prepared = connection.prepare(AssertSqlSafe(plain)).await?;
         let returns_rows = !prepared.columns().is_empty();
         let oids: Vec<_> = match prepared.parameters() {
@@ -73,14 +73,11 @@ impl Statements for PostgresStore {
             types.push(name);
         }
         let type_of = |number: usize| types.get(number - 1).map_or("text", String::as_str);
-        let sql = numbered(pieces, |number| format!("(${number}::text::{})", type_of(number)));
+        let sql = written(pieces, |number, _| format!("(${number}::text::{})", type_of(number)));
         // The casts could change which operator is chosen, so the server checks the final text too.
         connection.prepare(AssertSqlSafe(sql.clone())).await?;
-        let names = pieces.iter().filter_map(|piece| match piece {
-            Piece::Param(name) => Some(name.clone()),
-            Piece::Text(_) => None,
-        });
-        let parameters: Vec<_> = names.enumerate().map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
+        let names = names(pieces).cloned().enumerate();
+        let parameters: Vec<_> = names.map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
         let types = (1..=parameters.len()).map(|number| type_of(number).to_owned()).collect();
         let (sql, pieces) = (String::leak(sql), pieces.to_vec());
         Ok(PostgresStatement { sql, parameters, pieces, types, returns_rows })
@@ -151,7 +148,7 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
                 parameters.len() - 1
             })
         };
-        let sql = numbered(&statement.pieces, |occurrence| {
+        let sql = written(&statement.pieces, |occurrence, _| {
             format!("(oncebox_value_{}::text::{})", number_of(occurrence), statement.types[occurrence - 1])
         });
         let first = first_word(&sql, Dialect::Postgres)?;
@@ -210,22 +207,6 @@ const AT: &str = "oncebox message ";
 fn at(error: &sqlx::Error) -> Option<usize> {
     let error = error.as_database_error()?.try_downcast_ref::<PgDatabaseError>()?;
     error.hint()?.strip_prefix(AT)?.parse::<usize>().ok()?.checked_sub(1)
-}
-
-/// The statement with a text in place of each parameter; occurrences are counted from 1.
-fn numbered(pieces: &[Piece], mut parameter: impl FnMut(usize) -> String) -> String {
-    let mut sql = String::new();
-    let mut number = 0;
-    for piece in pieces {
-        match piece {
-            Piece::Text(text) => sql.push_str(text),
-            Piece::Param(_) => {
-                number += 1;
-                sql.push_str(&parameter(number));
-            }
-        }
-    }
-    sql
 }
 
 /// A value as the text that the server casts.

@@ -6,8 +6,6 @@
 
 use std::borrow::Cow;
 
-use crate::operator::kept_error;
-
 /// Begins an escape: a private-use character, which is escaped itself where it occurs.
 const ESCAPE: char = '\u{e000}';
 
@@ -41,11 +39,6 @@ pub(super) fn restored(text: String) -> String {
         });
     }
     original
-}
-
-/// An error message, shortened to the limit and without NUL.
-pub(super) fn error_text(error: &str) -> String {
-    kept_error(error).replace('\0', "\u{fffd}")
 }
 
 #[cfg(test)]

@@ -64,7 +64,7 @@ const BOUND: &str = "insert into oncebox.idempotency_purge (operation, purged_be
 /// Deletes one batch of bodies whose time is over, and returns their number. Large bodies are in a
 /// table of their own, which PostgreSQL frees by partitions. On SQLite all bodies are in that
 /// table.
-pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
+pub(super) async fn expire_bodies(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
     Ok(match store.dialect() {
         Dialect::Postgres => expire_small(store, limit).await?,
         Dialect::MySql => expire_large(store, limit).await? + expire_small(store, limit).await?,
@@ -73,8 +73,7 @@ pub(in crate::store) async fn expire_bodies(store: &dyn SqlStore, limit: u32) ->
 }
 
 async fn expire_large(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
-    let old = store.reader().await?.rows(sql(OLD_BODIES).bind("limit", i64::from(limit))).await?;
-    let digests = old.iter().map(|row| row.get(0)).collect::<Result<Vec<Vec<u8>>, _>>()?;
+    let digests: Vec<Vec<u8>> = store.reader().await?.column(sql(OLD_BODIES).bind("limit", limit)).await?;
     if digests.is_empty() {
         return Ok(0);
     }
@@ -84,8 +83,7 @@ async fn expire_large(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreErro
 async fn expire_small(store: &dyn SqlStore, limit: u32) -> Result<u64, StoreError> {
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    let old = session.rows(sql(OLD_SMALL).bind("limit", i64::from(limit))).await?;
-    let digests = old.iter().map(|row| row.get(0)).collect::<Result<Vec<Vec<u8>>, _>>()?;
+    let digests: Vec<Vec<u8>> = session.column(sql(OLD_SMALL).bind("limit", limit)).await?;
     if digests.is_empty() {
         transaction.rollback().await?;
         return Ok(0);
@@ -117,7 +115,7 @@ struct Batch {
 }
 
 /// Purges one batch of records of an operation, and returns their number.
-pub(in crate::store) async fn purge(
+pub(super) async fn purge(
     store: &dyn SqlStore,
     operation: &OperationName,
     retention: &Retention,
@@ -127,7 +125,7 @@ pub(in crate::store) async fn purge(
     let name = operation.as_str().as_bytes();
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    let old = sql(OLD).bind("operation", name).bind("kept", retention.metadata).bind("limit", i64::from(limit));
+    let old = sql(OLD).bind("operation", name).bind("kept", retention.metadata).bind("limit", limit);
     let mut batch = Batch::default();
     for row in session.rows(old).await? {
         let id: Uuid = row.get(1)?;
@@ -157,8 +155,8 @@ async fn forget(session: &mut dyn Session, dialect: Dialect, batch: &Batch) -> R
     for row in session.rows(of_operations(EVIDENCE, &batch.operations)).await? {
         evidence.push((row.get(0)?, row.get(1)?));
     }
-    let outliving = session.rows(of_keys(OUTLIVING)).await?;
-    let outliving = outliving.iter().map(|row| row.get(0)).collect::<Result<HashSet<Uuid>, _>>()?;
+    let outliving: Vec<Uuid> = session.column(of_keys(OUTLIVING)).await?;
+    let outliving: HashSet<Uuid> = outliving.into_iter().collect();
     let settled: Vec<Uuid> = batch.phased.iter().copied().filter(|id| !outliving.contains(id)).collect();
     let rows: Vec<i64> = evidence.iter().filter(|(_, id)| !outliving.contains(id)).map(|(row, _)| *row).collect();
 

@@ -16,7 +16,7 @@ use async_trait::async_trait;
 
 pub(in crate::store) use self::attempts::clear as clear_attempts;
 use super::outbox::skipped;
-use super::{Rows, Session, SqlStore, sql};
+use super::{Session, SqlStore, sql};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
 use crate::inbox::rules::horizon::Bounds;
@@ -174,16 +174,21 @@ impl<S: OwnInbox> Inbox for S {
     }
 }
 
+/// The error where a consumer that has its number has no row.
+pub(in crate::store) fn no_consumer(consumer: ConsumerId) -> StoreError {
+    StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
+}
+
 async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
     let find = || sql(FIND).bind("name", &spec.name);
-    let mut found: Rows = session.rows(find()).await?;
-    if found.is_empty() {
+    let mut found = session.first(find()).await?;
+    if found.is_none() {
         // Of two processes the second waits here for the first, and then finds its row.
         session.run(sql(REGISTER).bind("name", &spec.name).bind("rule", &spec.id_rule)).await?;
-        found = session.rows(find()).await?;
+        found = session.first(find()).await?;
     }
     let vanished = || StoreError::Corrupt(format!("consumer `{}` vanished", spec.name));
-    let row = found.first().ok_or_else(vanished)?;
+    let row = found.ok_or_else(vanished)?;
     let (consumer, rule) = (ConsumerId(row.get(0)?), row.get::<String>(1)?);
     if spec.changes(&rule)? {
         session.run(sql(ACCEPT).bind("consumer", consumer).bind("rule", &spec.id_rule)).await?;

@@ -6,6 +6,7 @@
 
 use uuid::Uuid;
 
+use super::audit::Act;
 use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
 use super::{Session, SqlStore, Transaction, live, records, sql};
 use crate::error::StoreError;
@@ -18,6 +19,7 @@ use crate::operator::keys::{
     Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
     judgement, nothing_known, overruled,
 };
+use crate::store::statements::Dialect;
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
@@ -67,10 +69,6 @@ const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, 
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
 
-const AUDIT: &str = "insert into oncebox.audit (at, actor, reason, act, {pg: topic}{my lite: place}, number, message_id, detail) \
-    values ({now}, :actor, :reason, :act, :place, :number, {pg my: :operation}{lite: :operation_text}, \
-      {pg: jsonb_build_object('was', :detail::text)}{my lite: :detail})";
-
 impl<S: SqlStore + Phases> KeyOperator for S {
     async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
         /// The column behind those of the record.
@@ -91,7 +89,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("paged", filter.after.is_some())
             .bind("whole", filter.after.is_none())
             .bind("after", filter.after.clone())
-            .bind("limit", i64::from(filter.limit));
+            .bind("limit", filter.limit);
         let mut found = FoundKeys::default();
         for row in self.reader().await?.rows(keys).await? {
             found.add(row.get(DIGEST)?, records::look_of(&*row))?;
@@ -108,7 +106,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("parked", filter.parked)
             .bind("older", filter.older_than)
             .bind("conflicts", filter.conflicts)
-            .bind("limit", i64::from(filter.limit));
+            .bind("limit", filter.limit);
         let mut found = FoundOperations::default();
         let mut reader = self.reader().await?;
         let rows = reader.rows(operations).await?;
@@ -137,7 +135,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             // Its record is gone, so no purge would delete its rows later.
             None => forget(session, operation_id, false).await?,
         }
-        end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
+        end(transaction, self.dialect(), Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
 
     async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
@@ -168,7 +166,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
                 transaction.finish_record(&fence, outcome, retention).await?
             }
         };
-        end(transaction, fenced, change.audit(seen), context).await
+        end(transaction, self.dialect(), fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -179,13 +177,12 @@ impl<S: SqlStore + Phases> KeyOperator for S {
     ) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let fenced = change_operation(&mut *transaction, seen, change).await?;
-        end(transaction, fenced, change.audit(seen), context).await
+        end(transaction, self.dialect(), fenced, change.audit(seen), context).await
     }
 }
 
 async fn orphans(session: &mut dyn Session, only: Option<Uuid>, limit: u32) -> Result<Vec<Uuid>, StoreError> {
-    let rows = session.rows(sql(ORPHANS).bind("only", only).bind("limit", i64::from(limit))).await?;
-    rows.iter().map(|row| row.get(0)).collect()
+    session.column(sql(ORPHANS).bind("only", only).bind("limit", limit)).await
 }
 
 async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
@@ -216,7 +213,7 @@ async fn change_operation(
         .bind("ends", ends)
         .bind("goes_on", !ends)
         .bind("respects_lease", !change.takes_over())
-        .bind("evidence", i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX));
+        .bind("evidence", seen.evidence.len());
     if session.run(update).await? == 0 {
         return Ok(Fenced::LostOwnership);
     }
@@ -243,20 +240,22 @@ async fn change_operation(
 /// change.
 async fn end(
     mut transaction: Box<dyn Transaction>,
+    dialect: Dialect,
     fenced: Fenced,
     audit: Audit<'_>,
     context: &ActContext,
 ) -> Result<Fenced, StoreError> {
-    let insert = sql(AUDIT)
-        .bind("actor", &context.actor)
-        .bind("reason", &context.reason)
-        .bind("act", audit.act)
-        .bind("place", audit.place)
-        .bind("number", audit.digest.map_or_else(String::new, |digest| hex(&digest)))
-        .bind("operation", audit.operation_id)
-        .bind("operation_text", audit.operation_id.to_string())
-        .bind("detail", audit.detail);
-    transaction.session().run(insert).await?;
+    let number = audit.digest.map_or_else(String::new, |digest| hex(&digest));
+    let act = Act {
+        name: audit.act,
+        place: audit.place.into(),
+        number: &number,
+        message_id: audit.operation_id,
+        new_id: None,
+        document: serde_json::json!({ "was": audit.detail }),
+        detail: audit.detail,
+    };
+    super::audit::write(transaction.session(), dialect, act, context).await?;
     if context.dry_run || fenced != Fenced::Done {
         transaction.rollback().await?;
     } else {

@@ -22,11 +22,7 @@ const LIVE: &str = "select process_id, operation, oldest, newest, write_version,
 
 /// Stores what a process reads and writes, then deletes old rows of other processes. The delete has
 /// a transaction of its own, because it may wait for rows that others have locked.
-pub(in crate::store) async fn announce(
-    store: &dyn SqlStore,
-    process: Uuid,
-    versions: &[Versions],
-) -> Result<(), StoreError> {
+pub(super) async fn announce(store: &dyn SqlStore, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
     let mut transaction = store.begin_sql().await?;
     for said in versions {
         // No key id has a comma.
@@ -34,9 +30,9 @@ pub(in crate::store) async fn announce(
         let announce = sql(ANNOUNCE)
             .bind("process", process)
             .bind("operation", said.operation.as_str().as_bytes())
-            .bind("oldest", i64::from(*said.readable.start()))
-            .bind("newest", i64::from(*said.readable.end()))
-            .bind("written", i64::from(said.write_version))
+            .bind("oldest", *said.readable.start())
+            .bind("newest", *said.readable.end())
+            .bind("written", said.write_version)
             .bind("kids", kids)
             .bind("write_kid", said.write_kid.to_string());
         transaction.session().run(announce).await?;
@@ -46,7 +42,7 @@ pub(in crate::store) async fn announce(
 }
 
 /// The announcements of live processes, by operation and process.
-pub(in crate::store) async fn live(store: &dyn SqlStore) -> Result<Vec<Announced>, StoreError> {
+pub(super) async fn live(store: &dyn SqlStore) -> Result<Vec<Announced>, StoreError> {
     let rows = store.reader().await?.rows(sql(LIVE).bind("for", LIVE_FOR)).await?;
     rows.iter().map(|row| announced(&**row)).collect()
 }

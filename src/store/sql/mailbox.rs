@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::message::error_text;
 use super::pieces::exact_rows;
 use super::{SqlStore, Statement, sql};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::{LEASE_MAX, RowLease};
-use crate::operator::{COUNTED_MAX, kept_error};
+use crate::operator::COUNTED_MAX;
 
 /// E-mails that may be leased. On SQLite each half is a query of its own, which reads only a part
 /// of the index; with `or` all pending rows would be read.
@@ -60,6 +61,19 @@ pub(in crate::store) const FORGET: &str = concat!(
     " where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = false"
 );
 
+/// Queues an e-mail in the caller's transaction. Returns false where its unique key is there
+/// already. MySQL, which knows no `on conflict`, has a text of its own.
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub(in crate::store) async fn queue(
+    session: &mut dyn super::Session,
+    email: &crate::email::port::NewEmail,
+) -> Result<bool, StoreError> {
+    const QUEUE: &str = "insert into oncebox.email (unique_key, recipient, subject, body{lite: , due_at, created_at}) \
+        values (:unique_key, :recipient, :subject, :body{lite: , {now}, {now}}) on conflict (unique_key) do nothing";
+    let queue = sql(QUEUE).bind("unique_key", &email.unique_key).bind("recipient", &email.recipient);
+    Ok(session.run(queue.bind("subject", &email.subject).bind("body", &email.body)).await? == 1)
+}
+
 /// A longer time is this one: no database can subtract every duration from its clock.
 const KEPT_MAX: Duration = Duration::from_secs(100 * 365 * 86_400);
 
@@ -70,12 +84,8 @@ async fn change_old(
     settled_for: Duration,
     rows_max: usize,
 ) -> Result<u64, StoreError> {
-    let old = sql(OLD)
-        .bind("content", content)
-        .bind("kept", settled_for.min(KEPT_MAX))
-        .bind("most", i64::try_from(rows_max).unwrap_or(i64::MAX));
-    let found = store.reader().await?.rows(old).await?;
-    let rows = found.iter().map(|row| row.get(0)).collect::<Result<Vec<i64>, _>>()?;
+    let old = sql(OLD).bind("content", content).bind("kept", settled_for.min(KEPT_MAX)).bind("most", rows_max);
+    let rows: Vec<i64> = store.reader().await?.column(old).await?;
     if rows.is_empty() {
         return Ok(0);
     }
@@ -83,7 +93,7 @@ async fn change_old(
 }
 
 fn due(limit: usize) -> Statement {
-    sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", i64::try_from(limit).unwrap_or(i64::MAX))
+    sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", limit)
 }
 
 async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<Vec<EmailToSend>, StoreError> {
@@ -117,12 +127,10 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
         EmailOutcome::Failed(error) => ("failed", None, Some(error)),
         EmailOutcome::NotTried => ("pending", Some(Duration::ZERO), None),
     };
-    // PostgreSQL cannot store a NUL in text.
-    let error = error.map(|error| kept_error(error).replace('\0', "\u{fffd}"));
     sql(SETTLE)
         .bind("state", state)
         .bind("after", after)
-        .bind("error", error)
+        .bind("error", error.map(|error| error_text(error)))
         .bind("untried", i64::from(*outcome == EmailOutcome::NotTried))
         .bind("is_settled", after.is_none())
         .bind("email", email.email_id)

@@ -27,23 +27,25 @@ pub(super) use message_columns;
 /// Reads a message from the columns that begin at `first`; its `attempt` is the number of tries
 /// counted.
 pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Message, StoreError> {
-    let told = |at: usize| row.get_foreign(first + at);
-    let needed = |at: usize| told(at)?.ok_or_else(|| StoreError::Corrupt(format!("part {at} of a message is null")));
-    let state = told(12)?;
+    let tracestate = row.get_foreign(first + 12)?;
     Ok(Message {
         attempt: row.get(first)?,
         id: MessageId::from_uuid(row.get(first + 1)?),
-        id_text: needed(2)?,
-        topic: needed(3)?,
+        id_text: row.foreign(first + 2)?,
+        topic: row.foreign(first + 3)?,
         key: row.get_opt(first + 4)?,
-        kind: needed(5)?,
+        kind: row.foreign(first + 5)?,
         payload: row.get(first + 6)?,
         tombstone: row.get(first + 7)?,
-        content_type: told(8)?,
-        source: needed(9)?,
+        content_type: row.get_foreign(first + 8)?,
+        source: row.foreign(first + 9)?,
         time: row.get_sent_at(first + 10)?,
-        trace: row.get_opt(first + 11)?.map(|traceparent| TraceContext { traceparent, tracestate: state }),
-        coordinates: Coordinates { place: needed(13)?, partition: row.get(first + 14)?, offset: row.get(first + 15)? },
+        trace: row.get_opt(first + 11)?.map(|traceparent| TraceContext { traceparent, tracestate }),
+        coordinates: Coordinates {
+            place: row.foreign(first + 13)?,
+            partition: row.get(first + 14)?,
+            offset: row.get(first + 15)?,
+        },
         headers: row.get_headers(first + 16)?,
     })
 }
@@ -119,7 +121,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("state", if reason.is_some() { "dead" } else { "waiting" })
         .bind("is_dead", reason.is_some())
         .bind("after", after)
-        .bind("attempts", i64::from(parked.attempts))
+        .bind("attempts", parked.attempts)
         .bind("reason", reason)
         .bind("history", history)
         .bind("adds", adds)
@@ -137,14 +139,14 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("traceparent", trace.map(|trace| &trace.traceparent))
         .bind("tracestate", Value::Foreign(trace.and_then(|trace| trace.tracestate.clone())))
         .bind("place", foreign(&message.coordinates.place))
-        .bind("partition", i64::from(message.coordinates.partition))
+        .bind("partition", message.coordinates.partition)
         .bind("offset", message.coordinates.offset)
         .bind("headers", Value::Headers(message.headers.clone()))
 }
 
 /// An error as it is stored: of bounded length, and without NUL, which PostgreSQL cannot store in
 /// text.
-pub(super) fn error_text(error: &str) -> String {
+pub(in crate::store) fn error_text(error: &str) -> String {
     kept_error(error).replace('\0', "\u{fffd}")
 }
 

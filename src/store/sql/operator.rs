@@ -7,20 +7,17 @@
 //! Not here: lock waits and the mending of positions, which each database implements itself.
 
 mod act;
-mod audit;
 mod consumers;
-mod headers;
 pub(in crate::store) mod list;
 pub(in crate::store) mod status;
 
-use std::borrow::Cow;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::future::BoxFuture;
 use uuid::Uuid;
 
-use super::{SqlStore, Value, sql};
+use super::{SqlStore, Value, audit, sql};
 use crate::email::port::Mailbox;
 use crate::error::StoreError;
 use crate::operator::{
@@ -30,61 +27,20 @@ use crate::operator::{
 use crate::store::base::Base;
 use crate::store::statements::Dialect;
 
-/// How a database keeps the texts and ids that operators search for.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::store) struct Texts {
-    pub(in crate::store) dialect: Dialect,
-    /// Text of a message that arrived, as the database can hold it.
-    pub(in crate::store) stored: fn(&str) -> Cow<'_, str>,
-    /// The inverse of `stored`.
-    pub(in crate::store) restored: fn(String) -> String,
+/// A name as it is compared: MySQL keeps names as bytes.
+pub(super) fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
+    let name = name.into();
+    if dialect == Dialect::MySql { name.map(str::as_bytes).into() } else { name.into() }
 }
 
-impl Texts {
-    /// For a database that can store any text.
-    pub(in crate::store) const fn any(dialect: Dialect) -> Self {
-        Self { dialect, stored: as_it_is, restored: as_it_stands }
-    }
-
-    /// A name as it is compared: MySQL keeps names as bytes.
-    fn name(self, name: &str) -> Value {
-        if self.dialect == Dialect::MySql { name.as_bytes().into() } else { name.into() }
-    }
-
-    /// A name that came with a message.
-    fn arrived(self, name: &str) -> Value {
-        self.name(&(self.stored)(name))
-    }
-
-    /// An id of an outbox row or an audit row: SQLite keeps these as text.
-    fn id(self, id: Uuid) -> Value {
-        if self.dialect == Dialect::Sqlite { id.to_string().into() } else { id.into() }
-    }
-}
-
-fn as_it_is(text: &str) -> Cow<'_, str> {
-    Cow::Borrowed(text)
-}
-
-fn as_it_stands(text: String) -> String {
-    text
-}
-
-/// A value for `{if name: ..}`, which is left out where the value is missing.
-fn optional(value: Option<Value>) -> Value {
-    value.unwrap_or(Value::Bool(false))
-}
-
-/// The limit of a list, as a value to bind.
-fn rows_max(limit: usize) -> i64 {
-    i64::try_from(limit).unwrap_or(i64::MAX)
+/// An id of an outbox row or an audit row: SQLite keeps these as text.
+pub(super) fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
+    let id = id.into();
+    if dialect == Dialect::Sqlite { id.map(|id| id.to_string()).into() } else { id.into() }
 }
 
 /// The part of the operator's duty that each database implements itself.
 pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
-    /// How this database keeps text and ids.
-    const TEXTS: Texts;
-
     /// What [`Operator::lock_waits`] gives here.
     fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>>;
 
@@ -93,7 +49,7 @@ pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
 }
 
 async fn read_status<S: OperatorSql>(store: &S, earlier: Option<&Status>) -> Result<Status, StoreError> {
-    let dialect = S::TEXTS.dialect;
+    let dialect = store.dialect();
     // The connection is given back first: the next query takes one of its own, and the pool may
     // have only one.
     let status = if dialect == Dialect::Postgres {
@@ -123,24 +79,24 @@ impl<S: OperatorSql> Operator for S {
     }
 
     async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
-        audit::read(&mut *self.reader().await?, S::TEXTS, id, limit).await
+        audit::read(&mut *self.reader().await?, self.dialect(), id, limit).await
     }
 
     async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
-        consumers::forget(self, S::TEXTS, name, context).await
+        consumers::forget(self, name, context).await
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
-        let found = list::find(&mut *self.reader().await?, S::TEXTS, filter).await?;
+        let found = list::find(&mut *self.reader().await?, self.dialect(), filter).await?;
         Ok(found.into_iter().map(|found| found.message).collect())
     }
 
     async fn dead_numbers(&self, filter: &DeadFilter) -> Result<Vec<String>, StoreError> {
-        list::numbers(&mut *self.reader().await?, S::TEXTS, filter).await
+        list::numbers(&mut *self.reader().await?, self.dialect(), filter).await
     }
 
     async fn held_topics(&self, limit: usize) -> Result<Vec<DeadMessage>, StoreError> {
-        let found = list::held_topics(&mut *self.reader().await?, S::TEXTS, limit).await?;
+        let found = list::held_topics(&mut *self.reader().await?, self.dialect(), limit).await?;
         Ok(found.into_iter().map(|found| found.message).collect())
     }
 
@@ -155,7 +111,7 @@ impl<S: OperatorSql> Operator for S {
         context: &ActContext,
     ) -> Result<OperatorOutcome, StoreError> {
         let mut transaction = self.begin_sql().await?;
-        let outcome = act::act(transaction.session(), S::TEXTS, filter, act, context).await?;
+        let outcome = act::act(transaction.session(), self.dialect(), filter, act, context).await?;
         if context.dry_run {
             transaction.rollback().await?;
         } else {

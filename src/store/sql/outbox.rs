@@ -2,8 +2,35 @@
 //!
 //! Not here: the read, the checkpoint and the mark, which are each database's own.
 
-use super::{Session, sql};
+use super::{Row, Session, Statement, sql};
 use crate::error::StoreError;
+use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, RequestedAct};
+use crate::time::lease::Fence;
+
+/// The buckets of a database that has one shard only.
+#[cfg(any(feature = "mysql", feature = "sqlite"))]
+pub(in crate::store) const ALL_BUCKETS: (i64, i64) = (0, 255);
+
+/// Dead and held rows without their messages. Dead rows that hold nothing are left out.
+const DIVERTED: &str = "\
+select position, topic, {key}, {pg my: cause}{lite: case state when 'dead' then 'refused' else substr(state, 6) end}, reason, holds \
+  from oncebox.outbox_dead \
+ where {pg: bucket between :from and :to and }(state <> 'dead' or holds) order by position limit :limit";
+
+/// Requests of operators that are still to be carried out.
+const REQUESTS: &str = "\
+select position, topic, {key}, requested from oncebox.outbox_dead \
+ where {pg lite: requested is not null}{my: requested in ('redrive', 'discard')} \
+   {pg: and bucket between :from and :to} and position > :after order by position limit :limit";
+
+const RELEASE: &str = "\
+update oncebox.shard set revision = revision + 1, owner = null, lease_until = {pg my: null, lease_seconds = null}{lite: 0} \
+ where shard_id = :shard and epoch = :epoch and revision = :revision";
+
+/// The statement that gives the lease of a shard back. It changes no row where another owner wrote.
+pub(in crate::store) fn release(shard: i32, fence: Fence) -> Statement {
+    sql(RELEASE).bind("shard", shard).bind("epoch", fence.epoch).bind("revision", fence.revision)
+}
 
 /// A dead message after `:skipped` others, if there are so many. It reads entries of an index; on
 /// PostgreSQL the order makes any other plan a sort of all of them.
@@ -15,6 +42,59 @@ select 1 from oncebox.outbox_dead {my: force index (outbox_dead_state)} \
 /// Whether at least so many messages of the outbox are dead.
 pub(in crate::store) async fn has_dead(session: &mut dyn Session, rows: usize) -> Result<bool, StoreError> {
     Ok(!session.rows(sql(HAS_DEAD).bind("skipped", skipped(rows))).await?.is_empty())
+}
+
+/// The dead and held rows of these buckets that hold others, or are held, in position order.
+pub(in crate::store) async fn diverted(
+    session: &mut dyn Session,
+    (from, to): (i64, i64),
+    limit: usize,
+) -> Result<Vec<DivertedRow>, StoreError> {
+    let diverted = sql(DIVERTED).bind("from", from).bind("to", to).bind("limit", limit);
+    let rows = session.rows(diverted).await?;
+    rows.iter().map(|row| diverted_row(&**row)).collect()
+}
+
+fn diverted_row(row: &dyn Row) -> Result<DivertedRow, StoreError> {
+    let reason: String = row.get_opt(4)?.unwrap_or_default();
+    let diversion = match row.get::<String>(3)?.as_str() {
+        "refused" => Diversion::Dead { reason, holds: row.get(5)? },
+        "behind" => Diversion::HeldBehind,
+        "destination" => Diversion::HeldDestination { reason },
+        other => return Err(StoreError::Corrupt(format!("a dead or held row has the cause `{other}`"))),
+    };
+    Ok(DivertedRow { position: row.get(0)?, topic: row.get(1)?, key: row.get_opt(2)?, diversion })
+}
+
+/// State, cause, reason, and whether later rows of its key are held: what [`diverted`] reads back.
+pub(in crate::store) fn columns(diversion: &Diversion) -> (&'static str, &'static str, Option<&str>, bool) {
+    match diversion {
+        Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason.as_str()), *holds),
+        Diversion::HeldBehind => ("held", "behind", None, false),
+        Diversion::HeldDestination { reason } => ("held", "destination", Some(reason.as_str()), false),
+    }
+}
+
+/// The first requests of operators beyond a position, about rows of these buckets, in position
+/// order.
+pub(in crate::store) async fn requests(
+    session: &mut dyn Session,
+    (from, to): (i64, i64),
+    after: i64,
+    limit: usize,
+) -> Result<Vec<OperatorRequest>, StoreError> {
+    let requests = sql(REQUESTS).bind("from", from).bind("to", to).bind("after", after).bind("limit", limit);
+    let rows = session.rows(requests).await?;
+    rows.iter().map(|row| request(&**row)).collect()
+}
+
+fn request(row: &dyn Row) -> Result<OperatorRequest, StoreError> {
+    let act = match row.get::<String>(3)?.as_str() {
+        "redrive" => RequestedAct::Redrive,
+        "discard" => RequestedAct::Discard,
+        other => return Err(StoreError::Corrupt(format!("a dead or held row has the request `{other}`"))),
+    };
+    Ok(OperatorRequest { position: row.get(0)?, topic: row.get(1)?, key: row.get_opt(2)?, act })
 }
 
 /// How many rows to skip, so that the next one shows that there are at least so many.

@@ -179,7 +179,7 @@ const LEAVE: &str = concat!(
 
 const BEGIN_SEND: &str = concat!(
     "update oncebox.operation_intent as i set sends = i.sends + 1, \
-       last_sent_at = {pg my: greatest}{lite: max}(i.last_sent_at, {clock}) \
+       last_sent_at = {greatest}(i.last_sent_at, {clock}) \
      where i.operation_id = :id and i.effect = :effect and i.outcome is null \
        and exists (select 1 from oncebox.operation o where ",
     is_ours!(),
@@ -278,33 +278,20 @@ impl<S: PhaseStore + Operations> Phases for S {
         lock(session, driven.operation_id).await?;
         let mut send = None;
         if session.run(ours(BEGIN_SEND, driven).bind("effect", effect)).await? == 1 {
-            let sends: i64 = session.one(sql(SENDS).bind("id", driven.operation_id).bind("effect", effect)).await?;
-            send = Some(u32::try_from(sends).unwrap_or(u32::MAX));
+            let sends = sql(SENDS).bind("id", driven.operation_id).bind("effect", effect);
+            send = Some(session.one(sends).await?);
         }
         transaction.commit().await?;
         Ok(send)
     }
 
     async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
-        let mut transaction = self.begin_sql().await?;
-        let session = transaction.session();
-        lock(session, driven.operation_id).await?;
-        let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", i64::from(send));
-        let fenced = Fenced::rows(session.run(back).await?);
-        transaction.commit().await?;
-        Ok(fenced)
+        let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", send);
+        run_locked(self, driven.operation_id, back).await
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        if !evidence.asks_to_wait() {
-            return self.run_alone(appended(evidence)).await.map(drop);
-        }
-        let mut transaction = self.begin_sql().await?;
-        let session = transaction.session();
-        append(session, evidence).await?;
-        let forget = sql(FORGET_WAITS).bind("id", evidence.operation_id).bind("effect", &evidence.effect);
-        session.run(forget).await?;
-        transaction.commit().await
+        observe(self, evidence).await
     }
 
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
@@ -319,12 +306,7 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 
     async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
-        let mut transaction = self.begin_sql().await?;
-        let session = transaction.session();
-        lock(session, operation_id).await?;
-        let fenced = Fenced::rows(session.run(sql(UNPARK).bind("id", operation_id)).await?);
-        transaction.commit().await?;
-        Ok(fenced)
+        run_locked(self, operation_id, sql(UNPARK).bind("id", operation_id)).await
     }
 
     async fn deployment(&self) -> Result<Uuid, StoreError> {
@@ -336,11 +318,7 @@ impl<S: PhaseStore + Operations> Phases for S {
 /// tenants.
 pub(in crate::store) fn due(flow: &str, versions: &[u32], limit: u32, tenants: &[Vec<u8>]) -> Statement {
     let versions: Vec<i64> = versions.iter().copied().map(i64::from).collect();
-    sql(DUE)
-        .bind("flow", flow)
-        .bind("versions", versions)
-        .bind("limit", i64::from(limit))
-        .bind("tenants", tenants.to_vec())
+    sql(DUE).bind("flow", flow).bind("versions", versions).bind("limit", limit).bind("tenants", tenants.to_vec())
 }
 
 async fn take_due(
@@ -389,10 +367,33 @@ pub(in crate::store) async fn append(session: &mut dyn Session, evidence: &NewEv
     session.run(appended(evidence)).await.map(drop)
 }
 
+/// Appends evidence in a transaction of its own, as [`Phases::observe`] says.
+pub(super) async fn observe(store: &dyn SqlStore, evidence: &NewEvidence) -> Result<(), StoreError> {
+    if !evidence.asks_to_wait() {
+        return store.run_alone(appended(evidence)).await.map(drop);
+    }
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    append(session, evidence).await?;
+    let forget = sql(FORGET_WAITS).bind("id", evidence.operation_id).bind("effect", &evidence.effect);
+    session.run(forget).await?;
+    transaction.commit().await
+}
+
 /// Locks the row of an operation, if there is one, and gives its epoch.
 pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
-    let rows = session.rows(sql(LOCK).bind("id", operation_id)).await?;
-    rows.first().map(|row| row.get(0)).transpose()
+    let locked = session.first(sql(LOCK).bind("id", operation_id)).await?;
+    locked.map(|row| row.get(0)).transpose()
+}
+
+/// Runs a statement on an operation whose row is locked before, in a transaction of its own.
+async fn run_locked(store: &dyn SqlStore, operation_id: Uuid, statement: Statement) -> Result<Fenced, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    lock(session, operation_id).await?;
+    let fenced = Fenced::rows(session.run(statement).await?);
+    transaction.commit().await?;
+    Ok(fenced)
 }
 
 /// Takes an operation whose row is locked at this epoch; none where it is not free.
@@ -443,19 +444,15 @@ pub(in crate::store) async fn read(
     session: &mut dyn Session,
     operation_id: Uuid,
 ) -> Result<Option<StoredOperation>, StoreError> {
-    let rows = session.rows(sql(OPERATION).bind("id", operation_id)).await?;
-    let Some(row) = rows.first() else { return Ok(None) };
+    let Some(row) = session.first(sql(OPERATION).bind("id", operation_id)).await? else { return Ok(None) };
     let intents = session.rows(sql(INTENTS).bind("id", operation_id)).await?;
     let intents = intents.iter().map(|row| intent_of(&**row)).collect::<Result<_, _>>()?;
     let evidence = evidence(session, operation_id).await?;
-    operation_of(&**row, intents, evidence).map(Some)
+    operation_of(&*row, intents, evidence).map(Some)
 }
 
 /// What was observed of an operation, oldest first.
-pub(in crate::store) async fn evidence(
-    session: &mut dyn Session,
-    operation_id: Uuid,
-) -> Result<Vec<StoredEvidence>, StoreError> {
+pub(super) async fn evidence(session: &mut dyn Session, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
     let rows = session.rows(sql(EVIDENCE).bind("id", operation_id)).await?;
     rows.iter().map(|row| evidence_of(&**row)).collect()
 }

@@ -9,14 +9,12 @@
 
 use std::time::Duration;
 
-use uuid::Uuid;
-
 use super::{Row, Session, SqlStore, Statement, sql, words};
 use crate::error::StoreError;
 use crate::operation::port::stored::{corrupt, unpack};
 use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owned};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-use crate::operation::rules::{Identity, OperationName, Record};
+use crate::operation::rules::{Identity, OperationName, Record, State};
 use crate::store::statements::Dialect;
 use crate::time::db_time::DbTime;
 use crate::time::lease::Lease;
@@ -40,6 +38,10 @@ const BODY: &str = "{pg my: select body_headers, body_bytes, body_format, body_k
 /// Locks the row by a statement of its own. The next statement sees what was committed until then,
 /// and the current time; a statement that waited for the lock itself would not.
 const LOCK: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock}";
+
+const HEARTBEAT: &str = "update oncebox.idempotency_request \
+    set lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, updated_at = {clock} \
+    where key_digest = :digest and epoch = :epoch and owner = :owner and state = 'IN_PROGRESS'";
 
 const RELEASE: &str = "delete from oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and owner = :owner and state = 'IN_PROGRESS' and {piece no late end}";
@@ -174,11 +176,20 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
     })
 }
 
+/// Reads a record after a transaction that is changing it.
+pub(super) async fn find_settled(store: &dyn SqlStore, identity: &Identity) -> Result<Look, StoreError> {
+    let mut reader = store.reader().await?;
+    lock(&mut *reader, identity).await?;
+    let operation = identity.operation().as_str().as_bytes();
+    let find = sql(FIND).bind("operation", operation).bind("digest", &identity.digest()[..]);
+    look_of(&*reader.only(find).await?)
+}
+
 /// The body of a record's answer; none where its time is over.
-pub(in crate::store) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
     let digest = record.identity.digest();
-    let rows = store.reader().await?.rows(sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch)).await?;
-    rows.first().map(|row| body_at(&**row, 0)).transpose()
+    let body = sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch);
+    store.reader().await?.first(body).await?.map(|row| body_at(&*row, 0)).transpose()
 }
 
 /// Locks the record of a key, where there is one.
@@ -186,25 +197,37 @@ pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identit
     session.rows(sql(LOCK).bind("digest", &identity.digest()[..])).await.map(drop)
 }
 
+/// Runs a statement on a record that is locked before, in a transaction of its own.
+async fn run_locked(store: &dyn SqlStore, identity: &Identity, statement: Statement) -> Result<Fenced, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    lock(session, identity).await?;
+    let fenced = Fenced::rows(session.run(statement).await?);
+    transaction.commit().await?;
+    Ok(fenced)
+}
+
+/// A statement of the owner of a claim, with the values bound that name it.
+fn owned_by(text: &'static str, owned: &Owned) -> Statement {
+    let digest = owned.identity.digest();
+    sql(text).bind("digest", &digest[..]).bind("epoch", owned.epoch).bind("owner", owned.owner)
+}
+
+/// Renews the lease of a claim.
+pub(super) async fn heartbeat(store: &dyn SqlStore, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+    Ok(Fenced::rows(store.run_alone(owned_by(HEARTBEAT, owned).bind("lease", lease)).await?))
+}
+
 /// Deletes a claim, unless a late run of the same operation id has left evidence that it succeeded
 /// or failed.
-pub(in crate::store) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
-    let mut transaction = store.begin_sql().await?;
-    lock(transaction.session(), &owned.identity).await?;
-    let release = sql(RELEASE).bind("digest", &owned.identity.digest()[..]).bind("epoch", owned.epoch);
-    let changed = transaction.session().run(release.bind("owner", owned.owner)).await?;
-    transaction.commit().await?;
-    Ok(Fenced::rows(changed))
+pub(super) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
+    run_locked(store, &owned.identity, owned_by(RELEASE, owned)).await
 }
 
 /// Makes a record UNKNOWN, as `Keys::mark_unknown` says.
-pub(in crate::store) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
-    let mut transaction = store.begin_sql().await?;
-    lock(transaction.session(), &seen.identity).await?;
+pub(super) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
     let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
-    let changed = transaction.session().run(mark).await?;
-    transaction.commit().await?;
-    Ok(Fenced::rows(changed))
+    run_locked(store, &seen.identity, mark).await
 }
 
 /// The statement for the abandoned claims of an operation; with `pauses`, the shortest and the
@@ -215,7 +238,7 @@ pub(in crate::store) fn open_of(
     limit: u32,
 ) -> Statement {
     let micros = |pause: Duration| i64::try_from(pause.as_micros()).unwrap_or(i64::MAX);
-    let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", i64::from(limit));
+    let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", limit);
     let of = of.bind("lost", pauses.is_none()).bind("unknown", pauses.is_some());
     of.bind("least", pauses.map(|(least, _)| micros(least))).bind("most", pauses.map(|(_, most)| micros(most)))
 }
@@ -226,28 +249,9 @@ fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
     lease.is_some_and(|lease| lease.until <= now && lease.until.until(now) < lease.length / 2)
 }
 
-/// The abandoned claims of an operation.
-pub(in crate::store) async fn stale(
-    store: &dyn SqlStore,
-    operation: &OperationName,
-    limit: u32,
-) -> Result<Vec<Record>, StoreError> {
-    readable(store, operation, None, limit).await
-}
-
-/// The records of an operation whose outcome is unknown and that are due to be asked for.
-pub(in crate::store) async fn unknown_due(
-    store: &dyn SqlStore,
-    operation: &OperationName,
-    pauses: (Duration, Duration),
-    limit: u32,
-) -> Result<Vec<Record>, StoreError> {
-    readable(store, operation, Some(pauses), limit).await
-}
-
-/// The records of a page. Nobody changes those that cannot be read, so they stand first in every
-/// page. They hide no others, because the page is then read again with more room.
-async fn readable(
+/// The records that [`open_of`] finds. Nobody changes those that cannot be read, so they stand
+/// first in every page. They hide no others, because the page is then read again with more room.
+pub(super) async fn open(
     store: &dyn SqlStore,
     operation: &OperationName,
     pauses: Option<(Duration, Duration)>,
@@ -277,19 +281,18 @@ async fn readable(
 }
 
 /// How many records of a tenant have no outcome.
-pub(in crate::store) async fn open_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
+pub(super) async fn open_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
     store.reader().await?.one(sql(OPEN_OF_TENANT).bind("tenant", tenant.as_bytes())).await
 }
 
 /// How many bytes of answers are kept for a tenant.
-pub(in crate::store) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
+pub(super) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
     store.reader().await?.one(sql(KEPT_OF_TENANT).bind("tenant", tenant.as_bytes())).await
 }
 
 /// How many records have no outcome, and the age of the oldest in progress.
-pub(in crate::store) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
-    let rows = store.reader().await?.rows(sql(STATS)).await?;
-    let row = rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?;
+pub(super) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
+    let row = store.reader().await?.only(sql(STATS)).await?;
     let (oldest, now): (Option<DbTime>, DbTime) = (row.get_opt(1)?, row.get(2)?);
     Ok(OperationStats {
         in_progress: row.get(0)?,
@@ -298,9 +301,14 @@ pub(in crate::store) async fn operation_stats(store: &dyn SqlStore) -> Result<Op
     })
 }
 
-/// Deletes the evidence of late runs when the key is used anew. It is called where that evidence
-/// agrees with the record, so that there is no conflict to keep.
-pub(in crate::store) async fn forget_runs(session: &mut dyn Session, operation_id: Uuid) -> Result<(), StoreError> {
+/// Where a completed key is used anew, deletes the evidence of its late runs: it agrees with the
+/// outcome, so there is no conflict to keep.
+pub(in crate::store) async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
     const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
-    session.run(sql(FORGET).bind("operation", operation_id)).await.map(drop)
+    match basis {
+        Basis::Anew(seen) if seen.state == State::Completed => {
+            session.run(sql(FORGET).bind("operation", seen.operation_id)).await.map(drop)
+        }
+        _ => Ok(()),
+    }
 }

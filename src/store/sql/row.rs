@@ -23,7 +23,9 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError>;
 
     /// A column that holds a truth value.
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError>;
+    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
+        Ok(self.get_int(at)?.map(|value| value != 0))
+    }
 
     /// A column that holds a [`Value::Id`](super::Value::Id).
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError>;
@@ -32,10 +34,14 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
 
     /// A column that holds a [`Value::SentAt`](super::Value::SentAt).
-    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
+    fn get_sent_at(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        self.get_time(at)
+    }
 
     /// A column that holds a [`Value::Foreign`](super::Value::Foreign).
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError>;
+    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
+        self.get_text(at)
+    }
 
     /// A column that holds [`Value::Headers`](super::Value::Headers); on PostgreSQL two: names and
     /// values.
@@ -54,7 +60,12 @@ impl dyn Row + '_ {
     /// # Errors
     /// [`StoreError::Corrupt`] with the column where it is null or something else.
     pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
-        self.get_opt(at)?.ok_or_else(|| StoreError::Corrupt(format!("column {at} of a row is null")))
+        self.get_opt(at)?.ok_or_else(|| is_null(at))
+    }
+
+    /// A column that holds a [`Value::Foreign`](super::Value::Foreign) and is never null.
+    pub(super) fn foreign(&self, at: usize) -> Result<String, StoreError> {
+        self.get_foreign(at)?.ok_or_else(|| is_null(at))
     }
 
     /// A column that may be null.
@@ -62,8 +73,17 @@ impl dyn Row + '_ {
     /// # Errors
     /// [`StoreError::Corrupt`] with the column where it is something else.
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
-        T::read(self, at)
+        T::read(self, at).map_err(|error| match error {
+            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => {
+                StoreError::Corrupt(format!("column {at} of a row: {source}"))
+            }
+            error => error,
+        })
     }
+}
+
+fn is_null(at: usize) -> StoreError {
+    StoreError::Corrupt(format!("column {at} of a row is null"))
 }
 
 macro_rules! columns {

@@ -235,12 +235,11 @@ impl<S: OwnInbox> Waiting for S {
         }
         let mut transaction = self.begin_sql().await?;
         let due = in_scope(DUE_HEAD, consumer, scope).bind("locks", true);
-        let rows = transaction.session().rows(due).await?;
-        let Some(row) = rows.first() else {
+        let Some(row) = transaction.session().first(due).await? else {
             transaction.rollback().await?;
             return Ok(None);
         };
-        let head = leased_of(&**row, lease, row.get_opt::<Uuid>(1)?.is_some())?;
+        let head = leased_of(&*row, lease, row.get_opt::<Uuid>(1)?.is_some())?;
         let leased = sql(LEASE).bind("rows", vec![head.sequence]).bind("lease", lease.token);
         transaction.session().run(leased.bind("length", lease.length)).await?;
         transaction.commit().await?;
@@ -259,7 +258,7 @@ impl<S: OwnInbox> Waiting for S {
         let behind = in_scope(BEHIND, consumer, scope)
             .bind("lane", Uuid::from_bytes(lane))
             .bind("head", head.sequence)
-            .bind("most", i64::try_from(limit).unwrap_or(i64::MAX));
+            .bind("most", limit);
         let mut run = Vec::new();
         for row in self.reader().await?.rows(behind).await? {
             if row.get_bool(1)? != Some(true) {
@@ -285,9 +284,10 @@ impl<S: OwnInbox> Waiting for S {
     }
 
     async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError> {
-        let rows = self.reader().await?.rows(in_scope(NEXT_DUE, consumer, scope)).await?;
-        let left = rows.first().map(|row| row.get::<i64>(0)).transpose()?;
-        Ok(left.map(|left| Duration::from_micros(u64::try_from(left).unwrap_or(0))))
+        let Some(row) = self.reader().await?.first(in_scope(NEXT_DUE, consumer, scope)).await? else {
+            return Ok(None);
+        };
+        Ok(Some(Duration::from_micros(u64::try_from(row.get::<i64>(0)?).unwrap_or(0))))
     }
 
     async fn postpone(&self, leased: &LeasedMessage, after: Duration, error: &str) -> Result<bool, StoreError> {
@@ -302,7 +302,7 @@ impl<S: OwnInbox> Waiting for S {
         // Messages of one lease have the same number of tries, except for a head that was tried
         // before.
         for group in leased.chunk_by(|one, next| one.tries == next.tries) {
-            let tries = group.first().map_or(0, |one| i64::from(one.tries));
+            let tries = group.first().map_or(0, |one| one.tries);
             let back = sql(GIVE_BACK).bind("rows", numbers(group)).bind("lease", first.lease);
             given_back += transaction.session().run(back.bind("counts", true).bind("tries", tries)).await?;
         }
@@ -333,10 +333,13 @@ impl<S: OwnInbox> Waiting for S {
     async fn bury(&self, leased: &LeasedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
-        let ours = session.rows(tried(OURS, leased)).await?;
-        let Some(row) = ours.first() else { return Ok(false) };
+        let Some(row) = session.first(tried(OURS, leased)).await? else {
+            transaction.rollback().await?;
+            return Ok(false);
+        };
         let (consumer, run) = (ConsumerId(row.get(0)?), std::slice::from_ref(leased));
         if bury(session, consumer, run, reason, error, holds).await?.is_none() {
+            transaction.rollback().await?;
             return Ok(false);
         }
         wake(session, consumer, leased.message.lane_id().as_slice()).await?;
@@ -345,7 +348,7 @@ impl<S: OwnInbox> Waiting for S {
     }
 
     async fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
-        let heads = first_column(&self.reader().await?.rows(to_wake(consumer, lanes)).await?)?;
+        let heads: Vec<i64> = self.reader().await?.column(to_wake(consumer, lanes)).await?;
         if !heads.is_empty() {
             self.run_alone(sql(MAKE_DUE).bind("rows", heads)).await?;
         }
@@ -357,7 +360,7 @@ impl<S: OwnInbox> Waiting for S {
         let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("lease_max", LEASE_MAX);
         let mut changed = 0;
         for (found, change) in [(LEASED_TOO_LONG, END_LEASES), (LOST_HEADS, MAKE_DUE)] {
-            let rows = first_column(&self.reader().await?.rows(of(found)).await?)?;
+            let rows: Vec<i64> = self.reader().await?.column(of(found)).await?;
             if !rows.is_empty() {
                 changed += self.run_alone(of(change).bind("rows", rows)).await?;
             }
@@ -377,7 +380,7 @@ fn in_scope(text: &'static str, consumer: ConsumerId, scope: &Scope) -> Statemen
 
 /// A statement about one leased row, with its lease and the number of this try bound.
 fn tried(text: &'static str, leased: &LeasedMessage) -> Statement {
-    let attempts = i64::from(leased.message.attempt);
+    let attempts = leased.message.attempt;
     sql(text).bind("sequence", leased.sequence).bind("lease", leased.lease).bind("attempts", attempts)
 }
 
@@ -396,7 +399,7 @@ pub(in crate::store) async fn wake(
     if lanes.is_empty() {
         return Ok(());
     }
-    let heads = first_column(&session.rows(to_wake(consumer, lanes)).await?)?;
+    let heads: Vec<i64> = session.column(to_wake(consumer, lanes)).await?;
     if !heads.is_empty() {
         session.run(sql(MAKE_DUE).bind("rows", heads)).await?;
     }
@@ -426,7 +429,7 @@ pub(in crate::store) async fn bury(
         |text, rows: Vec<i64>| sql(text).bind("rows", rows).bind("lease", first.lease).bind("consumer", consumer);
     let mut dead = 0;
     for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
-        let attempts = group.first().map_or(0, |one| i64::from(one.message.attempt));
+        let attempts = group.first().map_or(0, |one| one.message.attempt);
         let buried = of_lease(BURY, numbers(group)).bind("attempts", attempts).bind("reason", reason);
         dead += session.run(buried.bind("error", error_text(error)).bind("holds", holds)).await?;
     }
@@ -453,10 +456,6 @@ pub(in crate::store) async fn finish(
 
 fn numbers(leased: &[LeasedMessage]) -> Vec<i64> {
     leased.iter().map(|one| one.sequence).collect()
-}
-
-fn first_column(rows: &[Box<dyn Row>]) -> Result<Vec<i64>, StoreError> {
-    rows.iter().map(|row| row.get(0)).collect()
 }
 
 /// Reads a leased message: its number in the first column, the message from the third on.

@@ -16,6 +16,7 @@ use crate::email::port::NewEmail;
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::outbox::enqueue::Enqueue;
+use crate::store::sql::mailbox;
 
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
@@ -101,6 +102,6 @@ impl Enqueue for SqliteConnection {
     }
 
     async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        super::mailbox::queue(self, email).await
+        mailbox::queue(self, email).await
     }
 }

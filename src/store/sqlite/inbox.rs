@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::sqlite::SqliteConnection;
-use sqlx::{AssertSqlSafe, query, query_as, query_scalar, raw_sql};
+use sqlx::{query, query_as, query_scalar};
 
 use super::connect::SqliteStore;
 use super::message::sixteen;
+use super::operations::Savepoint;
 use super::write::Write;
 use super::{now_ms, parts};
 use crate::error::StoreError;
@@ -23,7 +24,7 @@ use crate::inbox::port::{Admission, ConsumerId, InboxEntry, InboxTx, Known, Park
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
 use crate::store::base::Base;
-use crate::store::sql::inbox::{OwnInbox, clear_attempts};
+use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
@@ -79,8 +80,8 @@ impl OwnInbox for SqliteStore {
     async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let mut write = self.write().await?;
         write.guard().await?;
-        let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
-        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
+        let savepoint = Savepoint::new();
+        savepoint.set(&mut write).await?;
         let buried = Buried::default();
         Ok(Box::new(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None, buried }))
     }
@@ -103,8 +104,7 @@ impl OwnInbox for SqliteStore {
 
 async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Result<Bounds, StoreError> {
     let found = query_as::<_, (Option<i64>, i64, i64)>(BOUNDS).bind(consumer.0).fetch_optional(connection).await?;
-    let (purged, now, skew) =
-        found.ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
+    let (purged, now, skew) = found.ok_or_else(|| no_consumer(consumer))?;
     Ok(Bounds {
         purged_below: purged.map(DbTime::from_millis),
         now: DbTime::from_millis(now),
@@ -119,7 +119,7 @@ pub(super) struct SqliteInboxTx {
     consumer: ConsumerId,
     /// Set right after BEGIN, so that it covers the inbox rows and the rows that `bury` makes dead,
     /// in whichever order they are written.
-    savepoint: String,
+    savepoint: Savepoint,
     /// The ids that were new.
     admitted: Option<HashSet<MessageId>>,
     /// The time at which their rows were received.
@@ -216,15 +216,13 @@ impl InboxTx for SqliteInboxTx {
     }
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {
-        let release = raw_sql(AssertSqlSafe(format!("release {}", self.savepoint)));
-        let Err(error) = release.execute(self.write.connection()).await else { return Ok(Proof::Same) };
-        let error = StoreError::from(error);
-        if error.is_transient() {
-            return Err(error);
+        match self.savepoint.prove(&mut self.write, "release").await? {
+            Proof::Same => Ok(Proof::Same),
+            // A refused commit was rolled back, so nothing of this transaction can be committed any
+            // more.
+            _ if self.write.was_commit_refused() => Ok(Proof::Aborted),
+            _ => Ok(Proof::Ended),
         }
-        // A refused commit was rolled back, so nothing of this transaction can be committed any
-        // more.
-        Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
     }
 
     /// Always `Whole`: only we can commit on this connection, and no server can be away. A running

@@ -14,27 +14,21 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, query};
-use uuid::Uuid;
 
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
-use crate::operation::port::phases::Phases;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx, Operations,
-    Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::route::Durability;
-use crate::operation::rules::versions::Versions;
-use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
-use crate::store::sql::phases::evidence;
-use crate::store::sql::{self, records, words};
+use crate::store::sql::keys::KeyStore;
+use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Sqlite));
@@ -83,34 +77,17 @@ const FINISH: &str = concat!(
 );
 
 #[async_trait]
-impl Keys for SqliteStore {
-    fn durability(&self) -> Durability {
-        Durability::Durable
-    }
-
-    fn connections_max(&self) -> Option<u32> {
-        Some(self.pool().options().get_max_connections())
-    }
-
-    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+impl KeyStore for SqliteStore {
+    async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut *self.pool().acquire().await?, identity).await
     }
 
-    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
-        records::body(self, record).await
-    }
-
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
         let mut write = self.write().await?;
         if stake(write.connection(), claim, basis, &owned).await? {
-            // Evidence of a completed key's runs is deleted: it agrees with the outcome.
-            if let Basis::Anew(seen) = basis
-                && seen.state == State::Completed
-            {
-                records::forget_runs(write.connection(), seen.operation_id).await?;
-            }
+            records::forget_runs(write.connection(), basis).await?;
             write.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
@@ -119,83 +96,16 @@ impl Keys for SqliteStore {
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 
-    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
-        let beat = query(concat!(
-            "update oncebox_idempotency_request set lease_until = ?4 + ",
-            now_ms!(),
-            ", lease_ms = ?4, updated_at = ",
-            now_ms!(),
-            " where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS'"
-        ));
-        self.fenced(fence(beat, owned).bind(millis(lease))).await
-    }
-
-    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
+    async fn end_claim(
+        &self,
+        owned: &Owned,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let fenced = finish(write.connection(), &owned.into(), outcome, retention).await?;
         write.commit().await?;
         Ok(fenced)
-    }
-
-    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        records::release(self, owned).await
-    }
-
-    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
-        records::mark_unknown(self, seen).await
-    }
-
-    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
-        records::stale(self, operation, limit).await
-    }
-
-    async fn unknown_due(
-        &self,
-        operation: &OperationName,
-        pauses: (Duration, Duration),
-        limit: u32,
-    ) -> Result<Vec<Record>, StoreError> {
-        records::unknown_due(self, operation, pauses, limit).await
-    }
-
-    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
-        sql::expiry::expire_bodies(self, limit).await
-    }
-
-    async fn purge_keys(
-        &self,
-        operation: &OperationName,
-        retention: &Retention,
-        id_skew: Duration,
-        limit: u32,
-    ) -> Result<u64, StoreError> {
-        sql::expiry::purge(self, operation, retention, id_skew, limit).await
-    }
-
-    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        records::open_of_tenant(self, tenant).await
-    }
-
-    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        records::stored_of_tenant(self, tenant).await
-    }
-
-    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        self.observe(evidence).await
-    }
-
-    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
-        let mut seen = evidence(&mut *self.pool().acquire().await?, operation_id).await?;
-        seen.retain(|row| row.evidence.is_of_run());
-        Ok(seen)
-    }
-
-    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
-        sql::live::announce(self, process, versions).await
-    }
-
-    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
-        records::operation_stats(self).await
     }
 }
 
@@ -236,7 +146,11 @@ impl Operations for SqliteStore {
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
-        self.fenced(insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &unowned)).await
+        let insert = insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &unowned);
+        let mut write = self.write().await?;
+        let changed = insert.execute(write.connection()).await?.rows_affected();
+        write.commit().await?;
+        Ok(Fenced::rows(changed))
     }
 
     async fn begin_operation(
@@ -250,29 +164,7 @@ impl Operations for SqliteStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
-
-impl SqliteStore {
-    /// Runs a fenced statement in a transaction of its own.
-    pub(super) async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
-        let mut write = self.write().await?;
-        let changed = statement.execute(write.connection()).await?.rows_affected();
-        write.commit().await?;
-        Ok(Fenced::rows(changed))
-    }
-}
-
-fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
-    bind(statement, &owned.into())
-}
-
-fn bind<'q>(statement: Query<'q>, fence: &RecordFence) -> Query<'q> {
-    statement.bind(fence.digest.clone()).bind(fence.epoch).bind(fence.owner.map(|owner| owner.as_bytes().to_vec()))
-}
-
-fn owner(owned: &Owned) -> Option<Vec<u8>> {
-    owned.owner.map(|owner| owner.as_bytes().to_vec())
-}
+type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
 
 async fn find(connection: &mut SqliteConnection, identity: &Identity) -> Result<Look, StoreError> {
     let find = query(*FIND).bind(identity.operation().as_str().as_bytes().to_vec()).bind(identity.digest().to_vec());
@@ -295,10 +187,10 @@ async fn stake(
         .bind(claim.fingerprint.to_string())
         .bind(claim.mode.as_str())
         .bind(owned.epoch)
-        .bind(owner(owned))
+        .bind(owned.owner)
         .bind(lease(claim, owned))
         .bind(owned.generation)
-        .bind(owned.operation_id.as_bytes().to_vec())
+        .bind(owned.operation_id)
         .bind(owned.attempts);
     Ok(renew.execute(connection).await?.rows_affected() == 1)
 }
@@ -318,9 +210,9 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, owned: &Owned) -> Query
         .bind(claim.principal.to_string())
         .bind(claim.fingerprint.to_string())
         .bind(claim.mode.as_str())
-        .bind(owner(owned))
+        .bind(owned.owner)
         .bind(lease(claim, owned))
-        .bind(owned.operation_id.as_bytes().to_vec())
+        .bind(owned.operation_id)
 }
 
 /// Writes the outcome, then the body. The caller's transaction holds both.
@@ -331,7 +223,10 @@ pub(super) async fn finish(
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);
-    let done = bind(query(FINISH), fence)
+    let done = query(FINISH)
+        .bind(fence.digest.clone())
+        .bind(fence.epoch)
+        .bind(fence.owner)
         .bind(columns.state.as_str())
         .bind(columns.ttl.map(millis))
         .bind(columns.status)

@@ -10,12 +10,9 @@ use futures::future::BoxFuture;
 use super::connect::SqliteStore;
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
-use crate::store::sql::operator::{OperatorSql, Texts};
-use crate::store::statements::Dialect;
+use crate::store::sql::operator::OperatorSql;
 
 impl OperatorSql for SqliteStore {
-    const TEXTS: Texts = Texts::any(Dialect::Sqlite);
-
     fn waits(&self, _: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
         // SQLite does not tell who has the file locked. A waiting statement gives up after the busy
         // timeout.

@@ -2,9 +2,11 @@
 //! scans a table that grows.
 #![allow(clippy::unwrap_used)]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use sqlx::{AssertSqlSafe, Row, query};
+use sqlx::{AssertSqlSafe, Row, SqliteConnection, query};
 
 use super::connect::SqliteStore;
 use super::{inbox, relay};
@@ -12,42 +14,15 @@ use crate::operator::{DeadFilter, DeadState};
 use crate::store::base::{Base, StoreOptions};
 use crate::store::schema::Schema;
 use crate::store::sql::inbox::{STORED, purge};
-use crate::store::sql::operator::{OperatorSql, list, status};
+use crate::store::sql::operator::{list, status};
 use crate::store::sql::{mailbox, outbox, phases, records, sql, waiting};
 use crate::store::statements::Dialect;
 
 /// The text for SQLite. It gets a value for every name that these texts use.
 fn words(text: &'static str) -> &'static str {
-    let ones = [
-        "consumer",
-        "lane",
-        "head",
-        "most",
-        "rows",
-        "lease",
-        "length",
-        "lease_max",
-        "limit",
-        "lanes",
-        "after",
-        "first",
-        "from",
-        "below",
-        "topics",
-        "places",
-        "kinds",
-        "of_kinds",
-        "timed",
-        "skipped",
-        "all",
-        "kept",
-        "content",
-        "reason",
-        "attempts",
-        "error",
-        "holds",
-    ];
-    ones.into_iter().fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
+    let ones = "consumer lane head most rows lease length lease_max limit lanes after first from below topics places kinds \
+                of_kinds timed skipped all kept content reason attempts error holds";
+    ones.split(' ').fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
 }
 
 /// A database of its own, as long as the directory is kept.
@@ -63,6 +38,17 @@ async fn empty() -> (tempfile::TempDir, SqliteStore) {
 async fn plan_of(store: &SqliteStore, text: &str) -> Vec<String> {
     let plan = query(AssertSqlSafe(format!("explain query plan {text}"))).fetch_all(store.pool()).await.unwrap();
     plan.iter().map(|row| row.get("detail")).collect()
+}
+
+/// Counts the steps that this connection makes from now on, in thousands.
+async fn counted(connection: &mut SqliteConnection) -> Arc<AtomicU64> {
+    let steps = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&steps);
+    connection.lock_handle().await.unwrap().set_progress_handler(1_000, move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        true
+    });
+    steps
 }
 
 /// Shown to fail: without the index `oncebox_waiting_lane` two statements scanned the rows of a
@@ -192,18 +178,13 @@ async fn a_list_costs_no_more_the_more_is_held() {
     ] {
         query(AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
     }
-    let steps = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
-    let counted = std::sync::Arc::clone(&steps);
-    connection.lock_handle().await.unwrap().set_progress_handler(1_000, move || {
-        counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        true
-    });
+    let steps = counted(&mut connection).await;
     for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
         let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
-        let listed = list::find(&mut *connection, SqliteStore::TEXTS, &filter).await.unwrap();
+        let listed = list::find(&mut *connection, Dialect::Sqlite, &filter).await.unwrap();
         assert_eq!((listed.len(), listed.iter().map(|one| one.message.behind).max()), (found, Some(behind)));
     }
-    let steps = steps.load(std::sync::atomic::Ordering::Relaxed);
+    let steps = steps.load(Ordering::Relaxed);
     assert!(steps < 500, "{steps} thousand steps");
 }
 
@@ -233,16 +214,11 @@ async fn g11_the_gauges_cost_no_more_the_more_there_is() {
     ] {
         query(AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
     }
-    let steps = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
-    let counted = std::sync::Arc::clone(&steps);
-    connection.lock_handle().await.unwrap().set_progress_handler(1_000, move || {
-        counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        true
-    });
+    let steps = counted(&mut connection).await;
     let seen = status::read(&mut *connection, Dialect::Sqlite, None).await.unwrap();
     assert_eq!((seen.pending, seen.held, seen.dead), (200_000, 10_000, 10));
     let waiting = seen.consumers.iter().find(|consumer| consumer.held > 0).unwrap();
     assert_eq!((waiting.held, waiting.dead), (10_000, 1));
-    let steps = steps.load(std::sync::atomic::Ordering::Relaxed);
+    let steps = steps.load(Ordering::Relaxed);
     assert!(steps < 1_000, "{steps} thousand steps");
 }

@@ -10,7 +10,6 @@
 //!
 //! Not here: gaps (SQLite has none), and what a mark writes (`mark`).
 
-mod held;
 mod mark;
 
 #[cfg(test)]
@@ -24,6 +23,7 @@ use futures::TryStreamExt;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{Row, query, query_as, query_scalar};
 
+use self::mark::positions_json;
 use super::connect::SqliteStore;
 use super::message::{headers_from_json, time_from_millis, uuid_from_text};
 use super::{millis, now_ms};
@@ -188,7 +188,7 @@ impl RelaySession for SqliteSession {
     }
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
-        held::diverted(self.store.pool(), limit).await
+        outbox::diverted(&mut *self.store.reader().await?, outbox::ALL_BUCKETS, limit).await
     }
 
     async fn has_dead(&mut self, rows: usize) -> Result<bool, StoreError> {
@@ -196,11 +196,25 @@ impl RelaySession for SqliteSession {
     }
 
     async fn requests(&mut self, after: i64, limit: usize) -> Result<Vec<OperatorRequest>, StoreError> {
-        held::requests(self.store.pool(), after, limit).await
+        outbox::requests(&mut *self.store.reader().await?, outbox::ALL_BUCKETS, after, limit).await
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-        held::held(self.store.pool(), positions, self.read_bytes).await
+        let stored = query(
+            "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
+             from oncebox_outbox_dead where position in (select value from json_each(?)) order by position",
+        );
+        let mut stream = stored.bind(positions_json(positions)).fetch(self.store.pool());
+        let (mut rows, mut bytes) = (Vec::new(), 0);
+        while let Some(row) = stream.try_next().await? {
+            let row = outbox_row(&row, 0)?;
+            bytes += row.message.weight();
+            rows.push(row);
+            if bytes >= self.read_bytes {
+                break;
+            }
+        }
+        Ok(rows)
     }
 
     /// Does nothing: marks delete what they prove, and SQLite moves its log into the file by
@@ -210,17 +224,11 @@ impl RelaySession for SqliteSession {
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
-        let mut write = self.store.write().await?;
-        let release = query(
-            "update oncebox_shard set revision = revision + 1, owner = null, lease_until = 0 \
-             where shard_id = ? and epoch = ? and revision = ?",
-        );
-        let release = release.bind(self.shard).bind(self.epoch).bind(self.revision);
-        if release.execute(write.connection()).await?.rows_affected() != 1 {
-            write.rollback().await?;
-            return Err(self.fenced("release"));
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        match self.store.run_alone(outbox::release(self.shard, mine)).await? {
+            1 => Ok(()),
+            _ => Err(self.fenced("release")),
         }
-        write.commit().await
     }
 }
 

@@ -10,34 +10,18 @@ use super::connect::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
 use crate::store::base::Base;
-use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum, newest};
+use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
 const MIGRATIONS: &[MigrationText] = &[
-    MigrationText {
-        version: 1,
-        description: "outbox",
-        serves_from: 1,
-        sql: include_str!("../../../migrations/sqlite/0001_outbox.sql"),
-    },
-    MigrationText {
-        version: 2,
-        description: "inbox",
-        serves_from: 2,
-        sql: include_str!("../../../migrations/sqlite/0002_inbox.sql"),
-    },
-    MigrationText {
-        version: 3,
-        description: "operator and e-mail",
-        serves_from: 3,
-        sql: include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
-    },
-    MigrationText {
-        version: 4,
-        description: "operations",
-        serves_from: 4,
-        sql: include_str!("../../../migrations/sqlite/0004_operations.sql"),
-    },
+    MigrationText::breaking(1, "outbox", include_str!("../../../migrations/sqlite/0001_outbox.sql")),
+    MigrationText::breaking(2, "inbox", include_str!("../../../migrations/sqlite/0002_inbox.sql")),
+    MigrationText::breaking(
+        3,
+        "operator and e-mail",
+        include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
+    ),
+    MigrationText::breaking(4, "operations", include_str!("../../../migrations/sqlite/0004_operations.sql")),
 ];
 
 const MIGRATION_TABLE: &str = "\
@@ -55,7 +39,7 @@ impl SqliteStore {
         if query_scalar::<_, i64>(table).fetch_one(&mut *connection).await? == 0 {
             return Ok(History::default());
         }
-        let applied = "select version, checksum from oncebox_migration order by version";
+        let applied = "select version, serves_from, checksum from oncebox_migration order by version";
         Ok(History(query_as(applied).fetch_all(&mut *connection).await?))
     }
 
@@ -93,12 +77,7 @@ impl Schema for SqliteStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let (applied, known) = (self.history().await?, newest(MIGRATIONS));
-        if let Some(found) = applied.newest().filter(|found| *found > known) {
-            let serves = query_scalar("select max(serves_from) from oncebox_migration where version > ?").bind(known);
-            return Ok(SchemaState::of_newer(found, serves.fetch_one(self.pool()).await?, known));
-        }
-        Ok(applied.state(MIGRATIONS))
+        Ok(self.history().await?.state(MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {

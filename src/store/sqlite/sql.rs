@@ -35,10 +35,6 @@ impl Row for SqliteRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
-        Ok(self.get_int(at)?.map(|value| value != 0))
-    }
-
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
         self.get_bytes(at)?.map(|bytes| Ok(Uuid::from_bytes(sixteen(&bytes)?))).transpose()
     }
@@ -55,10 +51,6 @@ impl Row for SqliteRow {
         Ok(self.get_text(at)?.as_deref().and_then(wire::parse_time))
     }
 
-    fn get_foreign(&self, at: usize) -> Result<Option<String>, StoreError> {
-        self.get_text(at)
-    }
-
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
         arrived_from_json(sqlx::Row::try_get(self, at)?)
     }
@@ -67,23 +59,21 @@ impl Row for SqliteRow {
 /// Binds the values of a statement for sqlx.
 fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments>, StoreError> {
     let (text, values) = statement.in_words_of(Dialect::Sqlite)?;
-    values.into_iter().try_fold(query(text), |query, value| {
-        Ok(match value {
-            Value::Bool(value) => query.bind(*value),
-            Value::Int(value) => query.bind(*value),
-            Value::Text(value) | Value::Foreign(value) => query.bind(value.clone()),
-            Value::SentAt(value) => query.bind(value.map(wire::format_time)),
-            Value::Headers(headers) => query.bind(arrived_to_json(headers)?),
-            Value::Foreigns(list) => query.bind(Value::Texts(list.clone()).as_json_list()),
-            Value::Id(value) => query.bind(value.map(|id| id.as_bytes().to_vec())),
-            Value::Bytes(value) => query.bind(value.clone()),
-            Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
-            Value::Span(value) => query.bind(value.map(millis)),
-            list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
-                query.bind(list.as_json_list())
-            }
-        })
-    })
+    Ok(values.into_iter().fold(query(text), |query, value| match value {
+        Value::Bool(value) => query.bind(*value),
+        Value::Int(value) => query.bind(*value),
+        Value::Text(value) | Value::Foreign(value) => query.bind(value.clone()),
+        Value::SentAt(value) => query.bind(value.map(wire::format_time)),
+        Value::Headers(headers) => query.bind(arrived_to_json(headers)),
+        Value::Foreigns(list) => query.bind(Value::Texts(list.clone()).as_json_list()),
+        Value::Id(value) => query.bind(*value),
+        Value::Bytes(value) => query.bind(value.clone()),
+        Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
+        Value::Span(value) => query.bind(value.map(millis)),
+        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
+            query.bind(list.as_json_list())
+        }
+    }))
 }
 
 async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Result<Rows, StoreError> {

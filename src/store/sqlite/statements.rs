@@ -14,7 +14,7 @@ use super::connect::SqliteStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, written};
 
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]
@@ -35,20 +35,10 @@ impl Statements for SqliteStore {
     }
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<SqliteStatement, StoreError> {
-        let (mut sql, mut names) = (String::new(), Vec::new());
-        for piece in pieces {
-            match piece {
-                Piece::Text(text) => sql.push_str(text),
-                Piece::Param(name) => {
-                    sql.push('?');
-                    names.push(name.clone());
-                }
-            }
-        }
-        let sql: &'static str = String::leak(sql);
+        let sql: &'static str = String::leak(written(pieces, |_, _| "?"));
         let mut connection = self.pool().acquire().await?;
         (&mut *connection).prepare(sqlx::SqlSafeStr::into_sql_str(sql)).await?;
-        Ok(SqliteStatement { sql, names })
+        Ok(SqliteStatement { sql, names: names(pieces).cloned().collect() })
     }
 
     async fn execute(

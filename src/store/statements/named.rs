@@ -48,6 +48,35 @@ pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
     pieces
 }
 
+/// The names of the parameters, in order; a name that stands twice comes twice.
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
+pub(in crate::store) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String> {
+    pieces.iter().filter_map(|piece| match piece {
+        Piece::Param(name) => Some(name),
+        Piece::Text(_) => None,
+    })
+}
+
+/// The statement with a text in place of each parameter, by its number, counted from 1, and its
+/// name.
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
+pub(in crate::store) fn written<T: AsRef<str>>(
+    pieces: &[Piece],
+    mut parameter: impl FnMut(usize, &str) -> T,
+) -> String {
+    let (mut sql, mut number) = (String::new(), 0);
+    for piece in pieces {
+        match piece {
+            Piece::Text(text) => sql.push_str(text),
+            Piece::Param(name) => {
+                number += 1;
+                sql.push_str(parameter(number, name).as_ref());
+            }
+        }
+    }
+    sql
+}
+
 /// The first words of a statement that ends the transaction that it runs in, or begins another one,
 /// by command or because the database commits before it runs the statement. None where there is no
 /// such statement; savepoints are allowed. A procedure that commits inside is not detected.

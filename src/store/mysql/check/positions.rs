@@ -12,6 +12,8 @@ use crate::operator::ActContext;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::mysql::START;
 use crate::store::schema::Finding;
+use crate::store::sql::audit;
+use crate::store::statements::Dialect;
 
 const NAME: &str = "sequence behind cursor";
 /// Positions kept free for messages that are written while the counter is being set.
@@ -118,16 +120,7 @@ pub(in crate::store::mysql) async fn mend(
         return Err(StoreError::Refused("too much was written meanwhile: run `oncebox doctor --fix` again".to_owned()));
     }
     sqlx::query(MOVE).bind(shift).bind(next).run(&mut transaction).await?;
-    sqlx::query(
-        "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) \
-         values (utc_timestamp(6), ?, ?, 'mend-sequence', 'outbox', 'position', ?, ?)",
-    )
-    .bind(&context.actor)
-    .bind(&context.reason)
-    .bind(uuid::Uuid::nil())
-    .bind(&mended)
-    .run(&mut transaction)
-    .await?;
+    audit::mended(&mut transaction, Dialect::MySql, &mended, context).await?;
     transaction.commit().await?;
     Ok(vec![mended])
 }

@@ -5,9 +5,8 @@ use std::any::Any;
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
-use super::super::MySqlStore;
 use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
-use super::super::schema::number;
+use super::super::{MySqlStore, is_locked, number};
 use super::{INSERT_AT_ONCE, find, finish, stake};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
@@ -15,14 +14,6 @@ use crate::message::NewMessage;
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-
-/// The error numbers of a lock that was not waited for: 1205 on MariaDB, 3572 on MySQL.
-const LOCKED: [u16; 2] = [1205, 3572];
-
-/// Whether the statement failed because another transaction has a row locked.
-pub(in crate::store::mysql) fn is_locked(error: &sqlx::Error) -> bool {
-    number(error).is_some_and(|number| LOCKED.contains(&number))
-}
 
 /// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
 /// the claim is made. MariaDB has one, but takes the same path, so that the tests of both cover it.
@@ -74,15 +65,11 @@ pub(super) async fn begin_operation(
     basis: Basis<'_>,
 ) -> Result<Begun<MySqlOperationTx>, StoreError> {
     let owned = claim.owned(basis);
-    Ok(match staked_at_once(store, claim, basis, &owned).await? {
-        Begun::Claimed(transaction) => {
-            let mut held = Held::new(transaction);
-            held.hold(USUAL_WAIT).await?;
-            Begun::Claimed(MySqlOperationTx { held, owned })
-        }
-        Begun::Existing(record) => Begun::Existing(record),
-        Begun::Locked => Begun::Locked,
-    })
+    let mut begun = staked_at_once(store, claim, basis, &owned).await?.map(Held::new);
+    if let Begun::Claimed(held) = &mut begun {
+        held.hold(USUAL_WAIT).await?;
+    }
+    Ok(begun.map(|held| MySqlOperationTx { held, owned }))
 }
 
 /// Begins a transaction that holds the claim. Where the claim is refused, the transaction is ended

@@ -11,6 +11,7 @@ use super::{Ids, server_start};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, LOOKS, Undone};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::postgres::code;
 
 /// Whether the writes of an ended transaction are there: an inbox row that it inserted, or a row
 /// that it made dead (`xmin` of a row is the lower half of its transaction's id).
@@ -87,5 +88,5 @@ impl Written {
 
 /// The server has not assigned an id that high yet: a crash took the id and its writes back.
 fn is_in_the_future(error: &sqlx::Error) -> bool {
-    matches!(error, sqlx::Error::Database(error) if error.code().as_deref() == Some("22023"))
+    code(error).as_deref() == Some("22023")
 }

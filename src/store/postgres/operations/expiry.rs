@@ -1,5 +1,4 @@
-//! Removes expired large bodies by whole partitions. Removal in batches is in
-//! [`crate::store::sql::expiry`].
+//! Removes expired large bodies by whole partitions. Not here: removal in batches (`sql::expiry`).
 //!
 //! Guarantee: no wait for a lock is longer than in `partitions` (R8).
 
@@ -9,7 +8,6 @@ use super::super::PostgresStore;
 use super::super::partitions::attempt;
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
-use crate::store::sql::expiry;
 
 /// Ranges are made at least so many days ahead. A body that is kept longer is in DEFAULT.
 const DAYS_AHEAD: i64 = 33;
@@ -26,8 +24,8 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
  order by 2";
 
 /// Empties and drops partitions whose time is over, makes ranges ahead, and deletes expired bodies
-/// from DEFAULT and from the rows of records.
-pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
+/// from DEFAULT; returns the number of these.
+pub(super) async fn free_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
     let mut connection = store.dedicated().await?;
     let mut top = 0;
     for row in sqlx::query(RANGES).all(&mut connection).await? {
@@ -67,7 +65,7 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
     .run(&mut connection)
     .await?;
     connection.close().await;
-    Ok(gone.rows_affected() + expiry::expire_bodies(store, limit).await?)
+    Ok(gone.rows_affected())
 }
 
 /// A range was attached while our body was on its way to DEFAULT: a transient error (R8, R27).

@@ -6,9 +6,9 @@ use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 use uuid::Uuid;
 
-use super::super::PostgresStore;
 use super::super::connect::BEGIN;
 use super::super::door::checked;
+use super::super::{PostgresStore, code};
 use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
@@ -72,19 +72,12 @@ pub(super) async fn begin(
 ) -> Result<Begun<PostgresOperationTx>, StoreError> {
     let (owned, savepoint) = (claim.owned(basis), savepoint_name());
     let tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
-    Ok(match staked_in(tx, claim, basis, &owned).await? {
-        Begun::Claimed((tx, token)) => {
-            let held = Held { tx, token, savepoint };
-            Begun::Claimed(PostgresOperationTx {
-                held,
-                owned,
-                claim: claim.clone(),
-                holds: records::renewal(basis, Dialect::Postgres),
-            })
-        }
-        Begun::Existing(record) => Begun::Existing(record),
-        Begun::Locked => Begun::Locked,
-    })
+    let begun = staked_in(tx, claim, basis, &owned).await?;
+    let holds = records::renewal(basis, Dialect::Postgres);
+    Ok(begun.map(|(tx, token)| {
+        let held = Held { tx, token, savepoint };
+        PostgresOperationTx { held, owned, claim: claim.clone(), holds }
+    }))
 }
 
 /// As `begin`, for a key that was not looked up before. Returns none where the claim is refused.
@@ -161,9 +154,7 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
     match raw_sql(undo).run(&mut held.tx).await {
         Ok(_) => Ok(Proof::Same),
         // No such savepoint; no transaction; or an aborted transaction without this savepoint.
-        Err(sqlx::Error::Database(error)) if matches!(error.code().as_deref(), Some("3B001" | "25P01" | "25P02")) => {
-            Ok(Proof::Ended)
-        }
+        Err(error) if matches!(code(&error).as_deref(), Some("3B001" | "25P01" | "25P02")) => Ok(Proof::Ended),
         Err(error) => Err(error.into()),
     }
 }
@@ -179,10 +170,7 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
 /// [`Proof::Aborted`]: an earlier statement failed and the handler swallowed its error, so COMMIT
 /// would roll back without an error.
 pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
-    let swallowed = match &error {
-        StoreError::Other(sqlx::Error::Database(database)) => database.code().as_deref() == Some("25P02"),
-        _ => false,
-    };
+    let swallowed = matches!(&error, StoreError::Other(error) if code(error).as_deref() == Some("25P02"));
     match undo(held).await {
         Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
         Ok(Proof::Same) => Err(error),

@@ -31,7 +31,7 @@ fn of(text: &'static str, consumer: ConsumerId, holding: &Holding) -> Statement 
     sql(text)
         .bind("consumer", consumer)
         .bind("topic", foreign(&holding.topic))
-        .bind("partition", i64::from(holding.partition))
+        .bind("partition", holding.partition)
         .bind("owner", holding.owner)
 }
 
@@ -45,8 +45,7 @@ pub(super) async fn open(store: &dyn SqlStore, consumer: ConsumerId, holding: &H
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
     session.run(of(KNOW, consumer, holding)).await?;
-    let rows = session.rows(of(STOOD, consumer, holding)).await?;
-    let stood = rows.first().ok_or(StoreError::Other(sqlx::Error::RowNotFound))?;
+    let stood = session.only(of(STOOD, consumer, holding)).await?;
     let (topic_id, next): (_, Option<i64>) = (stood.get_opt(1)?, stood.get_opt(2)?);
     let position = next.map(|next| Position { topic_id, next });
     let opened = Opened { was_open: stood.get(0)?, position, has_new_ids: stood.get(3)? };
@@ -78,6 +77,5 @@ pub(super) async fn close(
     holding: &Holding,
     position: Option<&Position>,
 ) -> Result<(), StoreError> {
-    store.run_alone(at(of(CLOSE, consumer, holding), position)).await?;
-    Ok(())
+    store.run_alone(at(of(CLOSE, consumer, holding), position)).await.map(drop)
 }

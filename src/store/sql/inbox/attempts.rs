@@ -20,7 +20,7 @@ macro_rules! of_ids {
 
 const COUNT: &str = "insert into oncebox.attempt (consumer_id, message_id, attempts, history, updated_at) \
     values (:consumer, :id, :counts, '[]', {clock}) \
-    {pg lite: on conflict (consumer_id, message_id) do update set}{my: on duplicate key update} \
+    {or update consumer_id, message_id} \
     attempts = oncebox.attempt.attempts + :counts, updated_at = {clock}";
 
 const NOTE: &str = "update oncebox.attempt set history = {history history attempts} \
@@ -32,8 +32,8 @@ const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id,
     select :consumer, {pg: l.id}{my: unhex(l.id)}{lite: unhex(l.value)}, 1, '[]'{pg: ::jsonb}, {clock} \
       from {pg: unnest(:ids) l (id)}{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) l}{lite: json_each(:ids) l} \
      where true \
-    {pg lite: on conflict (consumer_id, message_id) do update set}{my: on duplicate key update} \
-    attempts = {pg my: greatest}{lite: max}(oncebox.attempt.attempts, 1)";
+    {or update consumer_id, message_id} \
+    attempts = {greatest}(oncebox.attempt.attempts, 1)";
 
 const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
     {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
@@ -130,12 +130,12 @@ pub(super) async fn counted(
 
 /// Deletes up to `rows_max` attempt rows whose message has its inbox row; returns how many.
 pub(super) async fn forget(store: &dyn SqlStore, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
-    let most = i64::try_from(rows_max).unwrap_or(i64::MAX);
-    let handled = store.reader().await?.rows(sql(HANDLED).bind("consumer", consumer).bind("most", most)).await?;
+    let handled = sql(HANDLED).bind("consumer", consumer).bind("most", rows_max);
+    let handled: Vec<Uuid> = store.reader().await?.column(handled).await?;
     if handled.is_empty() {
         return Ok(0);
     }
-    let ids = handled.iter().map(|row| row.get(0).map(MessageId::from_uuid)).collect::<Result<Vec<_>, _>>()?;
+    let ids: Vec<MessageId> = handled.into_iter().map(MessageId::from_uuid).collect();
     store.run_alone(of_many(DELETE, consumer, &ids)).await
 }
 

@@ -112,11 +112,11 @@ pub(super) async fn step<S: OwnInbox>(
     if is_timed {
         page = page.bind("first", first_id_at(below).uuid());
     } else {
-        let stood = reader.rows(of(RECEIVED).bind("after", last.uuid())).await?;
-        let from = stood.first().map(|row| row.get::<DateTime<Utc>>(0)).transpose()?;
+        let stood = reader.first(of(RECEIVED).bind("after", last.uuid())).await?;
+        let from = stood.map(|row| row.get::<DateTime<Utc>>(0)).transpose()?;
         page = page.bind("from", from);
     }
-    let rows = reader.rows(page.bind("most", i64::try_from(rows_max).unwrap_or(i64::MAX))).await?;
+    let rows = reader.rows(page.bind("most", rows_max)).await?;
     // The transaction below needs a connection of its own, perhaps the only one.
     drop(reader);
     let mut past = Past::default();

@@ -4,9 +4,8 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::audit::{self, Act};
 use super::list::{self, FoundMessage, FoundRow};
-use super::{Texts, headers};
+use super::{id, name};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::message::{Headers, MessageId, content_hash, lane_id};
@@ -14,8 +13,9 @@ use crate::operator::{
     ActContext, BURIED, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome, Redriven, redriven,
 };
 use crate::store::headers::headers_json;
+use crate::store::sql::audit::{self, Act};
 use crate::store::sql::waiting::wake;
-use crate::store::sql::{Session, Value, sql};
+use crate::store::sql::{Session, Value, foreign, sql};
 use crate::store::statements::Dialect;
 
 /// The header with the id that the message had before.
@@ -85,12 +85,12 @@ const DELETE: &str = "delete from oncebox.waiting where sequence = :sequence";
 /// Acts on the messages that the filter finds. The caller commits, or rolls back a dry run.
 pub(super) async fn act(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     filter: &DeadFilter,
     act: &OperatorAct,
     context: &ActContext,
 ) -> Result<OperatorOutcome, StoreError> {
-    let all = list::find(session, texts, filter).await?;
+    let all = list::find(session, dialect, filter).await?;
     if let (OperatorAct::RedriveAs { .. }, count @ 2..) = (act, all.len()) {
         return Err(StoreError::Refused(format!(
             "a new id is for one message, and {count} are meant; name one by its number"
@@ -99,17 +99,17 @@ pub(super) async fn act(
     let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
     for found in &all {
         refuse_too_old(found, act, context)?;
-        if act.buries(&found.message)? && !bury(session, texts, found).await? {
+        if act.buries(&found.message)? && !bury(session, dialect, found).await? {
             return Err(OperatorAct::runs_now(&found.message));
         }
         let done = match &found.row {
             FoundRow::Outbox { position, headers, .. } => {
                 let message = &found.message;
-                request(session, texts, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
+                request(session, dialect, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
             }
             FoundRow::Consumer { .. } if *act == OperatorAct::Bury => Some(Redriven::Waits),
             FoundRow::Consumer { sequence, key, headers } => {
-                let row = ConsumerRow { texts, sequence: *sequence, key: key.as_deref(), headers };
+                let row = ConsumerRow { sequence: *sequence, key: key.as_deref(), headers };
                 row.carry_out(session, &found.message, act).await?
             }
         };
@@ -117,7 +117,7 @@ pub(super) async fn act(
         // result.
         let Some(done) = done else { continue };
         outcome.add(&found.message, done);
-        audit(session, texts, &found.message, act, done, context).await?;
+        audit(session, dialect, &found.message, act, done, context).await?;
     }
     Ok(outcome)
 }
@@ -140,19 +140,19 @@ fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext)
 
 /// Makes a consumer's message dead. False where a process has its lease, or another copy is dead
 /// already.
-async fn bury(session: &mut dyn Session, texts: Texts, found: &FoundMessage) -> Result<bool, StoreError> {
+async fn bury(session: &mut dyn Session, dialect: Dialect, found: &FoundMessage) -> Result<bool, StoreError> {
     let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
     if !session.rows(sql(DEAD_COPY).bind("sequence", *sequence)).await?.is_empty() {
         return Ok(false);
     }
-    Ok(session.run(sql(BURY).bind("reason", texts.name(BURIED)).bind("sequence", *sequence)).await? == 1)
+    Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", *sequence)).await? == 1)
 }
 
 /// Writes a request for the owner of the shard. False where the row is not dead any more, or has a
 /// request already.
 async fn request(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     position: i64,
     message: &DeadMessage,
     headers: &Headers,
@@ -170,7 +170,7 @@ async fn request(
     let request = sql(REQUEST)
         .bind("requested", requested)
         .bind("actor", &context.actor)
-        .bind("new_id", new_id.map_or(Value::Id(None), |id| texts.id(id)))
+        .bind("new_id", id(dialect, new_id))
         .bind("payload", payload)
         .bind("headers", headers_json(&headers))
         .bind("position", position);
@@ -179,7 +179,6 @@ async fn request(
 
 /// A row of a consumer that an act changes.
 struct ConsumerRow<'a> {
-    texts: Texts,
     sequence: i64,
     key: Option<&'a [u8]>,
     headers: &'a [(String, Vec<u8>)],
@@ -193,8 +192,7 @@ impl ConsumerRow<'_> {
         message: &DeadMessage,
         act: &OperatorAct,
     ) -> Result<Option<Redriven>, StoreError> {
-        let dead = session.rows(sql(DEAD).bind("sequence", self.sequence)).await?;
-        let Some(row) = dead.first() else { return Ok(None) };
+        let Some(row) = session.first(sql(DEAD).bind("sequence", self.sequence)).await? else { return Ok(None) };
         let (consumer, own) = (ConsumerId(row.get(0)?), row.get(1)?);
         let lane = self.key.map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
         let (id, hash) = match act {
@@ -269,7 +267,7 @@ impl ConsumerRow<'_> {
             .bind("id_text", id.to_string())
             .bind("hash", hash)
             .bind("payload", payload)
-            .bind("headers", headers::write(self.texts, &headers))
+            .bind("headers", Value::Headers(headers))
             .bind("sequence", self.sequence);
         session.run(rename).await?;
         Ok(hash)
@@ -286,7 +284,7 @@ async fn of_lane(
 ) -> Result<Option<i64>, StoreError> {
     let Some(lane) = lane else { return Ok(None) };
     let asked = sql(OF_LANE).bind("consumer", consumer).bind("lane", lane).bind("before", before).bind("after", after);
-    session.rows(asked).await?.first().map(|row| row.get(0)).transpose()
+    session.first(asked).await?.map(|row| row.get(0)).transpose()
 }
 
 /// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (R31).
@@ -309,7 +307,7 @@ async fn inbox_row(
 
 async fn audit(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     message: &DeadMessage,
     act: &OperatorAct,
     done: Redriven,
@@ -319,7 +317,7 @@ async fn audit(
         OperatorAct::RedriveAs { id, payload } => (Some(*id), payload.is_some()),
         _ => (None, false),
     };
-    let place = match (&message.place, texts.dialect) {
+    let place = match (&message.place, dialect) {
         (_, Dialect::Postgres) => message.topic.as_str(),
         (DeadPlace::Outbox, _) => "outbox",
         (DeadPlace::Consumer(name), _) => name,
@@ -332,7 +330,7 @@ async fn audit(
     if is_edited {
         document["editedPayload"] = true.into();
     }
-    let place = texts.arrived(place);
+    let place = foreign(place);
     let (name, number, message_id) = (act.name(), message.number.as_str(), message.message_id);
-    audit::write(session, texts, Act { name, place, number, message_id, new_id, detail, document }, context).await
+    audit::write(session, dialect, Act { name, place, number, message_id, new_id, detail, document }, context).await
 }

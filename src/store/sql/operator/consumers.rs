@@ -2,10 +2,10 @@
 
 use uuid::Uuid;
 
-use super::Texts;
-use super::audit::{self, Act};
+use super::name as as_stored;
 use crate::error::StoreError;
 use crate::operator::{ActContext, Forgotten};
+use crate::store::sql::audit::{self, Act};
 use crate::store::sql::{SqlStore, sql};
 
 const CONSUMER: &str = "select consumer_id, {age seen_at} from oncebox.consumer where name = :name {lock}";
@@ -35,21 +35,16 @@ const PAGE: &str = "\
 const LAST: &str = "delete from oncebox.consumer where consumer_id = :consumer";
 
 /// Forgets a consumer; for a dry run only counts its rows.
-pub(super) async fn forget(
-    store: &dyn SqlStore,
-    texts: Texts,
-    name: &str,
-    context: &ActContext,
-) -> Result<Forgotten, StoreError> {
+pub(super) async fn forget(store: &dyn SqlStore, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
+    let dialect = store.dialect();
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    let rows = session.rows(sql(CONSUMER).bind("name", texts.name(name))).await?;
-    let row = rows.first().ok_or_else(|| Forgotten::unknown(name))?;
+    let row = session.first(sql(CONSUMER).bind("name", as_stored(dialect, name))).await?;
+    let row = row.ok_or_else(|| Forgotten::unknown(name))?;
     let (consumer, seen): (i32, i64) = (row.get(0)?, row.get(1)?);
     Forgotten::check(name, super::status::seconds(seen))?;
-    let of = |text| sql(text).bind("consumer", i64::from(consumer));
-    let counts = session.rows(of(COUNTS)).await?;
-    let counts = counts.first().ok_or(sqlx::Error::RowNotFound)?;
+    let of = |text| sql(text).bind("consumer", consumer);
+    let counts = session.only(of(COUNTS)).await?;
     let forgotten = Forgotten { messages: counts.get(0)?, inbox_rows: counts.get(1)? };
     if context.dry_run {
         transaction.rollback().await?;
@@ -58,17 +53,17 @@ pub(super) async fn forget(
     for delete in DELETES {
         session.run(of(delete)).await?;
     }
-    session.run(of(RENAME).bind("name", texts.name(&Forgotten::name(consumer)))).await?;
+    session.run(of(RENAME).bind("name", as_stored(dialect, Forgotten::name(consumer).as_str()))).await?;
     let act = Act {
         name: "forget",
-        place: texts.name(name),
+        place: as_stored(dialect, name),
         number: "",
         message_id: Uuid::nil(),
         new_id: None,
         detail: format!("{} messages, {} inbox rows", forgotten.messages, forgotten.inbox_rows),
         document: serde_json::json!({ "messages": forgotten.messages, "inboxRows": forgotten.inbox_rows }),
     };
-    audit::write(session, texts, act, context).await?;
+    audit::write(session, dialect, act, context).await?;
     transaction.commit().await?;
     // The inbox is deleted in pages: one transaction over all of it would block every other writer
     // on SQLite, and hold back vacuum on PostgreSQL. If the process stops here, the list of

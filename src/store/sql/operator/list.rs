@@ -9,12 +9,13 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
-use super::{Texts, headers, optional, rows_max};
+use super::{id, name};
 use crate::error::StoreError;
 use crate::message::{Headers, lane_id, wire};
 use crate::operator::{COUNTED_MAX, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry, firsts};
 use crate::store::headers::parse_headers;
 use crate::store::sql::{Row, Session, Statement, Value, sql};
+use crate::store::statements::Dialect;
 
 /// The length of a list whose filter has the limit 0.
 const LIMIT: usize = 100;
@@ -77,18 +78,17 @@ macro_rules! of_consumers {
     };
 }
 
-/// Rows of consumers in one state. The last column is the lane, that is, the hash of topic and key,
-/// if other rows can wait behind this one; otherwise null.
+/// Rows of consumers in one state, with their headers last. Before these is the lane, that is, the
+/// hash of topic and key, if other rows can wait behind this one; otherwise null.
 const CONSUMERS: &str = concat!(
     "\
 select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.reason, \
        {pg my: w.error}{lite: null}, w.attempts, coalesce(w.dead_at, w.stored_at), w.due_at, \
        {pg: w.history::text}{my lite: w.history}, \
-       {pg: (select json_agg(json_build_array(h.name, encode(h.value, 'hex')) order by h.at)::text \
-               from unnest(w.header_names, w.header_values) with ordinality as h (name, value, at))}{my lite: w.headers}, \
        w.payload, w.content_type, \
        case when (w.state = 'dead' or w.due_at is not null){pg: and (w.state = 'waiting' or w.holds)}{lite: and w.blocks = 1} \
-            then w.lane_id end ",
+            then w.lane_id end, \
+       {pg: w.header_names, w.header_values}{my lite: w.headers} ",
     of_consumers!(),
     " order by w.sequence limit :limit"
 );
@@ -158,7 +158,7 @@ pub(super) enum FoundRow {
 
 /// A search in outbox and consumers.
 struct Look<'a> {
-    texts: Texts,
+    dialect: Dialect,
     filter: &'a DeadFilter,
     /// The numbers of the filter: positions of the outbox, and sequences of consumers.
     positions: Vec<i64>,
@@ -170,10 +170,10 @@ struct Look<'a> {
 /// at which they became dead or were stored. Of those that wait, the ones that are due first.
 pub(in crate::store) async fn find(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     filter: &DeadFilter,
 ) -> Result<Vec<FoundMessage>, StoreError> {
-    let look = Look::new(texts, filter)?;
+    let look = Look::new(dialect, filter)?;
     let mut found = Vec::new();
     for state in filter.states() {
         if look.wants_outbox(*state) {
@@ -192,10 +192,10 @@ pub(in crate::store) async fn find(
 /// an operator are left out.
 pub(super) async fn numbers(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     filter: &DeadFilter,
 ) -> Result<Vec<String>, StoreError> {
-    let look = Look::new(texts, filter)?;
+    let look = Look::new(dialect, filter)?;
     let mut found: Vec<(DateTime<Utc>, String)> = Vec::new();
     for state in filter.states() {
         if look.wants_outbox(*state) {
@@ -216,21 +216,21 @@ pub(super) async fn numbers(
 /// For each topic that cannot be sent to, its first held message.
 pub(super) async fn held_topics(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     limit: usize,
 ) -> Result<Vec<FoundMessage>, StoreError> {
     let mut numbers = Vec::new();
-    for row in session.rows(sql(HELD_TOPICS).bind("limit", rows_max(limit))).await? {
+    for row in session.rows(sql(HELD_TOPICS).bind("limit", limit)).await? {
         numbers.push(format!("o{}", row.get::<i64>(0)?));
     }
     if numbers.is_empty() {
         return Ok(Vec::new());
     }
-    find(session, texts, &DeadFilter { states: vec![DeadState::Held], numbers, limit, ..DeadFilter::default() }).await
+    find(session, dialect, &DeadFilter { states: vec![DeadState::Held], numbers, limit, ..DeadFilter::default() }).await
 }
 
 impl<'a> Look<'a> {
-    fn new(texts: Texts, filter: &'a DeadFilter) -> Result<Self, StoreError> {
+    fn new(dialect: Dialect, filter: &'a DeadFilter) -> Result<Self, StoreError> {
         let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
         let (mut positions, mut sequences) = (Vec::new(), Vec::new());
         for number in &filter.numbers {
@@ -239,7 +239,7 @@ impl<'a> Look<'a> {
                 Number::Consumer(sequence) => sequences.push(sequence),
             }
         }
-        Ok(Self { texts, filter, positions, sequences, limit })
+        Ok(Self { dialect, filter, positions, sequences, limit })
     }
 
     fn wants_outbox(&self, state: DeadState) -> bool {
@@ -255,16 +255,16 @@ impl<'a> Look<'a> {
 
     /// A statement on the rows of the outbox that are meant.
     fn asks_outbox(&self, text: &'static str, state: DeadState) -> Statement {
-        let (texts, filter) = (self.texts, self.filter);
+        let filter = self.filter;
         sql(text)
             .bind("is_dead", state == DeadState::Dead)
             .bind("is_held", state == DeadState::Held)
             .bind("numbers", self.positions.clone())
-            .bind("id", optional(filter.message_id.map(|id| texts.id(id))))
-            .bind("topic", optional(filter.topic.as_deref().map(|topic| texts.name(topic))))
-            .bind("key", optional(filter.key.as_deref().map(|key| texts.name(key))))
+            .bind("id", id(self.dialect, filter.message_id))
+            .bind("topic", name(self.dialect, filter.topic.as_deref()))
+            .bind("key", name(self.dialect, filter.key.as_deref()))
             .bind("reason", filter.reason.as_deref())
-            .bind("limit", rows_max(self.limit))
+            .bind("limit", self.limit)
     }
 
     /// A statement on the rows of consumers that are meant. If `heads` is not empty, only on these.
@@ -277,12 +277,11 @@ impl<'a> Look<'a> {
             .bind("heads", heads)
             .bind("numbers", self.sequences.clone())
             .bind("id", self.filter.message_id)
-            .bind("reason", optional(self.filter.reason.as_deref().map(|reason| self.texts.name(reason))))
+            .bind("reason", name(self.dialect, self.filter.reason.as_deref()))
             .bind("consumer", self.consumer())
     }
 
     async fn in_outbox(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
-        let texts = self.texts;
         let rows = session.rows(self.asks_outbox(OUTBOX, state)).await?;
         let mut found = rows.iter().map(|row| in_outbox(&**row, state)).collect::<Result<Vec<_>, _>>()?;
         let for_destination = rows.iter().map(|row| row.get(15)).collect::<Result<Vec<bool>, _>>()?;
@@ -298,7 +297,8 @@ impl<'a> Look<'a> {
                 }
                 (false, _) => continue,
             };
-            let behind = behind.bind("topic", texts.name(&message.topic)).bind("position", row.get::<i64>(0)?);
+            let behind =
+                behind.bind("topic", name(self.dialect, message.topic.as_str())).bind("position", row.get::<i64>(0)?);
             message.behind = session.one(behind.bind("max", COUNTED_MAX)).await?;
         }
         Ok(found)
@@ -315,8 +315,8 @@ impl<'a> Look<'a> {
         }
         let mut found = Vec::new();
         for row in session.rows(self.asks_consumers(CONSUMERS, state, heads)).await? {
-            let mut one = of_consumer(&*row, self.texts, state)?;
-            if let Some(lane) = row.get_opt::<Uuid>(17)? {
+            let mut one = of_consumer(&*row, state)?;
+            if let Some(lane) = row.get_opt::<Uuid>(16)? {
                 let behind = sql(BEHIND).bind("of", row.get::<i64>(1)?).bind("lane", lane);
                 let behind = behind.bind("sequence", row.get::<i64>(0)?).bind("max", COUNTED_MAX);
                 one.message.behind = session.one(behind).await?;
@@ -343,7 +343,7 @@ impl<'a> Look<'a> {
             let left = self.limit.saturating_sub(found.len());
             let Some(lane) = lane.filter(|_| left > 0) else { continue };
             let behind = sql(BEHIND_A_HEAD).bind("of", consumer).bind("lane", lane).bind("head", head);
-            for row in session.rows(behind.bind("left", rows_max(left))).await? {
+            for row in session.rows(behind.bind("left", left)).await? {
                 found.push(row.get(0)?);
             }
         }
@@ -353,13 +353,13 @@ impl<'a> Look<'a> {
     fn of_message(&self, asked: Statement) -> Statement {
         let filter = self.filter;
         asked
-            .bind("topic", optional(filter.topic.as_deref().map(|topic| self.texts.arrived(topic))))
+            .bind("topic", Value::Foreign(filter.topic.clone()))
             .bind("key", filter.key.as_deref().map(str::as_bytes))
-            .bind("limit", rows_max(self.limit))
+            .bind("limit", self.limit)
     }
 
     fn consumer(&self) -> Value {
-        optional(self.filter.consumer.as_deref().map(|name| self.texts.name(name)))
+        name(self.dialect, self.filter.consumer.as_deref())
     }
 }
 
@@ -397,22 +397,22 @@ fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError
     Ok(FoundMessage { message, row: FoundRow::Outbox { position, age, headers } })
 }
 
-fn of_consumer(row: &dyn Row, texts: Texts, state: DeadState) -> Result<FoundMessage, StoreError> {
+fn of_consumer(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError> {
     let sequence: i64 = row.get(0)?;
     let (message_id, key): (Uuid, Option<Vec<u8>>) = (row.get(3)?, row.get_opt(6)?);
     let (reason, next_try): (Option<String>, Option<_>) = (row.get_opt(8)?, row.get_opt(12)?);
     let history = history(&row.get::<String>(13)?)?;
-    let headers = headers::read(texts, row.get_opt::<String>(14)?.as_deref())?;
+    let headers = row.get_headers(17)?;
     let shown = |(name, value): &(String, Vec<u8>)| (name.clone(), String::from_utf8_lossy(value).into_owned());
     let message = DeadMessage {
         number: format!("c{sequence}"),
         state,
         place: DeadPlace::Consumer(row.get(2)?),
         message_id,
-        sent_id: DeadMessage::sent_id(message_id, (texts.restored)(row.get(4)?)),
-        topic: (texts.restored)(row.get(5)?),
+        sent_id: DeadMessage::sent_id(message_id, row.foreign(4)?),
+        topic: row.foreign(5)?,
         key: key.clone().and_then(|key| String::from_utf8(key).ok()),
-        kind: (texts.restored)(row.get(7)?),
+        kind: row.foreign(7)?,
         reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
         error: row.get_opt(9)?.or_else(|| history.last().map(|entry| entry.error.clone())),
         attempts: row.get(10)?,
@@ -422,8 +422,8 @@ fn of_consumer(row: &dyn Row, texts: Texts, state: DeadState) -> Result<FoundMes
         requested: None,
         history,
         headers: headers.iter().map(shown).collect(),
-        payload: row.get(15)?,
-        content_type: row.get_opt(16)?.map(texts.restored),
+        payload: row.get(14)?,
+        content_type: row.get_foreign(15)?,
     };
     Ok(FoundMessage { message, row: FoundRow::Consumer { sequence, key, headers } })
 }

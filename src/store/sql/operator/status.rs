@@ -186,8 +186,7 @@ pub(in crate::store) async fn read(
         let age = seconds(row.get_opt(3)?.unwrap_or(0));
         status.oldest_pending_age_seconds = status.oldest_pending_age_seconds.max(age);
     }
-    let rows = session.rows(sql(DIVERTED).bind("max", COUNTED_MAX)).await?;
-    let row = rows.first().ok_or(sqlx::Error::RowNotFound)?;
+    let row = session.only(sql(DIVERTED).bind("max", COUNTED_MAX)).await?;
     (status.held, status.dead) = (row.get(0)?, row.get(1)?);
     status.oldest_held_age_seconds = seconds(row.get_opt(2)?.unwrap_or(0));
     status.consumers = consumers(session, dialect, earlier).await?;
@@ -224,8 +223,7 @@ async fn consumers(
         consumers.push(ConsumerStatus { name: row.get(1)?, seen_seconds_ago, ..ConsumerStatus::default() });
     }
     let places: HashMap<i64, usize> = ids.iter().copied().zip(0..).collect();
-    let active = session.rows(sql(ACTIVE)).await?;
-    let active = active.iter().map(|row| row.get(0)).collect::<Result<Vec<i64>, _>>()?;
+    let active: Vec<i64> = session.column(sql(ACTIVE)).await?;
     for row in counted(session, dialect, OF_CONSUMERS, &active).await? {
         let Some(place) = places.get(&row.get(0)?) else { continue };
         let consumer = &mut consumers[*place];

@@ -1,12 +1,10 @@
-//! Reads operations, intents and evidence from rows, the same for every database.
-//!
-//! Guarantee: a row that cannot be read is `StoreError::Corrupt` with the name of the column.
-//! Columns are read by position, times in microseconds. Not here: the statements.
+//! Reads operations, intents and evidence from rows, the same for every database. Columns are read
+//! by position, times in microseconds. Not here: the statements.
 
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 use crate::operation::port::phases::{NewIntent, StoredIntent, StoredOperation};
-use crate::operation::port::stored::{corrupt, number};
+use crate::operation::port::stored::corrupt;
 use crate::operation::rules::Identity;
 use crate::operation::rules::flow::Stage;
 use crate::store::sql::Row;
@@ -16,103 +14,72 @@ fn stage(name: &str) -> Result<Stage, StoreError> {
     known.ok_or_else(|| corrupt(format!("`{name}` is no state")))
 }
 
-/// Turns an error of decoding into `Corrupt` with the name of the column, so that one unreadable
-/// row does not stop the reading of others.
-fn named<T>(columns: &str, read: Result<T, StoreError>) -> Result<T, StoreError> {
-    read.map_err(|error| match error {
-        StoreError::Other(sqlx::Error::ColumnDecode { index, source }) => {
-            let name = index.parse().ok().and_then(|at| columns.split(' ').nth(at));
-            corrupt(format!("the column {}: {source}", name.unwrap_or(&index)))
-        }
-        error => error,
-    })
-}
-
-const OPERATION: &str = "now operation_id tenant operation key flow flow_version point state command command_kid epoch \
-    lease_until attempts due_at parked created_at outcome_at";
-const INTENT: &str = "effect strategy provider_key request request_kid adapter adapter_version first_sent_at last_sent_at sends \
-    outcome undoes";
-const EVIDENCE: &str = "operation_id effect epoch send kind verdict status bytes bytes_kid observed_at";
-
-/// A row of [`OPERATION`]: tenant, operation and key are null where there is no record;
-/// `lease_until` is null where the lease is over.
-///
-/// # Errors
-/// [`StoreError::Corrupt`], with the name of the column. The functions below return the same error.
-pub(in crate::store) fn operation_of(
+/// A row of [`OPERATION`](super::OPERATION): tenant, operation and key are null where there is no
+/// record; `lease_until` is null where the lease is over.
+pub(super) fn operation_of(
     row: &dyn Row,
     intents: Vec<StoredIntent>,
     evidence: Vec<StoredEvidence>,
 ) -> Result<StoredOperation, StoreError> {
-    let read = || -> Result<StoredOperation, StoreError> {
-        let identity = match row.get_opt::<Vec<u8>>(2)? {
-            None => None,
-            Some(tenant) => {
-                let (operation, key): (Vec<u8>, Vec<u8>) = (row.get(3)?, row.get(4)?);
-                Some(Identity::from_stored(&tenant, &operation, &key).map_err(corrupt)?)
-            }
-        };
-        Ok(StoredOperation {
-            now: row.get(0)?,
-            operation_id: row.get(1)?,
-            identity,
-            flow: row.get(5)?,
-            flow_version: number("flow_version", row.get(6)?)?,
-            point: row.get(7)?,
-            stage: stage(&row.get::<String>(8)?)?,
-            command: Sealed { bytes: row.get(9)?, kid: row.get_opt(10)? },
-            epoch: row.get(11)?,
-            lease_until: row.get_opt(12)?,
-            attempts: number("attempts", row.get(13)?)?,
-            due_at: row.get_opt(14)?,
-            parked: row.get_opt(15)?,
-            created_at: row.get(16)?,
-            outcome_at: row.get_opt(17)?,
-            intents,
-            evidence,
-        })
+    let identity = match row.get_opt::<Vec<u8>>(2)? {
+        None => None,
+        Some(tenant) => {
+            let (operation, key): (Vec<u8>, Vec<u8>) = (row.get(3)?, row.get(4)?);
+            Some(Identity::from_stored(&tenant, &operation, &key).map_err(corrupt)?)
+        }
     };
-    named(OPERATION, read())
+    Ok(StoredOperation {
+        now: row.get(0)?,
+        operation_id: row.get(1)?,
+        identity,
+        flow: row.get(5)?,
+        flow_version: row.get(6)?,
+        point: row.get(7)?,
+        stage: stage(&row.get::<String>(8)?)?,
+        command: Sealed { bytes: row.get(9)?, kid: row.get_opt(10)? },
+        epoch: row.get(11)?,
+        lease_until: row.get_opt(12)?,
+        attempts: row.get(13)?,
+        due_at: row.get_opt(14)?,
+        parked: row.get_opt(15)?,
+        created_at: row.get(16)?,
+        outcome_at: row.get_opt(17)?,
+        intents,
+        evidence,
+    })
 }
 
-/// A row of [`INTENT`].
-pub(in crate::store) fn intent_of(row: &dyn Row) -> Result<StoredIntent, StoreError> {
-    let read = || -> Result<StoredIntent, StoreError> {
-        let intent = NewIntent {
-            effect: row.get(0)?,
-            strategy: row.get(1)?,
-            provider_key: row.get(2)?,
-            request: Sealed { bytes: row.get(3)?, kid: row.get_opt(4)? },
-            adapter: row.get(5)?,
-            adapter_version: number("adapter_version", row.get(6)?)?,
-            undoes: row.get_opt(11)?,
-        };
-        Ok(StoredIntent {
-            intent,
-            first_sent_at: row.get(7)?,
-            last_sent_at: row.get(8)?,
-            sends: number("sends", row.get(9)?)?,
-            outcome: row.get_opt(10)?,
-        })
+/// A row of [`INTENTS`](super::INTENTS).
+pub(super) fn intent_of(row: &dyn Row) -> Result<StoredIntent, StoreError> {
+    let intent = NewIntent {
+        effect: row.get(0)?,
+        strategy: row.get(1)?,
+        provider_key: row.get(2)?,
+        request: Sealed { bytes: row.get(3)?, kid: row.get_opt(4)? },
+        adapter: row.get(5)?,
+        adapter_version: row.get(6)?,
+        undoes: row.get_opt(11)?,
     };
-    named(INTENT, read())
+    Ok(StoredIntent {
+        intent,
+        first_sent_at: row.get(7)?,
+        last_sent_at: row.get(8)?,
+        sends: row.get(9)?,
+        outcome: row.get_opt(10)?,
+    })
 }
 
-/// A row of [`EVIDENCE`].
-pub(in crate::store) fn evidence_of(row: &dyn Row) -> Result<StoredEvidence, StoreError> {
-    let read = || -> Result<StoredEvidence, StoreError> {
-        let status: Option<i64> = row.get_opt(6)?;
-        let evidence = NewEvidence {
-            operation_id: row.get(0)?,
-            effect: row.get(1)?,
-            epoch: row.get(2)?,
-            send: number("send", row.get(3)?)?,
-            kind: row.get(4)?,
-            verdict: row.get(5)?,
-            status: status.map(|status| number("status", status)).transpose()?,
-            bytes: Sealed { bytes: row.get(7)?, kid: row.get_opt(8)? },
-        };
-        Ok(StoredEvidence { evidence, at: row.get(9)? })
+/// A row of [`EVIDENCE`](super::EVIDENCE).
+pub(super) fn evidence_of(row: &dyn Row) -> Result<StoredEvidence, StoreError> {
+    let evidence = NewEvidence {
+        operation_id: row.get(0)?,
+        effect: row.get(1)?,
+        epoch: row.get(2)?,
+        send: row.get(3)?,
+        kind: row.get(4)?,
+        verdict: row.get(5)?,
+        status: row.get_opt(6)?,
+        bytes: Sealed { bytes: row.get(7)?, kid: row.get_opt(8)? },
     };
-    named(EVIDENCE, read())
+    Ok(StoredEvidence { evidence, at: row.get(9)? })
 }

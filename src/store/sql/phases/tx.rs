@@ -81,11 +81,9 @@ const SAME_TIMES: &str = "update oncebox.operation as o set \
 const HAS_CONFLICT: &str = "select 1 from oncebox.operation o where o.operation_id = :id and {piece conflict}";
 
 /// A version as the tables store it; refused where it is larger than an `i32`.
-fn storable(version: u32) -> Result<i64, StoreError> {
-    match i32::try_from(version) {
-        Ok(version) => Ok(version.into()),
-        Err(_) => Err(StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX))),
-    }
+fn storable(version: u32) -> Result<i32, StoreError> {
+    let refused = |_| StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX));
+    i32::try_from(version).map_err(refused)
 }
 
 /// Claims the key, and inserts the operation.
@@ -156,8 +154,7 @@ struct Standing {
 }
 
 async fn standing(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<Standing>, StoreError> {
-    let rows = session.rows(sql(STANDING).bind("id", operation_id)).await?;
-    let Some(row) = rows.first() else { return Ok(None) };
+    let Some(row) = session.first(sql(STANDING).bind("id", operation_id)).await? else { return Ok(None) };
     let record = RecordFence { digest: row.get(0)?, epoch: row.get(1)?, owner: None, unknown: true };
     Ok(Some(Standing { record, epoch: row.get(2)?, point: row.get(3)?, is_open: row.get(4)? }))
 }

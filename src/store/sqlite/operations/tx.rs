@@ -1,8 +1,7 @@
 //! The transaction of a transactional operation: claim, effects, outcome (O1, O18).
 
-use std::time::Duration;
-
 use std::any::Any;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, raw_sql};
@@ -25,8 +24,8 @@ pub(in crate::store) struct SqliteOperationTx {
     savepoint: Savepoint,
 }
 
-/// The savepoint set right after the claim. Effects are rolled back to it, and it must exist when
-/// the outcome is written (O1).
+/// A savepoint with a unique name. It is set before the handler runs: effects are rolled back to
+/// it, and before the commit it must still exist (O1, R23).
 #[derive(Debug)]
 pub(in crate::store::sqlite) struct Savepoint(String);
 
@@ -38,15 +37,12 @@ pub(super) async fn begin(
     patience: Duration,
 ) -> Result<Begun<SqliteOperationTx>, StoreError> {
     let owned = claim.owned(basis);
-    Ok(match staked(store, claim, basis, &owned, patience).await? {
-        Begun::Claimed(mut write) => {
-            let savepoint = Savepoint::new();
-            savepoint.set(&mut write).await?;
-            Begun::Claimed(SqliteOperationTx { write, owned, savepoint })
-        }
-        Begun::Existing(record) => Begun::Existing(record),
-        Begun::Locked => Begun::Locked,
-    })
+    let savepoint = Savepoint::new();
+    let mut begun = staked(store, claim, basis, &owned, patience).await?;
+    if let Begun::Claimed(write) = &mut begun {
+        savepoint.set(write).await?;
+    }
+    Ok(begun.map(|write| SqliteOperationTx { write, owned, savepoint }))
 }
 
 /// Begins a guarded transaction that holds the claim. Returns `Locked` where the turn did not come
@@ -71,7 +67,7 @@ pub(in crate::store::sqlite) async fn staked(
 }
 
 impl Savepoint {
-    /// A savepoint with a unique name.
+    /// One that is not set yet.
     pub(in crate::store::sqlite) fn new() -> Self {
         Self(format!("oncebox_{}", uuid::Uuid::now_v7().simple()))
     }

@@ -3,11 +3,11 @@
 
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{query, query_as};
-use uuid::Uuid;
 
 use crate::error::StoreError;
 use crate::operator::ActContext;
-use crate::store::sqlite::now_ms;
+use crate::store::sql::audit;
+use crate::store::statements::Dialect;
 
 /// Raises the sequence to the highest position that was ever used, and sets the cursor back before
 /// the first row: the outbox holds only unproven rows. Returns what was repaired. The caller
@@ -49,13 +49,7 @@ pub(super) async fn sequence(
         ));
     }
     if !mended.is_empty() {
-        let audit = query(concat!(
-            "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) values (",
-            now_ms!(),
-            ", ?, ?, 'mend-sequence', 'outbox', 'position', ?, ?)"
-        ));
-        let audit = audit.bind(&context.actor).bind(&context.reason).bind(Uuid::nil().to_string());
-        audit.bind(mended.join("; ")).execute(connection).await?;
+        audit::mended(connection, Dialect::Sqlite, &mended.join("; "), context).await?;
     }
     Ok(mended)
 }

@@ -7,6 +7,7 @@ use sqlx::sqlite::SqliteConnection;
 use super::{Batch, SqliteSession};
 use crate::error::StoreError;
 use crate::outbox::port::{Diversion, Mark};
+use crate::store::sql::outbox;
 use crate::store::sqlite::write::Write;
 use crate::store::sqlite::{millis, now_ms};
 
@@ -129,11 +130,8 @@ pub(super) fn positions_json(positions: &[i64]) -> String {
 
 fn diversions_json(diversions: &[(i64, Diversion)]) -> String {
     let rows = diversions.iter().map(|(position, diversion)| {
-        let (state, holds, reason) = match diversion {
-            Diversion::Dead { reason, holds } => ("dead", *holds, Some(reason)),
-            Diversion::HeldBehind => ("held-behind", false, None),
-            Diversion::HeldDestination { reason } => ("held-destination", false, Some(reason)),
-        };
+        let (state, cause, reason, holds) = outbox::columns(diversion);
+        let state = if state == "dead" { state.to_owned() } else { format!("{state}-{cause}") };
         json!({ "position": position, "state": state, "holds": i64::from(holds), "reason": reason })
     });
     serde_json::Value::Array(rows.collect()).to_string()

@@ -2,10 +2,10 @@
 
 use uuid::Uuid;
 
-use super::{Texts, optional, rows_max};
+use super::operator::{id, name};
+use super::{Row, Session, Value, sql};
 use crate::error::StoreError;
 use crate::operator::{ActContext, AuditEntry};
-use crate::store::sql::{Session, Value, sql};
 use crate::store::statements::Dialect;
 
 const READ: &str = "\
@@ -22,19 +22,18 @@ values (:actor, :act, :reason, :number, :message_id, :place, \
 /// The audit rows, newest first.
 pub(super) async fn read(
     session: &mut dyn Session,
-    texts: Texts,
-    id: Option<Uuid>,
+    dialect: Dialect,
+    of: Option<Uuid>,
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
-    let read = sql(READ).bind("id", optional(id.map(|id| texts.id(id)))).bind("limit", rows_max(limit));
-    let rows = session.rows(read).await?;
-    let entry = |row: &dyn crate::store::sql::Row| {
+    let rows = session.rows(sql(READ).bind("id", id(dialect, of)).bind("limit", limit)).await?;
+    let entry = |row: &dyn Row| {
         Ok(AuditEntry {
             at: row.get(0)?,
             actor: row.get(1)?,
             act: row.get(2)?,
             reason: row.get(3)?,
-            place: (texts.restored)(row.get(4)?),
+            place: row.foreign(4)?,
             number: row.get(5)?,
             message_id: row.get(6)?,
             detail: row.get(7)?,
@@ -60,20 +59,40 @@ pub(super) struct Act<'a> {
 /// Writes the row of an act.
 pub(super) async fn write(
     session: &mut dyn Session,
-    texts: Texts,
+    dialect: Dialect,
     act: Act<'_>,
     context: &ActContext,
 ) -> Result<(), StoreError> {
-    let detail = if texts.dialect == Dialect::Postgres { act.document.to_string() } else { act.detail };
+    let detail = if dialect == Dialect::Postgres { act.document.to_string() } else { act.detail };
     let write = sql(WRITE)
         .bind("actor", &context.actor)
         .bind("act", act.name)
         .bind("reason", &context.reason)
         .bind("place", act.place)
         .bind("number", act.number)
-        .bind("message_id", texts.id(act.message_id))
-        .bind("new_id", act.new_id.map_or(Value::Id(None), |id| texts.id(id)))
+        .bind("message_id", id(dialect, act.message_id))
+        .bind("new_id", id(dialect, act.new_id))
         .bind("detail", detail);
-    session.run(write).await?;
-    Ok(())
+    session.run(write).await.map(drop)
+}
+
+/// Writes the row of a repair of positions.
+pub(in crate::store) async fn mended(
+    session: &mut dyn Session,
+    dialect: Dialect,
+    mended: &str,
+    context: &ActContext,
+) -> Result<(), StoreError> {
+    let is_postgres = dialect == Dialect::Postgres;
+    let (place, number) = if is_postgres { ("", "outbox_position_seq") } else { ("outbox", "position") };
+    let act = Act {
+        name: "mend-sequence",
+        place: name(dialect, place),
+        number,
+        message_id: Uuid::nil(),
+        new_id: None,
+        detail: mended.to_owned(),
+        document: serde_json::json!({ "mended": mended }),
+    };
+    write(session, dialect, act, context).await
 }
