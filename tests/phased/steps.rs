@@ -26,6 +26,22 @@ async fn o5_m78_a_resend_sends_the_same_bytes_under_the_same_key<S: Rows>(store:
     service.ended_once("settled").await;
 }
 
+// Shown by: beginning a call whatever is left of the lease.
+async fn o5_a_call_begins_only_where_its_timeout_fits_into_the_rest_of_the_lease<S: Rows>(store: S) {
+    let (plan, told) = (Plan::new(KEY), Scripted::default().answers(done()));
+    let service = Service::start(&store, &plan, told.clone()).await;
+    // Longer than a whole lease, so it does not fit after a renewal either.
+    told.clone().timeout(plan.lease * 2);
+    for _ in 0..3 {
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+        assert_eq!((told.arrived().len(), service.operation().await.intents[0].sends), (0, 1));
+    }
+    told.clone().timeout(plan.lease / 3);
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 1));
+    service.ended_once("settled").await;
+}
+
 // Shown by: sending before the commit; a transaction held across the call (the write below waits
 // for its end).
 async fn m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called<S: Rows>(store: S) {
@@ -352,6 +368,7 @@ crate::on_both! {
     an_operation_that_was_given_up_before_its_intent_can_go_on;
     o6_no_send_leaves_after_the_window;
     o5_m78_a_resend_sends_the_same_bytes_under_the_same_key;
+    o5_a_call_begins_only_where_its_timeout_fits_into_the_rest_of_the_lease;
     m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called;
     m53_a_flow_goes_on_from_its_last_recovery_point;
     o13_m74_a_panic_after_an_intent_is_unknown_and_recovers;
