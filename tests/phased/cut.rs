@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use oncebox::operation::{Code, Stage};
 use oncebox::store::StoreOptions;
 
-use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code};
+use crate::flow::{BUDGET, COMMITS_BESIDE, KEY, ONE, Plan, Service, code};
 use crate::proxy::{Failure, Proxy, When};
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
@@ -89,7 +89,7 @@ async fn settled_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy), by: &'s
 /// says so, and leaving it to an operator fails once.
 async fn without_its_mark_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy)) {
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
-    plan.trouble.commits_by = Some("rollback; insert into step (name) values ('after'); commit");
+    plan.trouble.commits_by = Some(COMMITS_BESIDE);
     plan.trouble.local_commits.store(u32::MAX, Ordering::SeqCst);
     let told = Scripted::default().answers(done());
     let service = Service::start(&through, &plan, told.clone()).await;

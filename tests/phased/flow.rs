@@ -214,6 +214,9 @@ impl Clash {
     }
 }
 
+/// It takes the phase and its mark back, and commits something else.
+pub(crate) const COMMITS_BESIDE: &str = "rollback; insert into step (name) values ('after'); commit";
+
 /// It fails everywhere, and aborts the transaction on PostgreSQL.
 const SWALLOWED: &str = "insert into no_such_table (a) values (1)";
 

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use oncebox::operation::{Code, Stage};
 
-use crate::flow::{BUDGET, Clash, KEY, ONE, Plan, Service, TWO, code};
+use crate::flow::{BUDGET, COMMITS_BESIDE, Clash, KEY, ONE, Plan, Service, TWO, code};
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -91,6 +91,23 @@ async fn o1_a_phase_that_committed_by_itself_is_left_to_an_operator<S: Rows>(sto
     assert_eq!(store.number("select count(*) from step").await, 1, "it ran once");
 }
 
+/// It says that it failed, and its mark is gone: nothing but its transaction, which is not the one
+/// that began, tells that it wrote.
+///
+/// Shown by: running a phase again that failed, whatever became of its transaction (it wrote twice).
+async fn o1_a_phase_that_committed_by_itself_and_failed_is_left_to_an_operator<S: Rows>(store: S) {
+    let mut plan = Plan { local: true, ..Plan::new(KEY) };
+    plan.trouble.commits_by = Some(COMMITS_BESIDE);
+    plan.trouble.local_commits.store(u32::MAX, Ordering::SeqCst);
+    plan.trouble.local_fails.store(u32::MAX, Ordering::SeqCst);
+    let service = Service::start(&store, &plan, Scripted::default()).await;
+    for _ in 0..2 {
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    }
+    assert_eq!(service.operation().await.parked.as_deref(), Some("phase-ended-its-transaction"));
+    assert_eq!(store.number("select count(*) from step").await, 1, "it ran once");
+}
+
 crate::on_postgres! {
     o9_r23_a_phase_that_swallowed_an_error_has_failed_and_runs_again;
     o9_a_phase_that_always_swallows_an_error_is_left_to_an_operator_in_the_end;
@@ -98,6 +115,7 @@ crate::on_postgres! {
 
 mod at_once {
     use super::{
+        o1_a_phase_that_committed_by_itself_and_failed_is_left_to_an_operator,
         o1_a_phase_that_committed_by_itself_is_left_to_an_operator,
         o1_o17_a_deadlock_that_a_phase_swallowed_runs_it_again,
     };
@@ -105,5 +123,6 @@ mod at_once {
     crate::on_servers! {
         o1_o17_a_deadlock_that_a_phase_swallowed_runs_it_again;
         o1_a_phase_that_committed_by_itself_is_left_to_an_operator;
+        o1_a_phase_that_committed_by_itself_and_failed_is_left_to_an_operator;
     }
 }
