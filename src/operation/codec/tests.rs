@@ -122,6 +122,32 @@ fn m67_an_encrypted_body_is_unreadable_and_opens_only_for_its_own_request() {
     assert!(Sealer::encrypting(&k2, [(k1, &secret[..])]).is_err());
 }
 
+/// A script in Python sealed these bytes, in the layout in which they are stored already.
+///
+/// Shown by: other lengths before the parts; the parts in another order; the format behind them; no
+/// length before the headers.
+#[cfg(feature = "encrypt")]
+#[test]
+fn m67_what_an_earlier_version_sealed_is_still_opened() {
+    use crate::operation::port::evidence::Sealed;
+    use crate::text::hex::unhex;
+
+    let kid: crate::operation::rules::Kid = "k1".parse().unwrap();
+    let sealer = Sealer::encrypting(&kid, [(kid.clone(), &[7; 32][..])]).unwrap();
+    let body = "000102030405060708090a0b0c0d0e0f1011121314151617a817aba1fa1c5ba946a8ef33838cdb812baf487214f73761\
+        926dc7edf3aff5e36a51e1439fe7319e6dc35d191596c781c96f604a295a681fa8c858c75eab679b";
+    let body = KeptBody { headers: Vec::new(), bytes: unhex(body).unwrap(), format: 6, kid: Some("k1".to_owned()) };
+    let fingerprint = format!("1:sha256:{}", "2a".repeat(32)).parse().unwrap();
+    let reply = decode(&endpoint(), &sealer, (&of("t1", K1, 1).0, &fingerprint), (201, 1), &body).unwrap();
+    assert_eq!(reply.headers, [("content-type".to_owned(), b"application/json".to_vec())]);
+    assert_eq!(reply.body, b"{\"id\":7}");
+
+    let command = "000102030405060708090a0b0c0d0e0f1011121314151617d335c2e1d8266cd88fac80dd90374448fa1915905f7898bd";
+    let command = Sealed { bytes: unhex(command).unwrap(), kid: Some("k1".to_owned()) };
+    let operation = uuid::Uuid::from_u128(7);
+    assert_eq!(sealer.open(&[operation.as_bytes(), b"command"], &command).unwrap(), b"{\"id\":7}");
+}
+
 // Shown by: keeping a body that is too long; a reference without a resource kept whole.
 #[test]
 fn m68_what_is_not_kept_leaves_a_tombstone_or_a_reference() {
