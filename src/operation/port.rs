@@ -149,8 +149,11 @@ impl<T> Begun<T> {
         }
     }
 
-    /// The transaction in which a run that left no record of its own is made to stand. `None`:
-    /// another run has claimed the key since.
+    /// The transaction that stores a run which left no record of its own. `None`: another run has
+    /// claimed the key since, so nothing is to be stored.
+    ///
+    /// # Errors
+    /// [`StoreError::Busy`]: try again.
     pub(crate) fn unless_overtaken(self, basis: Basis<'_>) -> Result<Option<T>, StoreError> {
         let busy = |why: &str| Err(StoreError::Busy(sqlx::Error::Protocol(why.to_owned())));
         match self {

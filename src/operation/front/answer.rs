@@ -26,9 +26,10 @@ impl Front {
         Answered::Problem(Problem::new(code))
     }
 
-    /// The answer to a duplicate of an operation whose recovery continues: 202 if the route accepts
-    /// duplicates, and if it is phased and has a path of its operations; else 409
-    /// (`IDEMPOTENCY_RECOVERY_PENDING`). It has the operation's location, if a path was given.
+    /// The answer to a duplicate of an operation whose recovery continues,
+    /// `IDEMPOTENCY_RECOVERY_PENDING`. It has the location of the operation if the endpoint has an
+    /// `operation_path`. Its status is 202 if the route accepts duplicates, or if the operation is
+    /// phased and has a location; otherwise 409.
     #[must_use]
     pub fn pending(&self, record: &Record) -> Answered {
         self.recovering(record.operation_id)

@@ -202,8 +202,8 @@ impl Driver {
         Ok(Some(asked))
     }
 
-    /// Whether a call fits into the rest of the lease: none begins after another process became the
-    /// owner (O5). Renews the lease first if it would not fit.
+    /// Whether the timeout of a call fits into the rest of the lease, so that no call runs on after
+    /// another process may have become the owner (O5). Renews the lease first if it does not fit.
     async fn fits(&self, effect: &Declared) -> bool {
         let timeout = effect.provider.timeout();
         if timeout > self.hold.left() {

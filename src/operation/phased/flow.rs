@@ -294,7 +294,7 @@ fn typed<C: 'static>(command: &AnyCommand) -> Result<&C, HandlerError> {
     command.downcast_ref().ok_or_else(|| HandlerError::terminal("the command is of another type than the flow's"))
 }
 
-/// The arguments of a phase. Before the first intent no effect is settled.
+/// The arguments of a phase. `settled` is empty before the first intent.
 pub(super) struct Given<'a> {
     pub(super) tx: &'a mut dyn PhaseTx,
     pub(super) context: &'a Context,

@@ -1,6 +1,7 @@
 //! Pure: no I/O, no clock.
-//! Several parts as the bytes of one hash. Promise: other parts, or the same bytes cut elsewhere,
-//! give other bytes.
+//! Several parts as the bytes of one hash, or as the associated data of a cipher. Promise: other
+//! parts, or the same bytes cut elsewhere, give other bytes. These bytes must never change: what is
+//! stored already was hashed and sealed with them.
 
 /// Joins the parts. Each stands after its length in bytes, as eight bytes in big-endian order.
 pub(in crate::operation) fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
