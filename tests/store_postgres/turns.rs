@@ -10,7 +10,7 @@ use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox, InboxEntry,
     KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mailbox, Mark, NewOperation, Operations, Operator, Outbox, ParkAs,
-    Parked, Phases, Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Waiting,
+    Parked, Phases, Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Undone, Waiting,
 };
 use uuid::Uuid;
 
@@ -239,7 +239,8 @@ async fn in_order(database: &Database) -> Vec<String> {
     database.value(&text).await
 }
 
-async fn turns(database: Database, was_analysed: bool) {
+/// A store with one connection, which keeps its plans, on tables that nobody analyses.
+async fn store_that_keeps_plans(database: &Database) -> PostgresStore {
     let url = format!("{}?application_name=turns", database.url);
     let alone = StoreOptions { connections_max: 1, ..StoreOptions::new(url) };
     let store = PostgresStore::connect(&alone).await.unwrap();
@@ -247,6 +248,23 @@ async fn turns(database: Database, was_analysed: bool) {
         for t in select c.oid::regclass as name from pg_class c where c.relnamespace = 'oncebox'::regnamespace and c.relkind = 'r' loop \
           execute format('alter table %s set (autovacuum_enabled = off)', t.name); end loop; end $$";
     database.run(off).await;
+    store
+}
+
+/// Closes the store, and waits until the server has counted what its connection read: it counts
+/// that when a connection ends.
+async fn close(database: &Database, store: PostgresStore) {
+    store.close().await;
+    eventually("the connections have ended", Duration::from_secs(60), || async {
+        let others =
+            "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'turns'";
+        (database.value::<i64>(others).await == 0).then_some(())
+    })
+    .await;
+}
+
+async fn turns(database: Database, was_analysed: bool) {
+    let store = store_that_keeps_plans(&database).await;
     let consumer = store.register(&consumer_spec()).await.unwrap();
     if was_analysed {
         grow(&database, consumer, 1..=MAINTAINED).await;
@@ -269,14 +287,7 @@ async fn turns(database: Database, was_analysed: bool) {
     assert_eq!(read.rows.len(), 1_000);
     session.checkpoint(Mark { through: Some(read.batch), ..Mark::default() }).await.unwrap();
     session.release().await.unwrap();
-    store.close().await;
-    // What a connection has read is counted when it ends.
-    eventually("the connections have ended", Duration::from_secs(60), || async {
-        let others =
-            "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'turns'";
-        (database.value::<i64>(others).await == 0).then_some(())
-    })
-    .await;
+    close(&database, store).await;
     let in_order = in_order(&database).await;
     assert!(in_order.is_empty(), "{in_order:#?}");
 }
@@ -295,4 +306,38 @@ async fn no_plan_of_an_empty_table_scans_it_when_it_is_large() {
 async fn no_plan_of_a_table_as_small_as_is_ever_analysed_scans_it_when_it_is_large() {
     let test = "no_plan_of_a_table_as_small_as_is_ever_analysed_scans_it_when_it_is_large";
     with_database(test, |database| turns(database, true)).await;
+}
+
+/// A batch fails again and again. What became of its transaction is looked up among the rows that
+/// it wrote, although many other messages are dead by then. (The batch is large, so that the server
+/// takes a plan without the values of the batch for the cheaper one, and keeps it.)
+#[tokio::test]
+async fn what_became_of_a_transaction_is_looked_up_among_its_own_rows() {
+    let test = "what_became_of_a_transaction_is_looked_up_among_its_own_rows";
+    with_database(test, |database| async move {
+        let store = store_that_keeps_plans(&database).await;
+        let consumer = store.register(&consumer_spec()).await.unwrap();
+        let dead = format!(
+            "insert into oncebox.waiting (consumer_id, state, reason, dead_at, message_id, content_hash, id_text, topic, kind, payload, \
+                 source, place, partition_no, offset_no) \
+               select {}, 'dead', 'no', now(), gen_random_uuid(), gen_random_uuid(), '', 'payments', 'made', '', 's', 't', 0, n \
+                 from generate_series(1, 20000) n",
+            consumer.0
+        );
+        for run in 1..=RUNS {
+            if run == RUNS {
+                database.run(&dead).await;
+            }
+            let ids = (0..2_000).map(|_| MessageId::from_uuid(Uuid::now_v7()));
+            let entries: Vec<InboxEntry> = ids.map(|id| InboxEntry { id, hash: [7; 16] }).collect();
+            let mut tx = store.begin(consumer).await.unwrap();
+            tx.admit(&entries).await.unwrap();
+            assert_eq!(tx.undo().await.unwrap(), Undone::Whole);
+        }
+        close(&database, store).await;
+        let read = "select seq_tup_read + idx_tup_fetch from pg_stat_all_tables where relid = 'oncebox.waiting'::regclass";
+        let read: i64 = database.value(read).await;
+        assert!(read < 1_000, "{read} dead messages were read");
+    })
+    .await;
 }

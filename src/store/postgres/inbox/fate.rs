@@ -14,7 +14,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::postgres::code;
 
 /// Whether the writes of an ended transaction are there: an inbox row that it inserted, or a row
-/// that it made dead (`xmin` of a row is the lower half of its transaction's id).
+/// that it made dead (`xmin` of a row is the lower half of its transaction's id). It is planned for
+/// each run: a plan that is kept from when few messages were dead reads all dead ones.
 const STANDS: &str = "
 select exists (select 1 from oncebox.inbox_timed where consumer_id = $2 and message_id = any($3)
                   and xmin = split_part($1, ' ', 1)::xid8::xid)
@@ -50,6 +51,7 @@ impl Written {
     /// Whether the writes are there. Call this only after the transaction has ended.
     pub(super) async fn stands(&self, connection: &mut Bounded<Postgres>) -> Result<bool, sqlx::Error> {
         sqlx::query_scalar(STANDS)
+            .persistent(false)
             .bind(&self.witness)
             .bind(self.consumer.0)
             .bind(&self.ours.timed)
