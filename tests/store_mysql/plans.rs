@@ -6,7 +6,10 @@ use std::time::Duration;
 use oncebox::adapter::stored::DbTime;
 use oncebox::operation::State;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, DeadFilter, DeadState, Inbox, KeyFilter, KeyOperator, Keys, Operator, StoreOptions};
+use oncebox::store::{
+    Base, DeadFilter, DeadState, Inbox, KeyFilter, KeyOperator, Keys, Operator, Proof, RowLease, Scope, StoreOptions,
+    Waiting,
+};
 use sqlx::AssertSqlSafe;
 
 use crate::fixture::{Db, execute};
@@ -116,6 +119,42 @@ async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
     assert_eq!(store.stored_of_tenant("t7").await.unwrap(), 10 * live.unsigned_abs());
     let read = read_so_far(&store).await - before;
     assert!(read <= live.unsigned_abs() + 50, "{read} rows were read for {live}");
+    store.close().await;
+}
+
+/// A retry beside many messages that wait or are dead: it reads its own row, and looks up whether a
+/// copy of it is dead.
+#[tokio::test]
+async fn r25_a_retry_reads_its_own_row_and_no_other() {
+    let Some(db) = Db::new("r25_a_retry_reads_its_own_row_and_no_other").await else { return };
+    let consumer = db.consumer("ledger").await;
+    let rows = format!(
+        "insert into oncebox_waiting (consumer_id, state, lane_id, due_at, message_id, id_text, content_hash, dead_hash, topic, `key`, kind, \
+           headers, payload, tombstone, source, place, partition_no, offset_no, attempts, reason, history, stored_at, dead_at) \
+         with recursive numbers (n) as (select 1 union all select n + 1 from numbers where n < 1000) \
+         select {}, if(b.n > 1, 'dead', 'waiting'), unhex(md5(concat('lane', a.n, '/', b.n))), \
+           if(b.n > 1, null, utc_timestamp(6) + interval if(a.n = 1, 0, 1) day), unhex(md5(concat(a.n, '/', b.n))), '', unhex(md5('')), \
+           if(b.n > 1, unhex(md5('')), null), 't', 'k', '', '[]', '', 0, '', 't', 0, a.n, 0, if(b.n > 1, 'no', null), '[]', \
+           utc_timestamp(6), if(b.n > 1, utc_timestamp(6), null) from numbers a join numbers b on b.n <= 20; \
+         analyze table oncebox_waiting",
+        consumer.0
+    );
+    execute(&mut db.app().await, &rows).await;
+    let store =
+        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let before = read_so_far(&store).await;
+    let scope = Scope { topics: vec!["t".to_owned()], places: Vec::new(), kinds: None };
+    let lease = RowLease::new(Duration::from_secs(600));
+    let head = store.lease_due(consumer, &scope, &lease).await.unwrap().unwrap();
+    let mut tx = store.begin(consumer).await.unwrap();
+    assert!(tx.bury(std::slice::from_ref(&head), "transaction-ended", "no", true).await.unwrap());
+    assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+    assert!(tx.finish().await.unwrap());
+    tx.wake(head.message.lane_id().as_slice()).await.unwrap();
+    tx.commit().await.unwrap();
+    let read = read_so_far(&store).await - before;
+    assert!(read < 500, "{read} rows were read");
+    assert_eq!(db.count("oncebox_waiting").await, 19_999);
     store.close().await;
 }
 
