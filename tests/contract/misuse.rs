@@ -277,8 +277,8 @@ async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message_on_mariadb() {
     on_mariadb("r23_retry_holds", holds_its_key).await;
 }
 
-/// Its process is gone behind the handler's commit, before it stored anything else. Shown by:
-/// storing the message as dead afterwards; nothing told of it, and the next one ran.
+/// The process dies after the handler's commit, before it stores anything else. Shown by: storing
+/// the message as dead only afterwards (nothing told of it, and the next one of its key ran).
 async fn is_dead_without_its_process<S: Sql>(world: World<S>) {
     let tries = AtomicU32::new(0);
     world.deliver_all(&["a1", "a2"]);

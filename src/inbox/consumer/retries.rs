@@ -2,13 +2,14 @@
 //!
 //! Promise: only the oldest waiting messages of a key run. They leave the table in the handler's
 //! transaction, and only while the lease holds; the next message of the key becomes due with that.
-//! Until the proof they stand in that transaction as dead (`transaction-ended`): a handler that
-//! commits by itself commits them so, and they are not lost, whatever becomes of the process. A
-//! head whose last lease expired may have killed its process: it runs with nothing beside it, and
-//! its try is counted before. A message that failed before runs alone in its transaction, beside
-//! other messages, and its try is counted when it fails. Messages that were never tried run in
-//! batches, so a key is drained as fast as it was filled. A failure that lasts while the database
-//! works for others postpones its message again and again and counts nothing.
+//! While their handlers run they are dead in that transaction (`transaction-ended`), and they are
+//! removed after the proof. So a handler that commits by itself leaves them dead, and they are not
+//! lost, also where the process dies then. A head whose last lease expired may have killed its
+//! process: it runs with nothing beside it, and its try is counted before. A message that failed
+//! before runs alone in its transaction, beside other messages, and its try is counted when it
+//! fails. Messages that were never tried run in batches, so a key is drained as fast as it was
+//! filled. A failure that lasts while the database works for others postpones its message again and
+//! again and counts nothing.
 //!
 //! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
@@ -478,8 +479,8 @@ async fn body(
     run: &[LeasedMessage],
     enqueued: &mut bool,
 ) -> Result<RunEnd, StoreError> {
-    // Before the handler: this fences a lease that was lost, and what the handler commits by itself
-    // is dead at once.
+    // Before the handler: no handler runs without the lease, and one that commits by itself commits
+    // its messages as dead.
     if !tx.bury(run, settle::ENDED, settle::WHY_ENDED, shared.options.holds()).await? {
         return Ok(RunEnd::LeaseLost);
     }

@@ -301,7 +301,7 @@ impl InboxTx for PostgresTx {
             return Ok(Proof::Ended);
         }
         // It is the same transaction, but a handler may have deleted rows of ours: then nothing
-        // that the handler wrote may stay.
+        // that the handler wrote may stay. (What was buried is counted by `finish`.)
         let is_whole = usize::try_from(row.try_get::<i64, _>(1)?) == Ok(self.ours.len());
         Ok(if is_whole { Proof::Same } else { Proof::Aborted })
     }

@@ -11,8 +11,8 @@
 //!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
 //!   writer (R11).
-//! * What a handler commits by itself are dead rows, at their places: they are made dead before it
-//!   runs, and removed after its proof.
+//! * A message is made dead at its place before its handler runs, and removed after the proof. So a
+//!   handler that commits by itself leaves it dead, and loses nothing.
 //!
 //! Not here: when a retry is due (`time::retry`), acts of operators.
 
@@ -406,11 +406,11 @@ pub(in crate::store) async fn wake(
     Ok(())
 }
 
-/// Rows that are dead until their handlers came to an end.
+/// The rows of messages whose handlers run: what [`bury`] made dead and [`finish`] removes.
 #[derive(Debug, Default)]
 pub(in crate::store) struct Buried {
     pub(in crate::store) rows: Vec<i64>,
-    /// How many of them are dead: the others had a dead copy, and are gone.
+    /// How many of them are dead. The others had a dead copy, and are removed already.
     dead: u64,
 }
 
