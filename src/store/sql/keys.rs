@@ -63,7 +63,8 @@ impl<S: KeyStore> Keys for S {
     }
 
     async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        records::find_settled(self, identity).await
+        records::lock(&mut *self.reader().await?, identity).await?;
+        self.look(identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {

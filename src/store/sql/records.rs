@@ -176,15 +176,6 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
     })
 }
 
-/// Reads a record after a transaction that is changing it.
-pub(super) async fn find_settled(store: &dyn SqlStore, identity: &Identity) -> Result<Look, StoreError> {
-    let mut reader = store.reader().await?;
-    lock(&mut *reader, identity).await?;
-    let operation = identity.operation().as_str().as_bytes();
-    let find = sql(FIND).bind("operation", operation).bind("digest", &identity.digest()[..]);
-    look_of(&*reader.only(find).await?)
-}
-
 /// The body of a record's answer; none where its time is over.
 pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
     let digest = record.identity.digest();

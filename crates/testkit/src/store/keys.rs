@@ -486,9 +486,10 @@ pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
 }
 
 /// `body` returns the body of the last run of a key, whatever the sizes of earlier ones. A body
-/// that `find` returns beside the record is the same.
+/// that `find` returns beside the record is the same, and `find_settled` returns it too.
 ///
-/// Shown by: a claim that leaves the small body of the run before (PostgreSQL).
+/// Shown by: a claim that leaves the small body of the run before (PostgreSQL); a `find_settled`
+/// that leaves out the body beside the record (PostgreSQL, MySQL).
 pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial: &F) {
     if trial.forgets_by_itself() {
         return;
@@ -501,6 +502,7 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
         let answer = Answer { body: AnswerBody::Kept(body.clone()), ..answer() };
         assert_eq!(trial.store().finish(&owner, &RunOutcome::Completed(answer), &ended).await.unwrap(), Fenced::Done);
         let look = trial.store().find(&claim.identity).await.unwrap();
+        assert_eq!(trial.store().find_settled(&claim.identity).await.unwrap().body, look.body, "{size}");
         assert!(look.body.is_none_or(|beside| beside == body), "{size}");
         assert_eq!(trial.store().body(&look.record.unwrap()).await.unwrap(), Some(body));
         let expired = over(trial, &claim).await;
