@@ -45,7 +45,8 @@ pub(super) async fn read(
 /// The values of an audit row.
 pub(super) struct Act<'a> {
     pub(super) name: &'static str,
-    /// The outbox or a consumer; on PostgreSQL the topic of a message.
+    /// What the act was on: `outbox`, a consumer or an operation. On PostgreSQL an act on a message
+    /// has its topic here.
     pub(super) place: Value,
     pub(super) number: &'a str,
     pub(super) message_id: Uuid,

@@ -57,8 +57,8 @@ pub(in crate::store) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String>
     })
 }
 
-/// The statement with a text in place of each parameter, by its number, counted from 1, and its
-/// name.
+/// The statement, with what `parameter` returns in place of each parameter. `parameter` gets the
+/// number, counted from 1, and the name.
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(in crate::store) fn written<T: AsRef<str>>(
     pieces: &[Piece],
