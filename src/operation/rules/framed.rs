@@ -4,7 +4,7 @@
 //! stored already was hashed and sealed with them.
 
 /// Joins the parts. Each stands after its length in bytes, as eight bytes in big-endian order.
-pub(in crate::operation) fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
+pub(crate) fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
     let parts = parts.into_iter();
     let mut out = Vec::with_capacity(parts.clone().map(|part| part.len() + 8).sum());
     for part in parts {
