@@ -181,16 +181,9 @@ impl fmt::Display for GapSet {
 }
 
 /// The text is not a multirange of positions as PostgreSQL prints it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("not a multirange of positions: `{0}`")]
 pub struct ParseGapsError(String);
-
-impl fmt::Display for ParseGapsError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "not a multirange of positions: `{}`", self.0)
-    }
-}
-
-impl std::error::Error for ParseGapsError {}
 
 impl FromStr for GapSet {
     type Err = ParseGapsError;
