@@ -130,11 +130,13 @@ impl Mark {
     /// True if there is nothing to write.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.through.is_none()
-            && self.diverted.is_empty()
-            && self.released.is_empty()
-            && self.changed.is_empty()
-            && self.discarded.is_empty()
+        self.through.is_none() && !self.moves_rows()
+    }
+
+    /// True if it says more than that rows are proven: a row comes into the dead and held table,
+    /// leaves it, or changes there.
+    pub(crate) fn moves_rows(&self) -> bool {
+        !(self.diverted.is_empty() && self.released.is_empty() && self.changed.is_empty() && self.discarded.is_empty())
     }
 }
 

@@ -19,22 +19,18 @@ const DISCARDED_MAX: usize = 1_000;
 /// Rows that were read together.
 #[derive(Debug)]
 struct Batch {
-    /// The store's number of the batch; `None` for released rows.
-    through: Option<u64>,
     rows: usize,
     /// Rows that are neither proven nor diverted.
     left: usize,
-    /// True where the batch had rows or a decision, so that it is worth a write.
-    matters: bool,
-    diverted: Vec<(i64, Diversion)>,
-    released: Vec<i64>,
-    changed: Vec<(i64, Diversion)>,
-    discarded: Vec<i64>,
+    /// What its mark writes. `through` is the store's number of the batch; `None` for released
+    /// rows.
+    mark: Mark,
 }
 
 impl Batch {
-    fn has_decision(&self) -> bool {
-        !(self.diverted.is_empty() && self.released.is_empty() && self.changed.is_empty() && self.discarded.is_empty())
+    /// True where the batch had rows or a decision, so that it is worth a write.
+    fn matters(&self) -> bool {
+        self.rows > 0 || self.mark.moves_rows()
     }
 }
 
@@ -110,24 +106,14 @@ impl Window {
         if rows == 0
             && through.is_some()
             && let Some(last) = self.batches.back_mut()
-            && !last.matters
-            && last.through.is_some()
+            && !last.matters()
+            && last.mark.through.is_some()
         {
-            last.through = through;
+            last.mark.through = through;
             return self.first_batch + self.batches.len() as u64 - 1;
         }
         let number = self.first_batch + self.batches.len() as u64;
-        let (diverted, released, changed, discarded) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        self.batches.push_back(Batch {
-            through,
-            rows,
-            left: rows,
-            matters: rows > 0,
-            diverted,
-            released,
-            changed,
-            discarded,
-        });
+        self.batches.push_back(Batch { rows, left: rows, mark: Mark { through, ..Mark::default() } });
         self.span += rows;
         number
     }
@@ -172,10 +158,11 @@ impl Window {
     /// Notes that the broker has proven a row.
     pub(super) fn prove(&mut self, tag: u64) {
         let Some((number, position, is_release)) = self.leave_flight(tag, true) else { return };
-        self.row_done(number);
-        if is_release && let Some(batch) = self.batch(number) {
-            batch.released.push(position);
-        }
+        self.row_done(number, |mark| {
+            if is_release {
+                mark.released.push(position);
+            }
+        });
     }
 
     /// Takes a refused row out of flight. The caller then decides on it with `divert`, `change` or
@@ -201,54 +188,48 @@ impl Window {
         Some(left)
     }
 
-    fn row_done(&mut self, number: u64) {
+    /// Notes that a row of this batch is done with, and what the mark says of it.
+    fn row_done(&mut self, number: u64, say: impl FnOnce(&mut Mark)) {
         if let Some(batch) = self.batch(number) {
             batch.left = batch.left.saturating_sub(1);
+            say(&mut batch.mark);
         }
     }
 
     /// Notes that a row of this batch goes to the dead and held table.
     pub(super) fn divert(&mut self, number: u64, position: i64, diversion: Diversion) {
-        self.row_done(number);
-        if let Some(batch) = self.batch(number) {
-            batch.diverted.push((position, diversion));
-        }
+        self.row_done(number, |mark| mark.diverted.push((position, diversion)));
     }
 
     /// Notes that a row of the dead and held table stays there, with another reason.
     pub(super) fn change(&mut self, number: u64, position: i64, diversion: Diversion) {
-        self.row_done(number);
-        if let Some(batch) = self.batch(number) {
-            batch.changed.push((position, diversion));
-        }
+        self.row_done(number, |mark| mark.changed.push((position, diversion)));
     }
 
     /// Notes that a row of the dead and held table stays there unchanged.
     pub(super) fn leave(&mut self, number: u64) {
-        self.row_done(number);
+        self.row_done(number, |_| {});
     }
 
     /// Discards a dead row with the next mark.
     pub(super) fn discard(&mut self, position: i64) {
-        self.decided(|batch| batch.discarded.push(position));
+        self.decided(|mark| mark.discarded.push(position));
     }
 
     /// Notes that a trial has proven a row of the dead and held table: the next mark removes it.
     pub(super) fn proven_beside(&mut self, position: i64) {
-        self.decided(|batch| batch.released.push(position));
+        self.decided(|mark| mark.released.push(position));
     }
 
     /// Notes that a row of the dead and held table stays there after a trial, with another reason.
     pub(super) fn changed_beside(&mut self, position: i64, diversion: Diversion) {
-        self.decided(|batch| batch.changed.push((position, diversion)));
+        self.decided(|mark| mark.changed.push((position, diversion)));
     }
 
-    fn decided(&mut self, decide: impl FnOnce(&mut Batch)) {
-        let number = self.open(None, 0);
-        if let Some(batch) = self.batch(number) {
-            decide(batch);
-            batch.matters = true;
-        }
+    fn decided(&mut self, decide: impl FnOnce(&mut Mark)) {
+        let mut mark = Mark::default();
+        decide(&mut mark);
+        self.batches.push_back(Batch { rows: 0, left: 0, mark });
     }
 
     /// Takes the oldest batches that are done, as one mark; empty where the oldest is not done. Of
@@ -256,14 +237,14 @@ impl Window {
     pub(super) fn take_done(&mut self) -> Mark {
         let mut mark = Mark::default();
         while mark.discarded.len() < DISCARDED_MAX && self.batches.front().is_some_and(|batch| batch.left == 0) {
-            let Some(batch) = self.batches.pop_front() else { break };
+            let Some(Batch { rows, mark: next, .. }) = self.batches.pop_front() else { break };
             self.first_batch += 1;
-            self.span -= batch.rows;
-            mark.through = batch.through.or(mark.through);
-            mark.diverted.extend(batch.diverted);
-            mark.released.extend(batch.released);
-            mark.changed.extend(batch.changed);
-            mark.discarded.extend(batch.discarded);
+            self.span -= rows;
+            mark.through = next.through.or(mark.through);
+            mark.diverted.extend(next.diverted);
+            mark.released.extend(next.released);
+            mark.changed.extend(next.changed);
+            mark.discarded.extend(next.discarded);
         }
         // A trial may refuse a row again before its first change is marked. A store changes each
         // row of a mark once.
@@ -291,23 +272,23 @@ impl Window {
 
     /// True where no batch with rows or a decision waits for a mark.
     pub(super) fn is_empty(&self) -> bool {
-        !self.batches.iter().any(|batch| batch.matters)
+        !self.batches.iter().any(Batch::matters)
     }
 
     /// True where the oldest batches are done and their mark would write something.
     pub(super) fn has_something_done(&self) -> bool {
-        self.batches.iter().take_while(|batch| batch.left == 0).any(|batch| batch.matters)
+        self.batches.iter().take_while(|batch| batch.left == 0).any(Batch::matters)
     }
 
     /// True where the mark of the oldest batches that are done would say more than that rows are
     /// proven: a row diverted, released, changed or discarded.
     pub(super) fn has_decision_done(&self) -> bool {
-        self.batches.iter().take_while(|batch| batch.left == 0).any(Batch::has_decision)
+        self.batches.iter().take_while(|batch| batch.left == 0).any(|batch| batch.mark.moves_rows())
     }
 
     /// True where every row of the window is proven, and nothing else waits for a mark.
     pub(super) fn is_proven(&self) -> bool {
-        self.batches.iter().all(|batch| batch.left == 0 && !batch.has_decision())
+        self.batches.iter().all(|batch| batch.left == 0 && !batch.mark.moves_rows())
     }
 
     /// The position of the first row that is sent and not settled.

@@ -229,11 +229,7 @@ impl RelaySession for PostgresSession {
         if let Some(moved) = &moved {
             query = query.bind(moved.scanned_to).bind(moved.gaps.to_string());
         }
-        let rows_move = !(mark.diverted.is_empty()
-            && mark.released.is_empty()
-            && mark.changed.is_empty()
-            && mark.discarded.is_empty());
-        let made = if rows_move {
+        let made = if mark.moves_rows() {
             self.connection.begin(BEGIN).await?;
             let made = query.optional(&mut self.connection).await?;
             if made.is_some() {
