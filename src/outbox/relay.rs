@@ -37,7 +37,7 @@ use crate::outbox::port::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySes
 use crate::outbox::rules::isolate::Isolation;
 use crate::time::pace::{Pace, sleep_unless};
 
-use ending::{Doubt, End, Refused};
+use ending::{Doubt, End};
 pub use options::RelayOptions;
 use pump::Pump;
 use trial::Pauses;
@@ -268,7 +268,10 @@ impl Relay {
             Doubt::Refused(refused) => {
                 let first = refused.iter().min_by_key(|refused| refused.position);
                 let (why, row) = first.map_or((String::new(), None), |first| (first.why.clone(), Some(first.position)));
-                judge(memory, refused);
+                // A nack does not tell whether the message, the topic or only this session is at
+                // fault; the topic's trial in a new session finds out (R21).
+                memory.progress |= !refused.is_empty();
+                memory.blocked.extend(refused.into_iter().map(|refused| (refused.topic, refused.why)));
                 (why, row)
             }
             Doubt::Silent { topics, overtaken, why } => {
@@ -332,14 +335,5 @@ impl Relay {
             }
             _ => false,
         }
-    }
-}
-
-/// Blocks the topics of these refusals. A nack does not tell whether the message, the topic or only
-/// this session is at fault; the topic's trial in a new session finds out (R21).
-fn judge(memory: &mut Memory, refused: Vec<Refused>) {
-    for Refused { topic, why, .. } in refused {
-        memory.progress = true;
-        memory.blocked.insert(topic, why);
     }
 }

@@ -174,7 +174,9 @@ impl<'a> Pump<'a> {
     }
 
     async fn work(&mut self, stop: &CancellationToken) -> Result<End, Doubt> {
-        self.shown_load().await?;
+        let (loaded, late) = shown(self.relay, self.load()).await;
+        self.shown_waiting |= late;
+        loaded?;
         loop {
             self.relay.health.beat(&self.relay.part);
             self.turn();
@@ -186,7 +188,9 @@ impl<'a> Pump<'a> {
             if stop.is_cancelled() {
                 return self.finish().await;
             }
-            let moved = self.shown_step().await?;
+            let (stepped, late) = shown(self.relay, self.step()).await;
+            self.shown_waiting |= late;
+            let moved = stepped?;
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
                 let mark = self.window.take_done();
                 self.checkpoint(mark).await?;
@@ -207,18 +211,6 @@ impl<'a> Pump<'a> {
         if self.publisher.blocked().is_none() {
             self.clock += turn.min(TURN_MAX);
         }
-    }
-
-    async fn shown_step(&mut self) -> Result<bool, Doubt> {
-        let (done, late) = shown(self.relay, self.step()).await;
-        self.shown_waiting |= late;
-        done
-    }
-
-    async fn shown_load(&mut self) -> Result<(), Doubt> {
-        let (done, late) = shown(self.relay, self.load()).await;
-        self.shown_waiting |= late;
-        done
     }
 
     /// One round of work. Returns false where there was nothing to do.
@@ -445,9 +437,7 @@ impl<'a> Pump<'a> {
 
     /// Takes the outcomes that the broker has ready, without waiting.
     fn hear_what_is_there(&mut self) -> Result<(), Doubt> {
-        let mut settled = std::mem::take(&mut self.settled);
-        let outcome = self.publisher.settle(&mut settled).now_or_never();
-        self.settled = settled;
+        let outcome = self.publisher.settle(&mut self.settled).now_or_never();
         self.heard(outcome.unwrap_or(Ok(())))
     }
 
@@ -503,9 +493,7 @@ impl<'a> Pump<'a> {
         if self.window.in_flight() == 0 || Instant::now() >= until {
             return Err(ending.doubt());
         }
-        let mut settled = std::mem::take(&mut self.settled);
-        let outcome = tokio::time::timeout_at(until, self.publisher.settle(&mut settled)).await;
-        self.settled = settled;
+        let outcome = tokio::time::timeout_at(until, self.publisher.settle(&mut self.settled)).await;
         self.heard(outcome.unwrap_or(Ok(())))
     }
 
@@ -564,10 +552,9 @@ impl<'a> Pump<'a> {
             until = until.min(since + self.relay.options.mark_after);
         }
         let in_flight = self.window.in_flight() > 0;
-        let mut settled = std::mem::take(&mut self.settled);
         // Every branch is cancel safe: `settle` by its contract, the others by theirs.
         let outcome = tokio::select! {
-            outcome = self.publisher.settle(&mut settled), if in_flight => outcome,
+            outcome = self.publisher.settle(&mut self.settled), if in_flight => outcome,
             () = self.trials.answered() => Ok(()),
             () = crate::outbox::enqueue::enqueued() => {
                 (self.read_at, self.hinted) = (Instant::now(), true);
@@ -576,7 +563,6 @@ impl<'a> Pump<'a> {
             () = tokio::time::sleep_until(until) => Ok(()),
             () = stop.cancelled() => Ok(()),
         };
-        self.settled = settled;
         self.heard(outcome)
     }
 
@@ -585,10 +571,7 @@ impl<'a> Pump<'a> {
         let grace = self.relay.options.shutdown_grace;
         let deadline = Instant::now() + grace - MARK_KEPT.min(grace / 4);
         while self.window.in_flight() > 0 && Instant::now() < deadline {
-            let mut settled = std::mem::take(&mut self.settled);
-            let outcome = tokio::time::timeout_at(deadline, self.publisher.settle(&mut settled)).await;
-            self.settled = settled;
-            match outcome {
+            match tokio::time::timeout_at(deadline, self.publisher.settle(&mut self.settled)).await {
                 Ok(Ok(())) => self.heard(Ok(()))?,
                 // Rows that are not proven are sent again by the next session.
                 Ok(Err(_)) | Err(_) => break,
