@@ -41,6 +41,13 @@ pub(super) struct Refused {
     pub(super) why: String,
 }
 
+impl Refused {
+    /// Its topic and key.
+    pub(super) fn key(&self) -> (String, Option<String>) {
+        (self.topic.clone(), self.key.clone())
+    }
+}
+
 /// What a refusal is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Of {
@@ -64,7 +71,7 @@ pub(super) struct Ending {
 impl Ending {
     /// The topics and keys of the refused rows.
     pub(super) fn keys(&self) -> HashSet<(String, Option<String>)> {
-        self.refused.iter().map(|refused| (refused.topic.clone(), refused.key.clone())).collect()
+        self.refused.iter().map(Refused::key).collect()
     }
 
     /// Takes the refused rows and returns the doubt that the session ends with.

@@ -19,8 +19,7 @@ use crate::broker::{Refusal, TopicState};
 use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
 use crate::outbox::port::Diversion;
-use crate::outbox::rules::diversion::{Behind, DivertedRow, Way};
-use crate::outbox::rules::isolate::Mode;
+use crate::outbox::rules::diversion::{Diverted, DivertedRow};
 
 /// A row that was read, and that a checkpoint has followed, and that is not sent yet.
 #[derive(Debug)]
@@ -32,6 +31,16 @@ pub(super) struct Unsent {
     pub(super) is_release: bool,
     /// True where the row must be in flight alone.
     pub(super) alone: bool,
+}
+
+/// A row that goes to the dead and held table, or stays there.
+#[derive(Debug)]
+struct Aside {
+    position: i64,
+    batch: u64,
+    topic: String,
+    key: Option<String>,
+    is_release: bool,
 }
 
 impl Pump<'_> {
@@ -54,7 +63,7 @@ impl Pump<'_> {
                 moved = true;
                 continue;
             }
-            let alone = row.alone || self.memory.isolation.mode() == Mode::Alone(row.position);
+            let alone = row.alone || self.memory.isolation.alone() == Some(row.position);
             if alone && (self.window.in_flight() > 0 || !out.is_empty()) {
                 // All rows before it must be settled first.
                 break;
@@ -144,12 +153,12 @@ impl Pump<'_> {
         }
         if !row.is_release && !self.diverted.is_empty() {
             match self.diverted.decide(topic, key) {
-                Way::Send => {}
-                Way::Hold(Behind::Dead) => return Some(Diversion::HeldBehind),
-                Way::Hold(Behind::Destination) => {
+                None => {}
+                Some(Diverted::Destination) => {
                     let reason = format!("the topic `{topic}` is blocked");
                     return Some(Diversion::HeldDestination { reason });
                 }
+                Some(Diverted::BehindDead | Diverted::Dead) => return Some(Diversion::HeldBehind),
             }
         }
         let blocked = self.memory.blocked.get(topic).or_else(|| not_ready.get(topic));
@@ -169,21 +178,15 @@ impl Pump<'_> {
             _ => {}
         }
         let Unsent { position, batch, message, is_release, .. } = row;
-        self.stand_aside(position, batch, message.topic, message.key, is_release, diversion);
+        let row = Aside { position, batch, topic: message.topic, key: message.key, is_release };
+        self.stand_aside(row, diversion);
     }
 
     /// Diverts a row into the dead and held table. A row under release stays there with another
     /// reason. A redriven row whose topic is blocked is then held for its destination: otherwise it
     /// would be tried without end, and reading would wait for it.
-    fn stand_aside(
-        &mut self,
-        position: i64,
-        batch: u64,
-        topic: String,
-        key: Option<String>,
-        is_release: bool,
-        diversion: Diversion,
-    ) {
+    fn stand_aside(&mut self, row: Aside, diversion: Diversion) {
+        let Aside { position, batch, topic, key, is_release } = row;
         if is_release {
             self.diverted.stays(position);
             self.release.stays();
@@ -255,38 +258,35 @@ impl Pump<'_> {
             let alone = self.alone == Some(tag);
             let Some(sent) = self.window.refuse(tag) else { continue };
             let topic = self.window.topic(&sent).to_owned();
-            let key = sent.key.clone().map(String::from);
             let (position, batch, is_release) = (sent.position, sent.batch, sent.is_release);
+            let row = Aside { position, batch, topic, key: sent.key.map(String::from), is_release };
+            let refused = |of, why| Refused { position, topic: row.topic.clone(), key: row.key.clone(), of, why };
             match refusal {
                 Refusal::Destination(reason) => {
-                    if !self.diverted.blocks(&topic) {
-                        self.blocked(&topic, &reason);
+                    if !self.diverted.blocks(&row.topic) {
+                        self.blocked(&row.topic, &reason);
                     }
                     self.memory.isolation.on_settled(position);
-                    self.memory.blocked.insert(topic.clone(), reason.clone());
+                    self.memory.blocked.insert(row.topic.clone(), reason.clone());
                     self.memory.progress = true;
-                    self.ready_topics.remove(&topic);
-                    self.release.close(&topic);
-                    let (topic_name, key_name, why) = (topic.clone(), key.clone(), reason.clone());
-                    all.push(Refused { position, topic: topic_name, key: key_name, of: Of::Destination, why });
-                    self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldDestination { reason });
+                    self.ready_topics.remove(&row.topic);
+                    self.release.close(&row.topic);
+                    all.push(refused(Of::Destination, reason.clone()));
+                    self.stand_aside(row, Diversion::HeldDestination { reason });
                 }
-                Refusal::Message(reason) if alone => self.dead(position, batch, topic, key, is_release, reason),
+                Refusal::Message(reason) if alone => self.dead(row, reason),
                 Refusal::Message(reason) => {
-                    tracing::warn!(position, %topic, %reason, "the broker refused a message that was sent with others; sending it alone");
+                    tracing::warn!(position, topic = %row.topic, %reason, "the broker refused a message that was sent with others; sending it alone");
                     self.memory.isolation.on_settled(position);
                     self.memory.alone.insert(position);
                     self.memory.progress = true;
-                    let (topic_name, key_name) = (topic.clone(), key.clone());
-                    all.push(Refused { position, topic: topic_name, key: key_name, of: Of::Message, why: reason });
-                    self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldBehind);
+                    all.push(refused(Of::Message, reason));
+                    self.stand_aside(row, Diversion::HeldBehind);
                 }
-                Refusal::Behind(_) => {
-                    self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldBehind);
-                }
+                Refusal::Behind(_) => self.stand_aside(row, Diversion::HeldBehind),
                 Refusal::Session(why) => {
                     observe::publish_failed(self.relay.broker.name(), FailureClass::Session);
-                    all.push(Refused { position, topic, key, of: Of::Session, why });
+                    all.push(refused(Of::Session, why));
                 }
             }
             if alone {
@@ -300,10 +300,9 @@ impl Pump<'_> {
     /// in flight. After a refusal for the destination that later row may be refused too, so its
     /// outcome is awaited. Otherwise the client must not send it, and the session ends at once.
     fn ends_over(&mut self, mut refused: Vec<Refused>) {
-        let of = |refused: &Refused| (refused.topic.clone(), refused.key.clone());
-        let in_flight = self.window.in_flight_of(&refused.iter().map(of).collect());
-        let at_once = refused.iter().any(|one| one.of != Of::Destination && in_flight.contains(&of(one)));
-        refused.retain(|one| one.of == Of::Session || in_flight.contains(&of(one)));
+        let in_flight = self.window.in_flight_of(&refused.iter().map(Refused::key).collect());
+        let at_once = refused.iter().any(|one| one.of != Of::Destination && in_flight.contains(&one.key()));
+        refused.retain(|one| one.of == Of::Session || in_flight.contains(&one.key()));
         if refused.is_empty() {
             return;
         }
@@ -320,24 +319,17 @@ impl Pump<'_> {
     }
 
     /// Declares a row dead. It was in flight alone: nothing is reordered, the session goes on.
-    fn dead(
-        &mut self,
-        position: i64,
-        batch: u64,
-        topic: String,
-        key: Option<String>,
-        is_release: bool,
-        reason: String,
-    ) {
+    fn dead(&mut self, row: Aside, reason: String) {
+        let position = row.position;
         self.memory.isolation.on_settled(position);
         observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
-        tracing::error!(position, %topic, %reason, "a message is dead: the broker refused it, sent alone");
-        let holds = self.relay.options.holds(&topic);
+        tracing::error!(position, topic = %row.topic, %reason, "a message is dead: the broker refused it, sent alone");
+        let holds = self.relay.options.holds(&row.topic);
         let diversion = Diversion::Dead { reason, holds };
         // Kept until it is marked, so that a session that ends before need not find it out again.
         self.memory.verdicts.insert(position, diversion.clone());
         self.memory.alone.remove(&position);
         self.memory.progress = true;
-        self.stand_aside(position, batch, topic, key, is_release, diversion);
+        self.stand_aside(row, diversion);
     }
 }

@@ -48,24 +48,6 @@ pub(crate) enum Diverted {
     Destination,
 }
 
-/// What the reader does with a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Way {
-    /// The reader publishes the row to the broker.
-    Send,
-    /// The reader puts the row into the held table, for this reason.
-    Hold(Behind),
-}
-
-/// What a held row waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Behind {
-    /// A dead row of its key must leave.
-    Dead,
-    /// The destination must be open again.
-    Destination,
-}
-
 /// A dead or held row, as it is loaded when a session starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DivertedRow {
@@ -140,20 +122,21 @@ impl Diversion {
         diversion
     }
 
-    /// Decides where the next row of this topic and key goes.
+    /// Why the next row of this topic and key must be held: behind a dead row, or for its
+    /// destination. `None` if it may be sent.
     #[must_use]
-    pub(crate) fn decide(&self, topic: &str, key: Option<&str>) -> Way {
-        let Some(topic) = self.topics.get(topic) else {
-            return Way::Send;
-        };
+    pub(crate) fn decide(&self, topic: &str, key: Option<&str>) -> Option<Diverted> {
+        let topic = self.topics.get(topic)?;
         let of_key = key.and_then(|key| topic.keys.get(key)).filter(|key| !key.is_on_way());
         if of_key.is_some_and(Key::is_behind_dead) {
-            Way::Hold(Behind::Dead)
-        } else if of_key.is_some() || topic.blocked > topic.on_way {
-            Way::Hold(Behind::Destination)
+            Some(Diverted::BehindDead)
         } else {
-            Way::Send
+            (of_key.is_some() || topic.blocked > topic.on_way).then_some(Diverted::Destination)
         }
+    }
+
+    fn key_of(&self, row: &DivertedRow) -> Option<&Key> {
+        self.topics.get(&row.topic)?.keys.get(row.key.as_ref()?)
     }
 
     /// Adds a diverted row, or changes its reason: a held row is now dead, or a dead row was
@@ -241,8 +224,7 @@ impl Diversion {
         is_open: impl Fn(&str) -> bool + 'a,
     ) -> impl Iterator<Item = &'a DivertedRow> {
         self.rows.values().filter(move |row| {
-            let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
-            let first_dead = key.and_then(|key| key.dead.first());
+            let first_dead = self.key_of(row).and_then(|key| key.dead.first());
             let free = first_dead.is_none_or(|&dead| row.position < dead);
             row.why != Diverted::Dead && free && is_open(&row.topic)
         })
@@ -259,8 +241,7 @@ impl Diversion {
     #[must_use]
     pub(crate) fn is_free(&self, position: i64) -> bool {
         let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
-        let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
-        let Some(key) = key else { return true };
+        let Some(key) = self.key_of(row) else { return true };
         let held = [&key.behind_dead, &key.destination];
         let before = held.into_iter().filter_map(|rows| rows.range(..position).next_back()).max();
         key.dead.first().is_none_or(|&dead| position < dead) && before.is_none_or(|before| self.on_way.contains(before))
@@ -307,10 +288,10 @@ mod tests {
     #[test]
     fn r17_a_dead_row_holds_its_own_key_and_nothing_else() {
         let diversion = Diversion::load([row(1, "payments", Some("a"), Diverted::Dead)]);
-        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
-        assert_eq!(diversion.decide("payments", Some("b")), Way::Send);
-        assert_eq!(diversion.decide("payments", None), Way::Send);
-        assert_eq!(diversion.decide("refunds", Some("a")), Way::Send, "a key means topic and key");
+        assert_eq!(diversion.decide("payments", Some("a")), Some(Diverted::BehindDead));
+        assert_eq!(diversion.decide("payments", Some("b")), None);
+        assert_eq!(diversion.decide("payments", None), None);
+        assert_eq!(diversion.decide("refunds", Some("a")), None, "a key means topic and key");
     }
 
     #[test]
@@ -319,9 +300,9 @@ mod tests {
         let held = row(2, "payments", Some("a"), Diverted::BehindDead);
         let mut diversion = Diversion::load([dead, held]);
         assert!(diversion.leave(1));
-        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.decide("payments", Some("a")), Some(Diverted::BehindDead));
         assert!(diversion.leave(2));
-        assert_eq!(diversion.decide("payments", Some("a")), Way::Send);
+        assert_eq!(diversion.decide("payments", Some("a")), None);
         assert!(diversion.is_empty() && !diversion.leave(2));
     }
 
@@ -329,17 +310,17 @@ mod tests {
     fn r17_a_topic_is_diverted_only_while_a_row_held_for_its_destination_stands() {
         let mut diversion = Diversion::load([row(5, "payments", None, Diverted::Destination)]);
         for key in [Some("a"), None] {
-            assert_eq!(diversion.decide("payments", key), Way::Hold(Behind::Destination));
+            assert_eq!(diversion.decide("payments", key), Some(Diverted::Destination));
         }
         assert_eq!(diversion.blocked_topics().collect::<Vec<_>>(), ["payments"]);
         diversion.leave(5);
-        assert_eq!(diversion.decide("payments", None), Way::Send);
+        assert_eq!(diversion.decide("payments", None), None);
     }
 
     #[test]
     fn a_keyless_dead_row_holds_nothing() {
         let diversion = Diversion::load([row(5, "payments", None, Diverted::Dead)]);
-        assert_eq!(diversion.decide("payments", None), Way::Send);
+        assert_eq!(diversion.decide("payments", None), None);
         assert_eq!(diversion.len(), 1);
     }
 
@@ -348,12 +329,12 @@ mod tests {
         let dead = row(1, "payments", Some("a"), Diverted::Dead);
         let blocked = row(2, "payments", Some("b"), Diverted::Destination);
         let mut diversion = Diversion::load([dead, blocked]);
-        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
-        assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Destination));
+        assert_eq!(diversion.decide("payments", Some("a")), Some(Diverted::BehindDead));
+        assert_eq!(diversion.decide("payments", Some("b")), Some(Diverted::Destination));
         // When the blocked row is sent back, the broker refuses the row itself, so it is dead now.
         diversion.divert(row(3, "payments", Some("b"), Diverted::Destination));
         diversion.divert(row(2, "payments", Some("b"), Diverted::Dead));
-        assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.decide("payments", Some("b")), Some(Diverted::BehindDead));
         assert_eq!(diversion.releasable(|_| true).count(), 0, "row 3 stands behind the dead one, whatever its reason");
     }
 
@@ -386,19 +367,19 @@ mod tests {
             row(4, "refunds", Some("b"), Diverted::BehindDead),
         ]);
         assert!(diversion.goes(1) && !diversion.goes(1));
-        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Destination), "2 is held still");
+        assert_eq!(diversion.decide("payments", Some("a")), Some(Diverted::Destination), "2 is held still");
         diversion.goes(2);
         for key in [Some("a"), Some("c"), None] {
-            assert_eq!(diversion.decide("payments", key), Way::Send);
+            assert_eq!(diversion.decide("payments", key), None);
         }
         diversion.stays(1);
-        assert_eq!(diversion.decide("payments", Some("c")), Way::Hold(Behind::Destination), "it was refused again");
+        assert_eq!(diversion.decide("payments", Some("c")), Some(Diverted::Destination), "it was refused again");
         diversion.goes(3);
-        assert_eq!(diversion.decide("refunds", Some("a")), Way::Hold(Behind::Dead), "a dead one is only discarded");
+        assert_eq!(diversion.decide("refunds", Some("a")), Some(Diverted::BehindDead), "a dead one is only discarded");
         diversion.goes(4);
-        assert_eq!(diversion.decide("refunds", Some("b")), Way::Send);
+        assert_eq!(diversion.decide("refunds", Some("b")), None);
         diversion.divert(row(4, "refunds", Some("b"), Diverted::Dead));
-        assert_eq!(diversion.decide("refunds", Some("b")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.decide("refunds", Some("b")), Some(Diverted::BehindDead));
         assert_eq!(diversion.on_way(), 2, "2 and 3");
         diversion.leave(2);
         assert!(!diversion.is_on_way(2) && diversion.is_on_way(3));
@@ -423,6 +404,6 @@ mod tests {
         diversion.divert(held);
         assert_eq!(diversion.len(), 1);
         diversion.leave(2);
-        assert_eq!(diversion.decide("payments", Some("a")), Way::Send);
+        assert_eq!(diversion.decide("payments", Some("a")), None);
     }
 }

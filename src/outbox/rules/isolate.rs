@@ -19,22 +19,13 @@
 use std::collections::BTreeMap;
 
 /// After this many ends of sessions at one row that is not settled, the row is sent alone.
-pub(crate) const ENDS_BEFORE_ALONE: u32 = 2;
+const ENDS_BEFORE_ALONE: u32 = 2;
 /// After this many ends of sessions at one row that was sent alone, with a successful probe between
 /// them, the row is dead.
 pub(crate) const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
 /// The maximum number of suspected rows. Beyond it the highest position is forgotten; sessions will
 /// end at it again after the lower ones are settled.
-pub(crate) const SUSPECTS_MAX: usize = 1_024;
-
-/// How the next session sends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mode {
-    /// The usual mode, with many rows in flight.
-    Window,
-    /// Send this row with nothing else in flight, after everything before it is proven.
-    Alone(i64),
-}
+const SUSPECTS_MAX: usize = 1_024;
 
 /// The state that is kept between the sessions of one shard.
 #[derive(Debug, Clone, Default)]
@@ -55,11 +46,11 @@ struct Suspect {
 }
 
 impl Isolation {
-    /// How the next session sends. Of several rows to isolate, the lowest position is first.
+    /// The row that is sent with nothing else in flight, after everything before it is proven: of
+    /// several rows to isolate the first one. `None` in the usual mode, with many rows in flight.
     #[must_use]
-    pub(crate) fn mode(&self) -> Mode {
-        let isolated = self.suspects.iter().find(|(_, suspect)| suspect.is_isolated());
-        isolated.map_or(Mode::Window, |(&position, _)| Mode::Alone(position))
+    pub(crate) fn alone(&self) -> Option<i64> {
+        self.suspects.iter().find(|(_, suspect)| suspect.is_isolated()).map(|(position, _)| *position)
     }
 
     /// Whether a probe must succeed on a fresh session before the row is sent alone again.
@@ -85,7 +76,7 @@ impl Isolation {
     /// Records that a session ended without a known cause. `position` is the first row that was
     /// sent and not proven. Returns true if that row is dead.
     pub(crate) fn on_session_end(&mut self, position: i64) -> bool {
-        let alone = self.mode() == Mode::Alone(position);
+        let alone = self.alone() == Some(position);
         let suspect = self.suspects.entry(position).or_default();
         if alone {
             suspect.ended_alone();
@@ -123,10 +114,10 @@ mod tests {
 
     const ROW: i64 = 40;
 
-    fn alone() -> Isolation {
+    fn isolated() -> Isolation {
         let mut isolation = Isolation::default();
         assert!(!isolation.on_session_end(ROW) && !isolation.on_session_end(ROW));
-        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        assert_eq!(isolation.alone(), Some(ROW));
         isolation
     }
 
@@ -134,11 +125,11 @@ mod tests {
     fn r16_a_session_that_ends_twice_at_the_same_row_isolates_it() {
         let mut isolation = Isolation::default();
         assert!(!isolation.on_session_end(ROW) && !isolation.on_session_end(41));
-        assert_eq!(isolation.mode(), Mode::Window);
+        assert_eq!(isolation.alone(), None);
         assert!(!isolation.on_session_end(ROW));
-        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        assert_eq!(isolation.alone(), Some(ROW));
         isolation.on_settled(ROW);
-        assert_eq!(isolation.mode(), Mode::Window);
+        assert_eq!(isolation.alone(), None);
     }
 
     #[test]
@@ -147,14 +138,14 @@ mod tests {
         for position in [41, ROW, 41, ROW] {
             isolation.on_session_end(position);
         }
-        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        assert_eq!(isolation.alone(), Some(ROW));
         for _ in 0..10 {
             assert!(!isolation.on_session_end(41), "it was not alone");
         }
         isolation.on_settled(ROW);
-        assert_eq!(isolation.mode(), Mode::Alone(41));
+        assert_eq!(isolation.alone(), Some(41));
         isolation.on_settled(41);
-        assert_eq!(isolation.mode(), Mode::Window);
+        assert_eq!(isolation.alone(), None);
     }
 
     #[test]
@@ -163,7 +154,7 @@ mod tests {
         isolation.on_session_end(ROW);
         isolation.on_settled(ROW);
         isolation.on_session_end(ROW);
-        assert_eq!(isolation.mode(), Mode::Window);
+        assert_eq!(isolation.alone(), None);
     }
 
     #[test]
@@ -174,12 +165,12 @@ mod tests {
         }
         assert_eq!(isolation.suspects.len(), SUSPECTS_MAX);
         isolation.on_session_end(0);
-        assert_eq!(isolation.mode(), Mode::Alone(0));
+        assert_eq!(isolation.alone(), Some(0));
     }
 
     #[test]
     fn r16_three_ends_alone_with_a_successful_probe_between_make_it_dead() {
-        let mut isolation = alone();
+        let mut isolation = isolated();
         assert!(!isolation.needs_probe(), "the first try alone needs none");
         assert!(!isolation.on_session_end(ROW));
         assert!(isolation.needs_probe());
@@ -191,7 +182,7 @@ mod tests {
 
     #[test]
     fn r16_ends_alone_without_a_probe_between_are_an_outage_and_never_make_it_dead() {
-        let mut isolation = alone();
+        let mut isolation = isolated();
         for _ in 0..50 {
             assert!(!isolation.on_session_end(ROW));
         }

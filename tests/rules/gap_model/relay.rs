@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::outbox::rules::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
+use crate::outbox::rules::diversion::{Diversion, Diverted, DivertedRow};
 use crate::outbox::rules::gaps::{Mark, ReadPlan};
 
 use super::cursors::{Cursor, Ticket};
@@ -267,11 +267,8 @@ impl Process {
             if message.discarded {
                 continue;
             }
-            row.diverted = match session.diversion.decide(message.topic, message.key) {
-                Way::Hold(Behind::Dead) => Some(Diverted::BehindDead),
-                Way::Hold(Behind::Destination) => Some(Diverted::Destination),
-                Way::Send => self.verdicts.get(&position).copied(),
-            };
+            let decided = session.diversion.decide(message.topic, message.key);
+            row.diverted = decided.or_else(|| self.verdicts.get(&position).copied());
             if let Some(why) = row.diverted
                 && world.mutant != Some(Mutant::DivertByTableOnly)
             {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::outbox::rules::diversion::{Behind, Diversion, Diverted, DivertedRow, Way};
+use crate::outbox::rules::diversion::{Diversion, Diverted, DivertedRow};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -55,14 +55,14 @@ impl Shard {
     }
 
     /// The rule, as it is written.
-    fn expected(&self, topic: &str, key: Option<&str>) -> Way {
+    fn expected(&self, topic: &str, key: Option<&str>) -> Option<Diverted> {
         let of_topic = self.table.values().any(|row| row.topic == topic && row.why == Diverted::Destination);
         if self.of_key(topic, key).any(|row| row.why != Diverted::Destination) {
-            Way::Hold(Behind::Dead)
+            Some(Diverted::BehindDead)
         } else if of_topic || self.of_key(topic, key).next().is_some() {
-            Way::Hold(Behind::Destination)
+            Some(Diverted::Destination)
         } else {
-            Way::Send
+            None
         }
     }
 
@@ -113,9 +113,8 @@ impl Shard {
                     why,
                 };
                 match way {
-                    Way::Send => self.send(row(Diverted::Dead)),
-                    Way::Hold(Behind::Dead) => self.divert(row(Diverted::BehindDead)),
-                    Way::Hold(Behind::Destination) => self.divert(row(Diverted::Destination)),
+                    None => self.send(row(Diverted::Dead)),
+                    Some(why) => self.divert(row(why)),
                 }
             }
             Step::Block(topic, true) => drop(self.blocked.insert(TOPICS[*topic].to_owned())),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::outbox::rules::isolate::{Isolation, Mode};
+use crate::outbox::rules::isolate::Isolation;
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -46,7 +46,7 @@ proptest! {
         for step in steps {
             match step {
                 Step::Probe => {
-                    if let Mode::Alone(row) = isolation.mode() {
+                    if let Some(row) = isolation.alone() {
                         told.entry(row).or_default().probed = true;
                     }
                     isolation.on_probe_succeeded();
@@ -57,7 +57,7 @@ proptest! {
                     told.remove(&row);
                 }
                 Step::End(row) => {
-                    let alone = isolation.mode() == Mode::Alone(row);
+                    let alone = isolation.alone() == Some(row);
                     let counts = told.entry(row).or_default();
                     counts.ends += u32::from(!alone);
                     if alone {
@@ -76,7 +76,7 @@ proptest! {
             }
             // The next session sends alone the first of those at which two have ended.
             let isolated = told.iter().find(|(_, counts)| counts.ends >= 2).map(|(row, _)| *row);
-            prop_assert_eq!(isolation.mode(), isolated.map_or(Mode::Window, Mode::Alone));
+            prop_assert_eq!(isolation.alone(), isolated);
         }
     }
 }
