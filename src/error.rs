@@ -105,7 +105,7 @@ impl LimitError {
 }
 
 /// An error of a broker, classified by what it means for the session.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum BrokerError {
     /// The broker cannot be reached, or the connection ended. Retry; no attempt is counted.

@@ -154,35 +154,34 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     let mut findings = Vec::new();
 
     let sound: String = sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut connection).await.map_err(failed)?;
-    findings.push(BrokerFinding {
-        name: "file".to_owned(),
-        refused: sound != "ok",
-        stuck: false,
-        detail: format!("`{path}`: {sound}"),
-        remedy: (sound != "ok").then(|| "restore the broker file, or save what `.recover` of sqlite3 finds".to_owned()),
+    let detail = format!("`{path}`: {sound}");
+    findings.push(match sound.as_str() {
+        "ok" => BrokerFinding::fine("file", detail),
+        _ => {
+            let remedy = "restore the broker file, or save what `.recover` of sqlite3 finds";
+            BrokerFinding::refused("file", detail, remedy)
+        }
     });
     let journal: String = sqlx::query_scalar("pragma journal_mode").fetch_one(&mut connection).await.map_err(failed)?;
-    findings.push(BrokerFinding {
-        name: "journal".to_owned(),
-        refused: journal != "wal",
-        stuck: false,
-        detail: format!("journal mode is `{journal}`; rows are synced to disk before they are settled"),
-        remedy: (journal != "wal").then(|| "keep the file on a local disk: WAL needs shared memory".to_owned()),
+    let detail = format!("journal mode is `{journal}`; rows are synced to disk before they are settled");
+    findings.push(match journal.as_str() {
+        "wal" => BrokerFinding::fine("journal", detail),
+        _ => BrokerFinding::refused("journal", detail, "keep the file on a local disk: WAL needs shared memory"),
     });
     let mut waiting = Vec::new();
     for subscription in subscriptions {
         let group = look(&mut connection, subscription).await.map_err(failed)?;
         let Group { members, lag, .. } = group;
-        let stuck = members == 0 && lag > 0;
         if members > 0 && lag > 0 {
             waiting.push((findings.len(), subscription, group));
         }
-        findings.push(BrokerFinding {
-            name: format!("group {}", subscription.group()),
-            refused: false,
-            stuck,
-            detail: format!("members: {members}, rows not acknowledged: {lag}"),
-            remedy: stuck.then(|| format!("start the consumer `{}`", subscription.consumer)),
+        let name = format!("group {}", subscription.group());
+        let detail = format!("members: {members}, rows not acknowledged: {lag}");
+        findings.push(match members {
+            0 if lag > 0 => {
+                BrokerFinding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer))
+            }
+            _ => BrokerFinding::fine(name, detail),
         });
     }
     if !waiting.is_empty() {
@@ -194,12 +193,10 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
             continue;
         }
         let Group { members, lag, .. } = after;
-        let finding = &mut findings[at];
-        finding.stuck = true;
-        finding.detail = format!(
+        let detail = format!(
             "members: {members}, rows not acknowledged: {lag}, and none was in {BETWEEN_LOOKS:?}: it stands still"
         );
-        finding.remedy = Some(STANDS_STILL.to_owned());
+        findings[at] = BrokerFinding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
     }
     connection.close().await.map_err(failed)?;
     Ok(findings)

@@ -41,7 +41,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
         let metadata = asker.metadata(Some(topic))?;
         match topology::state(topology::find(&metadata, topic)) {
             TopicState::Ready => present.push((topic, copies(&metadata, topic))),
-            TopicState::NotReady(reason) => findings.push(weaker(
+            TopicState::NotReady(reason) => findings.push(BrokerFinding::weaker(
                 format!("kafka topic {topic}"),
                 format!("cannot be used: {reason}; what is published to it is held, its consumers wait"),
                 topology::how_to_create(config, topic),
@@ -75,7 +75,10 @@ fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, Broke
         (false, Some(_)) => format!("{} without TLS", config.sasl_mechanism.name()),
         (false, None) => "no TLS".to_owned(),
     };
-    Ok(fine("kafka", format!("{brokers} broker(s) at {}, {security}, librdkafka {version}", config.bootstrap())))
+    Ok(BrokerFinding::fine(
+        "kafka",
+        format!("{brokers} broker(s) at {}, {security}, librdkafka {version}", config.bootstrap()),
+    ))
 }
 
 /// The smallest number of copies that a partition of the topic has.
@@ -97,31 +100,31 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
     let mut findings = Vec::new();
     let in_sync = number("min.insync.replicas").unwrap_or(1);
     findings.push(match (copies, in_sync) {
-        (0 | 1, _) => weaker(
+        (0 | 1, _) => BrokerFinding::weaker(
             name("copies"),
-            "one copy: the loss of one disk loses messages that were proven".to_owned(),
-            "give it three copies (`kafka-reassign-partitions.sh`) and min.insync.replicas=2".to_owned(),
+            "one copy: the loss of one disk loses messages that were proven",
+            "give it three copies (`kafka-reassign-partitions.sh`) and min.insync.replicas=2",
         ),
-        (copies, 1) => weaker(
+        (copies, 1) => BrokerFinding::weaker(
             name("copies"),
             format!("{copies} copies, but a message counts as taken when one has it (min.insync.replicas=1)"),
             alter("min.insync.replicas=2"),
         ),
         (copies, in_sync) => {
-            fine(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken"))
+            BrokerFinding::fine(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken"))
         }
     });
     if settings.get("unclean.leader.election.enable").is_some_and(|value| value == "true") {
-        findings.push(weaker(
+        findings.push(BrokerFinding::weaker(
             name("elections"),
-            "a copy that lags may become leader: messages that were proven can be lost".to_owned(),
+            "a copy that lags may become leader: messages that were proven can be lost",
             alter("unclean.leader.election.enable=false"),
         ));
     }
     if let Some(max) = number("max.message.bytes").and_then(|max| usize::try_from(max).ok())
         && max < ENQUEUE_BYTES_MAX
     {
-        findings.push(weaker(
+        findings.push(BrokerFinding::weaker(
             name("sizes"),
             format!("takes {max} bytes at most, enqueue lets 900000 through: larger messages will be dead"),
             alter("max.message.bytes=1048588"),
@@ -141,7 +144,7 @@ fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
         }
         None => "not told by the broker".to_owned(),
     };
-    fine(name, detail)
+    BrokerFinding::fine(name, detail)
 }
 
 fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) -> BrokerFinding {
@@ -156,13 +159,8 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
         found.map_or((0, "", ""), |found| (found.members().len(), found.state(), found.protocol()));
     let name = format!("kafka group {group}");
     if members > 0 && !protocol.is_empty() && protocol != "cooperative-sticky" {
-        return BrokerFinding {
-            name,
-            refused: true,
-            stuck: false,
-            detail: format!("{members} member(s) of another kind: their assignment strategy is `{protocol}`"),
-            remedy: Some("stop them, or give the consumer another `group`".to_owned()),
-        };
+        let detail = format!("{members} member(s) of another kind: their assignment strategy is `{protocol}`");
+        return BrokerFinding::refused(name, detail, "stop them, or give the consumer another `group`");
     }
     let looker = Looker::new(config, subscription);
     let Some(unread) = looker.as_ref().and_then(Looker::unread) else {
@@ -171,13 +169,8 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
     if members == 0
         && let Some(first) = unread.first()
     {
-        return BrokerFinding {
-            name,
-            refused: false,
-            stuck: true,
-            detail: format!("nobody is in it, and it has not read {first}"),
-            remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
-        };
+        let detail = format!("nobody is in it, and it has not read {first}");
+        return BrokerFinding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer));
     }
     // While the group rebalances, nothing moves: only a stable group is examined.
     if members > 0
@@ -185,40 +178,27 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
         && !unread.is_empty()
         && let Some(stands) = looker.and_then(|looker| looker.stands(&unread))
     {
-        return BrokerFinding {
-            name,
-            refused: false,
-            stuck: true,
-            detail: format!("{members} member(s), and it stands still: {stands}, and none was in {BETWEEN_LOOKS:?}"),
-            remedy: Some(STANDS_STILL.to_owned()),
-        };
+        let detail = format!("{members} member(s), and it stands still: {stands}, and none was in {BETWEEN_LOOKS:?}");
+        return BrokerFinding::stuck(name, detail, STANDS_STILL);
     }
-    fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
+    BrokerFinding::fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
 }
 
 /// The finding for a group that could not be examined: what is unknown must not look good.
 fn untold(group: &str, what: &str) -> BrokerFinding {
-    weaker(
+    BrokerFinding::weaker(
         format!("kafka group {group}"),
-        what.to_owned(),
+        what,
         format!("allow Describe on group `{group}` and on its topics to this user, and see whether the broker answers"),
     )
 }
 
 fn unreadable(topic: &str) -> BrokerFinding {
-    weaker(
+    BrokerFinding::weaker(
         format!("kafka topic {topic}"),
-        "its settings cannot be read: copies, sizes and retention are not known".to_owned(),
+        "its settings cannot be read: copies, sizes and retention are not known",
         format!("allow DescribeConfigs on topic `{topic}` to this user"),
     )
-}
-
-fn fine(name: impl Into<String>, detail: String) -> BrokerFinding {
-    BrokerFinding { name: name.into(), refused: false, stuck: false, detail, remedy: None }
-}
-
-fn weaker(name: String, detail: String, remedy: String) -> BrokerFinding {
-    BrokerFinding { name, refused: false, stuck: false, detail, remedy: Some(remedy) }
 }
 
 #[cfg(test)]

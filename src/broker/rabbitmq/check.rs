@@ -4,7 +4,6 @@
 //! them.
 
 use super::config::RabbitConfig;
-use super::error::again;
 use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
@@ -28,13 +27,8 @@ pub(super) async fn check(
     let mut findings = vec![finding_version(version, &names.join(", "))];
     let mut waiting = Vec::new();
     if let Some(server) = servers.iter().find(|server| !server.tls && !is_loopback(&server.host)) {
-        findings.push(BrokerFinding {
-            name: "rabbitmq tls".into(),
-            refused: false,
-            stuck: false,
-            detail: format!("the connection to {server} is not encrypted, and the password goes over it"),
-            remedy: Some("use amqps://".into()),
-        });
+        let detail = format!("the connection to {server} is not encrypted, and the password goes over it");
+        findings.push(BrokerFinding::weaker("rabbitmq tls", detail, "use amqps://"));
     }
     findings.push(exchange(config, &mut topology).await?);
     if let Some(alternate) = &config.alternate_exchange {
@@ -51,13 +45,11 @@ pub(super) async fn check(
             if config.partitions > 1 {
                 let hash = hash_exchange(subscription, topic);
                 if !topology.exchange_exists(&hash).await? {
-                    findings.push(BrokerFinding {
-                        name: format!("exchange {hash}"),
-                        refused: false,
-                        stuck: false,
-                        detail: "the hash exchange is not there yet".into(),
-                        remedy: Some("start the consumer, which declares it".into()),
-                    });
+                    findings.push(BrokerFinding::weaker(
+                        format!("exchange {hash}"),
+                        "the hash exchange is not there yet",
+                        "start the consumer, which declares it",
+                    ));
                 }
             }
         }
@@ -73,22 +65,18 @@ pub(super) async fn check(
 
 fn finding_version(version: &ServerVersion, server: &str) -> BrokerFinding {
     let ServerVersion { product, version: text } = version;
-    let old = product == "RabbitMQ" && version.numbers() < OLDEST;
-    BrokerFinding {
-        name: "rabbitmq server".into(),
-        refused: old,
-        stuck: false,
-        detail: format!("{product} {text} at {server}"),
-        remedy: old.then(|| format!("use RabbitMQ {}.{} or later", OLDEST.0, OLDEST.1)),
+    let (name, detail) = ("rabbitmq server", format!("{product} {text} at {server}"));
+    if product == "RabbitMQ" && version.numbers() < OLDEST {
+        return BrokerFinding::refused(name, detail, format!("use RabbitMQ {}.{} or later", OLDEST.0, OLDEST.1));
     }
+    BrokerFinding::fine(name, detail)
 }
 
 async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
     let name = format!("exchange {}", config.exchange);
     if !topology.exchange_exists(&config.exchange).await? {
-        let (detail, remedy) =
-            ("not there yet".to_owned(), Some("start `publisher` or `consumer`, which declares it".to_owned()));
-        return Ok(BrokerFinding { name, refused: false, stuck: false, detail, remedy });
+        let remedy = "start `publisher` or `consumer`, which declares it";
+        return Ok(BrokerFinding::weaker(name, "not there yet", remedy));
     }
     // The exchange exists, so declaring it only compares its properties.
     let compared = topology.exchange(config).await;
@@ -96,15 +84,12 @@ async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<
 }
 
 async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
-    let there = topology.exchange_exists(name).await?;
-    Ok(BrokerFinding {
-        name: format!("alternate exchange {name}"),
-        refused: !there,
-        stuck: false,
-        detail: if there { "there".into() } else { "not there: what cannot be routed is refused instead".into() },
-        remedy: (!there)
-            .then(|| format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange")),
-    })
+    let called = format!("alternate exchange {name}");
+    if topology.exchange_exists(name).await? {
+        return Ok(BrokerFinding::fine(called, "there"));
+    }
+    let remedy = format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange");
+    Ok(BrokerFinding::refused(called, "not there: what cannot be routed is refused instead", remedy))
 }
 
 /// Examines again, after a pause, the queues that have consumers and ready messages, and notes in
@@ -147,30 +132,25 @@ async fn queue_finding(
 ) -> Result<(BrokerFinding, Option<u32>), BrokerError> {
     let name = format!("queue {}", queue.name);
     let Some(seen) = topology.queue_as_it_stands(&queue.name).await? else {
-        let remedy = Some("start the consumer, which declares and binds it".to_owned());
         let detail = format!("not there yet: what is published to `{}` has no route", queue.topic);
-        return Ok((BrokerFinding { name, refused: false, stuck: false, detail, remedy }, None));
+        let remedy = "start the consumer, which declares and binds it";
+        return Ok((BrokerFinding::weaker(name, detail, remedy), None));
     };
     let ready = (seen.consumers > 0 && seen.ready > 0).then_some(seen.ready);
     let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
     let finding = match topology.queue(&queue.name, version.limits_deliveries()).await {
-        Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => Ok(BrokerFinding {
-            name,
-            refused: true,
-            stuck: false,
-            detail: format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away"),
-            remedy: Some(unlimited(&queue.name)),
-        }),
-        Ok(_) if seen.consumers == 0 && seen.ready > 0 => Ok(BrokerFinding {
-            name,
-            refused: false,
-            stuck: true,
-            detail: format!("{counts}: nobody reads it"),
-            remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
-        }),
-        compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer")),
+        Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => {
+            let detail =
+                format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away");
+            BrokerFinding::refused(name, detail, unlimited(&queue.name))
+        }
+        Ok(_) if seen.consumers == 0 && seen.ready > 0 => {
+            let remedy = format!("start the consumer `{}`", subscription.consumer);
+            BrokerFinding::stuck(name, format!("{counts}: nobody reads it"), remedy)
+        }
+        compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer"))?,
     };
-    Ok((finding?, ready))
+    Ok((finding, ready))
 }
 
 /// A finding where queues of another number of partitions exist. Then no consumer starts, or the
@@ -186,20 +166,12 @@ async fn other_layout(
         return Ok(None);
     }
     let (ready, _) = repartition::left(&other, topology).await?;
-    Ok(Some(BrokerFinding {
-        name: format!("queues of {topic}"),
-        refused: true,
-        stuck: false,
-        detail: format!(
-            "{}, but partitions = {}: nobody reads them",
-            repartition::described(topic, &other, ready),
-            config.partitions
-        ),
-        remedy: Some(format!(
-            "set partitions = {} again, or change the number with `oncebox queues repartition`",
-            other.len()
-        )),
-    }))
+    let (found, wanted) = (repartition::described(topic, &other, ready), config.partitions);
+    Ok(Some(BrokerFinding::refused(
+        format!("queues of {topic}"),
+        format!("{found}, but partitions = {wanted}: nobody reads them"),
+        format!("set partitions = {} again, or change the number with `oncebox queues repartition`", other.len()),
+    )))
 }
 
 /// The command for a policy that replaces the argument on an existing queue.
@@ -210,42 +182,34 @@ fn unlimited(queue: &str) -> String {
 
 fn difference(name: String, compared: Result<(), BrokerError>, good: String) -> Result<BrokerFinding, BrokerError> {
     match compared {
-        Ok(()) => Ok(BrokerFinding { name, refused: false, stuck: false, detail: good, remedy: None }),
+        Ok(()) => Ok(BrokerFinding::fine(name, good)),
         Err(BrokerError::Refused(why)) => {
-            let remedy = Some("delete it when it is empty, or set another name here".to_owned());
-            Ok(BrokerFinding { name, refused: true, stuck: false, detail: why, remedy })
+            Ok(BrokerFinding::refused(name, why, "delete it when it is empty, or set another name here"))
         }
-        Err(error) => Err(again(&error)),
+        Err(error) => Err(error),
     }
 }
 
 fn policies(vhost: &str) -> BrokerFinding {
-    BrokerFinding {
-        name: "rabbitmq policies".into(),
-        refused: false,
-        stuck: false,
-        detail:
-            "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
-                 messages"
-                .into(),
-        remedy: Some(format!(
+    BrokerFinding::weaker(
+        "rabbitmq policies",
+        "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
+         messages",
+        format!(
             "look at `rabbitmqctl list_policies -p {vhost}`; where a length limit must be, add \
-                              \"overflow\":\"reject-publish\""
-        )),
-    }
+             \"overflow\":\"reject-publish\""
+        ),
+    )
 }
 
 async fn plugin(config: &RabbitConfig) -> Result<BrokerFinding, BrokerError> {
     // A separate connection, because the server closes it where the plugin is missing.
     let link = Link::open(config, "oncebox doctor").await?;
-    let there = Topology::new(&link, config).has_hash_plugin().await?;
-    Ok(BrokerFinding {
-        name: "rabbitmq consistent-hash plugin".into(),
-        refused: !there,
-        stuck: false,
-        detail: if there { "enabled".into() } else { "not enabled, and partitions are above 1".into() },
-        remedy: (!there).then(|| ENABLE_PLUGIN.to_owned()),
-    })
+    let name = "rabbitmq consistent-hash plugin";
+    if Topology::new(&link, config).has_hash_plugin().await? {
+        return Ok(BrokerFinding::fine(name, "enabled"));
+    }
+    Ok(BrokerFinding::refused(name, "not enabled, and partitions are above 1", ENABLE_PLUGIN))
 }
 
 fn is_loopback(host: &str) -> bool {

@@ -137,18 +137,6 @@ pub(super) fn connecting(error: &lapin::Error, server: &Server) -> BrokerError {
     }
 }
 
-/// A copy of the error; `BrokerError` holds only text, so nothing is lost.
-pub(super) fn again(error: &BrokerError) -> BrokerError {
-    match error {
-        BrokerError::Unavailable(text) => BrokerError::Unavailable(text.clone()),
-        BrokerError::Destination(text) => BrokerError::Destination(text.clone()),
-        BrokerError::Refused(text) => BrokerError::Refused(text.clone()),
-        BrokerError::Unauthorised(text) => BrokerError::Unauthorised(text.clone()),
-        BrokerError::Untrusted(text) => BrokerError::Untrusted(text.clone()),
-        BrokerError::Session(text) => BrokerError::Session(text.clone()),
-    }
-}
-
 /// The argument that a reply 406 names: `inequivalent arg 'x-delivery-limit' for queue ..`.
 pub(super) fn inequivalent(text: &str) -> Option<&str> {
     let rest = &text[text.find("inequivalent arg '")? + "inequivalent arg '".len()..];

@@ -17,7 +17,6 @@ use tokio::task::JoinHandle;
 use super::config::RabbitConfig;
 use super::confirms::{Confirms, Rows};
 use super::cuts::Cuts;
-use super::error::again;
 use super::socket::Link;
 use super::topology::Topology;
 use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
@@ -129,7 +128,7 @@ impl RabbitPublisher {
     }
 
     fn ended(&self) -> Result<(), BrokerError> {
-        self.shared.lock().ended.as_ref().map_or(Ok(()), |error| Err(again(error)))
+        self.shared.lock().ended.clone().map_or(Ok(()), Err)
     }
 }
 
@@ -159,7 +158,7 @@ impl Publisher for RabbitPublisher {
         let known = self
             .shared
             .until(|state| match &state.ended {
-                Some(error) => Some(Err(again(error))),
+                Some(error) => Some(Err(error.clone())),
                 // While the server is blocked no room becomes free. Then `send` must not wait, so
                 // that the runtime can ask why.
                 None if state.held_bytes >= held_bytes_max && state.blocked.is_none() => None,
@@ -183,7 +182,7 @@ impl Publisher for RabbitPublisher {
                     return Some(Ok(()));
                 }
                 match &state.ended {
-                    Some(error) => Some(Err(again(error))),
+                    Some(error) => Some(Err(error.clone())),
                     None => (state.outstanding == 0).then_some(Ok(())),
                 }
             })
