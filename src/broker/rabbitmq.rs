@@ -88,8 +88,8 @@ impl RabbitBroker {
         let unlimited = self.version().await?.limits_deliveries();
         let link = Link::open(&self.config, "oncebox queues").await?;
         let mut topology = Topology::new(&link, &self.config);
-        let stepped = repartition::step(&self.config, subscription, topic, unlimited, &mut topology).await;
-        link.close(self.config.close_deadline).await;
+        let stepped = repartition::step(subscription, topic, unlimited, &mut topology).await;
+        link.close().await;
         stepped
     }
 
@@ -125,8 +125,8 @@ impl Broker for RabbitBroker {
 
     async fn declare(&self, _topics: &[String]) -> Result<(), BrokerError> {
         let link = Link::open(&self.config, "oncebox declare").await?;
-        Topology::new(&link, &self.config).exchange(&self.config).await?;
-        link.close(self.config.close_deadline).await;
+        Topology::new(&link, &self.config).exchange().await?;
+        link.close().await;
         Ok(())
     }
 
@@ -144,8 +144,8 @@ impl Broker for RabbitBroker {
 
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         let link = Link::open(&self.config, "oncebox remove").await?;
-        let removed = Topology::new(&link, &self.config).remove(&self.config, subscriptions).await;
-        link.close(self.config.close_deadline).await;
+        let removed = Topology::new(&link, &self.config).remove(subscriptions).await;
+        link.close().await;
         removed
     }
 }

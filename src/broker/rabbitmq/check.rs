@@ -30,7 +30,7 @@ pub(super) async fn check(
         let detail = format!("the connection to {server} is not encrypted, and the password goes over it");
         findings.push(BrokerFinding::weaker("rabbitmq tls", detail, "use amqps://"));
     }
-    findings.push(exchange(config, &mut topology).await?);
+    findings.push(exchange(&mut topology).await?);
     if let Some(alternate) = &config.alternate_exchange {
         findings.push(alternate_exchange(alternate, &mut topology).await?);
     }
@@ -41,7 +41,7 @@ pub(super) async fn check(
                 waiting.extend(ready.map(|ready| (findings.len(), queue.name.clone(), ready)));
                 findings.push(finding);
             }
-            findings.extend(other_layout(config, subscription, topic, &mut topology).await?);
+            findings.extend(other_layout(subscription, topic, &mut topology).await?);
             if config.partitions > 1 {
                 let hash = hash_exchange(subscription, topic);
                 if !topology.exchange_exists(&hash).await? {
@@ -56,7 +56,7 @@ pub(super) async fn check(
     }
     look_again(waiting, &mut topology, &mut findings).await?;
     findings.push(policies(&servers[0].vhost));
-    link.close(config.close_deadline).await;
+    link.close().await;
     if config.partitions > 1 {
         findings.push(plugin(config).await?);
     }
@@ -72,14 +72,15 @@ fn finding_version(version: &ServerVersion, server: &str) -> BrokerFinding {
     BrokerFinding::fine(name, detail)
 }
 
-async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
-    let name = format!("exchange {}", config.exchange);
-    if !topology.exchange_exists(&config.exchange).await? {
+async fn exchange(topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
+    let exchange = &topology.config.exchange;
+    let name = format!("exchange {exchange}");
+    if !topology.exchange_exists(exchange).await? {
         let remedy = "start `publisher` or `consumer`, which declares it";
         return Ok(BrokerFinding::weaker(name, "not there yet", remedy));
     }
     // The exchange exists, so declaring it only compares its properties.
-    let compared = topology.exchange(config).await;
+    let compared = topology.exchange().await;
     difference(name, compared, "a durable topic exchange".into())
 }
 
@@ -156,17 +157,16 @@ async fn queue_finding(
 /// A finding where queues of another number of partitions exist. Then no consumer starts, or the
 /// queues are being drained.
 async fn other_layout(
-    config: &RabbitConfig,
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<Option<BrokerFinding>, BrokerError> {
-    let other = repartition::other_layout(config, subscription, topic, topology).await?;
+    let other = repartition::other_layout(subscription, topic, topology).await?;
     if other.is_empty() {
         return Ok(None);
     }
     let (ready, _) = repartition::left(&other, topology).await?;
-    let (found, wanted) = (repartition::described(topic, &other, ready), config.partitions);
+    let (found, wanted) = (repartition::described(topic, &other, ready), topology.config.partitions);
     Ok(Some(BrokerFinding::refused(
         format!("queues of {topic}"),
         format!("{found}, but partitions = {wanted}: nobody reads them"),

@@ -199,7 +199,7 @@ impl Publisher for RabbitPublisher {
         let _ = tokio::time::timeout(self.config.close_deadline, &mut self.task).await;
         // A server that blocks the connection does not read the request. The drop cuts it.
         if self.blocked().is_none() {
-            self.link.close(self.config.close_deadline).await;
+            self.link.close().await;
         }
     }
 }

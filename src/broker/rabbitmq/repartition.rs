@@ -17,12 +17,12 @@
 
 use std::time::Duration;
 
-use lapin::options::{ExchangeDeclareOptions, ExchangeUnbindOptions};
+use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
 use super::error::within;
-use super::topology::{QueueName, Topology, hash_exchange, queues};
+use super::topology::{QueueName, Topology, durable, hash_exchange, queues};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
@@ -48,20 +48,19 @@ pub enum Repartition {
 
 /// The existing queues of another number. Empty if there are none.
 pub(super) async fn other_layout(
-    config: &RabbitConfig,
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<Vec<QueueName>, BrokerError> {
     let numbered = numbered(subscription, topic, topology).await?;
-    if config.partitions == 1 {
+    let wanted = topology.config.partitions as usize;
+    if wanted == 1 {
         return Ok(numbered);
     }
     let plain = QueueName { topic: topic.to_owned(), name: subscription.queue(topic) };
     if topology.queue_as_it_stands(&plain.name).await?.is_some() {
         return Ok(vec![plain]);
     }
-    let wanted = config.partitions as usize;
     // The hash exchange is declared after all its queues. Fewer queues without it are the rest of a
     // start that was interrupted.
     let is_other = match numbered.len() {
@@ -91,7 +90,7 @@ async fn numbered(
 
 /// The name of the exchange that exists while queues of this number are drained. It routes nothing:
 /// its existence tells consumers of the old number to go on and not to bind their queues again.
-pub(super) fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
+fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
     format!("{}.draining.{from}", subscription.queue(topic))
 }
 
@@ -115,37 +114,33 @@ pub(super) fn described(topic: &str, other: &[QueueName], ready: u64) -> String 
 
 /// Takes the next step towards the configured number of queues, and returns what is left to do.
 pub(super) async fn step(
-    config: &RabbitConfig,
     subscription: &Subscription,
     topic: &str,
     unlimited: bool,
     topology: &mut Topology<'_>,
 ) -> Result<Repartition, BrokerError> {
-    let old = other_layout(config, subscription, topic, topology).await?;
+    let wanted = topology.config.partitions;
+    let old = other_layout(subscription, topic, topology).await?;
     if old.is_empty() {
         return Ok(Repartition::Done);
     }
-    if old.len() > 1 && config.partitions > 1 {
+    if old.len() > 1 && wanted > 1 {
         return Err(BrokerError::Refused(format!(
-            "topic `{topic}` has {} queues and partitions = {}: both numbers use the same names; go to partitions = 1 first, \
-             then to {}",
-            old.len(),
-            config.partitions,
-            config.partitions
+            "topic `{topic}` has {} queues and partitions = {wanted}: both numbers use the same names; go to partitions = 1 \
+             first, then to {wanted}",
+            old.len()
         )));
     }
-    if is_draining(config, subscription, topic, topology).await? {
+    if is_draining(subscription, topic, topology).await? {
         return Err(BrokerError::Refused(format!(
-            "topic `{topic}` is on its way from partitions = {} to {}; finish that first",
-            config.partitions,
+            "topic `{topic}` is on its way from partitions = {wanted} to {}; finish that first",
             old.len()
         )));
     }
     let marker = draining(subscription, topic, old.len());
-    let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
-    topology.declare_exchange(&marker, lapin::ExchangeKind::Fanout, durable, FieldTable::default()).await?;
-    topology.bind_layout(config, subscription, topic, unlimited).await?;
-    unbind(config, subscription, topic, &old, topology).await?;
+    topology.declare_exchange(&marker, lapin::ExchangeKind::Fanout, durable(), FieldTable::default()).await?;
+    topology.bind_layout(subscription, topic, unlimited).await?;
+    unbind(subscription, topic, &old, topology).await?;
     for look in 0..2 {
         if look > 0 {
             tokio::time::sleep(BETWEEN_LOOKS).await;
@@ -167,13 +162,12 @@ pub(super) async fn step(
 
 /// Unbinds the old queues, so that they get no more messages.
 async fn unbind(
-    config: &RabbitConfig,
     subscription: &Subscription,
     topic: &str,
     old: &[QueueName],
     topology: &mut Topology<'_>,
 ) -> Result<(), BrokerError> {
-    let channel = topology.channel().await?;
+    let (config, channel) = (topology.config, topology.channel().await?);
     let (exchange, nothing) = (config.exchange.as_str(), FieldTable::default());
     if config.partitions > 1 {
         let queue = old[0].name.as_str();
@@ -204,11 +198,10 @@ pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> R
 
 /// Whether queues of the configured number are drained for a change to another number.
 pub(super) async fn is_draining(
-    config: &RabbitConfig,
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<bool, BrokerError> {
-    let marker = draining(subscription, topic, queues(config, subscription, topic).len());
+    let marker = draining(subscription, topic, queues(topology.config, subscription, topic).len());
     Ok(topology.exchange_exists(&marker).await?)
 }

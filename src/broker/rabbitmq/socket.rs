@@ -49,7 +49,8 @@ pub(super) struct Link {
     // The first field, so that the socket is shut down before the handle below is dropped.
     socket: Socket,
     connection: Connection,
-    deadline: Duration,
+    connect_deadline: Duration,
+    close_deadline: Duration,
 }
 
 impl Link {
@@ -99,12 +100,13 @@ impl Link {
         )
         .await
         .map_err(client)?;
-        Ok(Self { socket, connection, deadline: config.connect_deadline })
+        let (connect_deadline, close_deadline) = (config.connect_deadline, config.close_deadline);
+        Ok(Self { socket, connection, connect_deadline, close_deadline })
     }
 
     /// Opens a new channel on this connection, within the connect deadline.
     pub(super) async fn channel(&self) -> Result<Channel, Fault> {
-        within(self.deadline, "channel.open", self.connection.create_channel()).await
+        within(self.connect_deadline, "channel.open", self.connection.create_channel()).await
     }
 
     /// The client library's connection, for its events and state.
@@ -119,8 +121,8 @@ impl Link {
 
     /// Closes the connection in order, when no delivery is unacknowledged. The library can hang in
     /// this call, so it has a deadline.
-    pub(super) async fn close(&self, deadline: Duration) {
-        let _ = within(deadline, "connection.close", self.connection.close(200, "OK".into())).await;
+    pub(super) async fn close(&self) {
+        let _ = within(self.close_deadline, "connection.close", self.connection.close(200, "OK".into())).await;
     }
 }
 

@@ -131,9 +131,9 @@ impl RabbitSubscriber {
         let mut topology = Topology::new(&guard.link, config);
         // The publisher declares it in the same way, so that either may start first, and other
         // producers need no publisher of ours.
-        topology.exchange(config).await?;
+        topology.exchange().await?;
         for topic in &subscription.topics {
-            queues.extend(topology.subscribe(config, subscription, topic, unlimited).await?);
+            queues.extend(topology.subscribe(subscription, topic, unlimited).await?);
         }
         drop(topology);
         let share = (subscription.in_flight_max / queues.len().max(1)).max(1);

@@ -59,7 +59,7 @@ impl Taps {
             FieldTable::default(),
         );
         within(config.connect_deadline, "queue.bind", bind).await?;
-        link.close(config.close_deadline).await;
+        link.close().await;
         taps.insert(topic.to_owned(), Tap { queue, collected: Vec::new() });
         Ok(())
     }
@@ -86,7 +86,7 @@ impl Taps {
             drain(config, &channel, tap, ready).await?;
             within(config.close_deadline, "channel.close", channel.close(200, "OK".into())).await?;
         }
-        link.close(config.close_deadline).await;
+        link.close().await;
         Ok(tap.collected.clone())
     }
 }

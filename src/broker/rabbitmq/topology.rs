@@ -7,8 +7,6 @@
 //!
 //! Not here: policies, which an operator sets (`check` says which).
 
-use std::time::Duration;
-
 use lapin::options::{
     ExchangeBindOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
     QueueDeleteOptions,
@@ -26,7 +24,7 @@ use crate::message::wire;
 
 /// How often a queue delivers a message before it is dropped. Servers that have such a limit by
 /// default get -1, which means no limit; older servers do not know that value.
-pub(super) const DELIVERY_LIMIT: &str = "x-delivery-limit";
+const DELIVERY_LIMIT: &str = "x-delivery-limit";
 /// The exchange type of the plugin `rabbitmq_consistent_hash_exchange`.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
 /// The remedy where the plugin is missing.
@@ -68,13 +66,13 @@ pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String 
 #[derive(Debug)]
 pub(super) struct Topology<'l> {
     link: &'l Link,
-    deadline: Duration,
+    pub(super) config: &'l RabbitConfig,
     channel: Option<Channel>,
 }
 
 impl<'l> Topology<'l> {
-    pub(super) fn new(link: &'l Link, config: &RabbitConfig) -> Self {
-        Self { link, deadline: config.connect_deadline, channel: None }
+    pub(super) fn new(link: &'l Link, config: &'l RabbitConfig) -> Self {
+        Self { link, config, channel: None }
     }
 
     pub(super) async fn channel(&mut self) -> Result<Channel, Fault> {
@@ -92,7 +90,12 @@ impl<'l> Topology<'l> {
         arguments: FieldTable,
     ) -> Result<(), Fault> {
         let channel = self.channel().await?;
-        within(self.deadline, "exchange.declare", channel.exchange_declare(name.into(), kind, options, arguments)).await
+        within(
+            self.config.connect_deadline,
+            "exchange.declare",
+            channel.exchange_declare(name.into(), kind, options, arguments),
+        )
+        .await
     }
 
     /// Whether an exchange of this name exists, of any kind.
@@ -106,7 +109,8 @@ impl<'l> Topology<'l> {
     }
 
     /// Declares the durable topic exchange of the publisher.
-    pub(super) async fn exchange(&mut self, config: &RabbitConfig) -> Result<(), BrokerError> {
+    pub(super) async fn exchange(&mut self) -> Result<(), BrokerError> {
+        let config = self.config;
         let mut arguments = FieldTable::default();
         if let Some(alternate) = &config.alternate_exchange {
             arguments.insert("alternate-exchange".into(), AMQPValue::LongString(alternate.as_str().into()));
@@ -142,30 +146,28 @@ impl<'l> Topology<'l> {
     /// [`BrokerError::Refused`] where queues of another number of partitions exist.
     pub(super) async fn subscribe(
         &mut self,
-        config: &RabbitConfig,
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
     ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
-        let other = repartition::other_layout(config, subscription, topic, self).await?;
+        let other = repartition::other_layout(subscription, topic, self).await?;
         if other.is_empty() {
-            return self.bind_layout(config, subscription, topic, unlimited).await;
+            return self.bind_layout(subscription, topic, unlimited).await;
         }
-        if !repartition::is_draining(config, subscription, topic, self).await? {
+        if !repartition::is_draining(subscription, topic, self).await? {
             let (ready, _) = repartition::left(&other, self).await?;
-            return Err(repartition::refused(config, topic, &other, ready));
+            return Err(repartition::refused(self.config, topic, &other, ready));
         }
-        self.declare_queues(config, subscription, topic, unlimited).await
+        self.declare_queues(subscription, topic, unlimited).await
     }
 
     async fn declare_queues(
         &mut self,
-        config: &RabbitConfig,
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
     ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
-        let queues = queues(config, subscription, topic);
+        let queues = queues(self.config, subscription, topic);
         let mut found = Vec::with_capacity(queues.len());
         for queue in queues {
             let state = self.queue(&queue.name, unlimited).await?;
@@ -177,12 +179,12 @@ impl<'l> Topology<'l> {
     /// Declares the queues of the configured number and binds them.
     pub(super) async fn bind_layout(
         &mut self,
-        config: &RabbitConfig,
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
     ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
-        let found = self.declare_queues(config, subscription, topic, unlimited).await?;
+        let config = self.config;
+        let found = self.declare_queues(subscription, topic, unlimited).await?;
         if config.partitions == 1 {
             for (queue, _) in &found {
                 self.bind_queue(&queue.name, &config.exchange, topic).await?;
@@ -205,23 +207,19 @@ impl<'l> Topology<'l> {
             ExchangeBindOptions::default(),
             FieldTable::default(),
         );
-        let bound = within(self.deadline, "exchange.bind", bound).await;
+        let bound = within(self.config.connect_deadline, "exchange.bind", bound).await;
         self.accept_binding(bound, &hash, &config.exchange)?;
         Ok(found)
     }
 
     /// Deletes the queues of subscriptions, and the hash exchanges in front of them.
-    pub(super) async fn remove(
-        &mut self,
-        config: &RabbitConfig,
-        subscriptions: &[Subscription],
-    ) -> Result<(), BrokerError> {
+    pub(super) async fn remove(&mut self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         for subscription in subscriptions {
             for topic in &subscription.topics {
-                for queue in queues(config, subscription, topic) {
+                for queue in queues(self.config, subscription, topic) {
                     self.delete_queue(&queue.name).await?;
                 }
-                if config.partitions > 1 {
+                if self.config.partitions > 1 {
                     self.delete_exchange(&hash_exchange(subscription, topic)).await?;
                 }
             }
@@ -232,13 +230,13 @@ impl<'l> Topology<'l> {
     pub(super) async fn delete_queue(&mut self, name: &str) -> Result<(), Fault> {
         let channel = self.channel().await?;
         let gone = channel.queue_delete(name.into(), QueueDeleteOptions::default());
-        within(self.deadline, "queue.delete", gone).await.map(drop)
+        within(self.config.connect_deadline, "queue.delete", gone).await.map(drop)
     }
 
     pub(super) async fn delete_exchange(&mut self, name: &str) -> Result<(), Fault> {
         let channel = self.channel().await?;
         let gone = channel.exchange_delete(name.into(), ExchangeDeleteOptions::default());
-        within(self.deadline, "exchange.delete", gone).await
+        within(self.config.connect_deadline, "exchange.delete", gone).await
     }
 
     /// Declares a quorum queue with a single active consumer, or accepts an existing one.
@@ -301,8 +299,12 @@ impl<'l> Topology<'l> {
         arguments: FieldTable,
     ) -> Result<QueueState, Fault> {
         let channel = self.channel().await?;
-        let queue =
-            within(self.deadline, "queue.declare", channel.queue_declare(name.into(), options, arguments)).await?;
+        let queue = within(
+            self.config.connect_deadline,
+            "queue.declare",
+            channel.queue_declare(name.into(), options, arguments),
+        )
+        .await?;
         let (ready, consumers) = (queue.message_count(), queue.consumer_count());
         Ok(QueueState { ready, consumers, limit_as_it_stands: false })
     }
@@ -316,7 +318,7 @@ impl<'l> Topology<'l> {
             QueueBindOptions::default(),
             FieldTable::default(),
         );
-        let bound = within(self.deadline, "queue.bind", bound).await;
+        let bound = within(self.config.connect_deadline, "queue.bind", bound).await;
         self.accept_binding(bound, queue, exchange)
     }
 
@@ -350,7 +352,7 @@ impl<'l> Topology<'l> {
     }
 }
 
-pub(super) fn no_plugin(text: &str) -> BrokerError {
+fn no_plugin(text: &str) -> BrokerError {
     BrokerError::Refused(format!(
         "partitions above 1 need the consistent-hash exchange, which the server does not know ({text}); run \
          `{ENABLE_PLUGIN}` on every node"
@@ -364,7 +366,7 @@ fn is_unknown_type(fault: &Fault) -> bool {
         || fault.code() == Some(PRECONDITION_FAILED) && fault.text().contains("unknown exchange type")
 }
 
-fn durable() -> ExchangeDeclareOptions {
+pub(super) fn durable() -> ExchangeDeclareOptions {
     ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() }
 }
 
