@@ -32,7 +32,7 @@ use tokio::sync::mpsc;
 
 use super::config::RabbitConfig;
 use super::cuts::Cuts;
-use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, is_cut, reply, within};
+use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, is_cut, reply};
 use super::lanes::{LaneId, Lanes, Row};
 use super::publisher::Unsettled;
 use super::socket::Link;
@@ -128,7 +128,7 @@ impl Confirms {
         for _ in 0..config.channels {
             let channel = link.channel().await?;
             let select = channel.confirm_select(ConfirmSelectOptions::default());
-            within(config.connect_deadline, "confirm.select", select).await?;
+            link.ask("confirm.select", select).await?;
             let (confirmed, failed, returned) = (Vec::new(), Vec::new(), HashMap::new());
             channels.push(Lane { channel, in_flight: 0, confirmed, returned, failed, error: None });
         }

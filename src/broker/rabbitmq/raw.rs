@@ -9,7 +9,7 @@ use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation};
 
 use super::config::RabbitConfig;
-use super::error::{classify, within};
+use super::error::classify;
 use super::socket::Link;
 use super::wire;
 use crate::error::BrokerError;
@@ -33,8 +33,7 @@ impl RawPublisher {
     pub async fn open(config: &RabbitConfig, window: usize) -> Result<Self, BrokerError> {
         let link = Link::open(config, "oncebox bench").await?;
         let channel = link.channel().await?;
-        within(config.connect_deadline, "confirm.select", channel.confirm_select(ConfirmSelectOptions::default()))
-            .await?;
+        link.ask("confirm.select", channel.confirm_select(ConfirmSelectOptions::default())).await?;
         Ok(Self {
             channel,
             _link: link,

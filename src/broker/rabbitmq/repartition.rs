@@ -21,7 +21,6 @@ use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
-use super::error::within;
 use super::topology::{QueueName, Topology, durable, hash_exchange, queues};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
@@ -167,12 +166,12 @@ async fn unbind(
     old: &[QueueName],
     topology: &mut Topology<'_>,
 ) -> Result<(), BrokerError> {
-    let (config, channel) = (topology.config, topology.channel().await?);
-    let (exchange, nothing) = (config.exchange.as_str(), FieldTable::default());
-    if config.partitions > 1 {
+    let channel = topology.channel().await?;
+    let (exchange, nothing) = (topology.config.exchange.as_str(), FieldTable::default());
+    if topology.config.partitions > 1 {
         let queue = old[0].name.as_str();
         let unbound = channel.queue_unbind(queue.into(), exchange.into(), topic.into(), nothing);
-        return Ok(within(config.connect_deadline, "queue.unbind", unbound).await?);
+        return Ok(topology.link.ask("queue.unbind", unbound).await?);
     }
     let hash = hash_exchange(subscription, topic);
     if !topology.exchange_exists(&hash).await? {
@@ -181,7 +180,7 @@ async fn unbind(
     let channel = topology.channel().await?;
     let options = ExchangeUnbindOptions::default();
     let unbound = channel.exchange_unbind(hash.as_str().into(), exchange.into(), topic.into(), options, nothing);
-    Ok(within(config.connect_deadline, "exchange.unbind", unbound).await?)
+    Ok(topology.link.ask("exchange.unbind", unbound).await?)
 }
 
 /// The sums of ready messages and of consumers over these queues.

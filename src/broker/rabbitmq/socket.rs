@@ -49,7 +49,7 @@ pub(super) struct Link {
     // The first field, so that the socket is shut down before the handle below is dropped.
     socket: Socket,
     connection: Connection,
-    connect_deadline: Duration,
+    pub(super) connect_deadline: Duration,
     close_deadline: Duration,
 }
 
@@ -106,7 +106,16 @@ impl Link {
 
     /// Opens a new channel on this connection, within the connect deadline.
     pub(super) async fn channel(&self) -> Result<Channel, Fault> {
-        within(self.connect_deadline, "channel.open", self.connection.create_channel()).await
+        self.ask("channel.open", self.connection.create_channel()).await
+    }
+
+    /// Waits for an answer on a channel of this connection, within the connect deadline.
+    pub(super) async fn ask<T>(
+        &self,
+        what: &'static str,
+        question: impl Future<Output = lapin::Result<T>>,
+    ) -> Result<T, Fault> {
+        within(self.connect_deadline, what, question).await
     }
 
     /// The client library's connection, for its events and state.

@@ -142,14 +142,14 @@ impl RabbitSubscriber {
         for (queue, found) in queues {
             let channel = guard.link.channel().await?;
             let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
-            within(config.connect_deadline, "basic.qos", qos).await?;
+            guard.link.ask("basic.qos", qos).await?;
             let consume = channel.basic_consume(
                 queue.name.as_str().into(),
                 "".into(),
                 BasicConsumeOptions::default(),
                 FieldTable::default(),
             );
-            let consumer = within(config.connect_deadline, "basic.consume", consume).await?;
+            let consumer = guard.link.ask("basic.consume", consume).await?;
             let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
             guard.sources.push(Source {
                 id: PartitionId { place: Arc::from(queue.name), partition: 0, generation },
@@ -221,7 +221,7 @@ impl RabbitSubscriber {
     /// may have got them. If a queue has no ready messages, they are all delivered. A second
     /// request on the same channel is answered after them, so that they have then arrived here.
     async fn look_at_what_is_left(&mut self) -> Result<(), BrokerError> {
-        let deadline = self.config.connect_deadline;
+        let link = &self.guard.link;
         let mut left = Vec::with_capacity(self.guard.sources.len());
         for source in &self.guard.sources {
             if source.expected == 0 {
@@ -230,10 +230,10 @@ impl RabbitSubscriber {
             }
             let (name, passive) = (source.id.place.as_ref().into(), QueueDeclareOptions::default().passive());
             let asked = source.channel.queue_declare(name, passive, FieldTable::default());
-            let empty = within(deadline, "queue.declare", asked).await?.message_count() == 0;
+            let empty = link.ask("queue.declare", asked).await?.message_count() == 0;
             if empty {
                 let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
-                within(deadline, "basic.qos", answered).await?;
+                link.ask("basic.qos", answered).await?;
             }
             left.push(!empty);
         }

@@ -50,7 +50,7 @@ impl Taps {
         let mut arguments = FieldTable::default();
         arguments.insert("x-expires".into(), AMQPValue::LongInt(EXPIRES_MILLIS));
         let declare = channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), arguments);
-        within(config.connect_deadline, "queue.declare", declare).await?;
+        link.ask("queue.declare", declare).await?;
         let bind = channel.queue_bind(
             queue.as_str().into(),
             config.exchange.as_str().into(),
@@ -58,7 +58,7 @@ impl Taps {
             QueueBindOptions::default(),
             FieldTable::default(),
         );
-        within(config.connect_deadline, "queue.bind", bind).await?;
+        link.ask("queue.bind", bind).await?;
         link.close().await;
         taps.insert(topic.to_owned(), Tap { queue, collected: Vec::new() });
         Ok(())
@@ -79,11 +79,11 @@ impl Taps {
             let channel = link.channel().await?;
             let passive = QueueDeclareOptions::default().passive();
             let count = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());
-            let ready = within(config.connect_deadline, "queue.declare", count).await?.message_count();
+            let ready = link.ask("queue.declare", count).await?.message_count();
             if ready == 0 {
                 break;
             }
-            drain(config, &channel, tap, ready).await?;
+            drain(&link, &channel, tap, ready).await?;
             within(config.close_deadline, "channel.close", channel.close(200, "OK".into())).await?;
         }
         link.close().await;
@@ -91,14 +91,14 @@ impl Taps {
     }
 }
 
-async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u32) -> Result<(), BrokerError> {
+async fn drain(link: &Link, channel: &Channel, tap: &mut Tap, ready: u32) -> Result<(), BrokerError> {
     let qos = channel.basic_qos(PREFETCH, BasicQosOptions::default());
-    within(config.connect_deadline, "basic.qos", qos).await?;
+    link.ask("basic.qos", qos).await?;
     let options = BasicConsumeOptions { exclusive: true, ..BasicConsumeOptions::default() };
     let consume = channel.basic_consume(tap.queue.as_str().into(), "".into(), options, FieldTable::default());
-    let mut consumer = within(config.connect_deadline, "basic.consume", consume).await?;
+    let mut consumer = link.ask("basic.consume", consume).await?;
     for count in 1..=ready {
-        let delivery = tokio::time::timeout(config.connect_deadline, consumer.next()).await;
+        let delivery = tokio::time::timeout(link.connect_deadline, consumer.next()).await;
         let delivery = match delivery {
             Ok(Some(Ok(delivery))) => delivery,
             Ok(Some(Err(error))) => return Err(streaming(&error)),
@@ -116,10 +116,10 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
         // twice.
         if count == ready || count.is_multiple_of(u32::from(PREFETCH) / 2) {
             let ack = channel.basic_ack(tag, BasicAckOptions { multiple: true });
-            within(config.connect_deadline, "basic.ack", ack).await?;
+            link.ask("basic.ack", ack).await?;
         }
     }
     let cancel = channel.basic_cancel(consumer.tag(), lapin::options::BasicCancelOptions::default());
-    within(config.connect_deadline, "basic.cancel", cancel).await?;
+    link.ask("basic.cancel", cancel).await?;
     Ok(())
 }

@@ -15,7 +15,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, ExchangeKind};
 
 use super::config::RabbitConfig;
-use super::error::{ACCESS_REFUSED, COMMAND_INVALID, Fault, NOT_FOUND, PRECONDITION_FAILED, inequivalent, within};
+use super::error::{ACCESS_REFUSED, COMMAND_INVALID, Fault, NOT_FOUND, PRECONDITION_FAILED, inequivalent};
 use super::repartition;
 use super::socket::Link;
 use crate::broker::Subscription;
@@ -65,7 +65,7 @@ pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String 
 /// the next request opens another channel.
 #[derive(Debug)]
 pub(super) struct Topology<'l> {
-    link: &'l Link,
+    pub(super) link: &'l Link,
     pub(super) config: &'l RabbitConfig,
     channel: Option<Channel>,
 }
@@ -90,12 +90,7 @@ impl<'l> Topology<'l> {
         arguments: FieldTable,
     ) -> Result<(), Fault> {
         let channel = self.channel().await?;
-        within(
-            self.config.connect_deadline,
-            "exchange.declare",
-            channel.exchange_declare(name.into(), kind, options, arguments),
-        )
-        .await
+        self.link.ask("exchange.declare", channel.exchange_declare(name.into(), kind, options, arguments)).await
     }
 
     /// Whether an exchange of this name exists, of any kind.
@@ -207,7 +202,7 @@ impl<'l> Topology<'l> {
             ExchangeBindOptions::default(),
             FieldTable::default(),
         );
-        let bound = within(self.config.connect_deadline, "exchange.bind", bound).await;
+        let bound = self.link.ask("exchange.bind", bound).await;
         self.accept_binding(bound, &hash, &config.exchange)?;
         Ok(found)
     }
@@ -230,13 +225,13 @@ impl<'l> Topology<'l> {
     pub(super) async fn delete_queue(&mut self, name: &str) -> Result<(), Fault> {
         let channel = self.channel().await?;
         let gone = channel.queue_delete(name.into(), QueueDeleteOptions::default());
-        within(self.config.connect_deadline, "queue.delete", gone).await.map(drop)
+        self.link.ask("queue.delete", gone).await.map(drop)
     }
 
     pub(super) async fn delete_exchange(&mut self, name: &str) -> Result<(), Fault> {
         let channel = self.channel().await?;
         let gone = channel.exchange_delete(name.into(), ExchangeDeleteOptions::default());
-        within(self.config.connect_deadline, "exchange.delete", gone).await
+        self.link.ask("exchange.delete", gone).await
     }
 
     /// Declares a quorum queue with a single active consumer, or accepts an existing one.
@@ -299,12 +294,8 @@ impl<'l> Topology<'l> {
         arguments: FieldTable,
     ) -> Result<QueueState, Fault> {
         let channel = self.channel().await?;
-        let queue = within(
-            self.config.connect_deadline,
-            "queue.declare",
-            channel.queue_declare(name.into(), options, arguments),
-        )
-        .await?;
+        let declared = channel.queue_declare(name.into(), options, arguments);
+        let queue = self.link.ask("queue.declare", declared).await?;
         let (ready, consumers) = (queue.message_count(), queue.consumer_count());
         Ok(QueueState { ready, consumers, limit_as_it_stands: false })
     }
@@ -318,7 +309,7 @@ impl<'l> Topology<'l> {
             QueueBindOptions::default(),
             FieldTable::default(),
         );
-        let bound = within(self.config.connect_deadline, "queue.bind", bound).await;
+        let bound = self.link.ask("queue.bind", bound).await;
         self.accept_binding(bound, queue, exchange)
     }
 
