@@ -4,7 +4,7 @@
 //!
 //! Not here: reading files and the environment (room `app`).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -91,42 +91,6 @@ impl PartialEq for Remembered {
 
 impl Eq for Remembered {}
 
-/// The servers that were not asked yet.
-pub(super) struct Tries<'a> {
-    servers: VecDeque<(usize, Server)>,
-    last: &'a AtomicUsize,
-    away: Vec<String>,
-}
-
-impl Tries<'_> {
-    /// The next server to ask. When it returns `None`, [`Tries::none`] gives the error.
-    pub(super) fn next(&self) -> Option<&Server> {
-        self.servers.front().map(|(_, server)| server)
-    }
-
-    /// Takes the answer of the server that was asked. Returns `None` where that server is away, so
-    /// that the caller asks the next one; otherwise returns the answer.
-    pub(super) fn answered<T>(&mut self, answer: Result<T, BrokerError>) -> Option<Result<T, BrokerError>> {
-        let (index, server) = self.servers.pop_front()?;
-        match answer {
-            Err(BrokerError::Unavailable(why)) => {
-                self.away.push(why);
-                return None;
-            }
-            Ok(_) if self.last.swap(index, Ordering::Relaxed) != index => {
-                tracing::info!(%server, passed_over = self.away.join("; "), "another node of RabbitMQ is used");
-            }
-            _ => {}
-        }
-        Some(answer)
-    }
-
-    /// The error for the case that no server can be reached.
-    pub(super) fn none(self) -> BrokerError {
-        BrokerError::Unavailable(self.away.join("; "))
-    }
-}
-
 impl RabbitConfig {
     /// The default settings with a URL.
     pub fn new(url: impl Into<String>) -> Self {
@@ -207,13 +171,34 @@ impl RabbitConfig {
         prefetch
     }
 
-    /// The servers to ask one after the other, beginning with the one that answered last.
-    pub(super) fn tries(&self) -> Result<Tries<'_>, BrokerError> {
+    /// Asks the servers one after the other, beginning with the one that answered last, until one is
+    /// not away. Each has the connect deadline; `late` says what it did not do within it.
+    pub(super) async fn ask_in_turn<T, F>(&self, late: &str, ask: impl Fn(Server) -> F) -> Result<T, BrokerError>
+    where
+        F: Future<Output = Result<T, BrokerError>>,
+    {
         let mut servers: Vec<(usize, Server)> = self.servers()?.into_iter().enumerate().collect();
-        let last = self.remembered.answered_last.load(Ordering::Relaxed).min(servers.len() - 1);
-        let first = servers.remove(last);
-        servers.insert(0, first);
-        Ok(Tries { servers: servers.into(), last: &self.remembered.answered_last, away: Vec::new() })
+        let answered_last = &self.remembered.answered_last;
+        let last = answered_last.load(Ordering::Relaxed).min(servers.len() - 1);
+        servers[..=last].rotate_right(1);
+        let (mut away, deadline) = (Vec::new(), self.connect_deadline);
+        for (index, server) in servers {
+            let answer = tokio::time::timeout(deadline, ask(server.clone())).await.unwrap_or_else(|_| {
+                Err(BrokerError::Unavailable(format!("RabbitMQ at {server} did not {late} within {deadline:?}")))
+            });
+            match answer {
+                Err(BrokerError::Unavailable(why)) => {
+                    away.push(why);
+                    continue;
+                }
+                Ok(_) if answered_last.swap(index, Ordering::Relaxed) != index => {
+                    tracing::info!(%server, passed_over = away.join("; "), "another node of RabbitMQ is used");
+                }
+                _ => {}
+            }
+            return answer;
+        }
+        Err(BrokerError::Unavailable(away.join("; ")))
     }
 
     /// Reads the URL of one server and checks it.

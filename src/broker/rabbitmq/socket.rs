@@ -56,19 +56,8 @@ pub(super) struct Link {
 impl Link {
     /// Connects to the first server that answers. An error contains no password.
     pub(super) async fn open(config: &RabbitConfig, name: &str) -> Result<Self, BrokerError> {
-        let deadline = config.connect_deadline;
-        let mut tries = config.tries()?;
-        while let Some(server) = tries.next() {
-            let attempt = Self::connect(config, server, name);
-            let answer = tokio::time::timeout(deadline, attempt).await.unwrap_or_else(|_| {
-                let why = format!("RabbitMQ at {server} did not finish the handshake within {deadline:?}");
-                Err(BrokerError::Unavailable(why))
-            });
-            if let Some(answer) = tries.answered(answer) {
-                return answer;
-            }
-        }
-        Err(tries.none())
+        let connect = |server: Server| async move { Self::connect(config, &server, name).await };
+        config.ask_in_turn("finish the handshake", connect).await
     }
 
     async fn connect(config: &RabbitConfig, server: &Server, name: &str) -> Result<Self, BrokerError> {

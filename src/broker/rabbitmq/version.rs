@@ -39,17 +39,7 @@ impl ServerVersion {
 
 /// Asks the server for its version. If a node is unreachable, the next one is asked.
 pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
-    let deadline = config.connect_deadline;
-    let mut tries = config.tries()?;
-    while let Some(server) = tries.next() {
-        let answer = tokio::time::timeout(deadline, greet(config, server)).await.unwrap_or_else(|_| {
-            Err(BrokerError::Unavailable(format!("RabbitMQ at {server} did not greet within {deadline:?}")))
-        });
-        if let Some(answer) = tries.answered(answer) {
-            return answer;
-        }
-    }
-    Err(tries.none())
+    config.ask_in_turn("greet", |server| async move { greet(config, &server).await }).await
 }
 
 async fn greet(config: &RabbitConfig, server: &Server) -> Result<ServerVersion, BrokerError> {
