@@ -313,28 +313,25 @@ impl Source {
         delivery
     }
 
-    /// The highest unacknowledged tag up to this one. The server closes the channel for a tag that
-    /// it does not know any more.
-    fn last_counted(&self, through: u64) -> Option<u64> {
-        let after = self.in_flight.partition_point(|(tag, _)| *tag <= through);
-        self.in_flight.range(..after).next_back().map(|(tag, _)| *tag)
-    }
-
     /// Removes one tag that is acknowledged alone; returns its weight if it was still there.
     fn give_up_one(&mut self, tag: u64) -> Option<usize> {
         let at = self.in_flight.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
         self.in_flight.remove(at).map(|(_, weight)| weight)
     }
 
-    /// Removes all tags up to this one, which are acknowledged. Returns their number and bytes.
-    fn give_up(&mut self, through: u64) -> InFlight {
+    /// Removes all tags up to this one, which are acknowledged. Returns their number and bytes, and
+    /// the last of them: the server closes the channel for a tag that it does not know any more.
+    fn give_up(&mut self, through: u64) -> (InFlight, Option<u64>) {
         self.acknowledged = through;
         let rows = self.in_flight.partition_point(|(tag, _)| *tag <= through);
-        InFlight { rows, bytes: self.in_flight.drain(..rows).map(|(_, weight)| weight).sum() }
+        let (mut bytes, mut last) = (0, None);
+        for (tag, weight) in self.in_flight.drain(..rows) {
+            bytes += weight;
+            last = Some(tag);
+        }
+        (InFlight { rows, bytes }, last)
     }
-}
 
-impl Source {
     /// Sends an acknowledgement; returns whether it was sent. A failure loses nothing: the inbox
     /// knows these messages, and `next` reports the end of the channel.
     async fn acknowledge(&self, tag: u64, multiple: bool, deadline: Duration) -> bool {
@@ -395,12 +392,10 @@ impl Subscriber for RabbitSubscriber {
                 source.id.place, source.delivered
             )));
         }
-        // The server closes the channel for a tag that it does not know any more.
         if through <= source.acknowledged {
             return Ok(());
         }
-        let last = source.last_counted(through);
-        let gone = source.give_up(through);
+        let (gone, last) = source.give_up(through);
         self.in_flight.rows -= gone.rows;
         self.in_flight.bytes -= gone.bytes;
         if let Some(last) = last {
