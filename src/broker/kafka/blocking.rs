@@ -129,8 +129,8 @@ impl Asker {
     fn with(settings: &ClientConfig) -> Result<Self, BrokerError> {
         let context = AskContext::default();
         let reports = Arc::clone(&context.reports);
-        let producer = BaseProducer::from_config_and_context(settings, context)
-            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+        let producer =
+            BaseProducer::from_config_and_context(settings, context).map_err(|error| properties::refused(&error))?;
         Ok(Self { producer, reports })
     }
 
@@ -159,7 +159,7 @@ impl Admin {
     /// Makes the librdkafka client; a setting that it refuses is an error.
     pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
         let client = AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
-            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+            .map_err(|error| properties::refused(&error))?;
         Ok(Self(Some(client)))
     }
 

@@ -7,8 +7,8 @@
 //! Not here: errors of messages (`window`) and of partitions (`poller`).
 
 use std::collections::HashMap;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
@@ -21,71 +21,55 @@ use tokio::sync::watch;
 use crate::error::BrokerError;
 
 /// What one client has reported so far.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Reports {
-    unauthorised: Mutex<Option<String>>,
-    down: Mutex<Down>,
-    last: Mutex<Option<String>>,
+    state: Mutex<State>,
+    /// True while something is wrong that `works` has to forget.
     trouble: AtomicBool,
-    // The partition end that was reported last: rdkafka's error has only the partition.
-    eof_offset: AtomicI64,
-    topics: Mutex<Topics>,
     producer_id: watch::Sender<bool>,
 }
 
-/// The ids of topics by name.
 #[derive(Debug, Default)]
-struct Topics {
-    ids: HashMap<String, String>,
+struct State {
+    unauthorised: Option<String>,
+    /// Why a connection failed last.
+    down: Option<String>,
+    all_down: bool,
+    last: Option<String>,
+    /// The partition end that was reported last: rdkafka's error has only the partition.
+    eof_offset: Option<i64>,
+    /// The ids of topics by name.
+    topic_ids: HashMap<String, String>,
     /// The first topic whose id changed.
     made_anew: Option<String>,
 }
 
-#[derive(Debug, Default)]
-struct Down {
-    last_reason: Option<String>,
-    all: bool,
-}
-
-impl Default for Reports {
-    fn default() -> Self {
-        Self {
-            unauthorised: Mutex::default(),
-            down: Mutex::default(),
-            last: Mutex::default(),
-            trouble: AtomicBool::new(false),
-            eof_offset: AtomicI64::new(-1),
-            topics: Mutex::default(),
-            producer_id: watch::Sender::new(false),
-        }
-    }
-}
-
 impl Reports {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Call it when the connection works: what was wrong with it before is forgotten.
     pub(super) fn works(&self) {
         if !self.trouble.load(Ordering::Relaxed) || !self.trouble.swap(false, Ordering::Relaxed) {
             return;
         }
-        if let Ok(mut down) = self.down.lock()
-            && std::mem::take(&mut down.all)
-        {
+        let mut state = self.state();
+        state.unauthorised = None;
+        if std::mem::take(&mut state.all_down) {
             tracing::info!("kafka is back");
-        }
-        if let Ok(mut unauthorised) = self.unauthorised.lock() {
-            *unauthorised = None;
         }
     }
 
     /// Why no broker can be reached; `None` while one may be reachable.
     pub(super) fn all_down(&self) -> Option<String> {
-        let down = self.down.lock().ok()?;
-        down.all.then(|| down.last_reason.clone().unwrap_or_else(|| "no broker can be reached".to_owned()))
+        let state = self.state();
+        state.all_down.then(|| state.down.clone().unwrap_or_else(|| "no broker can be reached".to_owned()))
     }
 
     /// The error of authentication or of TLS that was reported last.
     pub(super) fn unauthorised(&self) -> Option<BrokerError> {
-        let reason = self.unauthorised.lock().ok()?.clone()?;
+        let reason = self.state().unauthorised.clone()?;
         let is_untrusted = reason.contains(UNTRUSTED);
         Some(if is_untrusted { BrokerError::Untrusted(reason) } else { BrokerError::Unauthorised(reason) })
     }
@@ -96,37 +80,37 @@ impl Reports {
         if let Some(error) = self.unauthorised() {
             return error;
         }
-        let reason = self.down.lock().ok().and_then(|down| down.last_reason.clone());
-        BrokerError::Unavailable(format!("{question}: {}", reason.as_deref().unwrap_or(otherwise)))
+        let state = self.state();
+        BrokerError::Unavailable(format!("{question}: {}", state.down.as_deref().unwrap_or(otherwise)))
     }
 
     /// Takes the reason of the last error: the error that polling returns does not have it.
     pub(super) fn take_last(&self) -> Option<String> {
-        self.last.lock().ok()?.take()
+        self.state().last.take()
     }
 
     /// The end offset that was reported last.
     pub(super) fn eof_offset(&self) -> i64 {
-        self.eof_offset.load(Ordering::Relaxed)
+        self.state().eof_offset.unwrap_or(-1)
     }
 
     /// The id of the topic that has this name, where the broker told it.
     pub(super) fn topic_id(&self, topic: &str) -> Option<String> {
-        self.topics.lock().ok()?.ids.get(topic).cloned()
+        self.state().topic_ids.get(topic).cloned()
     }
 
     /// Remembers the id of the topic that has this name, and notes a change of it.
     pub(super) fn set_topic_id(&self, topic: &str, id: &str) {
-        let Ok(mut topics) = self.topics.lock() else { return };
-        let known = topics.ids.insert(topic.to_owned(), id.to_owned());
+        let mut state = self.state();
+        let known = state.topic_ids.insert(topic.to_owned(), id.to_owned());
         if known.is_some_and(|known| known != id) {
-            topics.made_anew.get_or_insert_with(|| topic.to_owned());
+            state.made_anew.get_or_insert_with(|| topic.to_owned());
         }
     }
 
     /// A topic that was deleted and made anew while this client knew it.
     pub(super) fn made_anew(&self) -> Option<String> {
-        self.topics.lock().ok()?.made_anew.clone()
+        self.state().made_anew.clone()
     }
 
     /// A receiver that becomes true when the idempotent producer has its id.
@@ -137,40 +121,32 @@ impl Reports {
     /// Handles an error of the whole client.
     pub(super) fn error(&self, error: &KafkaError, reason: &str) {
         use RDKafkaErrorCode as Code;
-        let code = error.rdkafka_error_code();
-        match code {
+        let mut state = self.state();
+        match error.rdkafka_error_code() {
             Some(Code::PartitionEOF) => {
-                self.eof_offset.store(offset_of_end(reason).unwrap_or(-1), Ordering::Relaxed);
+                state.eof_offset = offset_of_end(reason);
                 return;
             }
             code if is_refusal(code, reason) => {
                 self.trouble.store(true, Ordering::Relaxed);
                 tracing::error!(reason, "kafka refuses this client");
-                if let Ok(mut unauthorised) = self.unauthorised.lock() {
-                    *unauthorised = Some(reason.to_owned());
-                }
+                state.unauthorised = Some(reason.to_owned());
             }
             Some(Code::AllBrokersDown) => {
                 self.trouble.store(true, Ordering::Relaxed);
-                if let Ok(mut down) = self.down.lock()
-                    && !std::mem::replace(&mut down.all, true)
-                {
-                    let reason = down.last_reason.as_deref().unwrap_or(reason);
+                if !std::mem::replace(&mut state.all_down, true) {
+                    let reason = state.down.as_deref().unwrap_or(reason);
                     tracing::warn!(reason, "no kafka broker can be reached");
                 }
             }
             Some(Code::BrokerTransportFailure | Code::Resolve | Code::OperationTimedOut | Code::RequestTimedOut) => {
                 self.trouble.store(true, Ordering::Relaxed);
                 tracing::debug!(reason, "connection to kafka");
-                if let Ok(mut down) = self.down.lock() {
-                    down.last_reason = Some(reason.to_owned());
-                }
+                state.down = Some(reason.to_owned());
             }
             _ => tracing::debug!(%error, reason, "kafka client"),
         }
-        if let Ok(mut last) = self.last.lock() {
-            *last = Some(reason.to_owned());
-        }
+        state.last = Some(reason.to_owned());
     }
 
     /// Handles a line of librdkafka's log.
@@ -242,7 +218,7 @@ fn offset_of_end(reason: &str) -> Option<i64> {
 #[derive(Debug, Default)]
 pub(super) struct AskContext {
     /// What librdkafka reported about this client: its errors, and whether a broker answers.
-    pub(super) reports: std::sync::Arc<Reports>,
+    pub(super) reports: Arc<Reports>,
 }
 
 impl ClientContext for AskContext {

@@ -175,8 +175,13 @@ impl Rule {
     }
 }
 
+/// The error for a client that librdkafka does not make with these settings.
+pub(super) fn refused(error: &KafkaError) -> BrokerError {
+    BrokerError::Refused(format!("kafka settings: {}", reason(error)))
+}
+
 /// librdkafka's reason for refusing a configuration, without the value, which may be a secret.
-pub(super) fn reason(error: &KafkaError) -> String {
+fn reason(error: &KafkaError) -> String {
     match error {
         KafkaError::ClientConfig(_, description, _, _) => format!("librdkafka says: {description}"),
         KafkaError::ClientCreation(description) => format!("librdkafka says: {description}"),

@@ -8,7 +8,6 @@
 //! Not here: bounds and delivery reports (`window`), retries across sessions (`outbox::relay`).
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -407,7 +406,7 @@ impl Session {
         let reports = Arc::new(Reports::default());
         let context = PublishContext { window: Arc::clone(&window), reports: Arc::clone(&reports) };
         let producer = BaseProducer::from_config_and_context(&client::producer(config, sizes), context)
-            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+            .map_err(|error| properties::refused(&error))?;
         let producer = Arc::new(producer);
         let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
         let ended = poll_on_a_thread(&producer, &stop.0)?;
@@ -531,15 +530,6 @@ fn poll_on_a_thread(
         .spawn(run)
         .map(|_| ended)
         .map_err(|error| BrokerError::Session(format!("a thread for the kafka producer: {error}")))
-}
-
-impl fmt::Debug for KafkaPublisher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KafkaPublisher")
-            .field("ready", &self.ready)
-            .field("in_flight", &self.session.window.in_flight())
-            .finish_non_exhaustive()
-    }
 }
 
 #[cfg(test)]

@@ -72,7 +72,7 @@ impl RawProducer {
             .remove("debug");
         let counts = Arc::new(Counts::default());
         let producer = BaseProducer::from_config_and_context(&settings, Counting(Arc::clone(&counts)))
-            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+            .map_err(|error| properties::refused(&error))?;
         Ok(Self { producer: Arc::new(producer), counts, source: config.source.clone() })
     }
 

@@ -35,7 +35,7 @@ fn read(config: &KafkaConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> 
     let context = AskContext::default();
     let reports = Arc::clone(&context.reports);
     let consumer = BaseConsumer::from_config_and_context(&client::reader(config), context)
-        .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+        .map_err(|error| properties::refused(&error))?;
     let serve = || drop(consumer.poll(blocking::SERVE));
     blocking::reach(consumer.client(), &reports, OPEN_DEADLINE, serve)?;
     let metadata = blocking::metadata(consumer.client(), &reports, Some(topic), ASK_DEADLINE, serve)?;

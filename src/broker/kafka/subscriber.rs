@@ -7,7 +7,6 @@
 //! Not here: polling and rebalances (`poller`).
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -64,7 +63,7 @@ impl KafkaSubscriber {
         let (ended, left) = oneshot::channel();
         let consumer = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
-                .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+                .map_err(|error| properties::refused(&error))?;
             let serve = || poller::serve(&consumer, &open);
             blocking::reach(consumer.client(), &open.reports, OPEN_DEADLINE, serve)?;
             say_what_is_missing(&asking, &consumer, &open, &topics)?;
@@ -291,12 +290,6 @@ fn offsets(
         })
     };
     sources.iter().map(found).collect()
-}
-
-impl fmt::Debug for KafkaSubscriber {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KafkaSubscriber").field("assignment", &*self.shared.assignment()).finish_non_exhaustive()
-    }
 }
 
 #[cfg(test)]

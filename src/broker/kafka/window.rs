@@ -352,11 +352,6 @@ impl PublishWindow {
         let state = self.state();
         state.slots.is_empty() && state.settled.is_empty()
     }
-
-    /// Rows that the broker has not answered.
-    pub(super) fn in_flight(&self) -> usize {
-        self.state().rows
-    }
 }
 
 impl State {
@@ -458,7 +453,7 @@ mod tests {
         let mut settled = Vec::new();
         window.take(&mut settled);
         assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1, 4, 3]);
-        assert_eq!(window.in_flight(), 1);
+        assert_eq!(window.state().rows, 1);
     }
 
     #[test]
@@ -545,7 +540,7 @@ mod tests {
         assert!(window.take(&mut settled));
         assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1]);
         assert_eq!(settled[0].outcome, Ok(Receipt::Offset { partition: 0, offset: 7 }));
-        assert_eq!(window.in_flight(), 2, "the next session sends the others again");
+        assert_eq!(window.state().rows, 2, "the next session sends the others again");
     }
 
     #[tokio::test]
