@@ -7,7 +7,6 @@
 //! Not here: what is written (`topology`, `publisher`, `group`).
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
 use sqlx::{ConnectOptions, Connection, Sqlite, Transaction};
@@ -170,11 +169,6 @@ impl Log {
             }
             _ => BrokerError::Session(format!("could not {doing} the broker file `{path}`: {words}")),
         }
-    }
-
-    /// How long a transaction waits for its turn at most, for deadlines around it.
-    pub(super) fn patience(&self) -> Duration {
-        self.config.busy_timeout
     }
 }
 

@@ -166,7 +166,7 @@ impl Publisher for EmbeddedPublisher {
     async fn close(self: Box<Self>) {
         let Self { rows, writer, log, .. } = *self;
         drop(rows);
-        if tokio::time::timeout(log.patience(), writer).await.is_err() {
+        if tokio::time::timeout(log.config.busy_timeout, writer).await.is_err() {
             tracing::warn!("the embedded publisher did not end in time");
         }
     }

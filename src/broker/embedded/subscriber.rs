@@ -184,7 +184,7 @@ impl Subscriber for EmbeddedSubscriber {
         let Self { events, member, log, .. } = *self;
         // When the receiver is dropped, the task commits what is acknowledged and leaves the group.
         drop(events);
-        if tokio::time::timeout(log.patience(), member).await.is_err() {
+        if tokio::time::timeout(log.config.busy_timeout, member).await.is_err() {
             tracing::warn!("the embedded subscriber did not leave its group in time");
         }
     }

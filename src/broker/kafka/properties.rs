@@ -135,7 +135,7 @@ pub(super) fn canonical(name: &str) -> &str {
 }
 
 /// True for properties whose value must not be shown.
-pub(super) fn is_secret(name: &str) -> bool {
+fn is_secret(name: &str) -> bool {
     ["password", "secret", "pem", "jaas", "sasl.oauthbearer.config"].iter().any(|part| name.contains(part))
 }
 
