@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use super::group::{self, Fenced, Membership, Standing};
 use super::log::Log;
 use super::record::{self, Range};
-use super::subscriber::MemberState;
+use super::subscriber::{MemberState, Said};
 use super::topology::{self, Topic};
 use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
@@ -223,8 +223,7 @@ impl Member {
             // Asked before acknowledgements are noted, because the runtime acknowledges first and
             // drops the guard after it: so no acknowledgement is missed.
             let through = self.through();
-            self.note_begun();
-            self.note_acknowledged();
+            self.note_what_is_said();
             self.write(&through);
             if Instant::now() >= self.poll_at {
                 self.poll().await?;
@@ -283,29 +282,32 @@ impl Member {
         until
     }
 
-    fn note_begun(&mut self) {
-        for (id, at) in self.shared.take_begun() {
-            if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
+    /// Notes what the runtime said. A source of an earlier assignment is not found: what is said of
+    /// it is ignored (G9).
+    fn note_what_is_said(&mut self) {
+        let Said { begun, acknowledged, spared } = self.shared.take_said();
+        for (id, at) in begun {
+            if let Some(owned) = self.source(&id) {
                 owned.begun = at.is_some();
                 owned.position = at.unwrap_or(owned.position);
                 owned.acknowledged = at.unwrap_or(owned.acknowledged);
                 owned.in_flight.clear();
             }
         }
-    }
-
-    fn note_acknowledged(&mut self) {
-        for (id, next) in self.shared.take_acknowledged() {
-            // A source of an earlier assignment is not found: its acknowledgement is ignored (G9).
-            if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
+        for (id, next) in acknowledged {
+            if let Some(owned) = self.source(&id) {
                 owned.handled(next);
             }
         }
-        for (id, offset, is_aside) in self.shared.take_spared() {
-            if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
+        for (id, offset, is_aside) in spared {
+            if let Some(owned) = self.source(&id) {
                 owned.spare(offset, is_aside);
             }
         }
+    }
+
+    fn source(&mut self, id: &PartitionId) -> Option<&mut Owned> {
+        self.owned.values_mut().find(|owned| owned.id == *id)
     }
 
     /// Partitions that are given up and that the runtime has finished with, or had its time for.
@@ -540,7 +542,7 @@ impl Member {
     /// Commits what is acknowledged and leaves the group.
     async fn leave(mut self) -> Result<(), BrokerError> {
         self.finish_writing().await?;
-        self.note_acknowledged();
+        self.note_what_is_said();
         let fenced = self.owned.iter().map(|(partition_id, owned)| Fenced {
             partition_id: *partition_id,
             epoch: owned.epoch,

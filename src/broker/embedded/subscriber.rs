@@ -21,16 +21,21 @@ use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 
+/// What the runtime said and the task has not noted yet.
+#[derive(Debug, Default)]
+pub(super) struct Said {
+    /// The first offset to deliver, by source; `None` for a source that is not to be read.
+    pub(super) begun: HashMap<PartitionId, Option<i64>>,
+    /// The next offset to be handled, by source.
+    pub(super) acknowledged: HashMap<PartitionId, i64>,
+    /// Deliveries that are not acknowledged but finished (false) or set aside (true).
+    pub(super) spared: Vec<(PartitionId, i64, bool)>,
+}
+
 /// The state that the subscriber and its task share.
 #[derive(Debug, Default)]
 pub(super) struct MemberState {
-    /// The next offset to be handled, by source.
-    acknowledged: Mutex<HashMap<PartitionId, i64>>,
-    /// Deliveries that are not acknowledged but finished (false) or set aside (true).
-    spared: Mutex<Vec<(PartitionId, i64, bool)>>,
-    /// The first offset to deliver, by source; `None` for a source that is not to be read. The task
-    /// removes the entries.
-    begun: Mutex<HashMap<PartitionId, Option<i64>>>,
+    said: Mutex<Said>,
     /// Wakes the task of the membership.
     pub(super) wake: Notify,
     pub(super) paused: AtomicBool,
@@ -41,27 +46,13 @@ pub(super) struct MemberState {
 }
 
 impl MemberState {
-    pub(super) fn take_begun(&self) -> HashMap<PartitionId, Option<i64>> {
-        std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    pub(super) fn take_spared(&self) -> Vec<(PartitionId, i64, bool)> {
-        std::mem::take(&mut *self.spared.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn begin(&self, source: &PartitionId, at: Option<i64>) {
-        self.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(source.clone(), at);
+    fn say(&self, say: impl FnOnce(&mut Said)) {
+        say(&mut self.said.lock().unwrap_or_else(PoisonError::into_inner));
         self.wake.notify_one();
     }
 
-    fn spare(&self, source: &PartitionId, sequences: &[i64], is_aside: bool) {
-        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence, is_aside));
-        self.spared.lock().unwrap_or_else(PoisonError::into_inner).extend(spared);
-        self.wake.notify_one();
-    }
-
-    pub(super) fn take_acknowledged(&self) -> HashMap<PartitionId, i64> {
-        std::mem::take(&mut *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(super) fn take_said(&self) -> Said {
+        std::mem::take(&mut *self.said.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -133,34 +124,34 @@ impl Subscriber for EmbeddedSubscriber {
             let Some(found) = self.unbegun.remove(&source) else { continue };
             let start = start(position.as_ref(), &found);
             self.delivered.insert(source.clone(), (start.at, found.end));
-            self.shared.begin(&source, Some(start.at));
+            self.shared.say(|said| _ = said.begun.insert(source.clone(), Some(start.at)));
             begun.push(Begun { source, topic_id: found.topic_id, start });
         }
         Ok(begun)
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
-        let mut acknowledged = self.shared.acknowledged.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = acknowledged.entry(source.clone()).or_insert(0);
-        *next = through.saturating_add(1).max(*next);
-        drop(acknowledged);
-        self.shared.wake.notify_one();
+        self.shared.say(|said| {
+            let next = said.acknowledged.entry(source.clone()).or_insert(0);
+            *next = through.saturating_add(1).max(*next);
+        });
         Ok(())
     }
 
     async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
-        self.shared.spare(source, sequences, false);
+        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence, false));
+        self.shared.say(|said| said.spared.extend(spared));
     }
 
     fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
-        self.shared.spare(source, &[sequence], true);
+        self.shared.say(|said| said.spared.push((source.clone(), sequence, true)));
     }
 
     fn refuse(&mut self, source: &PartitionId) {
         if let Some((_, end)) = self.delivered.get_mut(source) {
             // Nothing of it is waited for.
             *end = 0;
-            self.shared.begin(source, None);
+            self.shared.say(|said| _ = said.begun.insert(source.clone(), None));
         }
     }
 
