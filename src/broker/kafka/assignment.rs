@@ -81,6 +81,11 @@ impl Assignment {
         self.topics.get_mut(topic)?.get_mut(&partition)
     }
 
+    /// The source of this assignment; `None` once the assignment has ended.
+    fn assigned(&mut self, id: &PartitionId) -> Option<&mut Source> {
+        self.source_mut(&id.place, id.partition).filter(|source| source.id == *id)
+    }
+
     fn sources(&self) -> impl Iterator<Item = &Source> {
         self.topics.values().flat_map(BTreeMap::values)
     }
@@ -145,7 +150,7 @@ impl Assignment {
 
     /// Reads no more of this assignment, and counts nothing of it any more.
     pub(super) fn refuse(&mut self, id: &PartitionId) {
-        let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else { return };
+        let Some(source) = self.assigned(id) else { return };
         source.refused = true;
         let gone = std::mem::take(&mut source.in_flight);
         self.rows -= gone.iter().filter(|one| one.counts).count();
@@ -166,7 +171,7 @@ impl Assignment {
 
     /// Notes that the caller received a delivery. Does nothing for an assignment that has ended.
     pub(super) fn hand(&mut self, id: &PartitionId, offset: i64) {
-        if let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) {
+        if let Some(source) = self.assigned(id) {
             source.handed = source.handed.max(Some(offset));
         }
     }
@@ -174,7 +179,7 @@ impl Assignment {
     /// Notes that everything of this assignment up to an offset is committed in the database.
     /// Returns false for an assignment that has ended.
     pub(super) fn acknowledge(&mut self, id: &PartitionId, through: i64) -> bool {
-        let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else {
+        let Some(source) = self.assigned(id) else {
             return false;
         };
         let mut gone = (0, 0);
@@ -190,7 +195,7 @@ impl Assignment {
     /// Counts a delivery of this assignment no longer as a row. If it is finished, its bytes no
     /// longer count either.
     pub(super) fn spare(&mut self, id: &PartitionId, offset: i64, is_finished: bool) {
-        let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else { return };
+        let Some(source) = self.assigned(id) else { return };
         let Ok(at) = source.in_flight.binary_search_by_key(&offset, |one| one.offset) else { return };
         let Some(one) = source.in_flight.get_mut(at) else { return };
         let row = usize::from(std::mem::take(&mut one.counts));
@@ -286,7 +291,7 @@ impl Assignment {
 
     /// Sets where a partition begins, and its end as the broker told it.
     pub(super) fn begin(&mut self, id: &PartitionId, at: i64, end: i64) {
-        if let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) {
+        if let Some(source) = self.assigned(id) {
             source.next = Some(at);
             source.end = Some(end);
         }
