@@ -107,7 +107,7 @@ impl<'a> Pump<'a> {
         memory: &'a mut Memory,
     ) -> Self {
         let now = Instant::now();
-        let trials = Trials::new(&relay.broker, relay.options.declare_topics);
+        let trials = Trials::new(&relay.broker, &relay.options);
         Self {
             relay,
             session,
@@ -410,14 +410,9 @@ impl<'a> Pump<'a> {
         self.some_left |= !gone.is_empty();
         for position in changed {
             self.memory.verdicts.remove(&position);
-            self.release.changed(position);
+            self.release.stored(position);
         }
-        for position in gone {
-            self.diverted.leave(position);
-            self.memory.alone.remove(&position);
-            self.memory.isolation.on_settled(position);
-            self.release.left(position);
-        }
+        gone.into_iter().for_each(|position| self.left(position));
         for position in stored {
             self.unmarked.remove(&position);
             self.memory.verdicts.remove(&position);

@@ -104,12 +104,6 @@ impl Release {
         self.owes_a_read = false;
     }
 
-    /// Notes that a row left the table.
-    pub(super) fn left(&mut self, position: i64) {
-        self.redriven.remove(&position);
-        self.look = true;
-    }
-
     /// Notes that the broker has proven a released row: one more may be under way.
     pub(super) fn proven(&mut self, batch_rows: usize) {
         self.width = (self.width + 1).min(batch_rows);
@@ -135,10 +129,10 @@ impl Release {
         }
     }
 
-    /// Notes that the change of a row is stored, which completes the request for it. Not to be
-    /// called earlier: until the change is stored, the request is still in the table and would be
-    /// taken twice.
-    pub(super) fn changed(&mut self, position: i64) {
+    /// Notes that the change of a row, or that it left the table, is stored, which completes the
+    /// request for it. Not to be called earlier: until then the request is still in the table and
+    /// would be taken twice.
+    pub(super) fn stored(&mut self, position: i64) {
         self.redriven.remove(&position);
         self.look = true;
     }
@@ -233,10 +227,9 @@ impl Pump<'_> {
 
     /// Handles what trials found, and starts those that are due.
     async fn look_after_trials(&mut self) -> Result<bool, Doubt> {
-        let every = self.relay.options.probe;
         let mut moved = false;
         let mut told = HashMap::new();
-        while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses, every) {
+        while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses) {
             moved = true;
             match found {
                 TrialResult::There(topics) => {
@@ -262,7 +255,7 @@ impl Pump<'_> {
         self.release.reasons.retain(|topic, _| blocked.contains(topic.as_str()));
         self.memory.pauses.keep(&blocked);
         let open = &self.release.open;
-        self.trials.begin(&blocked, |topic| open.contains(topic), &mut self.memory.pauses, every);
+        self.trials.begin(&blocked, |topic| open.contains(topic), &mut self.memory.pauses);
         let is_all = self.ready_topics.is_empty() && open.is_empty();
         let first = if is_all { self.memory.pauses.all_in_vain(&blocked) } else { None };
         let why = first.map(|first| format!("no topic takes messages, {} blocked: {first}", blocked.len()));
@@ -415,11 +408,16 @@ impl Pump<'_> {
         for position in asked {
             if last.is_none_or(|last| *position < last) && !came.contains(position) {
                 tracing::warn!(position, "a held message is gone from the table, and not by this program");
-                self.diverted.leave(*position);
-                self.memory.alone.remove(position);
-                self.memory.isolation.on_settled(*position);
-                self.release.left(*position);
+                self.left(*position);
             }
         }
+    }
+
+    /// Forgets a row that has left the table.
+    pub(super) fn left(&mut self, position: i64) {
+        self.diverted.leave(position);
+        self.memory.alone.remove(&position);
+        self.memory.isolation.on_settled(position);
+        self.release.stored(position);
     }
 }

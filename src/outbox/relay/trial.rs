@@ -16,6 +16,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use super::options::RelayOptions;
 use crate::broker::{Broker, Publisher, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
@@ -129,6 +130,7 @@ pub(super) struct Trials {
     lanes: [Lane; 2],
     broker: Arc<dyn Broker>,
     declare: bool,
+    every: Duration,
     answers: mpsc::UnboundedSender<(usize, Answer)>,
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Received and not yet handled.
@@ -195,15 +197,16 @@ enum Said {
 }
 
 impl Trials {
-    pub(super) fn new(broker: &Arc<dyn Broker>, declare: bool) -> Self {
+    pub(super) fn new(broker: &Arc<dyn Broker>, options: &RelayOptions) -> Self {
+        let (declare, every) = (options.declare_topics, options.probe);
         let (answers, found) = mpsc::unbounded_channel();
         let lanes = [0, 1].map(|number| Lane::start(number, broker, declare, &answers));
-        Self { lanes, broker: Arc::clone(broker), declare, answers, found, heard: VecDeque::new() }
+        Self { lanes, broker: Arc::clone(broker), declare, every, answers, found, heard: VecDeque::new() }
     }
 
     /// Restarts a lane whose task has ended, which means a panic. That tells nothing about its
     /// topics: they are tried again.
-    fn mend(&mut self, number: usize, pauses: &mut Pauses, every: Duration) {
+    fn mend(&mut self, number: usize, pauses: &mut Pauses) {
         // Answers that the task gave before it ended are handled first.
         if !self.lanes[number].task.is_finished() || !self.heard.is_empty() || !self.found.is_empty() {
             return;
@@ -211,21 +214,15 @@ impl Trials {
         let topics = std::mem::take(&mut self.lanes[number].under_way);
         let why = "the trials of blocked topics panicked; restarting";
         tracing::error!(topics = topics.len(), "{why}");
-        topics.iter().for_each(|topic| _ = pauses.lost(topic, why, false, every));
+        topics.iter().for_each(|topic| _ = pauses.lost(topic, why, false, self.every));
         self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
         self.lanes[number].width = (topics.len() / 2).max(1);
     }
 
     /// Starts a round with the topics that are due, in each lane that has none running.
-    pub(super) fn begin(
-        &mut self,
-        blocked: &HashSet<&str>,
-        is_open: impl Fn(&str) -> bool,
-        pauses: &mut Pauses,
-        every: Duration,
-    ) {
+    pub(super) fn begin(&mut self, blocked: &HashSet<&str>, is_open: impl Fn(&str) -> bool, pauses: &mut Pauses) {
         for number in 0..self.lanes.len() {
-            self.mend(number, pauses, every);
+            self.mend(number, pauses);
         }
         let now = Instant::now();
         for number in 0..self.lanes.len() {
@@ -269,7 +266,8 @@ impl Trials {
     }
 
     /// Takes the next result without waiting, with the number of its lane.
-    pub(super) fn found(&mut self, pauses: &mut Pauses, every: Duration) -> Option<(usize, TrialResult)> {
+    pub(super) fn found(&mut self, pauses: &mut Pauses) -> Option<(usize, TrialResult)> {
+        let every = self.every;
         while let Some((lane, answer)) = self.heard.pop_front().or_else(|| self.found.try_recv().ok()) {
             let (topic, position, said) = match answer {
                 Answer::There(topics) => return Some((lane, TrialResult::There(topics))),
