@@ -8,8 +8,8 @@ use std::sync::Arc;
 use chrono::DateTime;
 use futures::TryStreamExt;
 use sha2::{Digest, Sha256};
-use sqlx::sqlite::SqliteConnection;
-use sqlx::{FromRow, Row};
+use sqlx::Row;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use crate::broker::envelope;
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
@@ -117,8 +117,7 @@ pub(super) async fn read(
     let mut read = Vec::new();
     let mut bytes = 0;
     while let Some(row) = rows.try_next().await? {
-        let record = Record::from_row(&row)?;
-        let arrived = record.arrive(range)?;
+        let arrived = arrive(&row, range)?;
         bytes += arrived.weight();
         read.push(arrived);
         if bytes >= bytes_max {
@@ -128,43 +127,21 @@ pub(super) async fn read(
     Ok(read)
 }
 
-#[derive(Debug)]
-struct Record {
-    position: i64,
-    key: Option<Vec<u8>>,
-    headers: String,
-    payload: Vec<u8>,
-    appended_at: i64,
-}
-
-impl<'r> FromRow<'r, sqlx::sqlite::SqliteRow> for Record {
-    fn from_row(row: &'r sqlx::sqlite::SqliteRow) -> Result<Self, sqlx::Error> {
-        Ok(Self {
-            position: row.try_get(0)?,
-            key: row.try_get(1)?,
-            headers: row.try_get(2)?,
-            payload: row.try_get(3)?,
-            appended_at: row.try_get(4)?,
-        })
-    }
-}
-
-impl Record {
-    fn arrive(self, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
-        let headers: Vec<(String, String)> =
-            serde_json::from_str(&self.headers).map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
-        Ok(envelope::arrive(
-            self.key,
-            headers.into_iter().map(|(name, value)| (name, value.into_bytes())).collect(),
-            self.payload,
-            DateTime::from_timestamp_millis(self.appended_at),
-            Coordinates {
-                place: range.topic.to_owned(),
-                partition: range.number,
-                offset: self.position & ((1 << OFFSET_BITS) - 1),
-            },
-        ))
-    }
+fn arrive(row: &SqliteRow, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
+    let headers: Vec<(String, String)> =
+        serde_json::from_str(row.try_get(2)?).map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
+    let position: i64 = row.try_get(0)?;
+    Ok(envelope::arrive(
+        row.try_get(1)?,
+        headers.into_iter().map(|(name, value)| (name, value.into_bytes())).collect(),
+        row.try_get(3)?,
+        DateTime::from_timestamp_millis(row.try_get(4)?),
+        Coordinates {
+            place: range.topic.to_owned(),
+            partition: range.number,
+            offset: position & ((1 << OFFSET_BITS) - 1),
+        },
+    ))
 }
 
 #[cfg(test)]

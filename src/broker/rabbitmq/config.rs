@@ -17,17 +17,6 @@ use url::Url;
 use crate::error::{BrokerError, redact};
 use crate::text::hosts::each;
 
-/// Channels of one publishing session. More than one, because the server handles each channel in a
-/// process of its own. A key always uses the same channel.
-const CHANNELS: usize = 4;
-/// Publishes without a confirm, over all channels of a session.
-const PUBLISH_WINDOW: usize = 1_000;
-/// Most bytes of rows that a session holds before `send` waits. It is the only bound for rows that
-/// wait for an earlier row of their key (R20).
-const HELD_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// Most deliveries in flight on one queue, even if the subscription allows more.
-const PREFETCH_MAX: u16 = 10_000;
-
 /// Settings of the adapter. [`RabbitConfig::new`] takes a URL and sets the defaults.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RabbitConfig {
@@ -48,13 +37,15 @@ pub struct RabbitConfig {
     /// Queues per consumer and topic. 1 is a plain quorum queue; several are bound to a
     /// consistent-hash exchange (R30).
     pub partitions: u32,
-    /// Channels of one publishing session.
+    /// Channels of one publishing session. More than one, because the server handles each channel in
+    /// a process of its own. A key always uses the same channel.
     pub channels: usize,
     /// Most publishes without a confirm, over all channels of a session.
     pub publish_window: usize,
-    /// Most bytes of rows that a session holds before `send` waits.
+    /// Most bytes of rows that a session holds before `send` waits. It is the only bound for rows
+    /// that wait for an earlier row of their key (R20).
     pub held_bytes_max: usize,
-    /// Most deliveries in flight on one queue.
+    /// Most deliveries in flight on one queue, even if the subscription allows more.
     pub prefetch: u16,
     /// The heartbeat that is asked for; the server may ask for a shorter one.
     pub heartbeat: Duration,
@@ -102,10 +93,10 @@ impl RabbitConfig {
             alternate_exchange: None,
             pipeline_per_key: false,
             partitions: 1,
-            channels: CHANNELS,
-            publish_window: PUBLISH_WINDOW,
-            held_bytes_max: HELD_BYTES_MAX,
-            prefetch: PREFETCH_MAX,
+            channels: 4,
+            publish_window: 1_000,
+            held_bytes_max: 64 << 20,
+            prefetch: 10_000,
             heartbeat: Duration::from_secs(10),
             connect_deadline: Duration::from_secs(10),
             close_deadline: Duration::from_secs(5),
