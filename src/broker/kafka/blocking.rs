@@ -45,27 +45,26 @@ pub(super) async fn run<T: Send + 'static>(
     }
 }
 
-/// Waits until a broker answers, refuses this client, or the deadline passes.
+/// Waits until a broker answers, refuses this client, or `OPEN_DEADLINE` passes.
 pub(super) fn reach<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,
-    deadline: Duration,
     serve: impl Fn(),
 ) -> Result<(), BrokerError> {
     let ask = |slice| client.fetch_cluster_id(slice).ok_or_else(|| "no answer in time".to_owned());
-    ask_until(reports, deadline, serve, ask).map(drop)
+    ask_until(reports, client::OPEN_DEADLINE, serve, ask).map(drop)
 }
 
 /// Asks for the metadata of one topic, or of all, until it is answered, the broker refuses this
-/// client, or the deadline passes.
+/// client, or `ASK_DEADLINE` passes.
 pub(super) fn metadata<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,
     topic: Option<&str>,
-    deadline: Duration,
     serve: impl Fn(),
 ) -> Result<Metadata, BrokerError> {
-    ask_until(reports, deadline, serve, |slice| client.fetch_metadata(topic, slice).map_err(|error| error.to_string()))
+    let ask = |slice| client.fetch_metadata(topic, slice).map_err(|error| error.to_string());
+    ask_until(reports, client::ASK_DEADLINE, serve, ask)
 }
 
 fn ask_until<T>(
@@ -136,13 +135,12 @@ impl Asker {
 
     /// Waits until the broker answers.
     pub(super) fn reach(&self) -> Result<(), BrokerError> {
-        reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(SERVE))
+        reach(self.client(), &self.reports, || self.producer.poll(SERVE))
     }
 
     /// Metadata of one topic, or of all.
     pub(super) fn metadata(&self, topic: Option<&str>) -> Result<Metadata, BrokerError> {
-        let serve = || self.producer.poll(SERVE);
-        metadata(self.client(), &self.reports, topic, client::ASK_DEADLINE, serve)
+        metadata(self.client(), &self.reports, topic, || self.producer.poll(SERVE))
     }
 
     /// The client of librdkafka that the producer uses.

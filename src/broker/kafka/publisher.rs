@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
-use rdkafka::metadata::{Metadata, MetadataTopic};
+use rdkafka::metadata::MetadataTopic;
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer, PurgeConfig};
 use tokio_util::sync::CancellationToken;
 
 use super::blocking;
-use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
+use super::client::{self, ASK_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::Reports;
 use super::opening::Place;
@@ -418,7 +418,7 @@ impl Session {
     /// Waits for the producer's id: without it the first message is delayed by 0.5 s.
     async fn warm(&self) -> Result<(), BrokerError> {
         let (producer, reports) = (Arc::clone(&self.producer), Arc::clone(&self.reports));
-        blocking::run(move || blocking::reach(producer.client(), &reports, OPEN_DEADLINE, || {})).await?;
+        blocking::run(move || blocking::reach(producer.client(), &reports, || {})).await?;
         let end = Instant::now() + ASK_DEADLINE;
         let mut producer_id = self.reports.producer_id();
         loop {
@@ -453,11 +453,9 @@ impl Session {
         let (limits, config, window) = (Arc::clone(limits), Arc::clone(config), Arc::clone(&self.window));
         let (states, grown) = blocking::run(move || {
             let names: Vec<&str> = topics.iter().map(String::as_str).collect();
-            let answers = topology::asked(&names, |name| {
-                blocking::metadata(producer.client(), &reports, name, ASK_DEADLINE, || {})
-            })?;
-            let all: HashMap<&str, &MetadataTopic> =
-                answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect();
+            let ask = |name: Option<&str>| blocking::metadata(producer.client(), &reports, name, || {});
+            let answers = topology::asked(&names, ask)?;
+            let all = topology::by_name(&answers);
             let found: Vec<_> = topics.iter().map(|topic| all.get(topic.as_str()).copied()).collect();
             let mut states: Vec<TopicState> = found.iter().map(|topic| topology::state(*topic)).collect();
             let there = found.iter().zip(&states).filter(|(_, state)| **state == TopicState::Ready);

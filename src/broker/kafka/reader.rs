@@ -14,10 +14,9 @@ use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::KafkaError;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::AskContext;
-use super::{blocking, properties, topology, wire};
+use super::{blocking, client, properties, topology, wire};
 use crate::broker::TopicState;
 use crate::error::BrokerError;
 use crate::message::Arrived;
@@ -37,14 +36,14 @@ fn read(config: &KafkaConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> 
     let consumer = BaseConsumer::from_config_and_context(&client::reader(config), context)
         .map_err(|error| properties::refused(&error))?;
     let serve = || drop(consumer.poll(blocking::SERVE));
-    blocking::reach(consumer.client(), &reports, OPEN_DEADLINE, serve)?;
-    let metadata = blocking::metadata(consumer.client(), &reports, Some(topic), ASK_DEADLINE, serve)?;
-    if let TopicState::NotReady(reason) = topology::state(topology::find(&metadata, topic)) {
+    blocking::reach(consumer.client(), &reports, serve)?;
+    let metadata = blocking::metadata(consumer.client(), &reports, Some(topic), serve)?;
+    let described = topology::find(&metadata, topic);
+    if let TopicState::NotReady(reason) = topology::state(described) {
         return Err(BrokerError::Destination(format!("kafka topic `{topic}`: {reason}")));
     }
-    let partitions =
-        metadata.topics().iter().filter(|found| found.name() == topic).flat_map(|found| found.partitions());
-    let mut open: BTreeSet<i32> = partitions.map(|partition| partition.id()).collect();
+    let partitions = described.map_or(&[][..], |topic| topic.partitions());
+    let mut open: BTreeSet<i32> = partitions.iter().map(|partition| partition.id()).collect();
     let mut list = TopicPartitionList::with_capacity(open.len());
     for partition in &open {
         list.add_partition_offset(topic, *partition, Offset::Beginning)

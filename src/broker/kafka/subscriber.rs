@@ -65,7 +65,7 @@ impl KafkaSubscriber {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| properties::refused(&error))?;
             let serve = || poller::serve(&consumer, &open);
-            blocking::reach(consumer.client(), &open.reports, OPEN_DEADLINE, serve)?;
+            blocking::reach(consumer.client(), &open.reports, serve)?;
             say_what_is_missing(&asking, &consumer, &open, &topics)?;
             let names: Vec<&str> = topics.iter().map(String::as_str).collect();
             consumer.subscribe(&names).map_err(|error| BrokerError::Session(format!("subscribing: {error}")))?;
@@ -94,7 +94,7 @@ fn say_what_is_missing(
 ) -> Result<(), BrokerError> {
     for topic in topics {
         let serve = || poller::serve(consumer, shared);
-        let metadata = blocking::metadata(consumer.client(), &shared.reports, Some(topic), ASK_DEADLINE, serve)?;
+        let metadata = blocking::metadata(consumer.client(), &shared.reports, Some(topic), serve)?;
         if let TopicState::NotReady(reason) = topology::state(topology::find(&metadata, topic)) {
             let remedy = topology::how_to_create(config, topic);
             tracing::warn!(topic, reason, remedy, "a kafka topic cannot be consumed yet: waiting for it");

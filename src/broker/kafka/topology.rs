@@ -187,6 +187,11 @@ pub(super) fn asked(
     topics.iter().map(|topic| ask(Some(*topic))).collect()
 }
 
+/// The topics of these answers by their names.
+pub(super) fn by_name(answers: &[Metadata]) -> HashMap<&str, &MetadataTopic> {
+    answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect()
+}
+
 /// Finds a topic in metadata by its name.
 pub(super) fn find<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a MetadataTopic> {
     metadata.topics().iter().find(|topic| topic.name() == name)
@@ -322,8 +327,7 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
 /// The topics among these that are not ready, each with the reason.
 fn not_ready<'a>(asker: &Asker, topics: &[&'a str]) -> Result<Vec<(&'a str, String)>, BrokerError> {
     let answers = asked(topics, |topic| asker.metadata(topic))?;
-    let all: HashMap<&str, &MetadataTopic> =
-        answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect();
+    let all = by_name(&answers);
     let not_ready = topics.iter().filter_map(|topic| match state(all.get(topic).copied()) {
         TopicState::Ready => None,
         TopicState::NotReady(why) => Some((*topic, why)),

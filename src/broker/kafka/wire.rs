@@ -6,6 +6,7 @@
 //!
 //! Not here: which ids are valid (room `message`).
 
+use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use chrono::{DateTime, Datelike, Timelike, Utc};
@@ -14,40 +15,29 @@ use rdkafka::message::{BorrowedHeaders, BorrowedMessage, Header, Headers, Messag
 use crate::message::wire::{CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time, parse_time};
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
-const ENVELOPE_HEADERS: usize = 9;
-
 /// The headers of a row. Allocates nothing but librdkafka's own memory, once per header.
 pub(super) fn headers(message: &OutgoingMessage, source: &str) -> OwnedHeaders {
-    fn put(headers: OwnedHeaders, key: &str, value: &str) -> OwnedHeaders {
-        headers.insert(Header { key, value: Some(value) })
-    }
-    let mut id = [0; uuid::fmt::Hyphenated::LENGTH];
-    let mut time = [0; TIME_LENGTH];
-    let headers = OwnedHeaders::new_with_capacity(ENVELOPE_HEADERS + message.headers.len());
-    let headers = put(headers, KAFKA.spec_version, SPEC_VERSION);
-    let headers = put(headers, KAFKA.id, message.id.hyphenated().encode_lower(&mut id));
-    let headers = put(headers, KAFKA.source, source);
-    let headers = put(headers, KAFKA.kind, &message.kind);
-    let headers = match fast_time(message.created_at, &mut time) {
-        Some(time) => put(headers, KAFKA.time, time),
-        None => put(headers, KAFKA.time, &format_time(message.created_at)),
+    let (mut id, mut time) = ([0; uuid::fmt::Hyphenated::LENGTH], [0; TIME_LENGTH]);
+    let time = match fast_time(message.created_at, &mut time) {
+        Some(time) => Cow::Borrowed(time),
+        None => Cow::Owned(format_time(message.created_at)),
     };
-    let headers = put(headers, CONTENT_TYPE, &message.content_type);
-    let headers = match &message.key {
-        Some(key) => put(headers, KAFKA.partition_key, key),
-        None => headers,
-    };
-    let headers = match &message.trace {
-        Some(trace) => {
-            let headers = put(headers, TRACEPARENT, &trace.traceparent);
-            match &trace.tracestate {
-                Some(state) => put(headers, TRACESTATE, state),
-                None => headers,
-            }
-        }
-        None => headers,
-    };
-    message.headers.iter().fold(headers, |headers, (name, value)| put(headers, name, value))
+    let trace = message.trace.as_ref();
+    let envelope = [
+        (KAFKA.spec_version, Some(SPEC_VERSION)),
+        (KAFKA.id, Some(&*message.id.hyphenated().encode_lower(&mut id))),
+        (KAFKA.source, Some(source)),
+        (KAFKA.kind, Some(message.kind.as_str())),
+        (KAFKA.time, Some(&*time)),
+        (CONTENT_TYPE, Some(message.content_type.as_str())),
+        (KAFKA.partition_key, message.key.as_deref()),
+        (TRACEPARENT, trace.map(|trace| trace.traceparent.as_str())),
+        (TRACESTATE, trace.and_then(|trace| trace.tracestate.as_deref())),
+    ];
+    let room = OwnedHeaders::new_with_capacity(envelope.len() + message.headers.len());
+    let given = envelope.into_iter().filter_map(|(key, value)| Some((key, value?)));
+    let own = message.headers.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    given.chain(own).fold(room, |headers, (key, value)| headers.insert(Header { key, value: Some(value) }))
 }
 
 const TIME_LENGTH: usize = "2026-11-21T03:28:00.123456Z".len();
