@@ -30,7 +30,6 @@ mod unread;
 mod window;
 mod wire;
 
-use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -45,7 +44,7 @@ use crate::message::Arrived;
 use topology::TopicLimits;
 
 /// A configured Kafka. Cheap: only its sessions make connections.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct KafkaBroker {
     config: Arc<KafkaConfig>,
     // The size limits of topics, learned by one session and used by the next ones (R19).
@@ -61,12 +60,6 @@ impl KafkaBroker {
     pub fn new(config: KafkaConfig) -> Result<Self, BrokerError> {
         config.validate()?;
         Ok(Self { config: Arc::new(config), limits: Arc::new(TopicLimits::default()) })
-    }
-}
-
-impl fmt::Debug for KafkaBroker {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KafkaBroker").field("config", &self.config).finish_non_exhaustive()
     }
 }
 

@@ -9,13 +9,13 @@
 //! Not here: missing topics. A topic is created with its first row.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::Instant;
 
 use super::log::Log;
@@ -51,22 +51,9 @@ pub(super) struct EmbeddedPublisher {
     /// (topic, key) of refused rows, until the runtime received the refusals.
     broken_keys: HashSet<(String, String)>,
     log: Arc<Log>,
-    blocked: Blocked,
+    /// Why the file takes nothing for now.
+    blocked: watch::Receiver<Option<String>>,
     writer: tokio::task::JoinHandle<()>,
-}
-
-/// Why the file takes nothing for now: the writer sets it, the runtime reads it.
-#[derive(Debug, Clone, Default)]
-struct Blocked(Arc<Mutex<Option<String>>>);
-
-impl Blocked {
-    fn get(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn set(&self, why: Option<String>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why;
-    }
 }
 
 /// A row that waits for the writer.
@@ -82,9 +69,8 @@ impl EmbeddedPublisher {
         let connection = log.connect().await?;
         let (rows, waiting) = mpsc::unbounded_channel();
         let (answers, settled) = mpsc::unbounded_channel();
-        let blocked = Blocked::default();
-        let writer =
-            Writer { log: Arc::clone(&log), connection, topics: HashMap::new(), answers, blocked: blocked.clone() };
+        let (blocks, blocked) = watch::channel(None);
+        let writer = Writer { log: Arc::clone(&log), connection, topics: HashMap::new(), answers, blocks };
         Ok(Self {
             rows,
             settled,
@@ -160,7 +146,7 @@ impl Publisher for EmbeddedPublisher {
     }
 
     fn blocked(&self) -> Option<String> {
-        self.blocked.get()
+        self.blocked.borrow().clone()
     }
 
     async fn close(self: Box<Self>) {
@@ -178,7 +164,7 @@ struct Writer {
     connection: SqliteConnection,
     topics: HashMap<String, Topic>,
     answers: mpsc::UnboundedSender<Outcomes>,
-    blocked: Blocked,
+    blocks: watch::Sender<Option<String>>,
 }
 
 /// Rows that are ready to be written. A failed write leaves them unchanged.
@@ -265,11 +251,11 @@ impl Writer {
                 Err(BrokerError::Unavailable(why)) if !self.answers.is_closed() && !waiting.is_closed() => {
                     // Topics that the failed transaction created do not exist.
                     self.topics.clear();
-                    self.blocked.set(Some(why));
+                    self.blocks.send_replace(Some(why));
                     tokio::time::sleep(BLOCKED_RETRY).await;
                 }
                 outcomes => {
-                    self.blocked.set(None);
+                    self.blocks.send_replace(None);
                     return outcomes;
                 }
             }

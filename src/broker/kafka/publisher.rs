@@ -9,7 +9,6 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -17,7 +16,7 @@ use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::metadata::MetadataTopic;
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer, PurgeConfig};
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::blocking;
 use super::client::{self, ASK_DEADLINE};
@@ -74,17 +73,9 @@ struct Session {
     /// Since when the session is in doubt. The time is kept from one call of `settle` to the next,
     /// because the relay may give up a call before `REPORT_DEADLINE` is over.
     doubted_at: Option<Instant>,
-    // Dropped after `producer`, so that the thread's reference to the producer is the last one.
-    _stop: StopOnDrop,
-}
-
-/// Tells the polling thread to end.
-struct StopOnDrop(Arc<AtomicBool>);
-
-impl Drop for StopOnDrop {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
+    // Tells the thread to end. Dropped after `producer`, so that the thread's reference to the
+    // producer is the last one.
+    _stop: DropGuard,
 }
 
 impl KafkaPublisher {
@@ -408,9 +399,9 @@ impl Session {
         let producer = BaseProducer::from_config_and_context(&client::producer(config, sizes), context)
             .map_err(|error| properties::refused(&error))?;
         let producer = Arc::new(producer);
-        let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
-        let ended = poll_on_a_thread(&producer, &stop.0)?;
-        let session = Self { producer, window, reports, sizes, ended, doubted_at: None, _stop: stop };
+        let stop = CancellationToken::new();
+        let ended = poll_on_a_thread(&producer, stop.clone())?;
+        let session = Self { producer, window, reports, sizes, ended, doubted_at: None, _stop: stop.drop_guard() };
         session.warm().await?;
         Ok(session)
     }
@@ -509,14 +500,14 @@ impl Drop for Session {
 /// and up to 0.5 s for reports of purged messages.
 fn poll_on_a_thread(
     producer: &Arc<BaseProducer<PublishContext>>,
-    stop: &Arc<AtomicBool>,
+    stop: CancellationToken,
 ) -> Result<CancellationToken, BrokerError> {
-    let (producer, stop) = (Arc::clone(producer), Arc::clone(stop));
+    let producer = Arc::clone(producer);
     let ended = CancellationToken::new();
     let says_so = ended.clone().drop_guard();
     let run = move || {
         let _says_so = says_so;
-        while !stop.load(Ordering::Relaxed) {
+        while !stop.is_cancelled() {
             producer.poll(POLL);
         }
         // A question may still run on another thread that may wait. Then that thread holds the last
@@ -551,6 +542,11 @@ mod tests {
         (mock, publisher)
     }
 
+    /// Takes what ends the polling thread when it is dropped.
+    fn thread_of(publisher: &mut KafkaPublisher) -> DropGuard {
+        std::mem::replace(&mut publisher.session._stop, CancellationToken::new().drop_guard())
+    }
+
     /// Shown by: waiting for the window alone (`settle` waits for ever).
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_session_that_nobody_polls_any_more_ends_within_a_second() {
@@ -569,10 +565,10 @@ mod tests {
             created_at: chrono::Utc::now(),
         };
         publisher.send(vec![(0, message)]).await.unwrap();
-        let stop = Arc::clone(&publisher.session._stop.0);
+        let stop = thread_of(&mut publisher);
         let mut settled = Vec::new();
         let ends = async {
-            stop.store(true, Ordering::Relaxed);
+            drop(stop);
             publisher.settle(&mut settled).await
         };
         let ended = tokio::time::timeout(Duration::from_secs(1), ends).await.expect("it ends");
@@ -607,7 +603,7 @@ mod tests {
         let mut settled = Vec::new();
         window.settle(early, "t", None, refused());
         publisher.settle(&mut settled).await.unwrap();
-        publisher.session._stop.0.store(true, Ordering::Relaxed);
+        drop(thread_of(&mut publisher));
         ended.cancelled().await;
         {
             let mut settling = publisher.settle(&mut settled);

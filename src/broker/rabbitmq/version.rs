@@ -5,7 +5,7 @@
 
 use futures::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;
-use lapin::types::{AMQPValue, FieldTable, parsing};
+use lapin::types::{AMQPValue, parsing};
 
 use super::config::{RabbitConfig, Server};
 use super::socket::{connector, resolve, untrusted};
@@ -63,15 +63,11 @@ async fn greet(config: &RabbitConfig, server: &Server) -> Result<ServerVersion, 
 fn start(payload: &[u8]) -> Option<ServerVersion> {
     let table = payload.strip_prefix(&START)?.get(2..)?;
     let (_, table) = parsing::parse_field_table(table).ok()?;
-    let text = |name: &str| property(&table, name);
-    Some(ServerVersion { product: text("product"), version: text("version") })
-}
-
-fn property(table: &FieldTable, name: &str) -> String {
-    match table.inner().get(name) {
+    let text = |name: &str| match table.inner().get(name) {
         Some(AMQPValue::LongString(text)) => String::from_utf8_lossy(text.as_bytes()).into_owned(),
         _ => String::new(),
-    }
+    };
+    Some(ServerVersion { product: text("product"), version: text("version") })
 }
 
 #[cfg(test)]
