@@ -7,12 +7,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use super::properties;
+use crate::broker::address::{is_loopback, percent_decode};
 use crate::error::{BrokerError, redact};
 
 const DEFAULT_PORT: u16 = 9092;
@@ -186,12 +186,11 @@ impl KafkaConfig {
     }
 
     fn validate_sasl(&self) -> Result<(), BrokerError> {
+        let is_here = |server: &String| is_loopback(server.rsplit_once(':').map_or(server.as_str(), |(host, _)| host));
         match self.sasl_mechanism {
-            SaslMechanism::Plain if !self.tls && !self.servers.iter().all(|server| is_loopback(server)) => {
-                Err(refused(
-                    "SASL PLAIN sends the password readable: use `kafkas://` (TLS), or SCRAM-SHA-512 as `sasl_mechanism`",
-                ))
-            }
+            SaslMechanism::Plain if !self.tls && !self.servers.iter().all(is_here) => Err(refused(
+                "SASL PLAIN sends the password readable: use `kafkas://` (TLS), or SCRAM-SHA-512 as `sasl_mechanism`",
+            )),
             SaslMechanism::Plain => Ok(()),
             scram if !cfg!(feature = "kafka-tls") => Err(needs_tls_feature(&format!("SASL {}", scram.name()))),
             _ => Ok(()),
@@ -248,29 +247,6 @@ fn server(text: &str) -> Result<String, String> {
         return Err(format!("`{text}` is no HOST:PORT (an IPv6 address stands in brackets)"));
     }
     Ok(format!("{host}:{port}"))
-}
-
-fn is_loopback(server: &str) -> bool {
-    let host = server.rsplit_once(':').map_or(server, |(host, _)| host);
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
-}
-
-fn percent_decode(text: &str) -> Option<String> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((first, tail)) = rest.split_first() {
-        if *first != b'%' {
-            bytes.push(*first);
-            rest = tail;
-            continue;
-        }
-        let digits = tail.get(..2)?;
-        let value = std::str::from_utf8(digits).ok().filter(|digits| !digits.starts_with('+'))?;
-        bytes.push(u8::from_str_radix(value, 16).ok()?);
-        rest = &tail[2..];
-    }
-    String::from_utf8(bytes).ok()
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
+use crate::broker::address::is_loopback;
 use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 
@@ -210,8 +211,4 @@ async fn plugin(config: &RabbitConfig) -> Result<BrokerFinding, BrokerError> {
         return Ok(BrokerFinding::fine(name, "enabled"));
     }
     Ok(BrokerFinding::refused(name, "not enabled, and partitions are above 1", ENABLE_PLUGIN))
-}
-
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }

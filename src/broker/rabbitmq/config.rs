@@ -14,11 +14,12 @@ use std::time::Duration;
 use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo};
 use url::Url;
 
+use crate::broker::address::percent_decode;
 use crate::error::{BrokerError, redact};
 use crate::text::hosts::each;
 
 /// Settings of the adapter. [`RabbitConfig::new`] takes a URL and sets the defaults.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct RabbitConfig {
     /// `amqp://USER:PASSWORD@HOST:PORT/VHOST` or `amqps://`. Without a vhost it is `/`; a `/` in a
     /// vhost is written `%2f`.
@@ -73,14 +74,6 @@ pub struct Remembered {
     /// The prefetch that each consumer can handle, by consumer.
     bearable: Arc<Mutex<HashMap<String, u16>>>,
 }
-
-impl PartialEq for Remembered {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-
-impl Eq for Remembered {}
 
 impl RabbitConfig {
     /// The default settings with a URL.
@@ -196,6 +189,8 @@ impl RabbitConfig {
     fn server(&self, url: &str) -> Result<Server, BrokerError> {
         let shown = redact(&self.url);
         let refused = |why: String| BrokerError::Refused(format!("the URL {shown}: {why}"));
+        let decode =
+            |text: &str| percent_decode(text).ok_or_else(|| refused("a part is not percent-encoded UTF-8".to_owned()));
         let url = Url::parse(url).map_err(|error| refused(error.to_string()))?;
         let scheme = match url.scheme() {
             "amqp" => AMQPScheme::AMQP,
@@ -207,16 +202,16 @@ impl RabbitConfig {
         }
         // The parser of the client library is not used: it turns an IPv6 host into `localhost`.
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("no host".to_owned()))?;
-        let host = decode(host.trim_start_matches('[').trim_end_matches(']')).map_err(&refused)?;
+        let host = decode(host.trim_start_matches('[').trim_end_matches(']'))?;
         let port = url.port().unwrap_or_else(|| scheme.default_port());
         let user = match url.username() {
             "" => "guest".to_owned(),
-            name => decode(name).map_err(&refused)?,
+            name => decode(name)?,
         };
-        let password = url.password().map_or(Ok("guest".to_owned()), decode).map_err(&refused)?;
+        let password = url.password().map_or(Ok("guest".to_owned()), decode)?;
         let vhost = match url.path() {
             "" | "/" => "/".to_owned(),
-            path => decode(&path[1..]).map_err(&refused)?,
+            path => decode(&path[1..])?,
         };
         let heartbeat = u16::try_from(self.heartbeat.as_secs().max(1)).unwrap_or(u16::MAX);
         let uri = AMQPUri {
@@ -260,23 +255,6 @@ impl fmt::Display for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{} (vhost `{}`)", self.host, self.port, self.vhost)
     }
-}
-
-fn decode(text: &str) -> Result<String, String> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((&first, tail)) = rest.split_first() {
-        if first != b'%' {
-            bytes.push(first);
-            rest = tail;
-            continue;
-        }
-        let hex = tail.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
-        let byte = hex.and_then(|hex| u8::from_str_radix(hex, 16).ok());
-        bytes.push(byte.ok_or("a `%` that no two hexadecimal digits follow")?);
-        rest = &tail[2..];
-    }
-    String::from_utf8(bytes).map_err(|_| "a part is not UTF-8".to_owned())
 }
 
 #[cfg(test)]
