@@ -46,3 +46,21 @@ impl OutgoingMessage {
         self.key.clone().unwrap_or_else(|| self.id.to_string())
     }
 }
+
+#[cfg(test)]
+impl OutgoingMessage {
+    /// A message for unit tests, with an id of its own.
+    pub(crate) fn sample(topic: &str, key: Option<&str>) -> Self {
+        Self {
+            id: Uuid::now_v7(),
+            topic: topic.to_owned(),
+            key: key.map(str::to_owned),
+            kind: "payment.created".to_owned(),
+            headers: Vec::new(),
+            payload: b"{}".to_vec(),
+            content_type: "application/json".to_owned(),
+            trace: TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b")),
+            created_at: DateTime::UNIX_EPOCH,
+        }
+    }
+}

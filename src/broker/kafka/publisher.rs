@@ -553,18 +553,7 @@ mod tests {
         let (mock, mut publisher) = opened().await;
         assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
         mock.broker_round_trip_time(1, Duration::from_secs(60)).unwrap();
-        let message = OutgoingMessage {
-            id: uuid::Uuid::now_v7(),
-            topic: "t".to_owned(),
-            key: None,
-            kind: "made".to_owned(),
-            headers: Vec::new(),
-            payload: b"x".to_vec(),
-            content_type: "text/plain".to_owned(),
-            trace: None,
-            created_at: chrono::Utc::now(),
-        };
-        publisher.send(vec![(0, message)]).await.unwrap();
+        publisher.send(vec![(0, OutgoingMessage::sample("t", None))]).await.unwrap();
         let stop = thread_of(&mut publisher);
         let mut settled = Vec::new();
         let ends = async {

@@ -113,20 +113,14 @@ fn read_header(headers: &BorrowedHeaders, at: usize) -> (String, Vec<u8>) {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::message::TraceContext;
     use proptest::prelude::*;
 
     fn message() -> OutgoingMessage {
         OutgoingMessage {
             id: uuid::Uuid::from_u128(7),
-            topic: "payments".into(),
-            key: Some("acc-7".into()),
-            kind: "payment.created".into(),
             headers: vec![("tenant".into(), "t1".into()), ("empty".into(), String::new())],
-            payload: b"{}".to_vec(),
-            content_type: "application/json".into(),
-            trace: TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b")),
             created_at: DateTime::from_timestamp_micros(1_795_232_880_000_001).unwrap(),
+            ..OutgoingMessage::sample("payments", Some("acc-7"))
         }
     }
 

@@ -143,24 +143,7 @@ impl Lanes {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use chrono::DateTime;
-    use uuid::Uuid;
-
     use super::*;
-
-    fn message(topic: &str, key: Option<&str>) -> OutgoingMessage {
-        OutgoingMessage {
-            id: Uuid::now_v7(),
-            topic: topic.into(),
-            key: key.map(Into::into),
-            kind: "k".into(),
-            headers: Vec::new(),
-            payload: Vec::new(),
-            content_type: "text/plain".into(),
-            trace: None,
-            created_at: DateTime::UNIX_EPOCH,
-        }
-    }
 
     fn drain(lanes: &mut Lanes) -> Vec<Row> {
         let mut rows: Vec<Row> =
@@ -177,7 +160,7 @@ mod tests {
     fn r20_of_one_key_only_one_row_is_out_and_keyless_rows_never_wait() {
         let mut lanes = Lanes::new(3, false);
         for (tag, key) in [(1, Some("a")), (2, Some("a")), (3, None), (4, Some("b")), (5, None), (6, Some("a"))] {
-            lanes.add(tag, message("t", key));
+            lanes.add(tag, OutgoingMessage::sample("t", key));
         }
         let first = drain(&mut lanes);
         assert_eq!(tags(&first), [1, 3, 4, 5]);
@@ -193,7 +176,7 @@ mod tests {
     fn in_order_each_row_comes_after_all_that_came_before_it() {
         let mut lanes = Lanes::new(3, false);
         for (tag, key) in (1..).zip([Some("a"), None, Some("a"), Some("b"), None, Some("a")]) {
-            lanes.add(tag, message("t", key));
+            lanes.add(tag, OutgoingMessage::sample("t", key));
         }
         let in_order = std::iter::from_fn(|| {
             let row = lanes.next_in_order()?;
@@ -207,8 +190,8 @@ mod tests {
     #[test]
     fn r20_the_same_key_of_another_topic_is_another_key() {
         let mut lanes = Lanes::new(1, false);
-        lanes.add(1, message("t", Some("a")));
-        lanes.add(2, message("u", Some("a")));
+        lanes.add(1, OutgoingMessage::sample("t", Some("a")));
+        lanes.add(2, OutgoingMessage::sample("u", Some("a")));
         assert_eq!(tags(&drain(&mut lanes)), [1, 2]);
     }
 
@@ -216,7 +199,7 @@ mod tests {
     fn r20_given_up_lets_a_key_run_ahead_on_one_channel() {
         let mut lanes = Lanes::new(4, true);
         for tag in 1..=3 {
-            lanes.add(tag, message("t", Some("a")));
+            lanes.add(tag, OutgoingMessage::sample("t", Some("a")));
         }
         let rows = drain(&mut lanes);
         assert_eq!(tags(&rows), [1, 2, 3]);
@@ -228,13 +211,13 @@ mod tests {
         for pipeline in [false, true] {
             let mut lanes = Lanes::new(2, pipeline);
             for (tag, key) in [(1, Some("a")), (2, Some("a")), (3, Some("b")), (4, None), (5, Some("a"))] {
-                lanes.add(tag, message("t", key));
+                lanes.add(tag, OutgoingMessage::sample("t", key));
             }
             let lane = lane_id("t", b"a");
             let channel = lanes.ready.iter().position(|ready| ready.iter().any(|row| row.lane == Some(lane))).unwrap();
             while lanes.next(channel).unwrap().tag != 1 {}
             assert_eq!(tags(&lanes.take_key(lane)), [2, 5]);
-            lanes.add(6, message("t", Some("a")));
+            lanes.add(6, OutgoingMessage::sample("t", Some("a")));
             assert!(tags(&drain(&mut lanes)).contains(&6), "what comes later goes");
             assert!(lanes.topics.is_empty());
         }
@@ -251,7 +234,7 @@ mod tests {
             (5, "t", Some("b")),
             (6, "t", Some("b")),
         ] {
-            lanes.add(tag, message(topic, key));
+            lanes.add(tag, OutgoingMessage::sample(topic, key));
         }
         let in_flight = (0..2)
             .find_map(|channel| {
@@ -262,7 +245,7 @@ mod tests {
         assert!(lanes.take_topic("t").is_empty());
         lanes.settled(in_flight.lane);
         assert_eq!(tags(&drain(&mut lanes)), [3]);
-        lanes.add(7, message("t", Some("b")));
+        lanes.add(7, OutgoingMessage::sample("t", Some("b")));
         assert_eq!(tags(&drain(&mut lanes)), [7], "nothing of the key is left that it would wait for");
     }
 }

@@ -152,19 +152,13 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::message::TraceContext;
 
     fn outgoing() -> OutgoingMessage {
         OutgoingMessage {
             id: Uuid::from_u128(0x0197_a1b2_c3d4_7e5f_8a9b_0c1d_2e3f_4a5b),
-            topic: "payments".into(),
-            key: Some("acc-7".into()),
-            kind: "payment.created".into(),
             headers: vec![("tenant".into(), "t1".into())],
-            payload: b"{}".to_vec(),
-            content_type: "application/json".into(),
-            trace: TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b")),
             created_at: DateTime::from_timestamp(1_700_000_000, 250_000_000).unwrap(),
+            ..OutgoingMessage::sample("payments", Some("acc-7"))
         }
     }
 

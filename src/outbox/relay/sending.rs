@@ -14,7 +14,6 @@ use tokio::time::Instant;
 use super::ending::{Doubt, Ending, Of, Refused};
 use super::pump::{DRAIN_MAX, Pump};
 use super::trial;
-use super::window::Leaving;
 use crate::broker::{Refusal, TopicState};
 use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
@@ -78,15 +77,7 @@ impl Pump<'_> {
                 // The topic was seen in this session, which is a new one.
                 self.memory.isolation.on_probe_succeeded();
             }
-            let leaving = Leaving {
-                position: row.position,
-                batch: row.batch,
-                topic: &row.message.topic,
-                key: row.message.key.as_deref(),
-                weight: row.message.weight(),
-                is_release: row.is_release,
-            };
-            let tag = self.window.send(&leaving, now);
+            let tag = self.window.send(&row, now);
             if alone {
                 self.alone = Some(tag);
             }

@@ -131,7 +131,7 @@ pub(super) struct Trials {
     broker: Arc<dyn Broker>,
     declare: bool,
     every: Duration,
-    answers: mpsc::UnboundedSender<(usize, Answer)>,
+    answers: Answers,
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Received and not yet handled.
     heard: VecDeque<(usize, Answer)>,
@@ -150,10 +150,10 @@ struct Lane {
 }
 
 impl Lane {
-    fn start(number: usize, broker: &Arc<dyn Broker>, declare: bool, answers: &Answering) -> Self {
+    fn start(lane: usize, broker: &Arc<dyn Broker>, declare: bool, answers: &Answers) -> Self {
         let (orders, received) = mpsc::unbounded_channel();
-        let answers = Answers { lane: number, answers: answers.clone() };
-        let trier = Trier { broker: Arc::clone(broker), declare, publisher: None, next_tag: 0, answers };
+        let (broker, answers) = (Arc::clone(broker), answers.clone());
+        let trier = Trier { broker, declare, publisher: None, next_tag: 0, lane, answers };
         let task = tokio::spawn(trier.run(received));
         Self { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
     }
@@ -316,24 +316,7 @@ impl Trials {
     }
 }
 
-type Answering = mpsc::UnboundedSender<(usize, Answer)>;
-
-/// Sends the answers of a lane to the session.
-#[derive(Debug)]
-struct Answers {
-    lane: usize,
-    answers: Answering,
-}
-
-impl Answers {
-    fn give(&self, answer: Answer) {
-        let _ = self.answers.send((self.lane, answer));
-    }
-
-    fn say(&self, topic: &str, position: Option<i64>, said: Said) {
-        self.give(Answer::Said { topic: topic.to_owned(), position, said });
-    }
-}
+type Answers = mpsc::UnboundedSender<(usize, Answer)>;
 
 /// The task of one lane.
 struct Trier {
@@ -341,10 +324,19 @@ struct Trier {
     declare: bool,
     publisher: Option<Box<dyn Publisher>>,
     next_tag: u64,
+    lane: usize,
     answers: Answers,
 }
 
 impl Trier {
+    fn give(&self, answer: Answer) {
+        let _ = self.answers.send((self.lane, answer));
+    }
+
+    fn say(&self, topic: &str, position: Option<i64>, said: Said) {
+        self.give(Answer::Said { topic: topic.to_owned(), position, said });
+    }
+
     async fn run(mut self, mut orders: mpsc::UnboundedReceiver<Order>) {
         loop {
             match tokio::time::timeout(IDLE_MAX, orders.recv()).await {
@@ -370,23 +362,23 @@ impl Trier {
             Ok(Err(error)) => {
                 self.publisher = None;
                 let lost = || Said::Lost { alone: false, why: error.to_string() };
-                topics.iter().for_each(|topic| self.answers.say(topic, None, lost()));
-                return self.answers.give(Answer::Over);
+                topics.iter().for_each(|topic| self.say(topic, None, lost()));
+                return self.give(Answer::Over);
             }
             Err(_) => {
                 self.publisher = None;
                 let why = || Said::Silent("the broker does not say whether it is there".to_owned());
-                topics.iter().for_each(|topic| self.answers.say(topic, None, why()));
-                return self.answers.give(Answer::Over);
+                topics.iter().for_each(|topic| self.say(topic, None, why()));
+                return self.give(Answer::Over);
             }
         };
         if !ready.is_empty() {
-            self.answers.give(Answer::There(ready));
+            self.give(Answer::There(ready));
             if let Some(Order::Send(rows)) = orders.recv().await {
                 self.send(rows).await;
             }
         }
-        self.answers.give(Answer::Over);
+        self.give(Answer::Over);
     }
 
     /// Asks which of these topics exist and returns them; answers for the others.
@@ -404,7 +396,7 @@ impl Trier {
         for (topic, state) in topics.iter().zip(states) {
             match state {
                 TopicState::Ready => ready.push(topic.clone()),
-                TopicState::NotReady(why) => self.answers.say(topic, None, Said::Blocked(why)),
+                TopicState::NotReady(why) => self.say(topic, None, Said::Blocked(why)),
             }
         }
         Ok(ready)
@@ -435,7 +427,7 @@ impl Trier {
             }
         };
         for (position, topic) in left.into_values() {
-            self.answers.say(&topic, Some(position), said.clone());
+            self.say(&topic, Some(position), said.clone());
         }
         // Rows that this session still holds must not arrive later, so it is dropped.
         drop(publisher);
@@ -463,7 +455,7 @@ impl Trier {
                         Said::Blocked(why)
                     }
                 };
-                self.answers.say(&topic, Some(position), said);
+                self.say(&topic, Some(position), said);
             }
         }
         doubt.map_or(Ok(()), |why| Err(BrokerError::Session(why)))

@@ -7,6 +7,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
+use super::sending::Unsent;
 use crate::outbox::port::{Diversion, Mark};
 
 /// How many keys are remembered with the time of their last settled row. Above it all are
@@ -48,17 +49,6 @@ pub(super) struct Sent {
     pub(super) is_release: bool,
     settled: bool,
     proven: bool,
-}
-
-/// A row that is about to be sent.
-#[derive(Debug)]
-pub(super) struct Leaving<'a> {
-    pub(super) position: i64,
-    pub(super) batch: u64,
-    pub(super) topic: &'a str,
-    pub(super) key: Option<&'a str>,
-    pub(super) weight: usize,
-    pub(super) is_release: bool,
 }
 
 /// Numbers for topics, so that a row in flight needs only four bytes for its topic.
@@ -124,20 +114,19 @@ impl Window {
     }
 
     /// Adds a row that is sent now. Returns its tag.
-    pub(super) fn send(&mut self, row: &Leaving<'_>, at: Duration) -> u64 {
+    pub(super) fn send(&mut self, row: &Unsent, at: Duration) -> u64 {
         let tag = self.first_tag + self.sent.len() as u64;
-        let Leaving { position, batch, topic, key, weight, is_release } = *row;
-        let (topic, key) = (self.topics.number(topic), key.map(Into::into));
+        let (topic, weight) = (self.topics.number(&row.message.topic), row.message.weight());
         self.in_flight += 1;
         self.bytes += weight;
         self.sent.push_back(Sent {
-            position,
-            batch,
+            position: row.position,
+            batch: row.batch,
             topic,
-            key,
+            key: row.message.key.as_deref().map(Into::into),
             weight,
             at,
-            is_release,
+            is_release: row.is_release,
             settled: false,
             proven: false,
         });
@@ -360,9 +349,11 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::OutgoingMessage;
 
     fn send(window: &mut Window, position: i64, batch: u64, topic: &str, is_release: bool) -> u64 {
-        let row = Leaving { position, batch, topic, key: Some("a"), weight: 10, is_release };
+        let message = OutgoingMessage::sample(topic, Some("a"));
+        let row = Unsent { position, batch, message, is_release, alone: false };
         window.send(&row, Duration::from_secs(position.unsigned_abs()))
     }
 
