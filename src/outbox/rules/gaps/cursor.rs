@@ -12,7 +12,7 @@
 //! Not here: time. The caller supplies a counter that never goes back; an age is a difference of
 //! two of its values.
 
-use super::open::{OpenGaps, Seen};
+use super::open::OpenGaps;
 use super::window::UnmarkedReads;
 use super::{CheckpointTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
 
@@ -160,12 +160,10 @@ impl GapCursor {
             self.open.take_row(position);
             gap_rows.insert(position);
         }
-        let mut new_gaps = 0;
         for &position in in_tail {
             let missing = Range { from: self.read_to + 1, to: position };
             if !missing.is_empty() {
                 self.open.found(missing, self.reads);
-                new_gaps += 1;
             }
             self.read_to = position;
         }
@@ -173,13 +171,13 @@ impl GapCursor {
 
         // With the LIMIT reached, the read says nothing about positions from the last row on.
         let below = limit_reached.then(|| positions.last().copied().unwrap_or(i64::MIN));
-        let closed = self.open.close(Seen { xmin, below });
+        let closed = self.open.close(xmin, below);
         let batch = (!positions.is_empty()).then(|| {
             self.checkpoint_due = self.reads;
             if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows) }
         });
         debug_assert_eq!(self.check(), Ok(()));
-        Ok(ReadOutcome { batch, gap_rows: at_gaps.len(), new_gaps, closed })
+        Ok(ReadOutcome { batch, closed })
     }
 
     fn verify(&self, plan: &ReadPlan, xmin: u64, positions: &[i64]) -> Result<(), CursorError> {

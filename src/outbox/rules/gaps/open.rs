@@ -38,15 +38,6 @@ struct Gap {
     holders: Holders,
 }
 
-/// What a read saw, as far as it decides which gaps can be closed.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Seen {
-    /// Every transaction with a smaller id had ended.
-    pub(super) xmin: u64,
-    /// If the LIMIT was reached: the read says nothing about positions at or above this one.
-    pub(super) below: Option<i64>,
-}
-
 #[derive(Debug, Default)]
 pub(super) struct OpenGaps {
     gaps: BTreeMap<i64, Gap>,
@@ -107,14 +98,16 @@ impl OpenGaps {
         self.gaps.values().any(|gap| gap.fence.is_none())
     }
 
-    /// Closes and returns the positions of which this read proves that no row will come: their
-    /// fence is at or below `xmin`, or their lock holders are gone.
-    pub(super) fn close(&mut self, seen: Seen) -> Vec<Range> {
-        let certain = |gap: &Gap| gap.holders == Holders::Gone || gap.fence.is_some_and(|fence| fence.xid <= seen.xmin);
+    /// Closes and returns the positions of which a read proves that no row will come: their fence is
+    /// at or below `xmin`, or their lock holders are gone. Every transaction with an id below `xmin`
+    /// had ended at the read. If the LIMIT was reached, the read says nothing about positions from
+    /// `below` on.
+    pub(super) fn close(&mut self, xmin: u64, below: Option<i64>) -> Vec<Range> {
+        let certain = |gap: &Gap| gap.holders == Holders::Gone || gap.fence.is_some_and(|fence| fence.xid <= xmin);
         let mut closed = Vec::new();
         let froms: Vec<i64> = self.gaps.iter().filter(|(_, gap)| certain(gap)).map(|(&from, _)| from).collect();
         for from in froms {
-            let end = seen.below.unwrap_or(i64::MAX);
+            let end = below.unwrap_or(i64::MAX);
             if from >= end {
                 break;
             }
@@ -131,8 +124,10 @@ impl OpenGaps {
 
     /// Marks all stale gaps as watched and returns how many ranges that is.
     pub(super) fn watch_stale(&mut self, now: u64, age: u64) -> usize {
+        let is_old = |fence: Fence| now.saturating_sub(fence.taken_at) >= age;
+        let is_stale = |gap: &&mut Gap| gap.holders == Holders::Unasked && gap.fence.is_some_and(is_old);
         let mut count = 0;
-        for gap in self.gaps.values_mut().filter(|gap| gap.is_stale(now, age)) {
+        for gap in self.gaps.values_mut().filter(is_stale) {
             gap.holders = Holders::Watched;
             count += 1;
         }
@@ -144,11 +139,5 @@ impl OpenGaps {
         for gap in self.gaps.values_mut().filter(|gap| gap.holders == Holders::Watched) {
             gap.holders = Holders::Gone;
         }
-    }
-}
-
-impl Gap {
-    fn is_stale(&self, now: u64, age: u64) -> bool {
-        self.holders == Holders::Unasked && self.fence.is_some_and(|fence| now.saturating_sub(fence.taken_at) >= age)
     }
 }

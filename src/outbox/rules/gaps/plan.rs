@@ -25,10 +25,6 @@ pub(crate) struct ReadOutcome {
     /// The number of the batch that the rows of this read belong to, counted from 1 in each
     /// session. `None` if the read returned no row.
     pub batch: Option<u64>,
-    /// How many rows of the read stood at gaps.
-    pub gap_rows: usize,
-    /// How many new ranges of missing positions the read found.
-    pub new_gaps: usize,
     /// The positions that will never have a row: their transactions ended without one.
     pub closed: Vec<Range>,
 }
