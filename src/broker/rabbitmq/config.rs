@@ -38,8 +38,8 @@ pub struct RabbitConfig {
     /// Queues per consumer and topic. 1 is a plain quorum queue; several are bound to a
     /// consistent-hash exchange (R30).
     pub partitions: u32,
-    /// Channels of one publishing session. More than one, because the server handles each channel in
-    /// a process of its own. A key always uses the same channel.
+    /// Channels of one publishing session. More than one, because the server handles each channel
+    /// in a process of its own. A key always uses the same channel.
     pub channels: usize,
     /// Most publishes without a confirm, over all channels of a session.
     pub publish_window: usize,
@@ -155,8 +155,8 @@ impl RabbitConfig {
         prefetch
     }
 
-    /// Asks the servers one after the other, beginning with the one that answered last, until one is
-    /// not away. Each has the connect deadline; `late` says what it did not do within it.
+    /// Asks the servers one after the other, beginning with the one that answered last, until one
+    /// is not away. Each has the connect deadline; `late` says what it did not do within it.
     pub(super) async fn ask_in_turn<T, F>(&self, late: &str, ask: impl Fn(Server) -> F) -> Result<T, BrokerError>
     where
         F: Future<Output = Result<T, BrokerError>>,

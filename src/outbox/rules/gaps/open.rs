@@ -98,10 +98,10 @@ impl OpenGaps {
         self.gaps.values().any(|gap| gap.fence.is_none())
     }
 
-    /// Closes and returns the positions of which a read proves that no row will come: their fence is
-    /// at or below `xmin`, or their lock holders are gone. Every transaction with an id below `xmin`
-    /// had ended at the read. If the LIMIT was reached, the read says nothing about positions from
-    /// `below` on.
+    /// Closes and returns the positions of which a read proves that no row will come: their fence
+    /// is at or below `xmin`, or their lock holders are gone. Every transaction with an id below
+    /// `xmin` had ended at the read. If the LIMIT was reached, the read says nothing about
+    /// positions from `below` on.
     pub(super) fn close(&mut self, xmin: u64, below: Option<i64>) -> Vec<Range> {
         let certain = |gap: &Gap| gap.holders == Holders::Gone || gap.fence.is_some_and(|fence| fence.xid <= xmin);
         let mut closed = Vec::new();
