@@ -129,7 +129,7 @@ pub(super) async fn read(
 
 fn arrive(row: &SqliteRow, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
     let headers: Vec<(String, String)> =
-        serde_json::from_str(row.try_get(2)?).map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
+        serde_json::from_str(row.try_get::<&str, _>(2)?).map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
     let position: i64 = row.try_get(0)?;
     Ok(envelope::arrive(
         row.try_get(1)?,

@@ -14,7 +14,8 @@ use async_trait::async_trait;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use super::blocking;
 use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
@@ -34,8 +35,8 @@ pub(super) struct KafkaSubscriber {
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
     // The thread owns the consumer, because destroying it waits.
     consumer: Weak<BaseConsumer<MemberContext>>,
-    // Resolves when the thread has ended; with an error where it panicked.
-    left: Option<oneshot::Receiver<()>>,
+    /// Cancelled when the thread has ended, also by a panic.
+    ended: CancellationToken,
     config: Arc<KafkaConfig>,
     // Assigned sources for which `begin` was not called yet.
     unbegun: Vec<PartitionId>,
@@ -60,7 +61,8 @@ impl KafkaSubscriber {
             tracing::warn!(%error, "kafka topics could not be created; the consumer waits for them");
         }
         let (open, asking) = (Arc::clone(&shared), Arc::clone(config));
-        let (ended, left) = oneshot::channel();
+        let ended = CancellationToken::new();
+        let says_so = ended.clone().drop_guard();
         let consumer = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| properties::refused(&error))?;
@@ -72,8 +74,8 @@ impl KafkaSubscriber {
             let consumer = Arc::new(consumer);
             let weak = Arc::downgrade(&consumer);
             let run = move || {
+                let _says_so = says_so;
                 poller::run(consumer, &open);
-                let _nobody_waits = ended.send(());
             };
             std::thread::Builder::new()
                 .name("kafka consumer".to_owned())
@@ -82,7 +84,7 @@ impl KafkaSubscriber {
             Ok(weak)
         })
         .await?;
-        Ok(Self { shared, events, consumer, left: Some(left), config: Arc::clone(config), unbegun: Vec::new() })
+        Ok(Self { shared, events, consumer, ended, config: Arc::clone(config), unbegun: Vec::new() })
     }
 }
 
@@ -111,7 +113,7 @@ impl Subscriber for KafkaSubscriber {
         let event = tokio::select! {
             biased;
             Some(event) = self.events.recv() => event?,
-            () = ended(&mut self.left) => {
+            () = self.ended.cancelled() => {
                 return Err(BrokerError::Session("the thread of the kafka consumer ended".to_owned()));
             }
         };
@@ -193,13 +195,11 @@ impl Subscriber for KafkaSubscriber {
         Ok(self.shared.assignment().is_caught_up())
     }
 
-    async fn close(mut self: Box<Self>) {
-        let left = self.left.take();
+    async fn close(self: Box<Self>) {
+        let ended = self.ended.clone();
         // Drops the receiver of events, with the guards of revocations in it.
         drop(self);
-        if let Some(left) = left
-            && tokio::time::timeout(CLOSE_DEADLINE, left).await.is_err()
-        {
+        if tokio::time::timeout(CLOSE_DEADLINE, ended.cancelled()).await.is_err() {
             tracing::warn!(
                 "the kafka consumer did not leave its group within {CLOSE_DEADLINE:?}; it is left to itself"
             );
@@ -210,15 +210,6 @@ impl Subscriber for KafkaSubscriber {
 impl Drop for KafkaSubscriber {
     fn drop(&mut self) {
         self.shared.close();
-    }
-}
-
-/// Waits until the thread has ended; later calls return at once.
-async fn ended(left: &mut Option<oneshot::Receiver<()>>) {
-    if let Some(running) = left {
-        // An error means that the thread panicked.
-        let _in_order = running.await;
-        *left = None;
     }
 }
 
@@ -302,11 +293,12 @@ mod tests {
     async fn a_thread_that_ended_in_disorder_ends_the_subscriber() {
         let (sender, events) = mpsc::unbounded_channel();
         let shared = Arc::new(PollerState::new(sender, 10, 1_000, Duration::ZERO));
-        let (ended, left) = oneshot::channel();
+        let ended = CancellationToken::new();
+        let thread = ended.clone().drop_guard();
         let config = Arc::new(KafkaConfig::from_url("kafka://b:1").expect("a URL"));
         let mut subscriber =
-            KafkaSubscriber { shared, events, consumer: Weak::new(), left: Some(left), config, unbegun: Vec::new() };
-        drop(ended);
+            KafkaSubscriber { shared, events, consumer: Weak::new(), ended, config, unbegun: Vec::new() };
+        drop(thread);
         for _ in 0..2 {
             let heard = tokio::time::timeout(Duration::from_secs(1), subscriber.next()).await;
             assert!(matches!(heard, Ok(Err(BrokerError::Session(_)))), "{heard:?}");
