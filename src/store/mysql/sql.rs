@@ -17,6 +17,10 @@ use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Va
 use crate::store::statements::Dialect;
 
 impl Row for MySqlRow {
+    fn column_name(&self, at: usize) -> &str {
+        sqlx::Column::name(sqlx::Row::column(self, at))
+    }
+
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
         use sqlx::{Row as _, TypeInfo, ValueRef};
         if !self.try_get_raw(at)?.type_info().name().ends_with("UNSIGNED") {

@@ -18,6 +18,10 @@ use crate::store::statements::Dialect;
 use crate::text::hex::hex;
 
 impl Row for PgRow {
+    fn column_name(&self, at: usize) -> &str {
+        sqlx::Column::name(sqlx::Row::column(self, at))
+    }
+
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
         use sqlx::{Row as _, TypeInfo, ValueRef};
         let is_short = self.try_get_raw(at)?.type_info().name() == "INT4";

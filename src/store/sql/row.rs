@@ -3,7 +3,7 @@
 //! Guarantee: a value that is null where none may be, or out of the range of its type, is an error
 //! that names its column.
 
-use std::fmt::Debug;
+use std::fmt::{Debug, Display};
 
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
@@ -13,6 +13,9 @@ use crate::time::db_time::DbTime;
 
 /// A row, read by position.
 pub(in crate::store) trait Row: Debug + Send + Sync {
+    /// The name of a column, for errors.
+    fn column_name(&self, at: usize) -> &str;
+
     /// A column that holds a whole number.
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError>;
 
@@ -60,12 +63,12 @@ impl dyn Row + '_ {
     /// # Errors
     /// [`StoreError::Corrupt`] with the column where it is null or something else.
     pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
-        self.get_opt(at)?.ok_or_else(|| is_null(at))
+        self.get_opt(at)?.ok_or_else(|| self.is_null(at))
     }
 
     /// A column that holds a [`Value::Foreign`](super::Value::Foreign) and is never null.
     pub(super) fn foreign(&self, at: usize) -> Result<String, StoreError> {
-        self.get_foreign(at)?.ok_or_else(|| is_null(at))
+        self.get_foreign(at)?.ok_or_else(|| self.is_null(at))
     }
 
     /// A column that may be null.
@@ -74,16 +77,18 @@ impl dyn Row + '_ {
     /// [`StoreError::Corrupt`] with the column where it is something else.
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
         T::read(self, at).map_err(|error| match error {
-            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => {
-                StoreError::Corrupt(format!("column {at} of a row: {source}"))
-            }
+            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => self.is_wrong(at, source),
             error => error,
         })
     }
-}
 
-fn is_null(at: usize) -> StoreError {
-    StoreError::Corrupt(format!("column {at} of a row is null"))
+    fn is_null(&self, at: usize) -> StoreError {
+        self.is_wrong(at, "null")
+    }
+
+    fn is_wrong(&self, at: usize, why: impl Display) -> StoreError {
+        StoreError::Corrupt(format!("column {at} (`{}`) of a row: {why}", self.column_name(at)))
+    }
 }
 
 macro_rules! columns {
@@ -113,8 +118,7 @@ macro_rules! narrow_columns {
             impl Column for $of {
                 fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
                     let number = |value| {
-                        let wrong = |_| StoreError::Corrupt(format!("column {at} of a row: {value} is out of range"));
-                        Self::try_from(value).map_err(wrong)
+                        Self::try_from(value).map_err(|_| row.is_wrong(at, format!("{value} is out of range")))
                     };
                     row.get_int(at)?.map(number).transpose()
                 }

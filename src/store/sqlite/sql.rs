@@ -23,6 +23,10 @@ use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Va
 use crate::store::statements::Dialect;
 
 impl Row for SqliteRow {
+    fn column_name(&self, at: usize) -> &str {
+        sqlx::Column::name(sqlx::Row::column(self, at))
+    }
+
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
         Ok(sqlx::Row::try_get(self, at)?)
     }

@@ -30,7 +30,7 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     let ids: Vec<Uuid> = due_now.iter().map(|(driven, _)| driven.operation_id).collect();
     assert_eq!(ids, [due[1].operation_id, due[2].operation_id]);
     assert!(matches!(trial.store.operation(due[0].operation_id).await, Err(oncebox::StoreError::Corrupt(_))));
-    let aside = "parked = 'unreadable: unexpected data: a stored operation: 70000 is no status' and owner is null and due_at is null";
+    let aside = "parked = 'unreadable: unexpected data: column 6 (`status`) of a row: 70000 is out of range' and owner is null and due_at is null";
     assert_eq!(trial.number(&format!("select count(*) from {} where {aside}", trial.table("operation"))).await, 1);
     let parked = OperationFilter { parked: true, limit: 10, ..OperationFilter::default() };
     let found = trial.store.operations(&parked).await.unwrap();
