@@ -37,4 +37,16 @@ mod tests {
             assert_eq!(percent_decode(wrong), None, "{wrong}");
         }
     }
+
+    /// Shown by: comparing only the beginning of the host. A password then goes to a foreign host
+    /// without TLS.
+    #[test]
+    fn a_host_is_this_machine_only_by_its_whole_name_or_address() {
+        for here in ["localhost", "LocalHost", "127.0.0.1", "127.8.9.1", "::1", "[::1]"] {
+            assert!(is_loopback(here), "{here}");
+        }
+        for away in ["", "broker", "localhost.example", "127.0.0.1.example", "10.0.0.1", "0.0.0.0", "::", "[::2]"] {
+            assert!(!is_loopback(away), "{away}");
+        }
+    }
 }

@@ -307,6 +307,8 @@ mod tests {
         assert!(message(config.validate()).contains("readable"));
         config.servers = vec!["127.0.0.1:1".into(), "localhost:1".into(), "[::1]:1".into()];
         config.validate().unwrap();
+        config.servers.push("broker:1".into());
+        assert!(message(config.validate()).contains("readable"), "one server is enough to show the password");
     }
 
     #[cfg(not(feature = "kafka-tls"))]

@@ -24,7 +24,8 @@ use crate::error::BrokerError;
 #[derive(Debug, Default)]
 pub(super) struct Reports {
     state: Mutex<State>,
-    /// True while something is wrong that `works` has to forget.
+    /// True while something is wrong that `works` has to forget. Set only under the lock of
+    /// `state`: a call of `works` that sees it then also sees what is wrong, and forgets it.
     trouble: AtomicBool,
     producer_id: watch::Sender<bool>,
 }

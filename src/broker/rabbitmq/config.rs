@@ -156,7 +156,8 @@ impl RabbitConfig {
     }
 
     /// Asks the servers one after the other, beginning with the one that answered last, until one
-    /// is not away. Each has the connect deadline; `late` says what it did not do within it.
+    /// is not away. Each has the connect deadline. The error for a server that does not meet it
+    /// says what the server did not do: `late`.
     pub(super) async fn ask_in_turn<T, F>(&self, late: &str, ask: impl Fn(Server) -> F) -> Result<T, BrokerError>
     where
         F: Future<Output = Result<T, BrokerError>>,

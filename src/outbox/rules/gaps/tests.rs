@@ -51,6 +51,7 @@ fn r2_a_row_at_a_gap_belongs_to_the_batch_and_read_to_never_goes_back() {
     assert_eq!(outcome.batch, Some(2));
     assert_eq!(ranges(&mut cursor), [(1, 2), (3, 5)]);
     assert_eq!(cursor.read_to(), 5);
+    assert_eq!(mark(&mut cursor, 1).gaps.to_string(), "{[1,5)}", "row 2 is not proven with batch 1");
 }
 
 #[test]
