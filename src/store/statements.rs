@@ -14,7 +14,7 @@ use crate::store::base::Base;
 
 pub use named::{Dialect, Piece, ends_transaction, first_word, split};
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
-pub(in crate::store) use named::{names, written};
+pub(crate) use named::{names, written};
 
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]

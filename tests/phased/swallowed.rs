@@ -94,7 +94,8 @@ async fn o1_a_phase_that_committed_by_itself_is_left_to_an_operator<S: Rows>(sto
 /// It says that it failed, and its mark is gone: nothing but its transaction, which is not the one
 /// that began, tells that it wrote.
 ///
-/// Shown by: running a phase again that failed, whatever became of its transaction (it wrote twice).
+/// Shown by: running a phase again that failed, whatever became of its transaction (it wrote
+/// twice).
 async fn o1_a_phase_that_committed_by_itself_and_failed_is_left_to_an_operator<S: Rows>(store: S) {
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.commits_by = Some(COMMITS_BESIDE);

@@ -50,7 +50,7 @@ pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
 
 /// The names of the parameters, in order; a name that stands twice comes twice.
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
-pub(in crate::store) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String> {
+pub(crate) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String> {
     pieces.iter().filter_map(|piece| match piece {
         Piece::Param(name) => Some(name),
         Piece::Text(_) => None,
@@ -60,10 +60,7 @@ pub(in crate::store) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String>
 /// The statement, with what `parameter` returns in place of each parameter. `parameter` gets the
 /// number, counted from 1, and the name.
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
-pub(in crate::store) fn written<T: AsRef<str>>(
-    pieces: &[Piece],
-    mut parameter: impl FnMut(usize, &str) -> T,
-) -> String {
+pub(crate) fn written<T: AsRef<str>>(pieces: &[Piece], mut parameter: impl FnMut(usize, &str) -> T) -> String {
     let (mut sql, mut number) = (String::new(), 0);
     for piece in pieces {
         match piece {
