@@ -6,7 +6,7 @@ use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncebox::sqlx::postgres::{PgConnectOptions, PgConnection};
 use oncebox::sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, Row};
@@ -228,18 +228,28 @@ impl Server {
         standby
     }
 
-    /// Starts it, or starts it again after a kill.
+    /// Starts it, or starts it again after a kill. A process of the killed server may hold its memory
+    /// for a moment longer: then the new server ends at once, and is started once more.
     pub(crate) async fn run(&mut self) {
-        let log =
-            std::fs::OpenOptions::new().create(true).append(true).open(self.directory.path().join("log")).unwrap();
-        let mut command = self.command("postgres");
-        command.arg("-D").arg(self.data()).stdout(log.try_clone().unwrap()).stderr(log);
-        self.process = Some(command.spawn().unwrap());
+        let file = self.directory.path().join("log");
         let options: PgConnectOptions = self.url().parse().unwrap();
-        eventually("a server that answers", Duration::from_secs(60), || async {
-            options.connect().await.ok()?.ping().await.ok()
-        })
-        .await;
+        let began = Instant::now();
+        loop {
+            if self.process.as_mut().is_none_or(|process| process.try_wait().unwrap().is_some()) {
+                let log = std::fs::OpenOptions::new().create(true).append(true).open(&file).unwrap();
+                let mut command = self.command("postgres");
+                command.arg("-D").arg(self.data()).stdout(log.try_clone().unwrap()).stderr(log);
+                self.process = Some(command.spawn().unwrap());
+            }
+            if let Ok(mut connection) = options.connect().await
+                && connection.ping().await.is_ok()
+            {
+                return;
+            }
+            let said = || std::fs::read_to_string(&file).unwrap_or_default();
+            assert!(began.elapsed() < Duration::from_secs(60), "the server does not answer; it said: {}", said());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     pub(crate) fn url(&self) -> String {
