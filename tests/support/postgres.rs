@@ -228,8 +228,8 @@ impl Server {
         standby
     }
 
-    /// Starts it, or starts it again after a kill. A process of the killed server may hold its memory
-    /// for a moment longer: then the new server ends at once, and is started once more.
+    /// Starts it, or starts it again after a kill. A process of the killed server may hold its
+    /// memory for a moment longer: then the new server ends at once, and is started once more.
     pub(crate) async fn run(&mut self) {
         let file = self.directory.path().join("log");
         let options: PgConnectOptions = self.url().parse().unwrap();
