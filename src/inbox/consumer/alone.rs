@@ -16,7 +16,7 @@ use super::batch::BatchEnd;
 use super::blame::{self, Blame, Fault};
 use super::calls::Failure;
 use super::item::Item;
-use super::lane::{Lane, TAKE_BACK};
+use super::lane::Lane;
 use super::settle;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::ParkAs;
@@ -240,16 +240,7 @@ async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -
 
 async fn leave_for_later(lane: &Lane, item: &Item, unspent: bool) {
     if unspent {
-        let taken_back = lane.shared.store.take_back_attempts(lane.consumer, std::slice::from_ref(&item.message.id));
-        match tokio::time::timeout(TAKE_BACK, taken_back).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                tracing::warn!(id = %item.message.id, sent_id = %item.message.id_text, %error, "a try that was not made stays counted");
-            }
-            Err(_) => {
-                tracing::warn!(id = %item.message.id, sent_id = %item.message.id_text, "a try that was not made stays counted")
-            }
-        }
+        lane.uncount(std::slice::from_ref(item)).await;
     }
     lane.report(item, false);
 }

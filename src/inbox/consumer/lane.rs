@@ -79,7 +79,7 @@ impl Tries {
 const LOCK_WAITS_MAX: u32 = 7;
 
 /// How long a stop waits to take tries back. If the database is away, they stay counted.
-pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
+const TAKE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs until its channel is closed.
 pub(super) async fn run(
@@ -416,7 +416,7 @@ impl Lane {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("the database did not answer within {TAKE_BACK:?}"),
         };
-        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), %why, "tries that were not made stay counted");
+        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), first = ids.first().map(tracing::field::display), %why, "tries that were not made stay counted");
     }
 
     pub(super) fn report(&self, item: &Item, committed: bool) {
