@@ -155,6 +155,19 @@ pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
     }
 }
 
+/// The position of the first row of each topic. It stops reading when it has found rows of that
+/// many `topics`.
+fn first_of_each<'a>(rows: impl Iterator<Item = &'a DivertedRow>, topics: usize) -> HashMap<&'a str, i64> {
+    let mut first: HashMap<&str, i64> = HashMap::new();
+    for row in rows {
+        first.entry(&row.topic).or_insert(row.position);
+        if first.len() == topics {
+            break;
+        }
+    }
+    first
+}
+
 impl Pump<'_> {
     /// Loads the dead and held rows.
     pub(super) async fn load(&mut self) -> Result<(), Doubt> {
@@ -281,13 +294,8 @@ impl Pump<'_> {
         if told.is_empty() {
             return;
         }
-        let mut first: HashMap<&str, i64> = HashMap::new();
-        for row in self.diverted.releasable(|topic| told.contains_key(topic)).filter(|row| stays(row)) {
-            first.entry(&row.topic).or_insert(row.position);
-            if first.len() == told.len() {
-                break;
-            }
-        }
+        let rows = self.diverted.releasable(|topic| told.contains_key(topic)).filter(|row| stays(row));
+        let first = first_of_each(rows, told.len());
         for (topic, reason) in &told {
             tracing::info!(%topic, reason, "the destination is blocked still");
             let Some(position) = first.get(topic.as_str()).copied() else { continue };
@@ -317,13 +325,7 @@ impl Pump<'_> {
     /// of a read.
     async fn first_rows(&mut self, topics: &[String]) -> Result<Vec<(i64, OutgoingMessage)>, Doubt> {
         let topics: HashSet<&str> = topics.iter().map(String::as_str).collect();
-        let mut first: HashMap<&str, i64> = HashMap::new();
-        for row in self.diverted.releasable(|topic| topics.contains(topic)) {
-            if first.len() == topics.len() {
-                break;
-            }
-            first.entry(&row.topic).or_insert(row.position);
-        }
+        let first = first_of_each(self.diverted.releasable(|topic| topics.contains(topic)), topics.len());
         let is_stored = |position: &i64| !self.unmarked.contains(position) && !self.diverted.is_on_way(*position);
         let mut first: Vec<i64> = first.into_values().filter(is_stored).collect();
         if first.is_empty() {
