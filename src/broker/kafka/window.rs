@@ -252,8 +252,7 @@ impl PublishWindow {
     fn delivered(&self, slot: usize, topic: &str, key: Option<&[u8]>, partition: i32, offset: i64) {
         let mut state = self.state();
         if let Some(receipt) = receipt(partition, offset).filter(|_| state.stale.is_none()) {
-            drop(state);
-            self.settle(slot, topic, key, Ok(receipt));
+            self.settle_in(&mut state, slot, topic, key, Ok(receipt));
             return;
         }
         let why = || format!("kafka topic `{topic}`: a message was reported as delivered without an offset");
@@ -291,7 +290,17 @@ impl PublishWindow {
 
     /// Settles a row that has a slot.
     pub(super) fn settle(&self, slot: usize, topic: &str, key: Option<&[u8]>, outcome: Result<Receipt, Refusal>) {
-        let mut state = self.state();
+        self.settle_in(&mut self.state(), slot, topic, key, outcome);
+    }
+
+    fn settle_in(
+        &self,
+        state: &mut State,
+        slot: usize,
+        topic: &str,
+        key: Option<&[u8]>,
+        outcome: Result<Receipt, Refusal>,
+    ) {
         let Some(Slot { tag, weight, first_of }) = state.slots.get(slot).copied() else { return };
         state.free.push(slot);
         state.rows = state.rows.saturating_sub(1);
@@ -309,7 +318,7 @@ impl PublishWindow {
             Ok(_) | Err(Refusal::Behind(_)) => {}
         }
         state.settled.push(Settled { tag, outcome });
-        self.tell(&mut state);
+        self.tell(state);
     }
 
     fn tell(&self, state: &mut State) {
