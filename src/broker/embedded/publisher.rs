@@ -51,7 +51,7 @@ pub(super) struct EmbeddedPublisher {
     /// (topic, key) of refused rows, until the runtime received the refusals.
     broken_keys: HashSet<(String, String)>,
     log: Arc<Log>,
-    /// Why the file takes nothing for now.
+    /// Why the file takes no rows at the moment; `None` while it takes them.
     blocked: watch::Receiver<Option<String>>,
     writer: tokio::task::JoinHandle<()>,
 }
