@@ -74,8 +74,9 @@ impl Tries {
     }
 }
 
-/// How many waits for a lock a lane spends on the search for the message that waits, of a batch of
-/// the usual size: as many as halving takes to find one of a hundred.
+/// After more waits for a lock than this, a lane stops its search for the message that waits, and
+/// stores the messages. Halving finds one message among a hundred, the usual size of a batch, in so
+/// many steps.
 const LOCK_WAITS_MAX: u32 = 7;
 
 /// How long a stop waits to take tries back. If the database is away, they stay counted.

@@ -55,7 +55,8 @@ pub(super) struct Release {
     /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
-    /// By blocked topic: the row of it that says why, and what it says.
+    /// For each blocked topic: the position of one of its held rows, and the reason that this row
+    /// gives.
     reasons: HashMap<String, (i64, String)>,
 }
 
@@ -129,9 +130,9 @@ impl Release {
         }
     }
 
-    /// Notes that the change of a row, or that it left the table, is stored, which completes the
-    /// request for it. Not to be called earlier: until then the request is still in the table and
-    /// would be taken twice.
+    /// Notes that the database has stored a change of this row, or its removal from the table. That
+    /// completes the request for the row. Not to be called earlier: until then the request is still
+    /// in the table and would be taken twice.
     pub(super) fn stored(&mut self, position: i64) {
         self.redriven.remove(&position);
         self.look = true;

@@ -142,9 +142,10 @@ struct Lane {
     orders: mpsc::UnboundedSender<Order>,
     /// Topics of the current round.
     under_way: HashSet<String>,
-    /// Most topics of a round. It is halved when the session of a round was lost, so that a row
-    /// that ends sessions is found.
+    /// Most topics of a round. It is halved after a round that was lost, so that the row that ends
+    /// sessions, or the topic that the broker does not answer for, is found.
     width: usize,
+    /// Whether the session of this round was lost, or was silent before a row was sent.
     was_lost: bool,
     task: JoinHandle<()>,
 }
