@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
+use tracing::field::display;
 
 use super::alone::{self, Why};
 use super::aside::Aside;
@@ -417,7 +418,9 @@ impl Lane {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("the database did not answer within {TAKE_BACK:?}"),
         };
-        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), first = ids.first().map(tracing::field::display), %why, "tries that were not made stay counted");
+        let first = items.first().map(|item| &item.message);
+        let (id, sent_id) = (first.map(|first| display(first.id)), first.map(|first| display(&first.id_text)));
+        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), id, sent_id, %why, "tries that were not made stay counted");
     }
 
     pub(super) fn report(&self, item: &Item, committed: bool) {
