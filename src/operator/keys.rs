@@ -32,6 +32,7 @@ use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
 use crate::operation::port::{Fenced, Look, RunOutcome, late_runs};
 use crate::operation::rules::flow::Stage;
+use crate::operation::rules::provider::Settled;
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::versions::Announced;
 use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
@@ -616,7 +617,7 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
 /// # Errors
 /// `StoreError::Refused`, with the name of that effect.
 pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
-    let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
+    let happened = |intent: &&StoredIntent| intent.settled() == Some(Settled::Succeeded);
     let undone = |effect: &str| {
         seen.intents.iter().filter(happened).any(|intent| intent.intent.undoes.as_deref() == Some(effect))
     };

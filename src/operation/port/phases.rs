@@ -153,7 +153,7 @@ pub struct StoredIntent {
 }
 
 impl StoredIntent {
-    /// What is proven of the effect: a success, or a failure, whichever it was.
+    /// What is proven of the effect; none while it is open. One that was not sent counts as failed.
     pub(crate) fn settled(&self) -> Option<provider::Settled> {
         let outcome = self.outcome.as_deref()?;
         Some(if outcome == "succeeded" { provider::Settled::Succeeded } else { provider::Settled::Failed })
