@@ -15,8 +15,9 @@
 //! request under the key waits for the end of the lease only: a run of mode `edge` that goes on
 //! takes its UNKNOWN record back, and one of mode `bridged` is rolled back.)
 //!
-//! Where the route can reconcile, a sweep also asks for records that are UNKNOWN already, with a
-//! pause that grows: what could not be found out yet, and what a handler left unknown.
+//! Where the route can reconcile, a sweep also reconciles records that are UNKNOWN already: those
+//! whose outcome could not be found out yet, and those that a handler left unknown. The pauses
+//! between these attempts grow.
 //!
 //! Not here: phased operations, which recovery workers continue, and the answer to a request
 //! ([`Front`](super::Front)).

@@ -22,8 +22,8 @@ pub(super) struct Heart {
 }
 
 impl Heart {
-    /// `stop`: who writes the outcome cancels it, because an outcome ends the claim, which is no
-    /// loss.
+    /// Whoever writes the outcome cancels `stop`: the outcome ends the claim, and the next
+    /// heartbeat would count the ended claim as a lost lease.
     pub(super) fn start(front: &Front, owned: Owned, stop: CancellationToken) -> Self {
         let (engine, lease) = (front.engine().clone(), front.endpoint().route().lease);
         let (operation, key) = (front.endpoint().operation().clone(), front.short_key());
