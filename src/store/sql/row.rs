@@ -63,12 +63,12 @@ impl dyn Row + '_ {
     /// # Errors
     /// [`StoreError::Corrupt`] with the column where it is null or something else.
     pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
-        self.get_opt(at)?.ok_or_else(|| self.is_null(at))
+        self.get_opt(at)?.ok_or_else(|| self.null(at))
     }
 
     /// A column that holds a [`Value::Foreign`](super::Value::Foreign) and is never null.
     pub(super) fn foreign(&self, at: usize) -> Result<String, StoreError> {
-        self.get_foreign(at)?.ok_or_else(|| self.is_null(at))
+        self.get_foreign(at)?.ok_or_else(|| self.null(at))
     }
 
     /// A column that may be null.
@@ -77,16 +77,17 @@ impl dyn Row + '_ {
     /// [`StoreError::Corrupt`] with the column where it is something else.
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
         T::read(self, at).map_err(|error| match error {
-            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => self.is_wrong(at, source),
+            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => self.wrong(at, source),
             error => error,
         })
     }
 
-    fn is_null(&self, at: usize) -> StoreError {
-        self.is_wrong(at, "null")
+    fn null(&self, at: usize) -> StoreError {
+        self.wrong(at, "null")
     }
 
-    fn is_wrong(&self, at: usize, why: impl Display) -> StoreError {
+    /// The error of a column that holds something else than it must.
+    pub(in crate::store) fn wrong(&self, at: usize, why: impl Display) -> StoreError {
         StoreError::Corrupt(format!("column {at} (`{}`) of a row: {why}", self.column_name(at)))
     }
 }
@@ -118,7 +119,7 @@ macro_rules! narrow_columns {
             impl Column for $of {
                 fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
                     let number = |value| {
-                        Self::try_from(value).map_err(|_| row.is_wrong(at, format!("{value} is out of range")))
+                        Self::try_from(value).map_err(|_| row.wrong(at, format!("{value} is out of range")))
                     };
                     row.get_int(at)?.map(number).transpose()
                 }
