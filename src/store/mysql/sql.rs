@@ -27,14 +27,15 @@ impl Row for MySqlRow {
             return Ok(self.try_get(at)?);
         }
         let number: Option<u64> = self.try_get(at)?;
-        let wrong = |_| StoreError::Corrupt(format!("number {at} of a row is too large"));
-        number.map(|number| i64::try_from(number).map_err(wrong)).transpose()
+        let row: &dyn Row = self;
+        let wrong = |number: u64| row.wrong(at, format!("{number} is out of range"));
+        number.map(|number| i64::try_from(number).map_err(|_| wrong(number))).transpose()
     }
 
     /// Reads columns of bytes too, because names and keys are stored as bytes.
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError> {
         let bytes: Option<Vec<u8>> = sqlx::Row::try_get_unchecked(self, at)?;
-        bytes.map(|bytes| super::text(&format!("number {at} of a row"), bytes)).transpose()
+        bytes.map(|bytes| super::text(self.column_name(at), bytes)).transpose()
     }
 
     fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError> {
@@ -42,7 +43,7 @@ impl Row for MySqlRow {
     }
 
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
-        let id = |bytes: Vec<u8>| Ok(Uuid::from_bytes(super::sixteen(&format!("number {at} of a row"), &bytes)?));
+        let id = |bytes: Vec<u8>| Ok(Uuid::from_bytes(super::sixteen(self.column_name(at), &bytes)?));
         self.get_bytes(at)?.map(id).transpose()
     }
 

@@ -10,7 +10,7 @@ use sqlx::{Sqlite, query};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::message::{arrived_from_json, arrived_to_json, sixteen};
+use super::message::{arrived_from_json, arrived_to_json};
 use super::millis;
 use super::operations::finish;
 use super::write::Write;
@@ -40,13 +40,15 @@ impl Row for SqliteRow {
     }
 
     fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
-        self.get_bytes(at)?.map(|bytes| Ok(Uuid::from_bytes(sixteen(&bytes)?))).transpose()
+        let row: &dyn Row = self;
+        let id = |bytes: Vec<u8>| Uuid::from_slice(&bytes).map_err(|error| row.wrong(at, error));
+        self.get_bytes(at)?.map(id).transpose()
     }
 
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        let row: &dyn Row = self;
         let time = |millis| {
-            let wrong = || StoreError::Corrupt(format!("column {at} of a row: {millis} is no time"));
-            DateTime::from_timestamp_millis(millis).ok_or_else(wrong)
+            DateTime::from_timestamp_millis(millis).ok_or_else(|| row.wrong(at, format!("{millis} is no time")))
         };
         self.get_int(at)?.map(time).transpose()
     }
