@@ -71,8 +71,6 @@ const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, 
 
 impl<S: SqlStore + Phases> KeyOperator for S {
     async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
-        /// The column behind those of the record.
-        const DIGEST: usize = 27;
         let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
         let is_open = filter.is_of_open_state();
         let keys = sql(KEYS)
@@ -92,7 +90,8 @@ impl<S: SqlStore + Phases> KeyOperator for S {
             .bind("limit", filter.limit);
         let mut found = FoundKeys::default();
         for row in self.reader().await?.rows(keys).await? {
-            found.add(row.get(DIGEST)?, records::look_of(&*row))?;
+            // The digest stands behind the columns of the record.
+            found.add(row.get(records::LOOK_COLUMNS)?, records::look_of(&*row))?;
         }
         Ok(found)
     }

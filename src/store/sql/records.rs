@@ -106,6 +106,9 @@ pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'
     Some(words(holds, dialect))
 }
 
+/// How many columns the piece `look` has.
+pub(super) const LOOK_COLUMNS: usize = 27;
+
 /// Reads a row of the piece `look`. From the third column on it is null where there is no record.
 pub(in crate::store) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
     let now: DbTime = row.get(0)?;
@@ -157,11 +160,10 @@ fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, St
 /// As `look_of`, for a row that ends with the columns of a small body.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreError> {
-    const BODY: usize = 27;
     let mut look = look_of(row)?;
     let answer = look.record.as_ref().and_then(|record| record.answer.as_ref());
-    if answer.is_some_and(|answer| answer.body == StoredBody::Kept) && row.get_int(BODY + 2)?.is_some() {
-        look.body = Some(body_at(row, BODY)?);
+    if answer.is_some_and(|answer| answer.body == StoredBody::Kept) && row.get_int(LOOK_COLUMNS + 2)?.is_some() {
+        look.body = Some(body_at(row, LOOK_COLUMNS)?);
     }
     Ok(look)
 }
