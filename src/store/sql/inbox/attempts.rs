@@ -9,12 +9,25 @@ use crate::message::MessageId;
 use crate::store::sql::message::error_text;
 use crate::store::sql::{Session, SqlStore, Statement, sql};
 
+/// The table of the rows `a` of the messages `:ids`; on MySQL joined with the list of ids.
+macro_rules! rows {
+    () => {
+        "{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
+           on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a}"
+    };
+}
+
+/// Which rows of `rows!` are of the messages `:ids`. On MySQL the join has found only these.
+macro_rules! are_meant {
+    () => {
+        "{my: true}{pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids}}"
+    };
+}
+
 /// Behind FROM: the rows `a` of the messages `:ids`; further conditions follow.
 macro_rules! of_ids {
     () => {
-        "{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
-           on a.consumer_id = :consumer and a.message_id = unhex(j.id) where true}\
-         {pg lite: oncebox.attempt as a where a.consumer_id = :consumer and a.message_id {in ids :ids}}"
+        concat!(rows!(), " where ", are_meant!())
     };
 }
 
@@ -35,11 +48,13 @@ const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id,
     {or update consumer_id, message_id} \
     attempts = {greatest}(oncebox.attempt.attempts, 1)";
 
-const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
-    {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
-       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a} \
-    set attempts = a.attempts - 1, updated_at = {clock} \
-    where {pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids} and} a.attempts > 0";
+const TAKE_BACK: &str = concat!(
+    "{pg: /* planned anew */ }update ",
+    rows!(),
+    " set attempts = a.attempts - 1, updated_at = {clock} where ",
+    are_meant!(),
+    " and a.attempts > 0"
+);
 
 /// Deletes rows without a counted try and without an error. Otherwise only the success of a counted
 /// try would delete them.
