@@ -61,7 +61,8 @@ impl DbTime {
     }
 }
 
-fn micros_of(duration: Duration) -> i64 {
+/// A duration in microseconds; the largest number where it is longer.
+pub(crate) fn micros_of(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 

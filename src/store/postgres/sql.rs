@@ -16,6 +16,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::statements::Dialect;
 use crate::text::hex::hex;
+use crate::time::db_time::micros_of;
 
 impl Row for PgRow {
     fn column_name(&self, at: usize) -> &str {
@@ -76,7 +77,7 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
         Value::Time(value) | Value::SentAt(value) => query.bind(*value),
         Value::Foreign(value) => query.bind(value.as_deref().map(escaped)),
         Value::Headers(headers) => query.bind(json_of(headers)),
-        Value::Span(value) => query.bind(value.map(|span| i64::try_from(span.as_micros()).unwrap_or(i64::MAX))),
+        Value::Span(value) => query.bind(value.map(micros_of)),
         Value::Ints(list) => query.bind(list.clone()),
         Value::Ids(list) => query.bind(list.clone()),
         Value::ManyBytes(list) => query.bind(list.clone()),

@@ -16,7 +16,7 @@ use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owne
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
 use crate::operation::rules::{Identity, OperationName, Record, State};
 use crate::store::statements::Dialect;
-use crate::time::db_time::DbTime;
+use crate::time::db_time::{DbTime, micros_of};
 use crate::time::lease::Lease;
 
 /// The record of a key, as [`look_of`] reads it, or [`look_and_body_of`] where small bodies are in
@@ -230,10 +230,9 @@ pub(in crate::store) fn open_of(
     pauses: Option<(Duration, Duration)>,
     limit: u32,
 ) -> Statement {
-    let micros = |pause: Duration| i64::try_from(pause.as_micros()).unwrap_or(i64::MAX);
     let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", limit);
     let of = of.bind("lost", pauses.is_none()).bind("unknown", pauses.is_some());
-    of.bind("least", pauses.map(|(least, _)| micros(least))).bind("most", pauses.map(|(_, most)| micros(most)))
+    of.bind("least", pauses.map(|(least, _)| micros_of(least))).bind("most", pauses.map(|(_, most)| micros_of(most)))
 }
 
 /// Whether a lease ended so short a time ago that its owner may still renew it: a store that was
