@@ -11,7 +11,8 @@ use crate::time::lease::Fence;
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
 pub(in crate::store) const ALL_BUCKETS: (i64, i64) = (0, 255);
 
-/// Dead and held rows without their messages. Dead rows that hold nothing are left out.
+/// Dead and held rows without their messages. Dead rows that hold nothing are left out. SQLite has
+/// state and cause in one column: `dead`, `held-behind`, `held-destination`.
 const DIVERTED: &str = "\
 select position, topic, {key}, {pg my: cause}{lite: case state when 'dead' then 'refused' else substr(state, 6) end}, reason, holds \
   from oncebox.outbox_dead \

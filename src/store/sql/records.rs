@@ -55,8 +55,8 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
 /// The page is found first, among the records of the operation without an outcome. Each of its
 /// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
 /// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
-/// last change is the last time that it was asked for, and the pause after it is as long as the key
-/// was old then.
+/// last change is the last time that it was asked for. The pause after it is as long as the time
+/// from the first claim of the key to that change, within the bounds `:least` and `:most`.
 ///
 /// The record that was left alone for longest comes first: without an order the same records would
 /// fill each page, and the others would never be reached. A change that lies ahead of the clock was

@@ -131,6 +131,7 @@ pub(super) fn positions_json(positions: &[i64]) -> String {
 fn diversions_json(diversions: &[(i64, Diversion)]) -> String {
     let rows = diversions.iter().map(|(position, diversion)| {
         let (state, cause, reason, holds) = outbox::columns(diversion);
+        // The column has both: `dead`, `held-behind`, `held-destination`.
         let state = if state == "dead" { state.to_owned() } else { format!("{state}-{cause}") };
         json!({ "position": position, "state": state, "holds": i64::from(holds), "reason": reason })
     });
