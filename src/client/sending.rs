@@ -217,6 +217,9 @@ impl ClientState {
 
     /// Refuses an attempt while the breaker of its origin is open.
     fn admit(&self, url: &Url) -> Result<(), Duration> {
+        if self.options.breaker.is_none() {
+            return Ok(());
+        }
         let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
         let breaker = breakers.get_mut(&url.origin().ascii_serialization());
         breaker.map_or(Ok(()), |breaker| breaker.admit(self.began.elapsed()))
