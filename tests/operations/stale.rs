@@ -29,16 +29,7 @@ on_all! {
 
 /// Leaves a claim behind whose lease is over, as a process does that dies.
 async fn left<S: Sql>(world: &World<S>, endpoint: &Registered, key: &str, mode: Mode) {
-    leave(world, &claim(endpoint, key, mode, Duration::from_millis(1))).await;
-}
-
-async fn leave<S: Sql>(world: &World<S>, lost: &KeyClaim) {
-    assert!(matches!(world.store.claim(lost, Basis::New).await.unwrap(), Claimed::Owned(_)));
-    until("its lease is over", || async {
-        let look = world.store.find(&lost.identity).await.unwrap();
-        look.record.is_some_and(|record| !record.is_owned(look.now))
-    })
-    .await;
+    world.is_left_behind(&claim(endpoint, key, mode, Duration::from_millis(1))).await;
 }
 
 /// The database's time so many minutes ago.
@@ -183,7 +174,7 @@ async fn o11_a_route_whose_provider_hangs_holds_up_no_other<S: Sql>(world: World
     left(&world, &first, K1, Mode::Edge).await;
     let lost = claim(&second, K2, Mode::Edge, Duration::from_millis(1));
     let identity = Identity::new(&scope("t1", "p1"), second.operation().clone(), lost.identity.key().clone());
-    leave(&world, &KeyClaim { identity, ..lost }).await;
+    world.is_left_behind(&KeyClaim { identity, ..lost }).await;
     let engine = world.engine.clone();
     let sweeps = tokio::spawn(async move { engine.sweep(10).await });
     hangs.begun().await;

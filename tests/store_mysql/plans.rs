@@ -140,8 +140,7 @@ async fn r25_a_retry_reads_its_own_row_and_no_other() {
         consumer.0
     );
     execute(&mut db.app().await, &rows).await;
-    let store =
-        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let store = alone(&db).await;
     let before = read_so_far(&store).await;
     let scope = Scope { topics: vec!["t".to_owned()], places: Vec::new(), kinds: None };
     let lease = RowLease::new(Duration::from_secs(600));
