@@ -4,8 +4,7 @@
 use std::collections::BTreeSet;
 
 use oncebox::ConsumerOptions;
-use oncebox::message::MessageId;
-use oncebox::store::{ConsumerSpec, Holding, InboxEntry, InboxTx, Proof, StoreOptions};
+use oncebox::store::{Proof, StoreOptions};
 use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 
@@ -15,19 +14,9 @@ use super::proxy::{Failure, When};
 /// The frozen process has inserted the first message of five keys, and its partition is found open
 /// by the next owner: each message that this one does not know runs alone in it.
 async fn the_other_keys_flow<S: Sql>(world: World<S>) {
-    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
-    let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
-    world.store.open_assignment(consumer, &holding).await.unwrap();
+    world.left_open(0..1).await;
     let keys = ["a", "b", "c", "d", "e"];
-    let mut entries = Vec::new();
-    for key in keys {
-        let id = Uuid::now_v7();
-        entries.push(InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] });
-        world.deliver(&id.to_string(), "made", &format!("{key}1"));
-    }
-    let mut frozen = world.store.begin(consumer).await.unwrap();
-    frozen.admit(&entries).await.unwrap();
+    let mut frozen = world.frozen(&["a1", "b1", "c1", "d1", "e1"]).await;
     let later: Vec<String> = keys.iter().map(|key| format!("{key}2")).collect();
     let others: Vec<String> = (1..=4).flat_map(|n| ('f'..='o').map(move |key| format!("{key}{n}"))).collect();
     for name in later.iter().chain(&others) {
@@ -65,16 +54,8 @@ async fn a_process_that_froze_inside_its_transaction_stops_no_other_key_on_maria
 /// follow, among four hundred of other keys in two partitions.
 async fn the_other_keys_flow_however_many_come<S: Sql>(world: World<S>) {
     let world = world.with_broker(MemoryBroker::with_partitions(2));
-    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
-    for partition in 0..2 {
-        let holding = Holding { topic: "t".into(), partition, owner: Uuid::now_v7() };
-        world.store.open_assignment(consumer, &holding).await.unwrap();
-    }
-    let id = Uuid::now_v7();
-    let mut frozen = world.store.begin(consumer).await.unwrap();
-    frozen.admit(&[InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] }]).await.unwrap();
-    world.deliver(&id.to_string(), "made", "a00");
+    world.left_open(0..2).await;
+    let mut frozen = world.frozen(&["a00"]).await;
     let mut others = BTreeSet::new();
     for number in 1..=400_u32 {
         let key = char::from_u32(u32::from(b'b') + number % 20).unwrap();
@@ -116,19 +97,6 @@ async fn a_frozen_peer_stops_no_other_key_however_many_come_on_mariadb() {
     on_mariadb("frozen_peer_many", the_other_keys_flow_however_many_come).await;
 }
 
-/// A frozen process has inserted `a1`, and the partition is found open by the next owner.
-async fn frozen<S: Sql>(world: &World<S>) -> Box<dyn InboxTx> {
-    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
-    let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
-    world.store.open_assignment(consumer, &holding).await.unwrap();
-    let id = Uuid::now_v7();
-    let mut frozen = world.store.begin(consumer).await.unwrap();
-    frozen.admit(&[InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] }]).await.unwrap();
-    world.deliver(&id.to_string(), "made", "a1");
-    frozen
-}
-
 /// A look takes longer than the pause between two of them. Shown by: a pause that begins with the
 /// look; the lane looked again and again, and took nothing new.
 #[tokio::test]
@@ -142,7 +110,8 @@ async fn a_slow_look_at_what_stands_aside_keeps_no_new_message_from_its_lane() {
                  create trigger slows before insert on oncebox.inbox_timed for each statement execute function slows()",
             )
             .await;
-        let frozen = frozen(&world).await;
+        world.left_open(0..1).await;
+        let frozen = world.frozen(&["a1"]).await;
         world.deliver_all(&["b1"]);
         let running = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
         // It came after `a1`, which is set aside by now.
@@ -160,7 +129,8 @@ async fn a_slow_look_at_what_stands_aside_keeps_no_new_message_from_its_lane() {
 /// The first question whether a suspect can run has no answer.
 async fn a_suspect_is_asked_for_again<S: Sql>(behind: Behind<S>) {
     let Behind { direct, through, proxy } = behind;
-    let frozen = frozen(&direct).await;
+    direct.left_open(0..1).await;
+    let frozen = direct.frozen(&["a1"]).await;
     direct.deliver_all(&["b1"]);
     let (since, at) = match S::NAME {
         "postgres" => ("lock_timeout = '2ms'", "oncebox.admit"),

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base as _, ConsumerSpec, Holding, StoreOptions};
+use oncebox::store::{Base as _, StoreOptions};
 use oncebox::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
@@ -60,10 +60,7 @@ async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_i
 /// Shown to fail: each of them ran alone, its try counted in a transaction of its own.
 async fn r26_what_a_dead_process_had_in_flight_runs_in_batches<S: Sql>(world: World<S>) {
     const COUNT: usize = 1_000;
-    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
-    let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
-    world.store.open_assignment(consumer, &holding).await.unwrap();
+    world.left_open(0..1).await;
     let names: Vec<String> = (0..COUNT).map(|number| format!("{}{number:04}", ["a", "b", "c"][number % 3])).collect();
     world.broker.faults().hold_deliveries(true);
     world.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());

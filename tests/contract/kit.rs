@@ -1,17 +1,20 @@
 //! A database, a broker in memory, and a handler that does what the test says.
 
 use std::future::Future;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use oncebox::broker::Broker;
+use oncebox::message::MessageId;
 use oncebox::observe::Health;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
-    ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Enqueue, OperatorAct, Schema, Status, StoreOptions,
+    ActContext, Base, ConsumerId, ConsumerSpec, ConsumerStatus, DeadFilter, DeadMessage, Enqueue, Holding, InboxEntry,
+    InboxTx, OperatorAct, Schema, Status, StoreOptions,
 };
 use oncebox::{
     BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message,
@@ -266,6 +269,35 @@ impl<S: Sql> World<S> {
         for name in names {
             self.deliver(&Uuid::now_v7().to_string(), "made", name);
         }
+    }
+
+    /// The consumer of the tests, registered as its process does it.
+    pub(crate) async fn registered(&self) -> ConsumerId {
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        self.store.register(&spec).await.unwrap()
+    }
+
+    /// The last owner of these partitions died. The next one finds them open, and suspects all that
+    /// the dead one may have had in flight.
+    pub(crate) async fn left_open(&self, partitions: Range<i32>) {
+        let consumer = self.registered().await;
+        for partition in partitions {
+            let holding = Holding { topic: "t".into(), partition, owner: Uuid::now_v7() };
+            self.store.open_assignment(consumer, &holding).await.unwrap();
+        }
+    }
+
+    /// These messages come, and the open transaction of a frozen process has their inbox rows.
+    pub(crate) async fn frozen(&self, names: &[&str]) -> Box<dyn InboxTx> {
+        let mut entries = Vec::new();
+        for name in names {
+            let id = Uuid::now_v7();
+            entries.push(InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] });
+            self.deliver(&id.to_string(), "made", name);
+        }
+        let mut frozen = self.store.begin(self.registered().await).await.unwrap();
+        frozen.admit(&entries).await.unwrap();
+        frozen
     }
 }
 

@@ -6,13 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncebox::message::MessageId;
 use oncebox::observe::Health;
-use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, StoreOptions};
+use oncebox::store::StoreOptions;
 use oncebox::{ConsumerOptions, Message};
 use oncebox_testkit::memory::MemoryBroker;
-use uuid::Uuid;
 
 use super::kit::{
     Act, Behind, Does, HANGS, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres,
@@ -52,23 +49,11 @@ async fn a_consumer_is_ready_once_the_group_has_said_what_is_its_own_though_it_b
     idle.end().await;
 }
 
-/// Somebody else's open transaction has the inbox row of `a1`: it stays in hand, and no timer of
-/// ours is about it.
-async fn frozen(world: &World<PostgresStore>) -> Box<dyn InboxTx> {
-    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
-    let id = Uuid::now_v7();
-    let mut frozen = world.store.begin(consumer).await.unwrap();
-    frozen.admit(&[InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] }]).await.unwrap();
-    world.deliver(&id.to_string(), "made", "a1");
-    frozen
-}
-
-/// Shown to fail: it was ready all the time.
+/// `a1` stays in hand, and no timer of ours is about it. Shown to fail: it was ready all the time.
 #[tokio::test]
 async fn a_consumer_whose_deliveries_all_stand_still_is_not_ready_until_one_is_done() {
     on_postgres("all_stand", |world| async move {
-        let frozen = frozen(&world).await;
+        let frozen = world.frozen(&["a1"]).await;
         let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
         let consumer = world.consumer(options, Does(|_: &str, _: &Message| Act::Done));
         until_ready(&world, true).await;
@@ -87,12 +72,9 @@ async fn a_consumer_whose_deliveries_all_stand_still_is_not_ready_until_one_is_d
 #[tokio::test]
 async fn a_consumer_of_which_one_key_stands_among_others_that_move_stays_ready() {
     on_postgres("one_key_stands", |world| async move {
-        let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
-        let frozen = frozen(&world).await;
         // Found open, so that it is looked at before it is waited for.
-        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-        let consumer = world.store.register(&spec).await.unwrap();
-        world.store.open_assignment(consumer, &holding).await.unwrap();
+        world.left_open(0..1).await;
+        let frozen = world.frozen(&["a1"]).await;
         let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
         let consumer = world.consumer(options, Does(|_: &str, _: &Message| Act::Done));
         until_ready(&world, true).await;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base as _, ConsumerSpec, InboxEntry, ParkAs, Parked, StoreOptions};
+use oncebox::store::{Base as _, InboxEntry, ParkAs, Parked, StoreOptions};
 use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError, Handlers};
 
 use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_all, on_postgres, sqlite};
@@ -35,8 +35,7 @@ async fn a_child_whose_waiting_message_aborts() {
 
 /// Messages that wait, by name: due where they are the first of their key.
 async fn waiting<S: Sql>(world: &World<S>, names: &[&str], tries: u32) {
-    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
+    let consumer = world.registered().await;
     world.deliver_all(names);
     let arrived = oncebox::broker::Broker::read_all(&world.broker, "t").await.unwrap();
     let mut keys = std::collections::HashSet::new();

@@ -18,15 +18,6 @@ async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
     world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await
 }
 
-/// The last owner of the partition did not end cleanly, so that all it may have had in flight is
-/// under suspicion.
-async fn is_suspicious<S: Sql>(world: &World<S>) {
-    let spec = oncebox::store::ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
-    let consumer = world.store.register(&spec).await.unwrap();
-    let holding = oncebox::store::Holding { topic: "t".into(), partition: 0, owner: uuid::Uuid::now_v7() };
-    world.store.open_assignment(consumer, &holding).await.unwrap();
-}
-
 /// One more stop than a message has attempts, each in the middle of what the function does.
 async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
     world.deliver_all(&["a1", "b1", "c1"]);
@@ -40,7 +31,7 @@ async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
         ..consumer_options()
     };
     for round in 1..=3 {
-        is_suspicious(&world).await;
+        world.left_open(0..1).await;
         let entered = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&entered);
         let consumer = world.consumer(
