@@ -14,7 +14,7 @@ use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     ActContext, Base, ConsumerId, ConsumerSpec, ConsumerStatus, DeadFilter, DeadMessage, Enqueue, Holding, InboxEntry,
-    InboxTx, OperatorAct, Schema, Status, StoreOptions,
+    InboxTx, LeaseAnswer, LeaseRequest, OperatorAct, RelaySession, Schema, Status, StoreOptions,
 };
 use oncebox::{
     BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message,
@@ -256,6 +256,18 @@ impl<S: Sql> World<S> {
         let stop = CancellationToken::new();
         let token = stop.clone();
         Running { stop, task: tokio::spawn(async move { consumer.run(token).await.ok() }) }
+    }
+
+    /// Another owner of the shard, as soon as nobody has the lease.
+    pub(crate) async fn other_owner(&self) -> Box<dyn RelaySession> {
+        let request = LeaseRequest::new("other", Duration::from_secs(600));
+        eventually("the lease is free", SOON, || async {
+            match self.store.open(&request).await.unwrap() {
+                LeaseAnswer::Taken(session) => Some(session),
+                _ => None,
+            }
+        })
+        .await
     }
 
     /// A message straight into the broker, with this id.

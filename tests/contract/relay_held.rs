@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::broker::Broker;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Diversion, LeaseAnswer, LeaseRequest, Mark, OperatorAct, Outbox};
+use oncebox::store::{Diversion, Mark, OperatorAct};
 use oncebox::{DeadPolicy, NewMessage, RelayEnd, RelayError, RelayOptions};
 use oncebox_testkit::memory::{Fault, matching};
 use tokio::sync::Semaphore;
@@ -348,8 +348,7 @@ async fn g3_requests_that_cannot_be_carried_out_yet_hide_none_behind_them() {
     let of_t = (0..1_001).map(|key| NewMessage::text("t", "made", "dead").with_key(key.to_string()));
     let messages = of_t.chain([message("t", "held"), message("u", "a1")]).collect();
     world.store.enqueue_all(messages, true).await;
-    let request = LeaseRequest::new("the relay before", Duration::from_secs(600));
-    let LeaseAnswer::Taken(mut session) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
+    let mut session = world.other_owner().await;
     let read = session.read(2_000).await.unwrap();
     session.checkpoint(Mark::default()).await.unwrap();
     let diversion = |payload: &[u8]| match payload {
@@ -492,14 +491,7 @@ async fn what_a_relay_concluded_of_a_message_is_forgotten_once_another_had_the_l
     let options = RelayOptions { lease: Duration::from_secs(2), ..relay_options() };
     let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, options);
     eventually("five sessions have ended", SOON, || async { (broker.asked_for() == 6).then_some(()) }).await;
-    let request = LeaseRequest::new("other", Duration::from_secs(600));
-    let mut other = eventually("the lease runs out", SOON, || async {
-        match world.store.open(&request).await.unwrap() {
-            LeaseAnswer::Taken(session) => Some(session),
-            _ => None,
-        }
-    })
-    .await;
+    let mut other = world.other_owner().await;
     let read = other.read(10).await.unwrap();
     other.checkpoint(Mark::default()).await.unwrap();
     let dead = Diversion::Dead { reason: "too large".into(), holds: true };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use oncebox::broker::Broker;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{DeadFilter, DeadState, LeaseAnswer, LeaseRequest, OperatorAct, Outbox};
+use oncebox::store::{DeadFilter, DeadState, OperatorAct};
 use oncebox::{BrokerError, RelayEnd, RelayOptions};
 use oncebox_testkit::memory::{Fault, matching};
 use sqlx::{Postgres, Transaction};
@@ -319,14 +319,7 @@ async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
         eventually("shown by the owner", 3 * SOON, || async { says("gaps are open").then_some(()) }).await;
         // Its session ends, and another owner comes before its next one.
         world.broker.faults().drop_publishers();
-        let request = LeaseRequest::new("other", Duration::from_secs(600));
-        let other = eventually("the lease runs out", SOON, || async {
-            match world.store.open(&request).await.unwrap() {
-                LeaseAnswer::Taken(session) => Some(session),
-                _ => None,
-            }
-        })
-        .await;
+        let other = world.other_owner().await;
         broker.gate.add_permits(1);
         eventually("it stands by and shows none", SOON, || async {
             (says("standing by") && !says("gaps are open")).then_some(())
