@@ -10,7 +10,12 @@ use oncebox::ConsumerOptions;
 use oncebox::HandlerError;
 use oncebox::store::{ActContext, Operator as _, OperatorAct};
 
-use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, on_servers, sqlite};
+
+on_servers! {
+    r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message,
+    r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_dies_then,
+}
 
 /// Delivers a1, b1, a2 in one batch; a1's handler misbehaves at its first try.
 async fn once<S: Sql>(
@@ -247,7 +252,7 @@ async fn r23_a_raw_commit_in_a_retry_that_fails_is_dead_and_not_lost() {
 
 /// What stands behind it stays there, and so does what comes meanwhile. Shown to fail: the next one
 /// was due with the handler's commit, and the dead one was stored behind all of them.
-async fn holds_its_key<S: Sql>(world: World<S>) {
+async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message<S: Sql>(world: World<S>) {
     let tries = AtomicU32::new(0);
     world.deliver_all(&["a1", "a2", "a3"]);
     let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
@@ -267,19 +272,9 @@ async fn holds_its_key<S: Sql>(world: World<S>) {
     consumer.end().await;
 }
 
-#[tokio::test]
-async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message_on_postgres() {
-    on_postgres("r23_retry_holds", holds_its_key).await;
-}
-
-#[tokio::test]
-async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message_on_mariadb() {
-    on_mariadb("r23_retry_holds", holds_its_key).await;
-}
-
 /// The process dies after the handler's commit, before it stores anything else. Shown by: storing
 /// the message as dead only afterwards (nothing told of it, and the next one of its key ran).
-async fn is_dead_without_its_process<S: Sql>(world: World<S>) {
+async fn r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_dies_then<S: Sql>(world: World<S>) {
     let tries = AtomicU32::new(0);
     world.deliver_all(&["a1", "a2"]);
     let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
@@ -302,16 +297,6 @@ async fn is_dead_without_its_process<S: Sql>(world: World<S>) {
     world.act(OperatorAct::Discard).await;
     world.until_effects(&["a1", "b1", "a2", "a3"]).await;
     next.end().await;
-}
-
-#[tokio::test]
-async fn r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_dies_then_on_postgres() {
-    on_postgres("r23_retry_dies", is_dead_without_its_process).await;
-}
-
-#[tokio::test]
-async fn r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_dies_then_on_mariadb() {
-    on_mariadb("r23_retry_dies", is_dead_without_its_process).await;
 }
 
 /// How a handler ends its transaction, and a statement that outlives its time.

@@ -10,11 +10,13 @@ use oncebox::{DeadPolicy, NewMessage, RelayEnd, RelayError, RelayOptions};
 use oncebox_testkit::memory::{Fault, matching};
 use tokio::sync::Semaphore;
 
-use super::kit::{
-    Running, SOON, Sql, World, first_occurrences, message, on_mariadb, on_postgres, relay_options, sqlite,
-};
+use super::kit::{Running, SOON, Sql, World, first_occurrences, message, on_servers, relay_options, sqlite};
 use super::support::eventually;
 use super::troubled::Troubled;
+
+on_servers! {
+    g2_a_refused_message_without_a_key_does_not_stop_its_shard,
+}
 
 fn refuse(world: &World<SqliteStore>, id: uuid::Uuid) {
     world.broker.faults().on_publish(Fault::RefuseMessage("too large".into()), matching::id(id));
@@ -318,7 +320,9 @@ async fn g11_at_dead_rows_max_a_shard_under_policy_skip_stops_reading_visibly_un
     relay.end().await.unwrap();
 }
 
-async fn a_refused_message_without_a_key_is_dead_alone<S: Sql>(world: World<S>) {
+/// Shown by: a table that takes no row without a key behind another one. It is held like that until
+/// it is sent alone: that mark failed, and each session of the shard ended with it.
+async fn g2_a_refused_message_without_a_key_does_not_stop_its_shard<S: Sql>(world: World<S>) {
     world.broker.faults().on_publish(Fault::RefuseMessage("too large".into()), |row| row.payload == b"bad");
     let messages = ["bad", "good"].map(|name| NewMessage::text("t", "made", name));
     world.store.enqueue_all(Vec::from(messages), true).await;
@@ -327,18 +331,6 @@ async fn a_refused_message_without_a_key_is_dead_alone<S: Sql>(world: World<S>) 
     let is_dead_alone = |status: &oncebox::store::Status| (status.dead, status.held, status.pending) == (1, 0, 0);
     world.until_status("one is dead, and no other is held", is_dead_alone).await;
     relay.end().await.unwrap();
-}
-
-/// Shown by: a table that takes no row without a key behind another one. It is held like that until
-/// it is sent alone: that mark failed, and each session of the shard ended with it.
-#[tokio::test]
-async fn g2_a_refused_message_without_a_key_does_not_stop_its_shard_on_postgres() {
-    on_postgres("g2_a_refused_message_without_a_key", a_refused_message_without_a_key_is_dead_alone).await;
-}
-
-#[tokio::test]
-async fn g2_a_refused_message_without_a_key_does_not_stop_its_shard_on_mariadb() {
-    on_mariadb("refused_without_key", a_refused_message_without_a_key_is_dead_alone).await;
 }
 
 /// Shown by: always reading the first thousand requests (`u` got nothing until `t` took messages).
