@@ -4,21 +4,13 @@ use std::time::Duration;
 
 use oncebox::sqlx::{self, Connection, Executor, PgConnection};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{
-    Base, ConsumerSpec, Inbox, InboxEntry, LeasedMessage, Proof, RowLease, Schema, StoreOptions, Undone, Waiting,
-};
-use oncebox::{
-    StoreError,
-    message::{Coordinates, Message, MessageId},
-};
+use oncebox::store::{Base, Inbox, InboxEntry, LeasedMessage, Proof, RowLease, Schema, StoreOptions, Undone, Waiting};
+use oncebox::{StoreError, message::MessageId};
 
 use crate::postgres::{Server, on_server, with_database, with_path};
 use crate::proxy::Proxy;
 use crate::support::{eventually, service};
-
-fn spec() -> ConsumerSpec {
-    ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }
-}
+use crate::turns::{consumer_spec, message};
 
 fn entry() -> InboxEntry {
     InboxEntry { id: MessageId::new(), hash: [1; 16] }
@@ -31,7 +23,7 @@ const KILL_OTHERS: &str = "select pg_terminate_backend(pid) from pg_stat_activit
 #[tokio::test]
 async fn connections_that_died_in_the_pool_cost_no_transaction() {
     with_database("connections_that_died_in_the_pool_cost_no_transaction", |database| async move {
-        let consumer = database.store.register(&spec()).await.unwrap();
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
         let mut warm = Vec::new();
         for _ in 0..4 {
             warm.push(database.store.begin(consumer).await.unwrap());
@@ -51,7 +43,7 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
 #[tokio::test]
 async fn g12_a_connection_that_is_lost_during_commit_leaves_the_outcome_unknown() {
     with_database("g12_a_connection_that_is_lost_during_commit_leaves_the_outcome_unknown", |database| async move {
-        let consumer = database.store.register(&spec()).await.unwrap();
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
         let mut tx = database.store.begin(consumer).await.unwrap();
         tx.admit(&[entry()]).await.unwrap();
         database.connection().await.execute(KILL_OTHERS).await.unwrap();
@@ -81,7 +73,7 @@ async fn r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server() 
         assert_eq!(settings, ["35s", "35s", "on", "read committed"]);
         let options = StoreOptions { handler_timeout: Duration::ZERO, ..StoreOptions::new(database.url.clone()) };
         let impatient = PostgresStore::connect(&options).await.unwrap();
-        let consumer = impatient.register(&spec()).await.unwrap();
+        let consumer = impatient.register(&consumer_spec()).await.unwrap();
         let one = entry();
         let mut frozen = impatient.begin(consumer).await.unwrap();
         frozen.admit(&[one]).await.unwrap();
@@ -132,7 +124,7 @@ async fn the_session_that_a_handler_changed_is_set_back_before_anybody_else_gets
     with_database("the_session_that_a_handler_changed_is_set_back", |database| async move {
         let options = StoreOptions { connections_max: 1, ..StoreOptions::new(database.url.clone()) };
         let store = PostgresStore::connect(&options).await.unwrap();
-        let consumer = store.register(&spec()).await.unwrap();
+        let consumer = store.register(&consumer_spec()).await.unwrap();
         let state =
             "select current_setting('search_path') || ' ' || current_setting('lock_timeout') || ' ' || current_user
             || ' ' || (select count(*) from pg_class where relname = 'left_over')::text
@@ -166,23 +158,8 @@ async fn a_lease_that_is_lost_costs_no_connection() {
     with_database("a_lease_that_is_lost_costs_no_connection", |database| async move {
         let options = StoreOptions { connections_max: 1, ..StoreOptions::new(database.url.clone()) };
         let store = PostgresStore::connect(&options).await.unwrap();
-        let message = Message {
-            id: MessageId::new(),
-            id_text: String::new(),
-            topic: "t".into(),
-            key: None,
-            kind: String::new(),
-            headers: Vec::new(),
-            payload: Vec::new(),
-            tombstone: false,
-            content_type: None,
-            source: String::new(),
-            time: None,
-            trace: None,
-            coordinates: Coordinates { place: "t".into(), partition: 0, offset: 0 },
-            attempt: 1,
-        };
         let lease = RowLease::new(Duration::from_secs(1)).token;
+        let message = message("k", MessageId::new().uuid());
         let lost = LeasedMessage { sequence: 1, lease, tries: 0, suspect: false, message };
         let server =
             || async { sqlx::query_scalar::<_, i32>("select pg_backend_pid()").fetch_one(store.pool()).await.unwrap() };
@@ -202,7 +179,7 @@ async fn r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write() {
         let options = StoreOptions { connections_max: 1, ..StoreOptions::new(database.url.clone()) };
         let store = PostgresStore::connect(&options).await.unwrap();
         database.run("create table written (n int)").await;
-        let consumer = store.register(&spec()).await.unwrap();
+        let consumer = store.register(&consumer_spec()).await.unwrap();
         for n in 0..200_u64 {
             let _ = tokio::time::timeout(Duration::from_micros(10 * n), store.begin(consumer)).await;
             sqlx::query("insert into written values ($1)")
@@ -225,7 +202,7 @@ async fn a_batch_takes_two_round_trips_beside_its_handler() {
         let proxy = Proxy::before(&database.url, "sslmode=disable");
         let options = StoreOptions { connections_max: 1, ..StoreOptions::new(proxy.url.clone()) };
         let store = PostgresStore::connect(&options).await.unwrap();
-        let consumer = store.register(&spec()).await.unwrap();
+        let consumer = store.register(&consumer_spec()).await.unwrap();
         // The first batch of a connection prepares its statements.
         for trips in [4, 2] {
             let mut tx = store.begin(consumer).await.unwrap();
@@ -247,7 +224,7 @@ async fn a_batch_takes_two_round_trips_beside_its_handler() {
 async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
     with_database("r23_only_the_transaction_that_admitted_the_message_is_proven", |database| async move {
         database.run("create table effect (n int primary key)").await;
-        let consumer = database.store.register(&spec()).await.unwrap();
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
         for (handler, proof) in [
             ("insert into effect values (1)", Proof::Same),
             ("savepoint s; insert into effect values (2); rollback to savepoint s", Proof::Same),
@@ -281,7 +258,7 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
 #[tokio::test]
 async fn g4_a_handler_cannot_make_its_commit_less_durable() {
     with_database("g4_a_handler_cannot_make_its_commit_less_durable", |database| async move {
-        let consumer = database.store.register(&spec()).await.unwrap();
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
         for (handler, stands) in [
             ("set local synchronous_commit = off", "on"),
             ("set local synchronous_commit = local", "on"),
@@ -401,7 +378,7 @@ async fn a_transaction_whose_id_a_crash_gave_to_another_was_not_committed() {
     let Some(mut server) = Server::start(test, lazy).await else { return };
     let store = PostgresStore::connect(&StoreOptions::new(server.url())).await.unwrap();
     store.migrate().await.unwrap();
-    let consumer = store.register(&spec()).await.unwrap();
+    let consumer = store.register(&consumer_spec()).await.unwrap();
     let next_id = async |server: &Server| -> i64 {
         let mut connection = PgConnection::connect(&server.url()).await.unwrap();
         let next = "select pg_snapshot_xmax(pg_current_snapshot())::text::bigint";

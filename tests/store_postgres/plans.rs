@@ -6,13 +6,14 @@ use std::time::Duration;
 use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage, State, Tombstone};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim,
-    KeyFilter, KeyOperator, Keys, NewOperation, Operator, Phases, RunOutcome, Sealed,
+    Answer, AnswerBody, Base, Basis, Begun, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim, KeyFilter,
+    KeyOperator, Keys, NewOperation, Operator, Phases, RunOutcome, Sealed,
 };
 use uuid::Uuid;
 
 use crate::postgres::{Database, with_database};
 use crate::support::eventually;
+use crate::turns::consumer_spec;
 
 const ROWS: i64 = 100_000;
 const RECORDS: &str = "oncebox.idempotency_request";
@@ -33,10 +34,6 @@ async fn fill(database: &Database) {
          from generate_series(1, {ROWS}) n; analyze oncebox.idempotency_request"
     );
     database.run(&rows).await;
-}
-
-fn ledger() -> ConsumerSpec {
-    ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }
 }
 
 /// Scans of the table, and rows that scans of it have read: from end to end, and through indexes.
@@ -263,7 +260,7 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
         for (looks, rows_max) in [(true, 10), (false, 40_000)] {
             let (whole, indexed) = read_by(&database, WAITING, |store| async move {
                 if looks {
-                    let consumer = store.register(&ledger()).await.unwrap();
+                    let consumer = store.register(&consumer_spec()).await.unwrap();
                     let mut tx = store.begin(consumer).await.unwrap();
                     let standing = tx.standing(&[lane.into_bytes(), [1; 16]]).await.unwrap();
                     assert_eq!(standing.blocked.len(), 1);
@@ -288,7 +285,7 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
 async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
     let test = "a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table";
     with_database(test, |database| async move {
-        let consumer = database.store.register(&ledger()).await.unwrap();
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
         let rows = |count: i64, age: &str| {
             format!(
                 "insert into oncebox.inbox_untimed (consumer_id, message_id, content_hash, received_at) \
@@ -327,7 +324,7 @@ async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
 #[tokio::test]
 async fn a_list_costs_no_more_the_more_is_held() {
     with_database("a_list_costs_no_more_the_more_is_held", |database| async move {
-        let consumer = database.store.register(&ledger()).await.unwrap().0;
+        let consumer = database.store.register(&consumer_spec()).await.unwrap().0;
         let row = |count: i64, lane: &str, state: &str, due: &str| {
             let is_dead = state == "dead";
             let dead = if is_dead { "'terminal', now()" } else { "null, null" };

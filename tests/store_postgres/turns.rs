@@ -30,7 +30,7 @@ const LEASE: Duration = Duration::from_secs(600);
 /// The server keeps a plan for good after the fifth run of a statement.
 const RUNS: usize = 7;
 
-fn message(key: &str, id: Uuid) -> Message {
+pub(crate) fn message(key: &str, id: Uuid) -> Message {
     let arrived = Arrived {
         topic: "payments".to_owned(),
         key: Some(key.as_bytes().to_vec()),
@@ -50,7 +50,7 @@ fn scope() -> Scope {
     Scope { topics: vec!["payments".to_owned()], places: Vec::new(), kinds: None }
 }
 
-fn consumer_spec() -> ConsumerSpec {
+pub(crate) fn consumer_spec() -> ConsumerSpec {
     ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }
 }
 
