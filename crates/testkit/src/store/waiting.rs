@@ -372,14 +372,8 @@ pub async fn r22_a_lease_that_ends_later_than_any_lease_can_is_over<F: Fixture>(
     trial.park(consumer, &message("b", "b1"), ParkAs::Due(Duration::from_secs(86_400))).await;
     let leased = lease_one(trial, consumer, LEASE).await.unwrap();
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "the lease stands");
-    let waiting = trial.table("waiting");
-    trial
-        .run(&format!(
-            "update {waiting} set due_at = {} where sequence = {}",
-            moved::<F>("due_at", 86_400),
-            leased.sequence
-        ))
-        .await;
+    let (waiting, later) = (trial.table("waiting"), moved::<F>("due_at", 86_400));
+    trial.run(&format!("update {waiting} set due_at = {later} where sequence = {}", leased.sequence)).await;
     assert!(lease(trial, consumer).await.is_empty());
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 1);
     assert_eq!(payloads(&lease(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
