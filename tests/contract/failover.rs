@@ -193,7 +193,7 @@ async fn a_refused_partition_is_shown_only_while_it_is_assigned() {
     for is_away in [false, true, false] {
         world.broker.faults().away(is_away.then_some("the broker is away"));
         eventually("it is shown, or not", SOON, || async {
-            let is_shown = world.health.lines().iter().any(|line| line.contains("t/0 is not consumed"));
+            let is_shown = world.says("t/0 is not consumed");
             (is_shown != is_away).then_some(())
         })
         .await;

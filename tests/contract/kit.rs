@@ -179,6 +179,11 @@ impl<S: Sql> World<S> {
         panic!("{what}: there are {seen:?}; {:?}; {:?}", self.health.lines(), self.status().await);
     }
 
+    /// Whether a line of the health has these words.
+    pub(crate) fn says(&self, words: &str) -> bool {
+        self.health.lines().iter().any(|line| line.contains(words))
+    }
+
     pub(crate) async fn status(&self) -> Status {
         self.store.status().await.unwrap()
     }

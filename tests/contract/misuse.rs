@@ -93,10 +93,7 @@ async fn a_panic_that_ends_a_lane_or_the_retrier_is_noticed_and_the_message_hand
         let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
         let consumer = world.consumer(options, Does(act));
         let what = "the part is not ready, and says why";
-        super::support::eventually(what, super::kit::SOON, || async {
-            world.health.lines().iter().any(|line| line.contains("panicked")).then_some(())
-        })
-        .await;
+        super::support::eventually(what, super::kit::SOON, || async { world.says("panicked").then_some(()) }).await;
         assert!(began.get().unwrap().elapsed() < Duration::from_secs(1), "at once");
         super::support::eventually("all ran", super::kit::SOON, || async {
             let seen = world.effects().await;

@@ -28,10 +28,7 @@ async fn a_consumer_is_ready_once_the_group_has_said_what_is_its_own_though_it_b
     let world = sqlite().await;
     world.broker.faults().topics_must_exist(true);
     let first = world.consumer(consumer_options(), Does(|_: &str, _: &Message| Act::Done));
-    eventually("it is connected and has no share", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("starting")).then_some(())
-    })
-    .await;
+    eventually("it is connected and has no share", SOON, || async { world.says("starting").then_some(()) }).await;
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(1) {
         assert!(!world.health.is_ready(), "{:?}", world.health.lines());
@@ -57,7 +54,7 @@ async fn a_consumer_whose_deliveries_all_stand_still_is_not_ready_until_one_is_d
         let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
         let consumer = world.consumer(options, Does(|_: &str, _: &Message| Act::Done));
         until_ready(&world, true).await;
-        let says = || world.health.lines().iter().any(|line| line.contains("deliveries are in hand")).then_some(());
+        let says = || world.says("deliveries are in hand").then_some(());
         eventually("it says that they stand", SOON, || async { says() }).await;
         assert!(!world.health.is_ready());
         frozen.rollback().await.unwrap();
@@ -124,7 +121,7 @@ async fn its_partition_goes<S: Sql>(behind: Behind<S>) {
 
     proxy.fails(Failure::Cut);
     direct.deliver_all(&[&format!("{key}3")]);
-    let waits = || through.health.lines().iter().any(|line| line.contains("database (lane")).then_some(());
+    let waits = || through.says("database (lane").then_some(());
     eventually("its lane waits for the database", SOON, || async { waits() }).await;
     let second = direct.consumer(options(), Does(done));
     eventually("the second has it", SOON, || async { (direct.effects().await.len() == 10).then_some(()) }).await;
@@ -190,7 +187,7 @@ async fn cannot_lease<S: Sql>(world: World<S>) {
     world.until_consumer("it waits", |ledger| ledger.waiting == 1).await;
     until_ready(&world, true).await;
     world.run(&format!("alter table {0}waiting rename to {1}", S::PREFIX, AWAY)).await;
-    let says = || world.health.lines().iter().any(|line| line.contains("are not tried again")).then_some(());
+    let says = || world.says("are not tried again").then_some(());
     eventually("it says that they are not tried", SOON, || async { says() }).await;
     assert!(!world.health.is_ready());
     let (away, back) = if S::PREFIX.ends_with('.') { ("oncebox.", "waiting") } else { ("", "oncebox_waiting") };

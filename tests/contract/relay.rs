@@ -67,10 +67,7 @@ async fn g10_a_broker_that_is_away_burns_nothing_and_the_relay_resumes_by_itself
     world.until_published("t", &["a1"]).await;
     world.broker.faults().away(Some("the cable"));
     world.enqueue("t", &["a2", "a3"]).await;
-    eventually("the state is visible", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("the cable")).then_some(())
-    })
-    .await;
+    eventually("the state is visible", SOON, || async { world.says("the cable").then_some(()) }).await;
     let status = world.status().await;
     assert_eq!((status.pending, status.dead, status.held), (2, 0, 0));
     world.broker.faults().away(None);
@@ -87,10 +84,7 @@ async fn a_broker_that_was_blocked_is_shown_and_then_shown_no_more() {
     world.until_published("t", &["a0"]).await;
     world.broker.faults().block(Some("memory alarm"));
     world.enqueue("t", &["a1"]).await;
-    eventually("shown as blocked", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("memory alarm")).then_some(())
-    })
-    .await;
+    eventually("shown as blocked", SOON, || async { world.says("memory alarm").then_some(()) }).await;
     world.broker.faults().block(None);
     world.until_published("t", &["a0", "a1"]).await;
     eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
@@ -114,10 +108,7 @@ async fn a_broker_file_that_takes_nothing_for_now_makes_no_message_dead_and_hold
     let began = std::time::Instant::now();
     sqlx::raw_sql("begin immediate").execute(&mut holder).await.unwrap();
     world.enqueue("t", &["a2", "b1"]).await;
-    eventually("shown as blocked", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("blocked")).then_some(())
-    })
-    .await;
+    eventually("shown as blocked", SOON, || async { world.says("blocked").then_some(()) }).await;
     // Longer than it took to find the message guilty.
     let seen = eventually("some seconds of it", SOON, || async {
         (began.elapsed() > Duration::from_secs(6)).then(|| world.health.lines())

@@ -217,10 +217,7 @@ async fn g11_at_held_rows_max_the_shard_stops_reading_visibly_and_goes_on_when_t
     world.enqueue("t", &["a1", "a2", "a3"]).await;
     world.until_status("held", |status| status.held == 3).await;
     world.enqueue("u", &["b1"]).await;
-    eventually("it says so", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("held_rows_max")).then_some(())
-    })
-    .await;
+    eventually("it says so", SOON, || async { world.says("held_rows_max").then_some(()) }).await;
     assert_eq!(world.published("u").await, Vec::<String>::new());
     // It waits between its looks. A relay that does not is through with these turns at once.
     let (began, turns) = (Instant::now(), world.broker.relay_turns());
@@ -308,10 +305,7 @@ async fn g11_at_dead_rows_max_a_shard_under_policy_skip_stops_reading_visibly_un
     relay.end().await.unwrap();
     let relay = world.relay(options());
     world.enqueue("t", &["a2"]).await;
-    eventually("it says so", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("dead_rows_max")).then_some(())
-    })
-    .await;
+    eventually("it says so", SOON, || async { world.says("dead_rows_max").then_some(()) }).await;
     assert_eq!(world.published("t").await, Vec::<String>::new());
     world.act(OperatorAct::Discard).await;
     world.until_published("t", &["a2"]).await;
@@ -490,10 +484,7 @@ async fn what_a_relay_concluded_of_a_message_is_forgotten_once_another_had_the_l
     let diverted = vec![(read.rows[0].position, dead)];
     other.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
     broker.gate.add_permits(1_000);
-    eventually("it stands by", SOON, || async {
-        world.health.lines().iter().any(|line| line.contains("standing by")).then_some(())
-    })
-    .await;
+    eventually("it stands by", SOON, || async { world.says("standing by").then_some(()) }).await;
     world.broker.faults().clear_on_publish();
     world.act(OperatorAct::Redrive).await;
     other.release().await.unwrap();

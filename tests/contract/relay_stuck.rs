@@ -292,10 +292,7 @@ async fn g2_a_relay_until_empty_does_not_end_at_the_bound_of_gaps_with_messages_
     on_postgres("g2_a_relay_until_empty_at_the_bound", |world| async move {
         let (holder, _) = many_gaps(&world).await;
         let relay = world.relay(RelayOptions { until_empty: true, ..relay_options() });
-        eventually("at the bound", 3 * SOON, || async {
-            world.health.lines().iter().any(|line| line.contains("no more may be")).then_some(())
-        })
-        .await;
+        eventually("at the bound", 3 * SOON, || async { world.says("no more may be").then_some(()) }).await;
         assert!(!relay.task.is_finished(), "{:?}", world.status().await);
         holder.rollback().await.unwrap();
         let ended = tokio::time::timeout(3 * SOON, relay.task).await.expect("it ends").unwrap();
@@ -315,14 +312,13 @@ async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
         let broker = Arc::new(Troubled { gate: Semaphore::new(1), ..Troubled::new(&world.broker) });
         let options = RelayOptions { lease: Duration::from_secs(2), ..relay_options() };
         let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, options);
-        let says = |what: &str| world.health.lines().iter().any(|line| line.contains(what));
-        eventually("shown by the owner", 3 * SOON, || async { says("gaps are open").then_some(()) }).await;
+        eventually("shown by the owner", 3 * SOON, || async { world.says("gaps are open").then_some(()) }).await;
         // Its session ends, and another owner comes before its next one.
         world.broker.faults().drop_publishers();
         let other = world.other_owner().await;
         broker.gate.add_permits(1);
         eventually("it stands by and shows none", SOON, || async {
-            (says("standing by") && !says("gaps are open")).then_some(())
+            (world.says("standing by") && !world.says("gaps are open")).then_some(())
         })
         .await;
         relay.end().await.unwrap();
@@ -371,14 +367,13 @@ async fn marks_that_fail_are_shown_until_one_is_made_also_where_another_wait_end
         no_room_for_marks(&world).await;
         world.enqueue("t", &["a1"]).await;
         let relay = world.relay(RelayOptions { mark_after: Duration::from_secs(2), ..relay_options() });
-        let says = |what: &str| world.health.lines().iter().any(|line| line.contains(what));
-        eventually("shown", SOON, || async { says("got nothing marked").then_some(()) }).await;
+        eventually("shown", SOON, || async { world.says("got nothing marked").then_some(()) }).await;
         world.broker.faults().block(Some("memory alarm"));
-        eventually("the broker is blocked", SOON, || async { says("memory alarm").then_some(()) }).await;
+        eventually("the broker is blocked", SOON, || async { world.says("memory alarm").then_some(()) }).await;
         world.broker.faults().block(None);
         eventually("the next mark fails", SOON, || async {
             assert!(!world.health.is_ready(), "{:?}", world.health.lines());
-            says("got nothing marked").then_some(())
+            world.says("got nothing marked").then_some(())
         })
         .await;
         world.run("drop trigger no_room on oncebox.shard").await;
