@@ -328,13 +328,43 @@ async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
     .await;
 }
 
-/// Each mark of proven messages fails; the database can be reached and read.
-async fn no_room_for_marks(world: &World<PostgresStore>) {
-    let no_room = "create function no_room() returns trigger language plpgsql as $$
-           begin raise exception 'there is no room left' using errcode = '53100'; end $$;
+/// Each mark of proven messages fails with this code; the database can be reached and read.
+async fn no_mark_is_made(world: &World<PostgresStore>, errcode: &str) {
+    let no_room = format!(
+        "create function no_room() returns trigger language plpgsql as $$
+           begin raise exception 'there is no room left' using errcode = '{errcode}'; end $$;
          create trigger no_room before update on oncebox.shard for each row
-           when (new.scanned_to <> old.scanned_to) execute function no_room()";
-    world.run(no_room).await;
+           when (new.scanned_to <> old.scanned_to) execute function no_room()"
+    );
+    world.run(&no_room).await;
+}
+
+/// What passes by itself: the disk is full.
+async fn no_room_for_marks(world: &World<PostgresStore>) {
+    no_mark_is_made(world, "53100").await;
+}
+
+/// Shown by: ready as soon as a read succeeds (it was ready from there until the next mark).
+#[tokio::test]
+async fn a_mark_that_is_refused_is_shown_until_one_is_made() {
+    on_postgres("a_mark_that_is_refused", |world| async move {
+        no_mark_is_made(&world, "P0001").await;
+        world.enqueue("t", &["a1"]).await;
+        // Between the read of a session and its mark there is time to see what is shown.
+        let relay = world.relay(RelayOptions { mark_after: Duration::from_secs(2), ..relay_options() });
+        eventually("shown", SOON, || async { world.says("there is no room left").then_some(()) }).await;
+        let sent = world.published("t").await.len();
+        eventually("two more sessions", SOON, || async {
+            assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+            (world.published("t").await.len() >= sent + 2).then_some(())
+        })
+        .await;
+        world.run("drop trigger no_room on oncebox.shard").await;
+        world.until_status("all is marked", |status| status.pending == 0).await;
+        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        relay.end().await.unwrap();
+    })
+    .await;
 }
 
 /// Shown by: not counting what ends a session for the database (the relay was ready, and said

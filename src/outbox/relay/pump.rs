@@ -161,7 +161,7 @@ impl<'a> Pump<'a> {
                 self.publisher.close().await;
                 if let Some(mark) = mark {
                     match self.session.checkpoint(mark).await {
-                        Ok(()) => self.memory.doubts = 0,
+                        Ok(()) => (self.memory.doubts, self.memory.refused) = (0, false),
                         Err(error @ StoreError::Fenced(_)) => return End::Doubt(error.into()),
                         Err(error) => {
                             tracing::warn!(%error, "the last mark was not made: its rows are sent again");
@@ -311,7 +311,6 @@ impl<'a> Pump<'a> {
         let rows_max = if room < self.rows_max { 1 << room.max(1).ilog2() } else { self.rows_max };
         let read = self.session.read(rows_max).await?;
         self.release.was_read();
-        self.shown_waiting |= std::mem::take(&mut self.memory.refused);
         if read.rows.is_empty() && read.saw_all && self.window.is_proven() {
             // All rows were seen, so every blocked topic has its rows in the table by now.
             self.memory.blocked.clear();
@@ -421,9 +420,10 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Forgets earlier doubts: something was marked, or there is nothing to do.
+    /// Forgets earlier doubts and refusals: something was marked, or there is nothing to do.
     fn gets_on(&mut self) {
         self.shown_waiting |= std::mem::take(&mut self.memory.doubts) > 0;
+        self.shown_waiting |= std::mem::take(&mut self.memory.refused);
     }
 
     fn nothing_left(&self) -> bool {
