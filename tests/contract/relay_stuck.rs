@@ -503,3 +503,27 @@ async fn why_a_trial_cannot_be_made_is_stored_with_its_topic() {
     .await;
     relay.end().await.unwrap();
 }
+
+/// Shown by: taking it for a topic that neither takes nor refuses (it said so, and was tried ever
+/// more rarely).
+#[tokio::test]
+async fn a_trial_while_the_broker_is_blocked_says_so_and_calls_no_topic_silent() {
+    let world = sqlite().await;
+    let faults = world.broker.faults();
+    faults.missing_topic("t", true);
+    world.enqueue("t", &["a1"]).await;
+    let relay = world.relay(relay_options());
+    world.until_status("held", |status| status.held == 1).await;
+    faults.block(Some("memory alarm"));
+    faults.missing_topic("t", false);
+    eventually("the cause", SOON, || async {
+        let reasons = world.store.texts("select reason from oncebox_outbox_dead").await;
+        assert!(!reasons.iter().any(|reason| reason.contains("neither taken nor refused")), "{reasons:?}");
+        reasons.first().is_some_and(|reason| reason.contains("memory alarm")).then_some(())
+    })
+    .await;
+    faults.block(None);
+    world.until_published("t", &["a1"]).await;
+    world.until_status("nothing is held", |status| status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+}

@@ -422,10 +422,14 @@ impl Trier {
                 return;
             }
             Ok(Err(error)) => Said::Lost { alone, why: error.to_string() },
-            Err(_) => {
-                let limit = humantime::format_duration(TRIAL_MAX);
-                Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
-            }
+            Err(_) => match publisher.blocked() {
+                // No silence of the topic: the broker says that it takes nothing for now.
+                Some(why) => Said::Blocked(format!("the broker is blocked: {why}")),
+                None => {
+                    let limit = humantime::format_duration(TRIAL_MAX);
+                    Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
+                }
+            },
         };
         for (position, topic) in left.into_values() {
             self.say(&topic, Some(position), said.clone());
