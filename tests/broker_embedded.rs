@@ -512,3 +512,27 @@ async fn check_says_that_a_group_with_members_stands_still() {
     assert!(!at_work.stuck && at_work.remedy.is_none(), "{at_work:?}");
     subscriber.close().await;
 }
+
+/// Shown by: waiting for room that only a write makes (it waited for as long as the file was held).
+#[tokio::test]
+async fn while_the_file_takes_nothing_a_send_does_not_wait_for_room_and_the_publisher_says_why() {
+    let embedded = Embedded::new();
+    let config = EmbeddedConfig { busy_timeout: Duration::from_millis(50), ..EmbeddedConfig::new(embedded.file()) };
+    let mut publisher = open(config).await.publisher().await.unwrap();
+    let mut holder = outside(&embedded.file()).await;
+    sqlx::raw_sql("begin immediate").execute(&mut holder).await.unwrap();
+    // More than may wait, beside what the writer has in hand.
+    let payload = "x".repeat(1 << 20);
+    let rows = (0..48).map(|tag| (tag, message(Some("k"), payload.as_bytes())));
+    let sent = tokio::time::timeout(PATIENCE, publisher.send(rows.collect())).await;
+    sent.expect("it waits for nothing").unwrap();
+    assert!(publisher.blocked().is_some());
+    sqlx::raw_sql("rollback").execute(&mut holder).await.unwrap();
+    let mut settled = Vec::new();
+    while settled.len() < 48 {
+        tokio::time::timeout(PATIENCE, publisher.settle(&mut settled)).await.unwrap().unwrap();
+    }
+    assert!(settled.iter().all(|one| one.outcome.is_ok()), "{settled:?}");
+    assert_eq!(publisher.blocked(), None);
+    publisher.close().await;
+}

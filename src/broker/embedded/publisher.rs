@@ -29,7 +29,8 @@ use crate::message::OutgoingMessage;
 /// Most rows of one transaction, and below, most bytes: the write lock is held for some 20 ms.
 const ROWS_PER_COMMIT: usize = 5_000;
 const BYTES_PER_COMMIT: usize = 8 * 1024 * 1024;
-/// Most bytes that may wait for the writer; `send` waits above it.
+/// Most bytes that may wait for the writer; `send` waits above it. While the file takes nothing it
+/// does not, and the caller's own bound on what is in flight holds alone.
 const BYTES_WAITING_MAX: usize = 32 * 1024 * 1024;
 /// How often old rows are deleted, where the setting `retention` is on.
 const TRIM_EVERY: Duration = Duration::from_secs(30);
@@ -61,7 +62,8 @@ pub(super) struct EmbeddedPublisher {
 struct Row {
     tag: u64,
     message: OutgoingMessage,
-    _room: OwnedSemaphorePermit,
+    /// `None` where it was sent while the file took nothing.
+    _room: Option<OwnedSemaphorePermit>,
 }
 
 impl EmbeddedPublisher {
@@ -116,8 +118,15 @@ impl Publisher for EmbeddedPublisher {
                 continue;
             }
             let weight = u32::try_from(message.weight().min(BYTES_WAITING_MAX)).unwrap_or(u32::MAX);
-            let room = Arc::clone(&self.room).acquire_many_owned(weight).await;
-            let Ok(room) = room else { break };
+            // While the file takes nothing, no room becomes free. Then `send` must not wait, so
+            // that the runtime can ask why.
+            let blocked = &mut self.blocked;
+            let takes_nothing = async move { drop(blocked.wait_for(Option::is_some).await) };
+            let room = tokio::select! {
+                biased;
+                room = Arc::clone(&self.room).acquire_many_owned(weight) => room.ok(),
+                () = takes_nothing => None,
+            };
             let row = Row { tag, message, _room: room };
             // The writer has ended; `settle` returns the reason.
             if self.rows.send(row).is_err() {
