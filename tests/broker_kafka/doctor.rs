@@ -110,3 +110,31 @@ async fn the_doctor_says_that_a_group_with_members_stands_still_until_it_gets_on
     eventually("nothing is left", SOON, || async { (!look().await.stuck).then_some(()) }).await;
     subscriber.close().await;
 }
+
+/// Shown by: one after the other (each group took two seconds of its own).
+#[tokio::test]
+async fn the_doctor_watches_groups_that_stand_still_at_the_same_time() {
+    let test = "the_doctor_watches_groups_that_stand_still_at_the_same_time";
+    let Some(kafka) = Kafka::with_topic(test, 1).await else { return };
+    let broker = kafka.broker();
+    publish_all(&broker, (0..5).map(|n| message(&kafka.topic, Some("k"), n.to_string())).collect()).await;
+    let (mut subscriptions, mut subscribers) = (Vec::new(), Vec::new());
+    for _ in 0..6 {
+        let subscription = kafka.subscription(&unique("group"));
+        let mut subscriber = broker.subscriber(&subscription).await.unwrap();
+        assigned(&mut subscriber).await;
+        receive(&mut subscriber, 5).await;
+        subscriptions.push(subscription);
+        subscribers.push(subscriber);
+    }
+    let took = eventually("all of them stand still", SOON, || async {
+        let began = std::time::Instant::now();
+        let findings = broker.check(&subscriptions).await.unwrap();
+        (findings.iter().filter(|finding| finding.stuck).count() == 6).then(|| began.elapsed())
+    })
+    .await;
+    assert!(took < std::time::Duration::from_secs(12), "{took:?}");
+    for subscriber in subscribers {
+        subscriber.close().await;
+    }
+}

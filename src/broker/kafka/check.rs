@@ -6,6 +6,7 @@
 //! Not here: our own settings, which are refused before any connection (`config`, `properties`).
 
 use std::collections::BTreeSet;
+use std::panic::resume_unwind;
 use std::sync::Arc;
 
 use rdkafka::metadata::Metadata;
@@ -21,6 +22,8 @@ use crate::inbox::rules::horizon::TopicRetention;
 
 // What the default limits allow at enqueue, with room for the headers of a record.
 const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;
+/// How many groups are examined at the same time. Each has a client of its own, with its threads.
+const GROUPS_AT_ONCE: usize = 16;
 
 /// Examines the broker, the topics and the groups.
 pub(super) async fn check(
@@ -61,8 +64,21 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
         }
         Err(_) => findings.extend(names.into_iter().map(unreadable)),
     }
-    findings.extend(subscriptions.iter().map(|subscription| of_group(config, &asker, subscription)));
+    for some in subscriptions.chunks(GROUPS_AT_ONCE) {
+        findings.extend(of_groups(config, &asker, some));
+    }
     Ok(findings)
+}
+
+/// Examines groups at the same time: each one that lags is watched for a while.
+fn of_groups(config: &KafkaConfig, asker: &Asker, subscriptions: &[Subscription]) -> Vec<BrokerFinding> {
+    std::thread::scope(|scope| {
+        let looks = subscriptions.iter().map(|subscription| scope.spawn(move || of_group(config, asker, subscription)));
+        // All of them begin before the first one is waited for.
+        let looks: Vec<_> = looks.collect();
+        let found = looks.into_iter().map(|look| look.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        found.collect()
+    })
 }
 
 fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, BrokerError> {
