@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
-use super::common::{CommonArgs, Output, hint_of_more, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, table};
 use oncebox::app::AppError;
 use oncebox::store::Store;
 
@@ -21,7 +21,7 @@ pub(super) struct ListArgs {
     #[arg(long, value_name = "UUID")]
     id: Option<Uuid>,
     /// At most this many
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = limit::<usize>())]
     limit: usize,
 }
 

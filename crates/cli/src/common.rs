@@ -1,5 +1,6 @@
 //! What the commands share with the programs, and how data is printed.
 
+use clap::builder::RangedU64ValueParser;
 use comfy_table::{ContentArrangement, Table, presets};
 
 use oncebox::app::{AppError, say};
@@ -49,6 +50,11 @@ pub(super) enum Output {
     Table,
     /// For machines, as JSON
     Json,
+}
+
+/// Reads a `--limit`. It is at least 1: 0 would say neither whether nothing is meant nor all.
+pub(super) fn limit<T: TryFrom<u64>>() -> RangedU64ValueParser<T> {
+    RangedU64ValueParser::new().range(1..)
 }
 
 /// Says that there may be more than a list that is as long as its limit.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Subcommand;
 
 use super::act::{Act, refused};
-use super::common::{CommonArgs, Output, bound, table};
+use super::common::{CommonArgs, Output, bound, limit, table};
 use oncebox::app::AppError;
 use oncebox::store::{ConsumerStatus, Store};
 
@@ -16,7 +16,7 @@ pub(super) enum ConsumersCommand {
     /// List the consumers that ever started here, and when each was last there
     List {
         /// At most this many
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, default_value_t = 100, value_parser = limit::<usize>())]
         limit: usize,
     },
     /// Forget one that is gone, with its waiting, held and dead messages and what its inbox

@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use uuid::Uuid;
 
 use super::act::{Act, of_all, refused};
-use super::common::{CommonArgs, Output, failed, hint_of_more, table};
+use super::common::{CommonArgs, Output, failed, hint_of_more, limit, table};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -138,7 +138,7 @@ pub(crate) struct Filter {
     #[arg(long)]
     reason: Option<String>,
     /// At most this many; 100 unless it is an act on `--all`
-    #[arg(long)]
+    #[arg(long, value_parser = limit::<usize>())]
     limit: Option<usize>,
 }
 
@@ -251,7 +251,7 @@ fn place(message: &DeadMessage) -> &str {
 
 async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
-    hint_of_more(dead.len(), filter.limit.max(1));
+    hint_of_more(dead.len(), filter.limit);
     if output == Output::Json {
         data!("{}", serde_json::json!({ "dead": dead }));
         return Ok(());
@@ -363,8 +363,8 @@ async fn meant<S: Store>(store: &S, which: &Which, how: &OperatorAct) -> Result<
         let mut filter = DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..all };
         let mut numbers = store.dead_numbers(&filter).await?;
         let most = match which.filter.limit {
-            None | Some(0) if which.all => usize::MAX,
-            None | Some(0) => LIMIT,
+            None if which.all => usize::MAX,
+            None => LIMIT,
             Some(limit) => limit,
         };
         let remaining = numbers.len().saturating_sub(most);

@@ -29,7 +29,7 @@ pub(super) struct DemoArgs {
     #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     messages: u64,
     /// How often a process is killed with SIGKILL
-    #[arg(long, default_value_t = 6)]
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u32).range(0..=1_000))]
     kills: u32,
     /// How many percent of the messages are put into the broker a second time
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=1_000))]

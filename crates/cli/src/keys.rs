@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, table};
 use super::progress::{Batches, shown};
 use oncebox::adapter::stored::{DbTime, hex};
 use oncebox::app::{AppError, say};
@@ -98,7 +98,7 @@ pub(crate) struct Filter {
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     older_than: Option<Duration>,
     /// At most this many; 100 unless all are purged
-    #[arg(long)]
+    #[arg(long, value_parser = limit::<u32>())]
     limit: Option<u32>,
 }
 

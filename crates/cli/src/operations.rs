@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::act::{Act, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, table};
 use super::keys::moment;
 use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
@@ -113,7 +113,7 @@ pub(crate) struct Filter {
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     older_than: Option<Duration>,
     /// At most this many
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = limit::<u32>())]
     limit: u32,
 }
 

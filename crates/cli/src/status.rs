@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::common::{CommonArgs, Output, bound, failed, table};
+use super::common::{CommonArgs, Output, bound, failed, limit, table};
 use super::consumers::{ABSENT, seen};
 use oncebox::app::AppError;
 use oncebox::store::{Status, Store};
@@ -17,7 +17,7 @@ pub(super) struct StatusArgs {
     #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
     older_than: Duration,
     /// At most this many shards, consumers, and lines about what is stuck
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = limit::<usize>())]
     limit: usize,
 }
 

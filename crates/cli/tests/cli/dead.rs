@@ -346,6 +346,30 @@ fn a_waiting_message_is_given_up_by_its_number_or_by_a_filter() {
     assert_eq!(place.audit(), ["bury x", "discard x", "discard x"]);
 }
 
+/// Shown by: taking 0 for no limit (`discard --all --limit 0 --yes` discarded all of them).
+#[test]
+fn a_limit_of_0_is_refused_and_the_greatest_number_is_no_limit() {
+    let (place, _) = with_dead_payments(2);
+    let discard = &["dead", "discard", "--all", "--yes", "--why", "x"][..];
+    let with_limit = |command: &[&str], limit: &str| place.oncebox(&[command, &["--limit", limit]].concat()).run();
+    let (most, most_keys) = (u64::MAX.to_string(), u32::MAX.to_string());
+    for (command, most) in [
+        (&["dead", "list"][..], &most),
+        (&["audit", "list"], &most),
+        (&["consumers", "list"], &most),
+        (&["status"], &most),
+        (&["keys", "list"], &most_keys),
+        (&["operations", "list"], &most_keys),
+    ] {
+        with_limit(command, "0").fails(2, &["--limit", "0 is not in 1.."]);
+        with_limit(command, most).ok();
+    }
+    with_limit(&["keys", "purge", "--all", "--why", "x"], "0").fails(2, &["0 is not in 1.."]);
+    with_limit(discard, "0").fails(2, &["0 is not in 1.."]);
+    assert_eq!(numbers(&place, &["--limit", &most]).len(), 2);
+    assert_eq!(with_limit(discard, &most).ok(), "discard 2: c1 c2\n");
+}
+
 /// On a terminal, which `script` of util-linux makes. Shown by asking from two messages on alone.
 #[test]
 fn a_message_is_not_discarded_on_a_terminal_without_a_question() {
