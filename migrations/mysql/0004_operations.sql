@@ -21,7 +21,7 @@ create table if not exists oncebox_idempotency_request (
   generation        bigint          not null comment 'raised when the key is used anew after its time was over',
   operation_id      binary(16)      not null comment 'identity of the run of this generation; every downstream identity is derived from it',
   attempts          int             not null comment 'how often this generation was begun',
-  created_at        datetime(6)     not null comment 'when it was claimed first, UTC',
+  created_at        datetime(6)     not null comment 'when it was claimed first, or first since it last had an outcome, UTC',
   updated_at        datetime(6)     not null comment 'when it last changed, UTC',
   outcome_at        datetime(6)     null     comment 'when its outcome became known, UTC; every lifetime counts from here',
   expires_at        datetime(6)     null     comment 'when its answer is no longer promised, UTC; null while there is no outcome: such a row never expires',

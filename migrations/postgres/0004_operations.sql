@@ -114,7 +114,7 @@ comment on column oncebox.idempotency_request.lease_seconds is 'length of the le
 comment on column oncebox.idempotency_request.generation is 'raised when the key is used anew after its time was over (O4)';
 comment on column oncebox.idempotency_request.operation_id is 'identity of the run of this generation; every downstream identity is derived from it; no index: a record of phases is found by it through oncebox.operation, which has the digest';
 comment on column oncebox.idempotency_request.attempts is 'how often this generation was begun';
-comment on column oncebox.idempotency_request.created_at is 'when it was claimed first';
+comment on column oncebox.idempotency_request.created_at is 'when it was claimed first, or first since it last had an outcome';
 comment on column oncebox.idempotency_request.updated_at is 'when it last changed';
 comment on column oncebox.idempotency_request.outcome_at is 'when its outcome became known; every lifetime counts from here (O3)';
 comment on column oncebox.idempotency_request.expires_at is 'when its answer is no longer promised; null while there is no outcome: such a row never expires';

@@ -19,7 +19,7 @@ create table oncebox_idempotency_request (
     generation        integer not null default 1,      -- raised when the key is used anew after its time was over
     operation_id      blob not null unique,            -- identity of the run of this generation; unique: serves operation resources
     attempts          integer not null default 1,      -- how often this generation was begun
-    created_at        integer not null,                -- when it was claimed first
+    created_at        integer not null,                -- when it was claimed first, or first since it last had an outcome
     updated_at        integer not null,                -- when it last changed
     outcome_at        integer,                         -- when its outcome became known; every lifetime counts from here
     expires_at        integer,                         -- when its answer is no longer promised; null: it never expires

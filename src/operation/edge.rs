@@ -167,9 +167,8 @@ async fn claim_and_drive<S, T, R, W>(
             Edge { front, begin, owned }.drive(guards, run, tell).await;
             drop(place);
         }
-        // The next turn judges the record that exists now. A record that vanished is looked for
-        // again; `Front` limits the number of turns.
-        Ok(Claimed::Existing(_) | Claimed::Vanished) => {
+        // The next turn judges the record that exists now; `Front` limits the number of turns.
+        Ok(Claimed::Refused) => {
             drop(begin);
             front.look_again();
             drop(tell.send(Step::Refused(Box::new((front, run)))));

@@ -119,11 +119,9 @@ impl From<&Owned> for RecordFence {
 pub enum Claimed {
     /// The claim succeeded, and this process owns the record.
     Owned(Owned),
-    /// Another record is there, or the one that was read has changed: decide again from this
-    /// record.
-    Existing(Box<Record>),
-    /// The record that refused the claim is gone, and nothing is owned: read again (pitfall 12).
-    Vanished,
+    /// Nothing is owned: another record is there, or the one that was read has changed or is gone.
+    /// Read the key again, and decide from what is there then (pitfall 12).
+    Refused,
 }
 
 /// The result of `Operations::begin_operation`.

@@ -32,7 +32,7 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
         let owned = match engine.store().claim(&claim, Basis::Reconcile(&record)).await {
             Ok(Claimed::Owned(owned)) => owned,
             // Another task asks, or the outcome is known by now.
-            Ok(Claimed::Existing(_) | Claimed::Vanished) => return,
+            Ok(Claimed::Refused) => return,
             Err(error) => return tracing::debug!(%error, "a record could not be taken over for reconciliation"),
         };
         let asked = Reconciling {

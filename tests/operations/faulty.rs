@@ -62,13 +62,13 @@ pub(crate) struct Faulty<S> {
 }
 
 impl<S: Keys> Faulty<S> {
-    /// Another owner is faster, and has given the key back when this claim reads what refused it.
+    /// Another owner is faster, and has given the key back when this claim is answered.
     async fn vanishes(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         let faster = KeyClaim { owner: KeyClaim::new_owner(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
         let Claimed::Owned(other) = self.inner.claim(&faster, Basis::New).await? else { panic!("the key is not free") };
-        assert!(matches!(self.inner.claim(claim, basis).await?, Claimed::Existing(_)));
+        assert!(matches!(self.inner.claim(claim, basis).await?, Claimed::Refused));
         assert_eq!(self.inner.release(&other).await?, Fenced::Done);
-        Ok(Claimed::Vanished)
+        Ok(Claimed::Refused)
     }
 }
 

@@ -145,7 +145,7 @@ async fn operations(store: &PostgresStore, number: usize) {
     let kept = Retention::default();
     let edge = key_claim(Mode::Edge, number);
     let Claimed::Owned(owned) = store.claim(&edge, Basis::New).await.unwrap() else { panic!("it is free") };
-    assert!(matches!(store.claim(&edge, Basis::New).await.unwrap(), Claimed::Existing(_)));
+    assert!(matches!(store.claim(&edge, Basis::New).await.unwrap(), Claimed::Refused));
     assert!(store.find(&edge.identity).await.unwrap().record.is_some());
     assert_eq!(store.heartbeat(&owned, LEASE).await.unwrap(), Fenced::Done);
     assert_eq!(store.finish(&owned, &outcome, &kept).await.unwrap(), Fenced::Done);

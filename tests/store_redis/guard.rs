@@ -223,11 +223,12 @@ async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_ser
     }
     server.process = Server::launch(server.port, server.directory.path(), &[]);
     server.serves().await;
-    let existing = eventually("it is used again", Duration::from_secs(60), || async {
+    let claimed = eventually("it is used again", Duration::from_secs(60), || async {
         store.claim(&running, Basis::New).await.ok()
     })
     .await;
-    assert!(matches!(existing, Claimed::Existing(record) if record.state == State::InProgress));
+    assert!(matches!(claimed, Claimed::Refused));
+    assert_eq!(store.find(&running.identity).await.unwrap().record.unwrap().state, State::InProgress);
     assert_eq!(store.finish(&owner, &RunOutcome::Unknown, &Retention::default()).await.unwrap(), Fenced::Done);
 }
 
@@ -243,7 +244,7 @@ async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_
         (!look.record.unwrap().is_owned(look.now)).then_some(())
     })
     .await;
-    assert!(matches!(fixture.store.claim(&stale, Basis::New).await.unwrap(), Claimed::Existing(_)));
+    assert!(matches!(fixture.store.claim(&stale, Basis::New).await.unwrap(), Claimed::Refused));
     let unknown = take(&fixture.store, &claim("unknown")).await;
     fixture.store.finish(&unknown, &RunOutcome::Unknown, &Retention::default()).await.unwrap();
     for key in fixture.keys("").await {

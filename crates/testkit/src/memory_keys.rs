@@ -137,9 +137,9 @@ impl Keys for MemoryKeys {
         let (mut book, now, digest) = (self.book(), now(), claim.identity.digest());
         let created_at = match (book.rows.get(&digest), basis) {
             (None, Basis::New) => now,
-            (None, _) => return Ok(Claimed::Vanished),
+            (Some(row), basis) if row.holds(basis, now) && row.record.outcome_at.is_some() => now,
             (Some(row), basis) if row.holds(basis, now) => row.record.created_at,
-            (Some(row), _) => return Ok(Claimed::Existing(Box::new(row.read(now)))),
+            _ => return Ok(Claimed::Refused),
         };
         let owned = claim.owned(basis);
         let record = Record {

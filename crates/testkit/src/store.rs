@@ -152,7 +152,7 @@ macro_rules! keys_conformance {
         $crate::keys_conformance! { $fixture;
             [
                 m39_of_twenty_claims_at_once_one_owns,
-                m42_what_refuses_a_claim_is_returned_whole,
+                m42_what_refuses_a_claim_stands_whole,
                 o16_keys_and_tenants_that_differ_in_one_byte_are_different,
                 o3_an_answer_comes_back_as_it_was,
                 o2_a_claim_is_taken_over_only_when_its_lease_is_over,

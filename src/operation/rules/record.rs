@@ -85,7 +85,7 @@ pub struct Record {
     pub attempts: u32,
     /// Whether recovery handed it to an operator (O9); only for [`Mode::Phased`].
     pub parked: bool,
-    /// When it was first claimed.
+    /// When it was claimed first, or first since it last had an outcome.
     pub created_at: DbTime,
     /// When it entered a terminal state.
     pub outcome_at: Option<DbTime>,

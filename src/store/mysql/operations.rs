@@ -48,11 +48,13 @@ const INSERT: &str = insert!();
 /// most the one second that [`tx`] sets on MySQL (O17).
 const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
 
-/// Claims a record that was read before. The condition that must still hold is appended.
+/// Claims a record that was read before. The condition that must still hold is appended. MySQL
+/// assigns from left to right: `created_at` is before `outcome_at`, whose former value it needs.
 const RENEW: &str = "update oncebox_idempotency_request \
     set principal = ?, fingerprint = ?, mode = ?, state = 'IN_PROGRESS', epoch = epoch + 1, owner = ?, \
         lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, lease_seconds = ?, generation = ?, \
-        operation_id = ?, attempts = ?, updated_at = utc_timestamp(6), outcome_at = null, expires_at = null, \
+        operation_id = ?, attempts = ?, created_at = if(outcome_at is null, created_at, utc_timestamp(6)), \
+        updated_at = utc_timestamp(6), outcome_at = null, expires_at = null, \
         answer_status = null, schema_version = null, body = null, body_expires_at = null, body_headers = null, \
         body_bytes = null, body_format = null, body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, \
         resource_location = null, error_code = null \
@@ -84,11 +86,8 @@ impl KeyStore for MySqlStore {
             return self.claim_locked(claim, basis, owned).await;
         }
         let mut connection = self.pool.acquire().await?;
-        if stake(&mut connection, INSERT, claim, basis, &owned).await? {
-            return Ok(Claimed::Owned(owned));
-        }
-        let found = find(&mut connection, &claim.identity).await?.record;
-        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+        let staked = stake(&mut connection, INSERT, claim, basis, &owned).await?;
+        Ok(if staked { Claimed::Owned(owned) } else { Claimed::Refused })
     }
 
     async fn end_claim(
@@ -115,9 +114,8 @@ impl MySqlStore {
             transaction.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
-        let found = find(&mut transaction, &claim.identity).await?.record;
         transaction.rollback().await?;
-        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+        Ok(Claimed::Refused)
     }
 }
 

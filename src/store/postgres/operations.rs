@@ -66,7 +66,8 @@ const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant
 const RENEW: &str = "update oncebox.idempotency_request \
     set principal = $2, fingerprint = $3, mode = $4, state = 'IN_PROGRESS', epoch = $5, owner = $6, \
         lease_until = clock_timestamp() + $7 * interval '1 second', lease_seconds = $7, generation = $8, operation_id = $9, \
-        attempts = $10, updated_at = clock_timestamp(), outcome_at = null, expires_at = null, answer_status = null, \
+        attempts = $10, created_at = case when outcome_at is null then created_at else clock_timestamp() end, \
+        updated_at = clock_timestamp(), outcome_at = null, expires_at = null, answer_status = null, \
         schema_version = null, body = null, body_expires_at = null, body_headers = null, body_bytes = null, body_format = null, \
         body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
   where key_digest = $1 and epoch = $5 - 1 and ";
@@ -98,12 +99,7 @@ impl KeyStore for PostgresStore {
             }
             Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut connection).await?,
         };
-        if changed.rows_affected() == 1 {
-            return Ok(Claimed::Owned(owned));
-        }
-        // A new statement sees what a transaction that we waited for has committed.
-        let found = find(&mut connection, &claim.identity).await?.record;
-        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+        Ok(if changed.rows_affected() == 1 { Claimed::Owned(owned) } else { Claimed::Refused })
     }
 
     async fn end_claim(
@@ -131,9 +127,8 @@ impl PostgresStore {
             tx.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
-        let found = find(&mut tx, &claim.identity).await?.record;
         tx.rollback().await?;
-        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+        Ok(Claimed::Refused)
     }
 }
 

@@ -260,11 +260,7 @@ impl Keys for RedisKeys {
         let [running, unknown, epochs] = self.shared();
         let keys = [record, body, running, unknown, epochs];
         let epoch: Option<i64> = self.call(&scripts::CLAIM, &keys, &args).await?;
-        if let Some(epoch) = epoch {
-            return Ok(Claimed::Owned(Owned { epoch, ..planned }));
-        }
-        let found = self.find(identity).await?.record;
-        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+        Ok(epoch.map_or(Claimed::Refused, |epoch| Claimed::Owned(Owned { epoch, ..planned })))
     }
 
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {

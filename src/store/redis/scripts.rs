@@ -71,13 +71,13 @@ pub(super) static BODY: LazyLock<Script> = script!(
 /// then fields and values. Returns the new epoch, or nothing where the basis does not hold.
 pub(super) static CLAIM: LazyLock<Script> = script!(
     over!(),
-    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created')\n",
+    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created', 'outcome')\n",
     "local basis, created = ARGV[1], whole(now)\n",
     "if basis == 'new' then\n",
     "  if r[1] then return false end\n",
     "else\n",
     "  if r[1] ~= ARGV[2] then return false end\n",
-    "  created = r[7]\n",
+    "  if r[8] == false then created = r[7] end\n",
     "  local expired = r[6] and tonumber(r[6]) < now\n",
     "  local holds = false\n",
     "  if basis == 'take_over' then\n",

@@ -57,7 +57,9 @@ const RENEW: &str = concat!(
     "update oncebox_idempotency_request \
      set principal = ?2, fingerprint = ?3, mode = ?4, state = 'IN_PROGRESS', epoch = ?5, owner = ?6, lease_until = ?7 + ",
     now_ms!(),
-    ", lease_ms = ?7, generation = ?8, operation_id = ?9, attempts = ?10, updated_at = ",
+    ", lease_ms = ?7, generation = ?8, operation_id = ?9, attempts = ?10, created_at = case when outcome_at is null then created_at else ",
+    now_ms!(),
+    " end, updated_at = ",
     now_ms!(),
     ", outcome_at = null, expires_at = null, answer_status = null, schema_version = null, body = null, body_expires_at = null, \
      kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
@@ -91,9 +93,8 @@ impl KeyStore for SqliteStore {
             write.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
-        let found = find(write.connection(), &claim.identity).await?.record;
         write.rollback().await?;
-        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+        Ok(Claimed::Refused)
     }
 
     async fn end_claim(

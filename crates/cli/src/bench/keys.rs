@@ -85,7 +85,7 @@ async fn claims<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
         async move {
             match store.claim(&claim()?, Basis::New).await? {
                 Claimed::Owned(_) => Ok(()),
-                Claimed::Existing(_) | Claimed::Vanished => Err(AppError::failed("a new key was taken already")),
+                Claimed::Refused => Err(AppError::failed("a new key was taken already")),
             }
         }
     };

@@ -119,11 +119,10 @@ fn owned(claimed: Claimed) -> Owned {
     }
 }
 
-fn existing(claimed: Claimed) -> Record {
-    match claimed {
-        Claimed::Existing(record) => *record,
-        other => panic!("no record was there: {other:?}"),
-    }
+/// Makes a claim that must be refused.
+async fn refused<F: KeysFixture>(trial: &F, claim: &KeyClaim, basis: Basis<'_>) {
+    let claimed = trial.store().claim(claim, basis).await.unwrap();
+    assert!(matches!(claimed, Claimed::Refused), "{claimed:?}");
 }
 
 /// Claims the key. The case fails where somebody else has it.
@@ -187,20 +186,20 @@ pub async fn m39_of_twenty_claims_at_once_one_owns<F: KeysFixture>(trial: &F) {
     }
 }
 
-/// The second request gets the whole record of the first one, whatever command it brings.
-pub async fn m42_what_refuses_a_claim_is_returned_whole<F: KeysFixture>(trial: &F) {
+/// A claim that is refused changes nothing of the record, whatever command it brings.
+pub async fn m42_what_refuses_a_claim_stands_whole<F: KeysFixture>(trial: &F) {
     let first = claim(Mode::Edge, "k", 1);
     let owner = take(trial, &first).await;
     let look = trial.store().find(&first.identity).await.unwrap();
-    let seen = existing(trial.store().claim(&claim(Mode::Bridged, "k", 2), Basis::New).await.unwrap());
+    refused(trial, &claim(Mode::Bridged, "k", 2), Basis::New).await;
+    let seen = record(trial, &first).await;
     assert_eq!(Some(&seen), look.record.as_ref());
     assert_eq!((&seen.identity, &seen.principal), (&first.identity, &first.principal));
     assert_eq!((&seen.fingerprint, seen.mode, seen.state), (&first.fingerprint, Mode::Edge, State::InProgress));
     assert_eq!((seen.epoch, seen.generation, seen.attempts), (owner.epoch, 1, 1));
     assert_eq!((seen.operation_id, owner.operation_id), (first.operation_id, first.operation_id));
     assert!(seen.is_owned(look.now) && seen.lease_left(look.now) <= LONG && !seen.parked);
-    assert_eq!((seen.outcome_at, seen.expires_at, seen.answer), (None, None, None));
-    assert_eq!(look.purged_below, None);
+    assert_eq!((seen.outcome_at, seen.expires_at, seen.answer, look.purged_below), (None, None, None, None));
 }
 
 /// A key belongs to its tenant. No collation, padding or case folding makes two keys equal.
@@ -286,7 +285,7 @@ pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture
     assert_eq!(winners(trial, &next, Basis::TakeOver(&stale)).await, 1);
     let taken = record(trial, &claim).await;
     assert!(taken.epoch > stale.epoch, "whoever owned it is fenced out");
-    assert_eq!((taken.generation, taken.attempts), (1, 2));
+    assert_eq!((taken.generation, taken.attempts, taken.created_at), (1, 2, stale.created_at));
     assert_eq!(taken.operation_id, claim.operation_id, "the run keeps its identity");
 }
 
@@ -429,9 +428,10 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
         let seen = record(trial, &claim).await;
         assert_eq!((seen.state, seen.attempts), (State::FailedRetryable, attempt));
         let anew = again(&claim);
-        existing(trial.store().claim(&anew, Basis::Anew(&seen)).await.unwrap());
+        refused(trial, &anew, Basis::Anew(&seen)).await;
         owner = owned(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
-        existing(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
+        refused(trial, &anew, Basis::Reclaim(&seen)).await;
+        assert!(Some(record(trial, &claim).await.created_at) >= seen.outcome_at, "it begins again");
         assert_eq!((owner.operation_id, owner.generation), (claim.operation_id, 1));
     }
 }
@@ -439,19 +439,19 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
 /// One UPDATE uses a key anew, with one winner and a new operation id, and only after its lifetime
 /// is over.
 ///
-/// Shown by: a renewal that does not compare `expires_at`.
+/// Shown by: a renewal that does not compare `expires_at`; one that keeps `created_at`.
 pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F) {
     let first = claim(Mode::Edge, "k", 1);
     let owner = take(trial, &first).await;
     let anew = again(&first);
     let running = record(trial, &first).await;
-    existing(trial.store().claim(&anew, Basis::Anew(&running)).await.unwrap());
+    refused(trial, &anew, Basis::Anew(&running)).await;
     trial.store().finish(&owner, &completed(), &ENDED).await.unwrap();
     let expired = over(trial, &first).await;
     assert_eq!(winners(trial, &anew, Basis::Reclaim(&expired)).await, 0, "it did not fail");
     assert_eq!(winners(trial, &anew, Basis::Anew(&expired)).await, 1);
     let found = record(trial, &first).await;
-    assert!(found.epoch > expired.epoch);
+    assert!(found.epoch > expired.epoch && Some(found.created_at) > expired.expires_at, "{found:?}");
     assert_eq!((found.state, found.generation, found.attempts), (State::InProgress, 2, 1));
     assert_eq!((found.operation_id, found.outcome_at, found.answer), (anew.operation_id, None, None));
     let kept = claim(Mode::Edge, "kept", 1);
