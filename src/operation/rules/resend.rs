@@ -6,7 +6,8 @@
 //!
 //! * After one attempt of unknown outcome, only a 2xx from the requested URL, or a problem whose
 //!   `key_state` is `spent`, ends the operation. Any other answer leaves the outcome unknown,
-//!   whatever it says of the second attempt.
+//!   whatever it says of the second attempt. A 409 that says no more may mean that the first one
+//!   still runs, so the request is sent again.
 //! * A redirect, or a 2xx from another URL, never ends it: a proxy may have turned a POST into a
 //!   GET.
 //! * An attempt that never reached the server leaves no outcome unknown.
@@ -77,6 +78,9 @@ pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
         Seen::Success => Next::Done,
         Seen::Accepted => Next::Follow,
         Seen::Answer { key_state: Some(state), .. } if state.ends_the_operation() => Next::Done,
+        // A server that only follows the draft of the header says by this status alone that the
+        // request runs: the attempt in doubt may be the one that it means.
+        Seen::Answer { status: 409, code: None, key_state: None } if doubt => Next::Again { doubt },
         Seen::Answer { status, code, .. } => match says(status, code) {
             Says::Wait { ran_nothing } => Next::Again { doubt: doubt || !ran_nothing },
             Says::Nobody => Next::Unknown,
@@ -184,10 +188,10 @@ impl Seen {
             0 => return Self::Success,
             3 | 11 => 400,
             5 => 404,
-            6 => 409,
             7 => 403,
             8 => 429,
-            9 => 422,
+            // "Already exists" is a refusal; what runs is "aborted".
+            6 | 9 => 422,
             12 => 405,
             16 => 401,
             // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, or a number
@@ -316,10 +320,12 @@ mod tests {
         for status in [408, 425, 429, 500, 501, 502, 503, 504, 599] {
             assert_eq!(after_attempt(answer(status, None), false), again, "{status}");
         }
-        for status in [400, 401, 402, 403, 404, 405, 409, 410, 412, 413, 415, 421, 422, 431] {
+        for status in [400, 401, 402, 403, 404, 405, 410, 412, 413, 415, 421, 422, 431] {
             assert_eq!(after_attempt(answer(status, None), false), Next::Done, "{status}");
             assert_eq!(after_attempt(answer(status, None), true), Next::Unknown, "{status}");
         }
+        assert_eq!(after_attempt(answer(409, None), false), Next::Done);
+        assert_eq!(after_attempt(answer(409, None), true), again, "the attempt in doubt may still run");
         for code in Code::all() {
             let next = after_attempt(answer(code.status(), Some(code)), false);
             let expected = match code {
@@ -377,8 +383,10 @@ mod tests {
                 assert_eq!(after_attempt(seen, doubt), after_attempt(by_http, doubt), "{code}");
             }
         }
-        assert_eq!(after_attempt(Seen::of_grpc(7, None, None), false), Next::Done);
-        assert_eq!(after_attempt(Seen::of_grpc(7, None, None), true), Next::Unknown);
+        for status in [6, 7] {
+            assert_eq!(after_attempt(Seen::of_grpc(status, None, None), false), Next::Done, "{status}");
+            assert_eq!(after_attempt(Seen::of_grpc(status, None, None), true), Next::Unknown, "{status}");
+        }
     }
 
     // Shown by: half jitter; counting from 2; no cap.
