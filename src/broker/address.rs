@@ -1,6 +1,4 @@
-//! What stands in the URL of a broker: parts that are percent-encoded, and hosts.
-
-use std::net::IpAddr;
+//! What stands in the URL of a broker: parts that are percent-encoded.
 
 /// Decodes a part of a URL; `None` where it is not percent-encoded UTF-8.
 pub(super) fn percent_decode(text: &str) -> Option<String> {
@@ -19,12 +17,6 @@ pub(super) fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Whether a host is this machine, as far as its name tells.
-pub(super) fn is_loopback(host: &str) -> bool {
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -35,18 +27,6 @@ mod tests {
         assert_eq!(percent_decode("p%40s%2Fs/%c3%bc").as_deref(), Some("p@s/s/ü"));
         for wrong in ["%", "%4", "%zz", "%+f", "%ff"] {
             assert_eq!(percent_decode(wrong), None, "{wrong}");
-        }
-    }
-
-    /// Shown by: comparing only the beginning of the host. A password then goes to a foreign host
-    /// without TLS.
-    #[test]
-    fn a_host_is_this_machine_only_by_its_whole_name_or_address() {
-        for here in ["localhost", "LocalHost", "127.0.0.1", "127.8.9.1", "::1", "[::1]"] {
-            assert!(is_loopback(here), "{here}");
-        }
-        for away in ["", "broker", "localhost.example", "127.0.0.1.example", "10.0.0.1", "0.0.0.0", "::", "[::2]"] {
-            assert!(!is_loopback(away), "{away}");
         }
     }
 }

@@ -12,8 +12,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::properties;
-use crate::broker::address::{is_loopback, percent_decode};
+use crate::broker::address::percent_decode;
 use crate::error::{BrokerError, redact};
+use crate::text::loopback::is_loopback;
 
 const DEFAULT_PORT: u16 = 9092;
 

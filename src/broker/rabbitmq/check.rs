@@ -8,9 +8,9 @@ use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
-use crate::broker::address::is_loopback;
 use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
+use crate::text::loopback::is_loopback;
 
 /// The oldest version with quorum queues, a single active consumer, and redelivery in order.
 const OLDEST: (u32, u32) = (3, 10);

@@ -19,6 +19,7 @@ use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
 use crate::store::bounded::{BoundedPool, pool_options};
 use crate::text::hosts::each;
+use crate::text::loopback::is_loopback;
 
 impl MySqlStore {
     /// Connects once, so that errors show at once, and makes the pool.
@@ -108,11 +109,7 @@ fn connect_options(shown: &str, text: &str, options: &StoreOptions) -> Result<My
 
 /// Whether nothing lies between us and the server: a loopback host, or a socket file.
 fn is_local(url: &url::Url) -> bool {
-    url.query_pairs().any(|(name, _)| name == "socket")
-        || url.host_str().is_none_or(|host| {
-            let host = host.trim_matches(|c| c == '[' || c == ']');
-            host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
-        })
+    url.query_pairs().any(|(name, _)| name == "socket") || url.host_str().is_none_or(is_loopback)
 }
 
 /// Timeouts in ascending order. The server drops the connection of a frozen process, and so its
@@ -226,7 +223,7 @@ mod tests {
         assert_eq!(ssl_mode("mysql://app:x@db.example/app"), "VERIFY_IDENTITY");
         assert_eq!(ssl_mode("mysql://app:x@192.0.2.1:3306/app"), "VERIFY_IDENTITY");
         assert_eq!(ssl_mode("mysql://app:x@db.example/app?ssl-mode=VERIFY_CA"), "VERIFY_CA");
-        for host in ["localhost", "127.0.0.1", "127.8.8.8", "[::1]"] {
+        for host in ["localhost", "LocalHost", "127.0.0.1", "127.8.8.8", "[::1]"] {
             assert_eq!(ssl_mode(&format!("mysql://app:x@{host}/app")), "PREFERRED", "{host}");
         }
     }

@@ -17,6 +17,7 @@ use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
 use crate::store::bounded::{Bounded, BoundedPool, pool_options};
 use crate::text::hosts::each;
+use crate::text::loopback::is_loopback;
 
 /// By how much the server's timeouts exceed the handler timeout, and the answer timeout the
 /// server's.
@@ -105,7 +106,8 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
             _ => {}
         }
     }
-    let is_local = connect.get_socket().is_some() || is_loopback(connect.get_host());
+    let host = connect.get_host();
+    let is_local = connect.get_socket().is_some() || host.starts_with('/') || is_loopback(host);
     if !says_tls && (!is_local || options.ca_file.is_some()) {
         connect = connect.ssl_mode(PgSslMode::VerifyFull);
     }
@@ -119,13 +121,6 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
         connect = connect.application_name("oncebox");
     }
     Ok(connect.disable_statement_logging())
-}
-
-fn is_loopback(host: &str) -> bool {
-    let address = host.trim_start_matches('[').trim_end_matches(']');
-    host.starts_with('/')
-        || host.eq_ignore_ascii_case("localhost")
-        || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// The settings of every pooled connection, in one round trip. The server's timeouts are a little
