@@ -61,9 +61,9 @@ enum Tries {
     Unjudged,
     /// No message is suspect: no try is counted before the batch runs.
     Free,
-    /// The tries of these messages must be counted before the batch runs. The flag says that they
-    /// may be counted already: the answer was lost.
-    Due(Vec<MessageId>, bool),
+    /// The tries of these messages must be counted before the batch runs. Where the answer was
+    /// lost, they may be counted already.
+    Due { ids: Vec<MessageId>, may_be_counted: bool },
     /// The first try of each message is counted.
     Counted,
 }
@@ -71,7 +71,7 @@ enum Tries {
 impl Tries {
     /// Whether this process has counted tries, as far as it knows.
     fn may_be_counted(&self) -> bool {
-        matches!(self, Self::Due(_, true) | Self::Counted)
+        matches!(self, Self::Due { may_be_counted: true, .. } | Self::Counted)
     }
 }
 
@@ -162,7 +162,7 @@ impl Lane {
                 }
             }
         }
-        if let Tries::Due(ids, may_be_counted) = &mut tries {
+        if let Tries::Due { ids, may_be_counted } = &mut tries {
             // Some messages may have left the batch since.
             ids.retain(|id| items.iter().any(|item| item.message.id == *id));
             let (store, consumer) = (&self.shared.store, self.consumer);
@@ -331,8 +331,7 @@ impl Lane {
                 Run::InBatch if !is_known && tried.contains(&id) => return Ok((to_count(due, suspects), Some(index))),
                 run => suspects |= run == Run::Counted,
             }
-            // All of the batch: if one of them kills the process, the others cannot be told from
-            // it.
+            // All of the batch: if one kills the process, it cannot be told from the others.
             due.extend((!is_known).then_some(id));
         }
         Ok((to_count(due, suspects), None))
@@ -490,7 +489,7 @@ impl Lane {
 }
 
 fn to_count(ids: Vec<MessageId>, suspects: bool) -> Tries {
-    if suspects { Tries::Due(ids, false) } else { Tries::Free }
+    if suspects { Tries::Due { ids, may_be_counted: false } } else { Tries::Free }
 }
 
 /// Puts the parts of a plan on the stack, so that the first part is next. The error belongs to the
@@ -628,7 +627,8 @@ mod tests {
     async fn r26_a_lane_that_leaves_a_message_takes_back_its_own_try_only() {
         let (parts, mut lane, mut ends) = lane().await;
         let (store, consumer) = (&parts.store, lane.consumer);
-        let counted = [(Tries::Counted, 1), (Tries::Due(Vec::new(), true), 1), (Tries::Due(Vec::new(), false), 2)];
+        let due = |may_be_counted| Tries::Due { ids: Vec::new(), may_be_counted };
+        let counted = [(Tries::Counted, 1), (due(true), 1), (due(false), 2)];
         for ((tries, stay), end) in counted.iter().flat_map(|one| [(one, End::Left), (one, End::Aside)]) {
             let [item, _] = two(&lane.shared);
             let id = item.message.id;

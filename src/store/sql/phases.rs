@@ -21,6 +21,7 @@ use uuid::Uuid;
 use self::stored::{evidence_of, intent_of, operation_of};
 use self::tx::SqlPhaseTx;
 pub(in crate::store) use self::tx::{fence_of, forget, same_times};
+use super::records::run_locked;
 use super::{Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
@@ -287,7 +288,7 @@ impl<S: PhaseStore + Operations> Phases for S {
 
     async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
         let back = ours(TAKE_BACK_SEND, driven).bind("effect", effect).bind("send", send);
-        run_locked(self, driven.operation_id, back).await
+        run_locked(self, locking(driven.operation_id), back).await
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -306,7 +307,7 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 
     async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
-        run_locked(self, operation_id, sql(UNPARK).bind("id", operation_id)).await
+        run_locked(self, locking(operation_id), sql(UNPARK).bind("id", operation_id)).await
     }
 
     async fn deployment(&self) -> Result<Uuid, StoreError> {
@@ -382,18 +383,12 @@ pub(super) async fn observe(store: &dyn SqlStore, evidence: &NewEvidence) -> Res
 
 /// Locks the row of an operation, if there is one, and gives its epoch.
 pub(in crate::store) async fn lock(session: &mut dyn Session, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
-    let locked = session.first(sql(LOCK).bind("id", operation_id)).await?;
+    let locked = session.first(locking(operation_id)).await?;
     locked.map(|row| row.get(0)).transpose()
 }
 
-/// Runs a statement on an operation whose row is locked before, in a transaction of its own.
-async fn run_locked(store: &dyn SqlStore, operation_id: Uuid, statement: Statement) -> Result<Fenced, StoreError> {
-    let mut transaction = store.begin_sql().await?;
-    let session = transaction.session();
-    lock(session, operation_id).await?;
-    let fenced = Fenced::rows(session.run(statement).await?);
-    transaction.commit().await?;
-    Ok(fenced)
+fn locking(operation_id: Uuid) -> Statement {
+    sql(LOCK).bind("id", operation_id)
 }
 
 /// Takes an operation whose row is locked at this epoch; none where it is not free.

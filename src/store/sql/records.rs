@@ -187,14 +187,22 @@ pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option
 
 /// Locks the record of a key, where there is one.
 pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identity) -> Result<(), StoreError> {
-    session.rows(sql(LOCK).bind("digest", &identity.digest()[..])).await.map(drop)
+    session.rows(locking(identity)).await.map(drop)
 }
 
-/// Runs a statement on a record that is locked before, in a transaction of its own.
-async fn run_locked(store: &dyn SqlStore, identity: &Identity, statement: Statement) -> Result<Fenced, StoreError> {
+fn locking(identity: &Identity) -> Statement {
+    sql(LOCK).bind("digest", &identity.digest()[..])
+}
+
+/// Runs a statement on a row that `lock` locks before, in a transaction of its own.
+pub(super) async fn run_locked(
+    store: &dyn SqlStore,
+    lock: Statement,
+    statement: Statement,
+) -> Result<Fenced, StoreError> {
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    lock(session, identity).await?;
+    session.rows(lock).await?;
     let fenced = Fenced::rows(session.run(statement).await?);
     transaction.commit().await?;
     Ok(fenced)
@@ -214,13 +222,13 @@ pub(super) async fn heartbeat(store: &dyn SqlStore, owned: &Owned, lease: Durati
 /// Deletes a claim, unless a late run of the same operation id has left evidence that it succeeded
 /// or failed.
 pub(super) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
-    run_locked(store, &owned.identity, owned_by(RELEASE, owned)).await
+    run_locked(store, locking(&owned.identity), owned_by(RELEASE, owned)).await
 }
 
 /// Makes a record UNKNOWN, as `Keys::mark_unknown` says.
 pub(super) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
     let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
-    run_locked(store, &seen.identity, mark).await
+    run_locked(store, locking(&seen.identity), mark).await
 }
 
 /// The statement for the abandoned claims of an operation; with `pauses`, the shortest and the
