@@ -97,7 +97,7 @@ alter table oncebox.idempotency_request enable always trigger idempotency_reques
 create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;
 create index idempotency_request_kept on oncebox.idempotency_request (tenant, body_expires_at) include (kept_bytes)
   where kept_bytes is not null;
-create index idempotency_request_operation on oncebox.idempotency_request (operation, outcome_at);
+create index idempotency_request_operation on oncebox.idempotency_request (operation, outcome_at, state, mode, updated_at);
 comment on table oncebox.idempotency_request is 'one row per (tenant, operation, key): claim, state, owner, and what is kept of the answer; the body has a life of its own, and beyond 2 KiB a table';
 comment on column oncebox.idempotency_request.key_digest is 'SHA-256 of tenant, operation and key, each behind its length: the identity (O16)';
 comment on column oncebox.idempotency_request.tenant is 'tenant from authentication, compared on read; empty: the public scope';
@@ -134,7 +134,7 @@ comment on column oncebox.idempotency_request.error_code is 'code of the failure
 comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
 comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
 comment on index oncebox.idempotency_request_kept is 'serves quotas: what is kept for a tenant, from the index alone';
-comment on index oncebox.idempotency_request_operation is 'serves the purge: one operation, oldest outcome first; and what has no outcome, which stands behind each operation: counts, lists, quotas of tenants';
+comment on index oncebox.idempotency_request_operation is 'serves the purge: one operation, oldest outcome first; and what has no outcome, which stands behind each operation: counts, lists, quotas of tenants, and what a sweep ends or asks for, left alone for longest first';
 
 -- Bodies of answers that are too large for the row of their claim, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
 -- unique, cannot be partitioned by time. The DEFAULT partition takes bodies kept longer than ranges are made ahead.

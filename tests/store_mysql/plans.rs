@@ -96,6 +96,30 @@ async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
     store.close().await;
 }
 
+// Half of the records are unknown, and half wait in their phases. Shown by: an index without state
+// and mode, or one condition on all of them (all open records are read).
+#[tokio::test]
+async fn o11_a_sweep_reads_no_more_where_many_records_are_open() {
+    let test = "o11_a_sweep_reads_no_more_where_many_records_are_open";
+    let Some(db) = Db::new(test).await else { return };
+    fill(&db).await;
+    let open = "update oncebox_idempotency_request set outcome_at = null, expires_at = null, answer_status = null, \
+           schema_version = null, body = null, \
+           state = if(ord(key_digest) % 2 = 0, 'UNKNOWN_REQUIRES_RECOVERY', 'IN_PROGRESS'), \
+           mode = if(ord(key_digest) % 2 = 0, 'edge', 'phased')";
+    let mut app = db.app().await;
+    execute(&mut app, open).await;
+    execute(&mut app, "analyze table oncebox_idempotency_request").await;
+    let store = alone(&db).await;
+    let before = read_so_far(&store).await;
+    let (put, pauses) = ("put".parse().unwrap(), (Duration::ZERO, Duration::from_secs(3_600)));
+    assert_eq!(store.stale(&put, 100).await.unwrap().len(), 0);
+    assert_eq!(store.unknown_due(&put, pauses, 100).await.unwrap().len(), 100);
+    let read = read_so_far(&store).await - before;
+    assert!(read < 2_000, "{read} rows were read");
+    store.close().await;
+}
+
 // Shown by: an index that ends with the tenant (the entries of all its records are read, also of
 // those without a body).
 #[tokio::test]

@@ -200,6 +200,30 @@ async fn o11_what_a_sweep_asks_for_is_found_among_the_open_records() {
     .await;
 }
 
+// Half of the records are unknown, and half wait in their phases. Shown by: an index without state
+// and mode, or a page that does not read its entries in their order (all open records are read).
+#[tokio::test]
+async fn o11_a_sweep_reads_no_more_where_many_records_are_open() {
+    let test = "o11_a_sweep_reads_no_more_where_many_records_are_open";
+    with_database(test, |database| async move {
+        fill(&database).await;
+        let open = "update oncebox.idempotency_request set outcome_at = null, expires_at = null, answer_status = null, \
+               schema_version = null, body = null, \
+               state = case get_byte(key_digest, 0) % 2 when 0 then 'UNKNOWN_REQUIRES_RECOVERY' else 'IN_PROGRESS' end, \
+               mode = case get_byte(key_digest, 0) % 2 when 0 then 'edge' else 'phased' end";
+        database.run(open).await;
+        database.run("vacuum analyze oncebox.idempotency_request").await;
+        let (whole, indexed) = read_by(&database, RECORDS, |store| async move {
+            let (put, pauses) = ("put".parse().unwrap(), (Duration::ZERO, Duration::from_secs(3_600)));
+            assert_eq!(store.stale(&put, 100).await.unwrap().len(), 0);
+            assert_eq!(store.unknown_due(&put, pauses, 100).await.unwrap().len(), 100);
+        })
+        .await;
+        assert!(whole == 0 && indexed < 1_000, "{whole} rows in order, {indexed} by an index");
+    })
+    .await;
+}
+
 /// Entries that were read of the index of what is kept.
 async fn entries_so_far(database: &Database) -> i64 {
     let text =

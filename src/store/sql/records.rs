@@ -52,29 +52,57 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and state = 'IN_PROGRESS' \
       and (mode = 'same_tx' or (mode = 'edge' and {piece lease is over}))";
 
+/// Records of an operation without an outcome, of one state and mode, and for which this holds: the
+/// entries of an index in the order of their last change, so that a page costs no more where many
+/// records are open. PostgreSQL uses that order only where all columns before it are named.
+macro_rules! open_of_mode {
+    ($state:literal, $mode:literal, $holds:literal) => {
+        concat!(
+            "select * from (select key_digest, updated_at from oncebox.idempotency_request \
+               {my: force index (idempotency_request_purge)}{lite: indexed by oncebox_idempotency_request_open} \
+               where operation = :operation and outcome_at is null and state = '",
+            $state,
+            "' and mode = '",
+            $mode,
+            "' and ",
+            $holds,
+            " order by {pg: outcome_at, }updated_at limit :limit) as m"
+        )
+    };
+}
+
 /// The page is found first, among the records of the operation without an outcome. Each of its
 /// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
 /// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
 /// last change is the last time that it was asked for. The pause after it is as long as the time
-/// from the first claim of the key to that change, within the bounds `:least` and `:most`.
+/// from the first claim of the key to that change, within the bounds `:least` and `:most`. What is
+/// read for nothing is what changed since the longest pause, or runs.
 ///
 /// The record that was left alone for longest comes first: without an order the same records would
 /// fill each page, and the others would never be reached. A change that lies ahead of the clock was
 /// written before the clock went back; the distance counts in both directions, so that such a
 /// record is not left alone until the clock has caught up (R22).
-const OPEN_PAGE: &str = "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
-    (select key_digest from oncebox.idempotency_request \
-      {my: force index (idempotency_request_purge)}{lite: indexed by oncebox_idempotency_request_open} \
-      where operation = :operation and outcome_at is null \
-        {if lost: and state = 'IN_PROGRESS' \
-          and (mode = 'same_tx' or (mode in ('bridged', 'edge') and {piece lease is over}))} \
-        {if unknown: and state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge' and abs({age updated_at}) >= :least \
-          and (abs({age updated_at}) >= {micros updated_at} - {micros created_at} or abs({age updated_at}) >= :most)} \
-      order by updated_at limit :limit) as s \
+const OPEN_PAGE: &str = concat!(
+    "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
+    (select key_digest from ({if lost: ",
+    open_of_mode!("IN_PROGRESS", "edge", "{piece lease is over}"),
+    " union all ",
+    open_of_mode!("IN_PROGRESS", "bridged", "{piece lease is over}"),
+    " union all ",
+    open_of_mode!("IN_PROGRESS", "same_tx", "true"),
+    "}{if unknown: ",
+    open_of_mode!(
+        "UNKNOWN_REQUIRES_RECOVERY",
+        "edge",
+        "abs({age updated_at}) >= :least \
+         and (abs({age updated_at}) >= {micros updated_at} - {micros created_at} or abs({age updated_at}) >= :most)"
+    ),
+    "}) as found order by updated_at limit :limit) as s \
     {my: straight_join}{pg: join}{lite: cross join} oncebox.idempotency_request as r on r.key_digest = s.key_digest \
     left join oncebox.idempotency_purge as p on p.operation = r.operation \
     left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
-    order by r.updated_at";
+    order by r.updated_at"
+);
 
 const OPEN_OF_TENANT: &str =
     "{pg: /* planned anew */ }select count(*) from {piece requests} where {piece open} and r.tenant = :tenant";
