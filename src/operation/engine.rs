@@ -367,7 +367,7 @@ impl Core {
     /// if its clients do not return: at most `limit` of each operation. After the end of its lease
     /// a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN (O11);
     /// one of mode `bridged` is deleted (O2). Where the route can reconcile, a record that stays
-    /// UNKNOWN is reconciled again after a pause. The pause is as long as the key was old at the
+    /// UNKNOWN is reconciled again after a pause. The pause is as long as the claim was old at the
     /// last attempt, but at least a lease and at most an hour, so each pause is about twice the one
     /// before. No handler is called.
     ///

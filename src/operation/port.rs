@@ -396,14 +396,14 @@ pub trait Keys: Debug + Send + Sync + 'static {
 
     /// The abandoned claims of an operation, at most `limit`: IN_PROGRESS in mode `bridged` or
     /// `edge` with a lease that ended at least half its length ago, and committed claims of mode
-    /// `same_tx`, which have no lease (O1). It reads only records without an outcome. Phased
-    /// operations are left out: recovery workers continue them. A guard returns none: there a claim
-    /// waits for the next request.
+    /// `same_tx`, which have no lease (O1). Beside them it reads only what runs, however many
+    /// records are open. Phased operations are left out: recovery workers continue them. A guard
+    /// returns none: there a claim waits for the next request.
     async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError>;
 
     /// The records of mode `edge` whose outcome is unknown and that were not changed for a pause,
-    /// at most `limit`, the oldest change first. The pause is as long as the time from the first
-    /// claim of the key to the last change of the record, so each reconciliation doubles it;
+    /// at most `limit`, the oldest change first. The pause is as long as the time from
+    /// [`Record::created_at`] to the last change of the record, so each reconciliation doubles it;
     /// `pauses` has the shortest and the longest. A guard returns none, as the default does.
     async fn unknown_due(
         &self,

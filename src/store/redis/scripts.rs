@@ -71,7 +71,8 @@ pub(super) static BODY: LazyLock<Script> = script!(
 /// then fields and values. Returns the new epoch, or nothing where the basis does not hold.
 pub(super) static CLAIM: LazyLock<Script> = script!(
     over!(),
-    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created', 'outcome')\n",
+    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created',\n",
+    "  'outcome')\n",
     "local basis, created = ARGV[1], whole(now)\n",
     "if basis == 'new' then\n",
     "  if r[1] then return false end\n",

@@ -75,7 +75,7 @@ macro_rules! open_of_mode {
 /// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
 /// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
 /// last change is the last time that it was asked for. The pause after it is as long as the time
-/// from the first claim of the key to that change, within the bounds `:least` and `:most`. What is
+/// from the claim of the key to that change, within the bounds `:least` and `:most`. What is
 /// read for nothing is what changed since the longest pause, or runs.
 ///
 /// The record that was left alone for longest comes first: without an order the same records would

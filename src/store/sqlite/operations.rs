@@ -57,7 +57,8 @@ const RENEW: &str = concat!(
     "update oncebox_idempotency_request \
      set principal = ?2, fingerprint = ?3, mode = ?4, state = 'IN_PROGRESS', epoch = ?5, owner = ?6, lease_until = ?7 + ",
     now_ms!(),
-    ", lease_ms = ?7, generation = ?8, operation_id = ?9, attempts = ?10, created_at = case when outcome_at is null then created_at else ",
+    ", lease_ms = ?7, generation = ?8, operation_id = ?9, attempts = ?10, \
+     created_at = case when outcome_at is null then created_at else ",
     now_ms!(),
     " end, updated_at = ",
     now_ms!(),

@@ -116,10 +116,9 @@ async fn o11_claims_that_nobody_drives_are_found_among_the_open_records() {
         let page = records::open_of(&"put".parse().unwrap(), pauses, 100);
         let steps = plan_of(&store, page.in_words_of(Dialect::Sqlite).unwrap().0).await;
         let reads = |step: &&String| step.contains("oncebox_idempotency_request") || step.starts_with("SCAN r");
-        let by_state = "SEARCH oncebox_idempotency_request USING INDEX oncebox_idempotency_request_open \
-                        (operation=? AND state=? AND mode=?)";
-        assert!(steps.iter().filter(reads).all(|step| step == by_state), "{steps:#?}");
-        assert!(steps.iter().any(|step| step == by_state), "{steps:#?}");
+        let by_state = "INDEX oncebox_idempotency_request_open (operation=? AND state=? AND mode=?)";
+        let reads: Vec<&String> = steps.iter().filter(reads).collect();
+        assert!(!reads.is_empty() && reads.iter().all(|step| step.ends_with(by_state)), "{steps:#?}");
         assert!(steps.iter().any(|step| step.starts_with("SEARCH r USING PRIMARY KEY")), "{steps:#?}");
     }
 }
