@@ -1,4 +1,3 @@
-//! Pure: no I/O, no clock.
 //! Whether a host of a URL is this machine: then nothing lies between us and the server, and it is
 //! not asked for TLS.
 
