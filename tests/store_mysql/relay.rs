@@ -111,6 +111,66 @@ async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_ope
     assert_eq!(payloads(&left.rows), ["open"], "a row that was never read is not deleted");
 }
 
+// Shown to fail: with the last row of each run in the range, the mark waits for the writer of the
+// row behind it.
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_runs_without_a_hole_are_deleted_as_ranges_beside_open_writers() {
+    let Some(db) = Db::new("r11_runs_without_a_hole_are_deleted_as_ranges_beside_open_writers").await else { return };
+    let (mut app, mut slow, mut slower) = (db.app().await, db.app().await, db.app().await);
+    // One statement for each row, so that positions follow each other.
+    for n in 0..100 {
+        enqueue(&mut app, text("t", "a", &n.to_string())).await.unwrap();
+    }
+    let mut between = slow.begin().await.unwrap();
+    enqueue(&mut *between, text("t", "b", "between")).await.unwrap();
+    for n in 100..200 {
+        enqueue(&mut app, text("t", "a", &n.to_string())).await.unwrap();
+    }
+    let mut behind = slower.begin().await.unwrap();
+    enqueue(&mut *behind, text("t", "c", "behind")).await.unwrap();
+
+    let mut session = db.session("a").await;
+    let read = session.read(1_000).await.unwrap();
+    let positions: Vec<i64> = read.rows.iter().map(|row| row.position).collect();
+    assert_eq!(positions[199] - positions[0], 200, "two runs, and the hole of the open row");
+    let mark = session.checkpoint(Mark { through: Some(read.batch), ..Mark::default() });
+    tokio::time::timeout(Duration::from_secs(30), mark).await.expect("the mark waits for an open writer").unwrap();
+    between.commit().await.unwrap();
+    behind.commit().await.unwrap();
+    let left = session.read(1_000).await.unwrap();
+    assert_eq!(payloads(&left.rows), ["between", "behind"], "rows that were never read are not deleted");
+}
+
+// Shown to fail: with one range from the first to the last row in flight, "late" never comes.
+#[tokio::test(flavor = "multi_thread")]
+async fn r10_between_few_and_many_runs_in_flight_every_other_row_is_read_once() {
+    let Some(db) = Db::new("r10_between_few_and_many_runs_in_flight_every_other_row_is_read_once").await else {
+        return;
+    };
+    let (mut app, mut writer) = (db.app().await, db.app().await);
+    let mut session = db.session("a").await;
+    // Few are passed by as ranges; many are more than a statement can name.
+    for runs in [12, 80] {
+        let mut late = writer.begin().await.unwrap();
+        for run in 0..runs {
+            enqueue(&mut app, text("t", "a", &format!("early {run}"))).await.unwrap();
+            enqueue(&mut *late, text("t", "b", &format!("late {run}"))).await.unwrap();
+        }
+        let first = session.read(1_000).await.unwrap();
+        assert!(first.saw_all && first.rows.len() == runs, "{runs}: {first:?}");
+        let none = session.read(1_000).await.unwrap();
+        assert!(none.saw_all && none.rows.is_empty(), "{runs}: what is in flight is read again: {none:?}");
+        late.commit().await.unwrap();
+        let some = session.read(7).await.unwrap();
+        let rest = session.read(1_000).await.unwrap();
+        assert!(some.more && some.rows.len() == 7 && rest.saw_all, "{runs}: {some:?}");
+        let expected: Vec<String> = (0..runs).map(|run| format!("late {run}")).collect();
+        assert_eq!([payloads(&some.rows), payloads(&rest.rows)].concat(), expected);
+        session.checkpoint(Mark { through: Some(rest.batch), ..Mark::default() }).await.unwrap();
+        assert_eq!(db.count("oncebox_outbox").await, 0);
+    }
+}
+
 // Shown to fail: with `join` instead of `straight_join .. force index`, MariaDB scans a small
 // outbox and looks the list up.
 #[tokio::test(flavor = "multi_thread")]

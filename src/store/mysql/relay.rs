@@ -5,9 +5,11 @@
 //! * A read takes the first rows in position order, without a lower bound. A row with a low
 //!   position that commits late is recognised as new, because it is not in flight. Only the memory
 //!   of the session knows which rows are in flight.
-//! * A mark deletes exactly the positions that were read, through a join from their list that looks
-//!   each up by the primary key (R11). A range would delete rows that were never read, and an IN
-//!   list or a range waits for every open writer.
+//! * A mark deletes exactly the positions that were read (R11). Most of them follow each other
+//!   without a hole: such a run is deleted as a range, which holds no row that was not read. The
+//!   range ends before the last row of the run, so the server locks only rows of ours. The others
+//!   are looked up one by one, by a join from their list: a range or an IN list over them would
+//!   wait for every open writer.
 //! * Every write first updates the row of the shard, and ends where epoch and revision are not
 //!   ours.
 //! * A new row at the position of a dead or held row (the counter was set back) is refused when it
@@ -18,11 +20,12 @@
 //! Not here: gaps and fences, which this cursor does not need.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, RangeInclusive};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::mysql::MySqlRow;
+use sqlx::mysql::{MySqlArguments, MySqlRow};
+use sqlx::query::Query;
 use sqlx::{Either, MySql, Row};
 
 use super::{HISTORY_MAX, MySqlStore, START, is_duplicate, micros, number_list, text};
@@ -43,6 +46,13 @@ use crate::time::lease::{Fence, Lease};
 /// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
 /// out in two pieces, and the second one waits 40 ms for the first to be acknowledged.
 const ROWS_MAX: usize = 1_300;
+
+/// How many ranges of positions a statement can name. There is one text for all numbers of ranges,
+/// so that it stays prepared; the server takes about 5 us to plan each range.
+const RANGES_MAX: usize = 64;
+
+/// A run of at least so many positions is deleted as a range.
+const RUN_MIN: usize = 64;
 
 /// One session: it owns the outbox.
 #[derive(Debug)]
@@ -114,7 +124,7 @@ impl Outbox for MySqlStore {
             in_flight: BTreeSet::new(),
             batches: 0,
             read_bytes: request.read_bytes,
-            rows_max: ROWS_MAX,
+            rows_max: usize::MAX,
         })))
     }
 
@@ -132,27 +142,17 @@ impl Outbox for MySqlStore {
 impl RelaySession for MySqlSession {
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         let rows_max = rows_max.min(self.rows_max);
-        let limit = self.in_flight.len() + rows_max;
-        let found = sqlx::query(
-            "select s.epoch, s.revision, o.position from oncebox_shard s \
-             left join (select position from oncebox_outbox order by position limit ?) o on true \
-             where s.shard_id = 0 order by o.position",
-        )
-        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .all(&self.pool)
-        .await?;
-        let Some(first) = found.first() else { return Err(self.fenced("the row of the shard is gone")) };
-        self.is_ours(first)?;
-        let mut positions = Vec::with_capacity(found.len());
-        for row in &found {
-            positions.extend(row.try_get::<Option<i64>, _>("position")?);
+        let in_flight = runs(self.in_flight.iter().copied());
+        let (rows, more) = if in_flight.len() < RANGES_MAX {
+            self.read_between(&in_flight, rows_max).await?
+        } else {
+            self.read_listed(rows_max.min(ROWS_MAX)).await?
+        };
+        if rows.is_empty() {
+            let fence = sqlx::query(FENCE).optional(&self.pool).await?;
+            self.is_ours(&fence.ok_or_else(|| self.fenced("the row of the shard is gone"))?)?;
         }
-        let mut more = positions.len() >= limit;
-        positions.retain(|position| !self.in_flight.contains(position));
-        positions.truncate(rows_max);
-        let rows = self.rows(&positions).await?;
-        more |= rows.len() < positions.len();
-        positions.truncate(rows.len());
+        let positions: Vec<i64> = rows.iter().map(|row| row.position).collect();
 
         self.batches += 1;
         if !positions.is_empty() {
@@ -191,9 +191,7 @@ impl RelaySession for MySqlSession {
         change(&mut transaction, &mark.changed).await?;
         delete_diverted(&mut transaction, &mark.released).await?;
         delete_diverted(&mut transaction, &mark.discarded).await?;
-        for part in proven.chunks(ROWS_MAX) {
-            sqlx::query(DELETE_PROVEN).bind(number_list(part.iter().copied())).run(&mut transaction).await?;
-        }
+        delete_proven(&mut transaction, &proven).await?;
         transaction.commit().await?;
 
         self.revision += 1;
@@ -254,17 +252,49 @@ impl MySqlSession {
         mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
     }
 
-    /// Reads the rows at these positions until they reach the limit of bytes. They were committed
-    /// when their positions were read, and only this session deletes them.
-    async fn rows(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-        if positions.is_empty() {
-            return Ok(Vec::new());
+    /// Reads the first rows outside these runs, which are in flight. Returns true where there may be
+    /// more.
+    async fn read_between(
+        &mut self,
+        in_flight: &[RangeInclusive<i64>],
+        rows_max: usize,
+    ) -> Result<(Vec<OutboxRow>, bool), StoreError> {
+        let ends = std::iter::once(i64::MIN).chain(in_flight.iter().map(|run| *run.end()));
+        let starts = in_flight.iter().map(|run| *run.start()).chain(std::iter::once(i64::MAX));
+        let limit = i64::try_from(rows_max).unwrap_or(i64::MAX);
+        let (rows, cut) = self.rows(in_ranges(sqlx::query(ROWS_IN_RANGES), ends.zip(starts)).bind(limit)).await?;
+        let more = cut || rows.len() >= rows_max;
+        Ok((rows, more))
+    }
+
+    /// The same where what is in flight has too many holes: reads all positions, and then the rows
+    /// whose positions are new.
+    async fn read_listed(&mut self, rows_max: usize) -> Result<(Vec<OutboxRow>, bool), StoreError> {
+        let limit = self.in_flight.len() + rows_max;
+        let found: Vec<(i64,)> =
+            sqlx::query_as(POSITIONS).bind(i64::try_from(limit).unwrap_or(i64::MAX)).all(&self.pool).await?;
+        let new = found.iter().map(|(position,)| *position).filter(|position| !self.in_flight.contains(position));
+        let positions: Vec<i64> = new.take(rows_max).collect();
+        let (rows, cut) = self.rows(sqlx::query(ROWS).bind(number_list(positions.iter().copied()))).await?;
+        // They were committed when their positions were read, and only this session deletes them.
+        if rows.len() != positions.len() && !cut {
+            let (read, there) = (positions.len(), rows.len());
+            return Err(
+                self.fenced(&format!("of {read} rows that were read {there} are left: somebody else deleted some"))
+            );
         }
-        let (mut rows, mut bytes, bytes_max) = (Vec::with_capacity(positions.len()), 0, self.read_bytes);
+        let more = cut || found.len() >= limit;
+        Ok((rows, more))
+    }
+
+    /// Reads rows until they reach the limit of bytes. Returns true where that was the end.
+    async fn rows(&mut self, query: Query<'_, MySql, MySqlArguments>) -> Result<(Vec<OutboxRow>, bool), StoreError> {
+        let (mut rows, mut bytes, bytes_max) = (Vec::new(), 0, self.read_bytes);
         let mut outcome = Ok(());
         let take = |part: Either<_, MySqlRow>| {
             let Either::Right(row) = part else { return ControlFlow::Continue(()) };
-            match unused(&row).and_then(|()| outbox_row(&row)) {
+            let fence = if rows.is_empty() { self.is_ours(&row) } else { Ok(()) };
+            match fence.and_then(|()| unused(&row)).and_then(|()| outbox_row(&row)) {
                 Ok(row) => {
                     bytes += row.message.weight();
                     rows.push(row);
@@ -275,32 +305,64 @@ impl MySqlSession {
             // it.
             if outcome.is_err() || bytes >= bytes_max { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        let query = sqlx::query(ROWS).bind(number_list(positions.iter().copied()));
         self.pool.acquire().await?.parts(query, take).await?;
         outcome?;
         // The next read asks for as many rows as fitted, and for twice as many once much room is
         // left.
-        if bytes >= bytes_max {
+        let cut = bytes >= bytes_max;
+        if cut {
             self.rows_max = rows.len();
         } else if bytes < bytes_max / 4 {
-            self.rows_max = self.rows_max.saturating_mul(2).min(ROWS_MAX);
+            self.rows_max = self.rows_max.saturating_mul(2);
         }
-        if rows.len() != positions.len() && bytes < bytes_max {
-            let (read, there) = (positions.len(), rows.len());
-            return Err(
-                self.fenced(&format!("of {read} rows that were read {there} are left: somebody else deleted some"))
-            );
-        }
-        Ok(rows)
+        Ok((rows, cut))
     }
 }
 
-const ROWS: &str = "\
-select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, o.content_type, o.traceparent, \
-       o.tracestate, o.created_at, d.position is not null as is_used \
-  from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox o force index (primary) on o.position = j.position \
-  left join oncebox_outbox_dead d force index (primary) on d.position = o.position \
- order by o.position";
+const FENCE: &str = "select epoch, revision from oncebox_shard where shard_id = 0";
+
+macro_rules! eight {
+    ($text:expr) => {
+        concat!($text, $text, $text, $text, $text, $text, $text, $text)
+    };
+}
+
+/// Whether a position lies in one of [`RANGES_MAX`] ranges. Where there are fewer, the others go
+/// from 0 to 0.
+macro_rules! is_in_range {
+    () => {
+        concat!("(", eight!(eight!("o.position > ? and o.position < ? or ")), "false)")
+    };
+}
+
+/// Rows with the fence, their messages, and whether a dead or held row has their position.
+macro_rules! rows {
+    ($list:literal, $on:literal, $end:expr) => {
+        concat!(
+            "select s.epoch, s.revision, o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, \
+             o.content_type, o.traceparent, o.tracestate, o.created_at, d.position is not null as is_used \
+             from oncebox_shard s straight_join ",
+            $list,
+            "oncebox_outbox o force index (primary)",
+            $on,
+            " left join oncebox_outbox_dead d force index (primary) on d.position = o.position where s.shard_id = 0 ",
+            $end
+        )
+    };
+}
+
+const ROWS_IN_RANGES: &str = rows!("", "", concat!("and ", is_in_range!(), " order by o.position limit ?"));
+
+const POSITIONS: &str = "select position from oncebox_outbox force index (primary) order by position limit ?";
+
+const ROWS: &str = rows!(
+    "json_table(?, '$[*]' columns (position bigint path '$')) j straight_join ",
+    " on o.position = j.position",
+    "order by o.position"
+);
+
+/// Runs of positions that were all read. The index is forced for the same reason as below.
+const DELETE_RANGES: &str = concat!("delete o from oncebox_outbox o force index (primary) where ", is_in_range!());
 
 /// The plan is `eq_ref` by the primary key: only the rows themselves are locked (R11). A test reads
 /// the plan. The index is forced because an optimizer prefers to scan a small table, and a scan
@@ -379,6 +441,48 @@ async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -
         sqlx::query(CHANGE).bind(diversion_list(changed)).bind(HISTORY_MAX).run(connection).await?;
     }
     Ok(())
+}
+
+/// Deletes the rows at these positions, which are in ascending order within each batch.
+async fn delete_proven(connection: &mut Bounded<MySql>, proven: &[i64]) -> Result<(), StoreError> {
+    let (long, short): (Vec<_>, Vec<_>) =
+        runs(proven.iter().copied()).into_iter().partition(|run| length(run) >= RUN_MIN);
+    for part in long.chunks(RANGES_MAX) {
+        // Behind each row that it deletes the server locks the next one, to see that the range has
+        // ended. So the last row of a run stays out, and is what it finds there.
+        let delete = in_ranges(sqlx::query(DELETE_RANGES), part.iter().map(|run| (run.start() - 1, *run.end())));
+        delete.run(&mut *connection).await?;
+    }
+    let last: Vec<i64> = long.iter().map(|run| *run.end()).chain(short.into_iter().flatten()).collect();
+    for part in last.chunks(ROWS_MAX) {
+        sqlx::query(DELETE_PROVEN).bind(number_list(part.iter().copied())).run(&mut *connection).await?;
+    }
+    Ok(())
+}
+
+/// Splits positions into runs without a hole.
+fn runs(positions: impl Iterator<Item = i64>) -> Vec<RangeInclusive<i64>> {
+    let mut runs: Vec<RangeInclusive<i64>> = Vec::new();
+    for position in positions {
+        match runs.last_mut() {
+            Some(run) if run.end().checked_add(1) == Some(position) => *run = *run.start()..=position,
+            _ => runs.push(position..=position),
+        }
+    }
+    runs
+}
+
+fn length(run: &RangeInclusive<i64>) -> usize {
+    usize::try_from(run.end() - run.start() + 1).unwrap_or(usize::MAX)
+}
+
+/// Binds at most [`RANGES_MAX`] ranges, without their ends.
+fn in_ranges<'q>(
+    query: Query<'q, MySql, MySqlArguments>,
+    ranges: impl Iterator<Item = (i64, i64)>,
+) -> Query<'q, MySql, MySqlArguments> {
+    let ranges = ranges.chain(std::iter::repeat((0, 0))).take(RANGES_MAX);
+    ranges.fold(query, |query, (after, before)| query.bind(after).bind(before))
 }
 
 async fn delete_diverted(connection: &mut Bounded<MySql>, positions: &[i64]) -> Result<(), StoreError> {
