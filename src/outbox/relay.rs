@@ -90,14 +90,14 @@ struct Memory {
     doubts: u32,
     /// True where something was learned of a row or topic since the last session ended.
     progress: bool,
-    /// True where the database refused a session and nothing was marked since. A read that succeeds
-    /// says nothing of the marks, so no session is ready before one is made or nothing is to do.
+    /// True where the database refused a read or a mark, and nothing was marked since. A read that
+    /// succeeds does not show that a mark can be made.
     refused: bool,
 }
 
 impl Memory {
-    /// Whether a session may be shown as ready: otherwise something must be marked
-    /// first, or nothing be left to do.
+    /// Whether a session may be shown as ready. Where it may not, it first marks something, or finds
+    /// that nothing is left to do.
     fn may_be_ready(&self) -> bool {
         !self.refused && self.doubts < DOUBTS_SHOWN
     }

@@ -28,7 +28,7 @@ pub(super) async fn send_all(broker: &AnyBroker, messages: &[OutgoingMessage]) -
     send_within(broker, messages, PATIENCE).await
 }
 
-/// Sends messages; each step of the broker may last for `patience`.
+/// Sends messages. The broker may have no room, or be silent, for at most `patience`.
 async fn send_within(broker: &AnyBroker, messages: &[OutgoingMessage], patience: Duration) -> Result<(), AppError> {
     let mut publisher = broker.publisher().await?;
     if let Some(first) = messages.first() {
