@@ -96,8 +96,8 @@ struct Memory {
 }
 
 impl Memory {
-    /// Whether a session may be shown as ready. Where it may not, it first marks something, or finds
-    /// that nothing is left to do.
+    /// Whether a session may be shown as ready. Where it may not, it first marks something, or
+    /// finds that nothing is left to do.
     fn may_be_ready(&self) -> bool {
         !self.refused && self.doubts < DOUBTS_SHOWN
     }

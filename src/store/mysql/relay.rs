@@ -252,8 +252,8 @@ impl MySqlSession {
         mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
     }
 
-    /// Reads the first rows outside these runs, which are in flight. Returns true where there may be
-    /// more.
+    /// Reads the first rows outside these runs, which are in flight. Returns true where there may
+    /// be more.
     async fn read_between(
         &mut self,
         in_flight: &[RangeInclusive<i64>],
@@ -365,11 +365,11 @@ const ROWS: &str = rows!(
     "order by o.position"
 );
 
-/// Runs of positions that were all read. For a statement that needs the position alone the optimizer
-/// scans the whole index, although it is forced, where the statistics say that the table is nearly
-/// empty; and a scan waits for every open writer. They say so of many rows, too, while most pages
-/// have deleted rows that are not purged yet. So the statement also needs a column that is not in
-/// the key: every row has a bucket.
+/// Runs of positions that were all read. For a statement that needs the position alone the
+/// optimizer scans the whole index, although it is forced, where the statistics say that the table
+/// is nearly empty; and a scan waits for every open writer. They say so of many rows, too, while
+/// most pages have deleted rows that are not purged yet. So the statement also needs a column that
+/// is not in the key: every row has a bucket.
 const DELETE_RANGES: &str =
     concat!("delete o from oncebox_outbox o force index (primary) where ", is_in_range!(), " and o.bucket is not null");
 
