@@ -213,7 +213,10 @@ const UNPARK: &str = "update oncebox.operation set parked = null, due_at = {cloc
 
 const UNMARK: &str = "{pg my: delete from oncebox.operation_phase where operation_id = :id}";
 
-const FOLLOW: &str = "update oncebox.idempotency_request as r set state = :state, updated_at = {clock} \
+/// Most steps keep the state of the record. Then its row keeps its time too, because a new one
+/// costs entries of indexes. `updated_at` first: MySQL sets from left to right.
+const FOLLOW: &str = "update oncebox.idempotency_request as r \
+    set updated_at = case when r.state = :state then r.updated_at else {clock} end, state = :state \
     where r.key_digest = (select o.key_digest from oncebox.operation o where o.operation_id = :id) \
       and r.operation_id = :id and r.mode = 'phased' and r.outcome_at is null";
 
