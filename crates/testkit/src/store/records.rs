@@ -141,11 +141,12 @@ pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(t
 }
 
 /// Of all claims without an outcome, those are found whose lease is over, each once, by operation
-/// and in pages: what a sweep ends. A claim of mode `same_tx` has no lease, and is never committed
-/// without an outcome unless its handler ended the transaction.
+/// and in pages, the longest unchanged first whatever its mode: what a sweep ends. A claim of mode
+/// `same_tx` has no lease, and is never committed without an outcome unless its handler ended the
+/// transaction.
 ///
 /// Shown by: a page without the operation, the state, the lease or the limit; one that asks for
-/// leases alone.
+/// leases alone; one that is full of one mode before it looks at the next.
 pub async fn o11_what_nobody_drives_any_more_is_found_by_operation_and_in_pages<F: Fixture>(trial: &Trial<F>) {
     let (edge, bridged, ended_tx) =
         (claim(Mode::Edge, "edge", 1), claim(Mode::Bridged, "bridged", 1), claim(Mode::Bridged, "same_tx", 1));
@@ -169,16 +170,20 @@ pub async fn o11_what_nobody_drives_any_more_is_found_by_operation_and_in_pages<
     ended(trial, "done", &completed(), &RETENTION).await;
     ended(trial, "unknown", &RunOutcome::Unknown, &RETENTION).await;
     let stale = async |limit| trial.store.stale(edge.identity.operation(), limit).await.unwrap();
-    let mut expected = Vec::new();
-    for one in [&edge, &bridged, &ended_tx] {
-        expected.push(record(trial, one).await);
+    let mut modes = [("edge", &edge), ("bridged", &bridged), ("same_tx", &ended_tx)];
+    for _ in 0..modes.len() {
+        let mut expected = Vec::new();
+        for (hours, (mode, one)) in (1..).zip(modes) {
+            let changed = moved::<F>("created_at", -3_600 * hours);
+            let set = format!("updated_at = {changed} where mode = '{mode}'");
+            trial.run(&format!("update {} set {set}", trial.table("idempotency_request"))).await;
+            expected.insert(0, record(trial, one).await);
+        }
+        assert_eq!(stale(100).await, expected, "whole");
+        assert_eq!(stale(2).await, expected[..2], "left alone for longest");
+        modes.rotate_left(1);
     }
-    let mut found = stale(100).await;
-    for records in [&mut expected, &mut found] {
-        records.sort_by_key(|record| record.identity.digest());
-    }
-    assert_eq!(found, expected, "whole");
-    assert_eq!((stale(2).await.len(), trial.store.stale(others.identity.operation(), 9).await.unwrap().len()), (2, 1));
+    assert_eq!(trial.store.stale(others.identity.operation(), 9).await.unwrap().len(), 1);
     assert_eq!(trial.store.mark_unknown(&record(trial, &edge).await).await.unwrap(), Fenced::Done);
     assert_eq!(stale(100).await.len(), 2);
 }
