@@ -52,9 +52,10 @@ const MARK_UNKNOWN: &str = "update oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and state = 'IN_PROGRESS' \
       and (mode = 'same_tx' or (mode = 'edge' and {piece lease is over}))";
 
-/// Records of an operation without an outcome, of one state and mode, and for which this holds: the
-/// entries of an index in the order of their last change, so that a page costs no more where many
-/// records are open. PostgreSQL uses that order only where all columns before it are named.
+/// Open records of one operation, state and mode for which a condition holds, the longest unchanged
+/// first. An index has its entries in this order, so reading ends at the limit, however many
+/// records are open. PostgreSQL does not count `is null` among equalities: it sorts unless the
+/// order names that column too.
 macro_rules! open_of_mode {
     ($state:literal, $mode:literal, $holds:literal) => {
         concat!(
@@ -75,8 +76,9 @@ macro_rules! open_of_mode {
 /// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
 /// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
 /// last change is the last time that it was asked for. The pause after it is as long as the time
-/// from the claim of the key to that change, within the bounds `:least` and `:most`. What is
-/// read for nothing is what changed since the longest pause, or runs.
+/// from the claim of the key to that change, within the bounds `:least` and `:most`. A page also
+/// reads records that it does not return, but only such as run (`lost`) or changed within the
+/// longest pause (`unknown`).
 ///
 /// The record that was left alone for longest comes first: without an order the same records would
 /// fill each page, and the others would never be reached. A change that lies ahead of the clock was
