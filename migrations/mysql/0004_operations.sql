@@ -44,7 +44,7 @@ create table if not exists oncebox_idempotency_request (
   unique key idempotency_request_operation_id (operation_id) comment 'serves: operation resources and resolve',
   key idempotency_request_open (open_since, state, tenant, body_expires_at, kept_bytes) comment 'serves: counts and the oldest of what has no outcome; quotas of tenants: what is open, and what is kept of what has its outcome',
   key idempotency_request_body (body_end) comment 'serves: the expiry of small bodies, oldest end first',
-  key idempotency_request_purge (operation, outcome_at, state, mode, updated_at) comment 'serves: the purge, one operation, oldest outcome first; what a sweep ends or asks for, left alone for longest first',
+  key idempotency_request_purge (operation, outcome_at, state, mode, updated_at) comment 'serves: the purge, one operation, oldest outcome first; what a sweep ends or asks for, the longest unchanged first',
   constraint oncebox_idempotency_request_mode check (mode in ('same_tx', 'bridged', 'edge', 'phased')),
   constraint oncebox_idempotency_request_state check
     (state in ('IN_PROGRESS', 'COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE', 'UNKNOWN_REQUIRES_RECOVERY')),

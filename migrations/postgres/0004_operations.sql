@@ -134,7 +134,7 @@ comment on column oncebox.idempotency_request.error_code is 'code of the failure
 comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
 comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
 comment on index oncebox.idempotency_request_kept is 'serves quotas: what is kept for a tenant, from the index alone';
-comment on index oncebox.idempotency_request_operation is 'serves the purge: one operation, oldest outcome first; and what has no outcome, which stands behind each operation: counts, lists, quotas of tenants, and what a sweep ends or asks for, left alone for longest first';
+comment on index oncebox.idempotency_request_operation is 'serves the purge: one operation, oldest outcome first; and what has no outcome, which stands behind each operation: counts, lists, quotas of tenants, and what a sweep ends or asks for, the longest unchanged first';
 
 -- Bodies of answers that are too large for the row of their claim, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
 -- unique, cannot be partitioned by time. The DEFAULT partition takes bodies kept longer than ranges are made ahead.

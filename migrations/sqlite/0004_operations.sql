@@ -51,7 +51,7 @@ create table oncebox_idempotency_request (
     check (epoch > 0 and generation > 0 and attempts > 0)
 ) without rowid;
 
--- Serves counts and the oldest of what has no outcome, quotas of tenants, and what a sweep ends or asks for, left alone for longest first.
+-- Serves what has no outcome: counts, quotas of tenants, and what a sweep ends or asks for, the longest unchanged first.
 create index oncebox_idempotency_request_open on oncebox_idempotency_request (operation, state, mode, updated_at) where outcome_at is null;
 -- Serves quotas: what is kept for a tenant, from the index alone.
 create index oncebox_idempotency_request_kept on oncebox_idempotency_request (tenant, body_expires_at, kept_bytes)
