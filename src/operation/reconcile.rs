@@ -9,7 +9,7 @@
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 
 use super::codec::{Kept, error_code};

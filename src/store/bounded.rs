@@ -33,9 +33,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use futures::TryStreamExt;
-use futures::future::BoxFuture;
-use futures::stream::BoxStream;
+use futures_util::TryStreamExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream::BoxStream;
 use sqlx::pool::PoolConnection;
 use sqlx::query::{Query, QueryAs, QueryScalar};
 use sqlx::{

@@ -61,7 +61,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
 pub(in crate::store) use self::row::{Column, Row};

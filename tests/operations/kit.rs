@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
     Answered, Code, EffectTx, Endpoint, Engine, EngineBuilder, FingerprintWriter, IdempotentCommand, Identity, Key,

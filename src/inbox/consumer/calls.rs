@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 
 use super::Shared;
 use super::handlers::Handler;

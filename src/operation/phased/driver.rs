@@ -24,7 +24,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 

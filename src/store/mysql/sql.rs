@@ -1,7 +1,7 @@
 //! Runs the statements of [`crate::store::sql`] on MySQL and MariaDB.
 
 use chrono::{DateTime, NaiveDateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::{MySql, query};
 use uuid::Uuid;

@@ -1,7 +1,7 @@
 //! Runs the statements of [`crate::store::sql`] on PostgreSQL.
 
 use chrono::{DateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::{Postgres, query};
 use uuid::Uuid;

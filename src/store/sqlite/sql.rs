@@ -2,7 +2,7 @@
 //! lock from its beginning.
 
 use chrono::{DateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use sqlx::pool::PoolConnection;
 use sqlx::query::Query;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
