@@ -65,8 +65,8 @@
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
 //! `embedded`) each; `tls` to databases, unless a service gives its sqlx another one; `http`,
-//! `openapi`, `grpc`, `client`, `email`, `redis`, `compress`, `encrypt`, `otel` for what their
-//! names say; `programs` for settings and a `main` of one's own. A service that only enqueues on
+//! `openapi`, `grpc`, `client`, `email`, `redis`, `compress`, `encrypt`, `metrics`, `otel` for what
+//! their names say; `programs` for settings and a `main` of one's own. A service that only enqueues on
 //! PostgreSQL:
 //! `oncebox = { version = "0.1", default-features = false, features = ["postgres"] }`.
 //!
