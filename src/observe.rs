@@ -5,6 +5,7 @@
 //! key, an id or an error text. Not here: exporting metrics (`app`).
 
 mod health;
+#[cfg(feature = "operations")]
 mod operations;
 mod record;
 #[cfg(feature = "metrics")]
@@ -13,24 +14,11 @@ mod table;
 use std::time::Duration;
 
 pub use health::{Health, PartState, Trouble};
+#[cfg(feature = "operations")]
 pub use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
-use record::{counter, gauge, histogram};
+use record::{counter, gauge, histogram, metrics_table};
 #[cfg(feature = "metrics")]
 pub use table::{Kind, Metric, metrics};
-
-/// The names of one subject as constants, and what is told of each to a recorder.
-macro_rules! metrics_table {
-    ($($konst:ident $name:literal $kind:ident $unit:ident $labels:literal $about:literal;)*) => {
-        $(const $konst: &str = $name;)*
-
-        #[cfg(feature = "metrics")]
-        pub(super) const METRICS: &[$crate::observe::table::Metric] = {
-            use $crate::observe::table::{Kind, Metric, Unit};
-            &[$(Metric { name: $name, kind: Kind::$kind, unit: Unit::$unit, labels: $labels, about: $about },)*]
-        };
-    };
-}
-use metrics_table;
 
 metrics_table! {
     PUBLISHED "oncebox_published_total" Counter Count "broker" "messages that the broker has proven to have";
@@ -266,13 +254,12 @@ pub fn lost_records(topic: &str, count: u64) {
     counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
-/// Counts a try of an e-mail under its resulting state, a word of
-/// [`Delivery`](crate::operation::rules::delivery::Delivery).
+/// Counts a try of an e-mail under the word of its resulting state.
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }
 
-#[cfg(all(test, feature = "metrics"))]
+#[cfg(all(test, feature = "metrics", feature = "operations"))]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;

@@ -5,8 +5,7 @@
 
 use std::time::Duration;
 
-use super::metrics_table;
-use super::record::{counter, gauge};
+use super::record::{counter, gauge, metrics_table};
 
 metrics_table! {
     IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with its mode: same_tx, phased, bridged, edge; joined to the others by `operation`";

@@ -1,9 +1,24 @@
-//! How a value is recorded: by the macros of `metrics`, or not at all where that feature is off.
+//! How metrics are named, and how a value is recorded: by the macros of `metrics`, or not at all
+//! where that feature is off.
 
 #[cfg(feature = "metrics")]
 pub(super) use metrics::{counter, gauge, histogram};
 #[cfg(not(feature = "metrics"))]
 pub(super) use nothing::{counter, gauge, histogram};
+
+/// The names of one subject as constants, and what is told of each to a recorder.
+macro_rules! metrics_table {
+    ($($konst:ident $name:literal $kind:ident $unit:ident $labels:literal $about:literal;)*) => {
+        $(const $konst: &str = $name;)*
+
+        #[cfg(feature = "metrics")]
+        pub(super) const METRICS: &[$crate::observe::table::Metric] = {
+            use $crate::observe::table::{Kind, Metric, Unit};
+            &[$(Metric { name: $name, kind: Kind::$kind, unit: Unit::$unit, labels: $labels, about: $about },)*]
+        };
+    };
+}
+pub(super) use metrics_table;
 
 #[cfg(not(feature = "metrics"))]
 pub(super) mod nothing {

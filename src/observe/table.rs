@@ -30,7 +30,10 @@ pub struct Metric {
 
 /// Every metric of the programs.
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
-    super::METRICS.iter().chain(super::operations::METRICS)
+    let all = super::METRICS.iter();
+    #[cfg(feature = "operations")]
+    let all = all.chain(super::operations::METRICS);
+    all
 }
 
 /// Describes a metric to the recorder.

@@ -8,9 +8,10 @@
 //! | [`diversion`] | which rows go to the held table instead of the broker | R17 |
 
 pub(crate) mod diversion;
+#[cfg(feature = "postgres")]
 pub(crate) mod gaps;
 pub(crate) mod isolate;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "postgres"))]
 #[path = "../../tests/rules/gap_model/main.rs"]
 mod gap_model;

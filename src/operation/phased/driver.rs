@@ -45,8 +45,9 @@ use crate::operation::rules::Fingerprint;
 use crate::operation::rules::flow::{PhaseEnd, Stage};
 use crate::operation::rules::provider::{self, Gap, Sends, Step, Strategy, Verdict};
 use crate::operation::{Kept, Reply};
-use crate::time::pace::{Since, sleep_unless};
+use crate::time::pace::sleep_unless;
 use crate::time::retry;
+use crate::time::since::Since;
 
 /// Why a provider is queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -35,7 +35,7 @@ use crate::operation::rules::doubt::{Aftermath, Doubt};
 use crate::operation::rules::flow::Stage;
 use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
-use crate::time::pace::Since;
+use crate::time::since::Since;
 
 /// The result of the first phase.
 pub(super) enum Opened {

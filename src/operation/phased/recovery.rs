@@ -32,7 +32,8 @@ use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
-use crate::time::pace::{Pace, Since, rest_after, sleep_unless};
+use crate::time::pace::{Pace, rest_after, sleep_unless};
+use crate::time::since::Since;
 
 const PART: &str = "recovery";
 /// The pause after the worker has seen that the database belongs to another deployment.

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::postgres::PgArguments;
-use sqlx::{AssertSqlSafe, PgConnection};
+use sqlx::{AssertSqlSafe, PgConnection, Postgres};
 use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
@@ -23,12 +23,12 @@ pub(super) use self::tx::{Held, proved_by, staked, undo};
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RunOutcome,
+    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::keys::KeyStore;
+use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
@@ -72,6 +72,18 @@ const RENEW: &str = "update oncebox.idempotency_request \
   where key_digest = $1 and epoch = $5 - 1 and ";
 
 #[async_trait]
+impl OutcomeTransaction for Bounded<Postgres> {
+    async fn finish_record(
+        &mut self,
+        fence: &RecordFence,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(self, fence, outcome, retention, None).await
+    }
+}
+
+#[async_trait]
 impl KeyStore for PostgresStore {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
@@ -104,6 +116,10 @@ impl KeyStore for PostgresStore {
         // A new statement sees what a transaction that we waited for has committed.
         let found = find(&mut connection, &claim.identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+    }
+
+    async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
+        Ok(Box::new(self.transaction().await?))
     }
 
     async fn end_claim(
