@@ -64,10 +64,10 @@
 //! # Features
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
-//! `embedded`) each; `tls` to databases, unless a service gives its sqlx another one;
-//! `operations`, and on top of them `http`, `openapi`, `grpc`, `client`, `email`, `redis`,
-//! `compress`, `encrypt`; `metrics`, `otel` for what their names say; `programs` for settings and a
-//! `main` of one's own. A service that only enqueues on PostgreSQL:
+//! `embedded`) each; `tls` to databases, unless a service gives its sqlx another one; `relay` and
+//! `consumer`, inside a service; `operations`, and on top of them `http`, `openapi`, `grpc`,
+//! `client`, `email`, `redis`, `compress`, `encrypt`; `metrics`, `otel` for what their names say;
+//! `programs` for settings and a `main` of one's own. A service that only enqueues on PostgreSQL:
 //! `oncebox = { version = "0.1", default-features = false, features = ["postgres", "tls"] }`.
 //!
 //! # Rooms
@@ -175,14 +175,18 @@ pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;
 pub use error::{BrokerError, HandlerError, LimitError, StoreError};
+#[cfg(feature = "consumer")]
 pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled};
+#[cfg(feature = "consumer")]
 pub use inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 pub use inbox::rules::horizon::{Horizon, TopicRetention};
+#[cfg(feature = "consumer")]
 pub use inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError};
 pub use message::{Message, NewMessage};
 pub use outbox::enqueue::{commit, enqueue, enqueue_all};
+#[cfg(feature = "relay")]
 pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
-pub use outbox::rules::diversion::DeadPolicy;
+pub use outbox::rules::policy::DeadPolicy;
 pub use sqlx;
 pub use store::Store;
 pub use time::breaker::BreakerOptions;

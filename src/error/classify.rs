@@ -113,6 +113,7 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
 /// statement needed more memory or space than the server grants to one, or its connection ended.
 /// False for a full disk and for a server that starts, stops or has no connection left, because
 /// these are the same for all statements.
+#[cfg(feature = "consumer")]
 pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
@@ -130,6 +131,7 @@ pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
 }
 
 /// Whether a statement gave up waiting for a lock. The next try may wait as long.
+#[cfg(feature = "consumer")]
 pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
     let sqlx::Error::Database(database) = error else { return false };
     #[cfg(feature = "mysql")]
