@@ -6,6 +6,8 @@
 //! Not here: how a program prints errors and which exit code it returns (`app`).
 
 pub mod classify;
+#[cfg(feature = "consumer")]
+mod hints;
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -75,16 +77,6 @@ impl StoreError {
     pub fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
     }
-
-    /// Whether the work itself may be the reason, and not the state of the database.
-    pub(crate) fn may_be_its_own(&self) -> bool {
-        match self {
-            Self::Busy(_) | Self::CommitUnknown(_) | Self::Fenced(_) => false,
-            Self::SchemaMissing(_) | Self::SchemaOld { .. } | Self::SchemaNewer { .. } => false,
-            Self::Unavailable(error) => classify::may_be_the_statements(error),
-            Self::Refused(_) | Self::Limit(_) | Self::Corrupt(_) | Self::Other(_) => true,
-        }
-    }
 }
 
 /// A message breaks a limit. `limit` is a row of the limits table or a fixed rule, such as `topic`.
@@ -138,17 +130,21 @@ pub struct HandlerError {
     terminal: bool,
     retry_after: Option<Duration>,
     transient: bool,
-    may_be_its_own: bool,
-    late: bool,
-    of: Option<usize>,
+    #[cfg(feature = "consumer")]
+    hints: hints::Hints,
 }
 
 impl HandlerError {
     /// The message is tried again under the retry policy.
     pub fn retryable(error: impl std::fmt::Display) -> Self {
-        let (terminal, retry_after, transient, may_be_its_own, late) = (false, None, false, false, false);
-        let message = classify::without_frame(error.to_string());
-        Self { message, terminal, retry_after, transient, may_be_its_own, late, of: None }
+        Self {
+            message: classify::without_frame(error.to_string()),
+            terminal: false,
+            retry_after: None,
+            transient: false,
+            #[cfg(feature = "consumer")]
+            hints: hints::Hints::default(),
+        }
     }
 
     /// No retry can help: the message becomes dead at once.
@@ -164,38 +160,6 @@ impl HandlerError {
     /// A transient failure: the database asked to retry or went away. No attempt is counted (R27).
     pub fn transient(error: impl std::fmt::Display) -> Self {
         Self { transient: true, ..Self::retryable(error) }
-    }
-
-    /// The connection was lost while the handler ran. This is a transient failure, unless the
-    /// handler's own statement ends the connection every time.
-    pub(crate) fn lost_connection(error: impl std::fmt::Display) -> Self {
-        Self { may_be_its_own: true, ..Self::transient(format!("{error}; the connection is lost")) }
-    }
-
-    /// The handler exceeded its time limit.
-    pub(crate) fn late(error: impl std::fmt::Display) -> Self {
-        Self { late: true, ..Self::retryable(error) }
-    }
-
-    /// Whether the handler exceeded its time limit, or one of its statements gave up waiting for a
-    /// lock. The next try may take as long.
-    pub(crate) fn is_late(&self) -> bool {
-        self.late
-    }
-
-    /// The same error, which belongs to the message with this index in the set.
-    pub(crate) fn of_message(self, index: usize) -> Self {
-        Self { of: Some(index), ..self }
-    }
-
-    /// The index of the message in the set to which the error belongs, if the handler told it.
-    pub(crate) fn message_index(&self) -> Option<usize> {
-        self.of
-    }
-
-    /// Whether the handler's own statement may be the reason for a transient failure.
-    pub(crate) fn may_be_its_own(&self) -> bool {
-        self.may_be_its_own
     }
 
     /// Whether a retry is pointless.
@@ -236,10 +200,8 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
         let any = &error as &dyn std::any::Any;
         let (sql, store) = (any.downcast_ref::<sqlx::Error>(), any.downcast_ref::<StoreError>());
         let transient = sql.is_some_and(classify::is_transient) || store.is_some_and(StoreError::is_transient);
-        let may_be_its_own =
-            sql.is_some_and(classify::may_be_the_statements) || store.is_some_and(StoreError::may_be_its_own);
-        let late = sql.is_some_and(classify::is_lock_wait)
-            || matches!(store, Some(StoreError::Busy(error)) if classify::is_lock_wait(error));
+        #[cfg(feature = "consumer")]
+        let hints = hints::Hints::of(sql, store);
         let mut message = String::new();
         let mut next: Option<&(dyn std::error::Error + 'static)> = Some(&error);
         while let Some(cause) = next {
@@ -254,7 +216,12 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
             }
             next = cause.source().filter(|_| of_database.is_none());
         }
-        Self { transient, may_be_its_own, late, ..Self::retryable(message) }
+        Self {
+            transient,
+            #[cfg(feature = "consumer")]
+            hints,
+            ..Self::retryable(message)
+        }
     }
 }
 

@@ -46,7 +46,7 @@
 mod key;
 mod status;
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use prost::Message;
 use tonic::{Request, Response, Status};
 

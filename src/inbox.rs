@@ -13,8 +13,11 @@
 //!
 //! Not here: the statements (`store`), and the protocols of brokers (`broker`).
 
+#[cfg(feature = "consumer")]
 pub(crate) mod consumer;
+#[cfg(feature = "consumer")]
 pub(crate) mod handler;
 pub(crate) mod port;
 pub(crate) mod rules;
+#[cfg(feature = "consumer")]
 pub(crate) mod sql_handler;

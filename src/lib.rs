@@ -57,17 +57,18 @@
 //! | handle messages | [`MessageHandler`], [`BatchMessageHandler`], [`Handlers`] |
 //! | run the relay or a consumer as your own `main` | `app::publisher`, `app::consumer` (feature `programs`) |
 //! | serve requests with an `Idempotency-Key` | `http::idempotency` (feature `http`), `grpc` (feature `grpc`) |
-//! | call a provider in phases that recover | [`operation`] |
+//! | call a provider in phases that recover | `operation` (feature `operations`) |
 //! | send requests again until their end is known | `client` (feature `client`) |
 //! | write an adapter of your own | the traits of [`store`] and [`broker`], and their suites in the package `oncebox-testkit` |
 //!
 //! # Features
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
-//! `embedded`) each; `http`, `openapi`, `grpc`, `client`, `email`, `redis`, `compress`, `encrypt`,
-//! `otel` for what their names say; `programs` for settings and a `main` of one's own. A service
-//! that only enqueues on PostgreSQL:
-//! `oncebox = { version = "0.1", default-features = false, features = ["postgres"] }`.
+//! `embedded`) each; `tls` to databases, unless a service gives its sqlx another one; `relay` and
+//! `consumer`, inside a service; `operations`, and on top of them `http`, `openapi`, `grpc`,
+//! `client`, `email`, `redis`, `compress`, `encrypt`; `metrics`, `otel` for what their names say;
+//! `programs` for settings and a `main` of one's own. A service that only enqueues on PostgreSQL:
+//! `oncebox = { version = "0.1", default-features = false, features = ["postgres", "tls"] }`.
 //!
 //! # Rooms
 //!
@@ -107,6 +108,7 @@ pub mod http;
 mod inbox;
 pub mod message;
 pub mod observe;
+#[cfg(feature = "operations")]
 pub mod operation;
 mod operator;
 mod outbox;
@@ -114,7 +116,7 @@ pub mod store;
 mod text;
 mod time;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "operations"))]
 #[path = "../tests/rules/properties/main.rs"]
 mod properties;
 
@@ -125,7 +127,9 @@ pub mod adapter {
     #[cfg(feature = "programs")]
     pub use crate::app::gauges::Gauges;
     pub use crate::inbox::port::time_in_id;
+    #[cfg(feature = "operations")]
     pub use crate::operation::port::stored::Columns;
+    #[cfg(feature = "operations")]
     pub use crate::operator::keys::nothing_stands;
 
     /// Where a partition of a log is read on.
@@ -145,6 +149,7 @@ pub mod adapter {
     }
 
     /// The rules of operations that an adapter needs.
+    #[cfg(feature = "operations")]
     pub mod operation {
         pub use crate::operation::rules::machine::{Event, allowed};
         pub use crate::operation::rules::versions::{Announced, Versions, unreadable};
@@ -170,14 +175,18 @@ pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;
 pub use error::{BrokerError, HandlerError, LimitError, StoreError};
+#[cfg(feature = "consumer")]
 pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled};
+#[cfg(feature = "consumer")]
 pub use inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 pub use inbox::rules::horizon::{Horizon, TopicRetention};
+#[cfg(feature = "consumer")]
 pub use inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError};
 pub use message::{Message, NewMessage};
 pub use outbox::enqueue::{commit, enqueue, enqueue_all};
+#[cfg(feature = "relay")]
 pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
-pub use outbox::rules::diversion::DeadPolicy;
+pub use outbox::rules::policy::DeadPolicy;
 pub use sqlx;
 pub use store::Store;
 pub use time::breaker::BreakerOptions;

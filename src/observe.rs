@@ -1,55 +1,24 @@
 //! All metric names, and the state from which `/livez` and `/readyz` answer.
 //!
-//! Promise: no code outside this module writes a metric name. [`METRICS`] is the table of
+//! Promise: no code outside this module writes a metric name. The tables here are those of
 //! `docs/reference/metrics.md`, and a test compares the two. Labels are few and bounded: never a
 //! key, an id or an error text. Not here: exporting metrics (`app`).
 
 mod health;
+#[cfg(feature = "operations")]
 mod operations;
+mod record;
+#[cfg(feature = "metrics")]
+mod table;
 
 use std::time::Duration;
 
-use metrics::{Unit, counter, gauge, histogram};
-
 pub use health::{Health, PartState, Trouble};
+#[cfg(feature = "operations")]
 pub use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
-
-/// The kind of a metric.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// A number that only rises while the process runs.
-    Counter,
-    /// A value that may rise and fall.
-    Gauge,
-    /// A distribution of many values, for example of durations.
-    Histogram,
-}
-
-/// A metric: its name, kind, unit and labels, and why an operator needs it.
-#[derive(Debug, Clone, Copy)]
-pub struct Metric {
-    /// The full name, for example `oncebox_published_total`.
-    pub name: &'static str,
-    /// Whether it is a counter, a gauge or a histogram.
-    pub kind: Kind,
-    /// The unit of its value: a count, or seconds.
-    pub unit: Unit,
-    /// The names of its labels, separated by commas; empty if it has none.
-    pub labels: &'static str,
-    /// Why an operator needs it.
-    pub about: &'static str,
-}
-
-macro_rules! metrics_table {
-    ($($konst:ident $name:literal $kind:ident $unit:ident $labels:literal $about:literal;)*) => {
-        $(const $konst: &str = $name;)*
-
-        /// Every metric of the programs.
-        pub const METRICS: &[Metric] = &[
-            $(Metric { name: $name, kind: Kind::$kind, unit: Unit::$unit, labels: $labels, about: $about },)*
-        ];
-    };
-}
+use record::{counter, gauge, histogram, metrics_table};
+#[cfg(feature = "metrics")]
+pub use table::{Kind, Metric, metrics};
 
 metrics_table! {
     PUBLISHED "oncebox_published_total" Counter Count "broker" "messages that the broker has proven to have";
@@ -78,25 +47,6 @@ metrics_table! {
     LOST_RECORDS "oncebox_lost_records_total" Counter Count "topic" "the alert: records that the broker deleted before a consumer got them: their effects are missing";
     EMAILS "oncebox_emails_total" Counter Count "outcome" "tries of e-mails by what the e-mail was then: sent, refused, possibly-sent, waiting, dead";
     EMAILS_PENDING "oncebox_emails_pending" Gauge Count "" "e-mails not yet sent";
-    IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with its mode: same_tx, phased, bridged, edge; joined to the others by `operation`";
-    IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "requests that executed: the first of their key, or one whose key was free again";
-    IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one";
-    IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "keys that were used again with another command: a client makes keys wrongly";
-    IDEMPOTENCY_PRINCIPAL "oncebox_idempotency_principal_mismatch_count" Counter Count "operation" "keys that were used by another principal of the tenant";
-    IDEMPOTENCY_IN_PROGRESS "oncebox_idempotency_in_progress_count" Counter Count "operation" "requests that came while the first of their key ran";
-    IDEMPOTENCY_IN_PROGRESS_AGE "oncebox_idempotency_in_progress_age_max" Gauge Seconds "" "the alert: the age of the oldest operation without an outcome, of this process or committed";
-    IDEMPOTENCY_EXPIRED "oncebox_idempotency_expired_retry_count" Counter Count "operation,then" "requests under a key whose time was over: the lifetime is shorter than clients retry";
-    IDEMPOTENCY_UNKNOWN "oncebox_idempotency_unknown_state_count" Gauge Count "" "the alert: operations of which nobody knows whether they happened";
-    IDEMPOTENCY_TAKEOVER "oncebox_idempotency_takeover_count" Counter Count "operation,kind" "claims that were taken over from a process that is gone, or run again; kind `recovery`: phased operations that a worker or a request took up";
-    IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out";
-    IDEMPOTENCY_REJECTED "oncebox_idempotency_rejected_count" Counter Count "operation,code" "requests that were refused with this code of the engine";
-    IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, by stage";
-    IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were not answered, because the connection was lost: the request gets 503, or the driver of a phased operation looks for the outcome";
-    IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
-    IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself, or what was decided; see `oncebox operations list --conflicts`";
-    IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
-    IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "requests that were refused because their key stayed locked: by an open transaction of another process, or for as long as the route waits";
-    IDEMPOTENCY_PURGED "oncebox_idempotency_purged_count" Counter Count "kind" "what was forgotten at the end of its time: `bodies`, and `keys`, each with its operation, intents and evidence";
     BUILD_INFO "oncebox_build_info" Gauge Count "version,program" "1, with the version of the program";
 }
 
@@ -155,13 +105,8 @@ impl DeliveryOutcome {
 
 /// Describes all metrics to the recorder. Call this once after the recorder is installed.
 pub fn describe(program: &'static str) {
-    for metric in METRICS {
-        match metric.kind {
-            Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.about),
-            Kind::Gauge => metrics::describe_gauge!(metric.name, metric.unit, metric.about),
-            Kind::Histogram => metrics::describe_histogram!(metric.name, metric.unit, metric.about),
-        }
-    }
+    #[cfg(feature = "metrics")]
+    metrics().for_each(table::describe);
     gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION"), "program" => program).set(1.0);
     counter!(LEASES_LOST).increment(0);
 }
@@ -309,13 +254,12 @@ pub fn lost_records(topic: &str, count: u64) {
     counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
-/// Counts a try of an e-mail under its resulting state, a word of
-/// [`Delivery`](crate::operation::rules::delivery::Delivery).
+/// Counts a try of an e-mail under the word of its resulting state.
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "metrics", feature = "operations"))]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
@@ -325,8 +269,8 @@ mod tests {
         let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/metrics.md");
         let text = std::fs::read_to_string(file).unwrap();
         let rows = text.lines().filter(|line| line.starts_with("| `")).count();
-        assert_eq!(rows, METRICS.len());
-        for metric in METRICS {
+        assert_eq!(rows, metrics().count());
+        for metric in metrics() {
             let line = format!("| `{}` | {} |", metric.name, format!("{:?}", metric.kind).to_lowercase());
             assert!(text.contains(&line) && text.contains(metric.about), "{line}");
         }
@@ -343,7 +287,7 @@ mod tests {
 
     /// The metric that a name in an expression stands for; a histogram has several.
     fn metric_of(name: &str) -> Option<&'static Metric> {
-        METRICS.iter().find(|metric| match name.strip_prefix(metric.name) {
+        metrics().find(|metric| match name.strip_prefix(metric.name) {
             Some(part) if metric.kind == Kind::Histogram => ["_bucket", "_count", "_sum"].contains(&part),
             part => part == Some(""),
         })
@@ -398,7 +342,7 @@ mod tests {
             let section = runbooks[at].strip_prefix("docs/guides/alerts.md#").unwrap_or_default();
             assert!(headings.iter().any(|heading| heading == section), "{alert}: no section `{section}`");
         }
-        for metric in METRICS.iter().filter(|metric| metric.about.starts_with("the alert")) {
+        for metric in metrics().filter(|metric| metric.about.starts_with("the alert")) {
             assert!(asked_for.contains(&metric.name), "no rule asks for {}", metric.name);
         }
     }

@@ -1,6 +1,7 @@
 //! What an operator can see and do. The command line, the dashboard and users of the library call
 //! the same implementation of each act.
 
+#[cfg(feature = "operations")]
 pub(crate) mod keys;
 
 use std::fmt::Debug;

@@ -12,5 +12,6 @@
 
 pub(crate) mod enqueue;
 pub(crate) mod port;
+#[cfg(feature = "relay")]
 pub(crate) mod relay;
 pub(crate) mod rules;

@@ -15,6 +15,9 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "operations")]
+use sqlx::Database;
+
 pub(crate) mod base;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod bounded;
@@ -45,15 +48,19 @@ pub use crate::inbox::port::{
     Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
     Purged, Standing, Undone,
 };
+#[cfg(feature = "operations")]
 pub use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
+#[cfg(feature = "operations")]
 pub use crate::operation::port::phases::{
     Driven, Due, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Phases, Run, StoredIntent, StoredOperation,
     Taken,
 };
+#[cfg(feature = "operations")]
 pub use crate::operation::port::{
     Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,
     OperationTx, Operations, Owned, RunOutcome,
 };
+#[cfg(feature = "operations")]
 pub use crate::operator::keys::{
     FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
 };
@@ -67,14 +74,22 @@ pub use crate::outbox::port::{
     RelaySession, RequestedAct,
 };
 
-/// A database adapter: all duties together.
-pub trait Store: Schema + Statements + Operations + KeyOperator + Duties {
+/// A database adapter: all duties of messages together.
+pub trait Store: Schema + Statements + Duties {
     /// This store as an object. Its methods are compiled with the adapter; those of the type itself
     /// are compiled again in each program that names it.
     fn into_duties(self) -> Arc<dyn Duties>;
 }
 
 /// The duties that the relay, the consumer and the programs use of a database.
-pub trait Duties: Outbox + Inbox + Waiting + Operator + Mailbox + Phases {}
+pub trait Duties: Outbox + Inbox + Waiting + Operator + Mailbox {}
 
-impl<S: Outbox + Inbox + Waiting + Operator + Mailbox + Phases> Duties for S {}
+impl<S: Outbox + Inbox + Waiting + Operator + Mailbox> Duties for S {}
+
+/// A database adapter that serves operations too. It is a trait of its own, so that `Store` asks
+/// the same of an adapter whichever features are on.
+#[cfg(feature = "operations")]
+pub trait OperationStore: Store + Base<Db: Database<Connection: Bridged>> + Operations + KeyOperator {}
+
+#[cfg(feature = "operations")]
+impl<S: Store + Base<Db: Database<Connection: Bridged>> + Operations + KeyOperator> OperationStore for S {}

@@ -5,9 +5,12 @@
 //! | [`hex`] | how hashes, ids and tokens stand in text |
 //! | `hosts` | which servers a URL with several hosts names |
 //! | `loopback` | whether a host is this machine |
+//! | `panic` | what a panic said |
 
 pub(crate) mod hex;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "rabbitmq"))]
 pub(crate) mod hosts;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "kafka", feature = "rabbitmq"))]
 pub(crate) mod loopback;
+#[cfg(any(feature = "consumer", feature = "operations"))]
+pub(crate) mod panic;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, protect, refusal, reply, seen};
 use oncebox::operation::resend::{Next, after_attempt};
 use oncebox::operation::{

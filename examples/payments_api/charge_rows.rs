@@ -9,7 +9,7 @@ use oncebox::sqlx::{self, AssertSqlSafe, ColumnIndex, Database, Decode, Row, Typ
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Store};
+use oncebox::store::{Base, OperationStore};
 
 use crate::books::Payment;
 
@@ -37,7 +37,7 @@ impl Charge {
 }
 
 /// The statements of charges.
-pub(crate) trait ChargeRows: Store {
+pub(crate) trait ChargeRows: OperationStore {
     /// Makes the table if it is not there.
     fn make_charges(&self) -> impl Future<Output = Result<(), sqlx::Error>> + Send;
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, Parser};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;

@@ -15,7 +15,7 @@ use serde::Serialize;
 use super::ClientError;
 use crate::operation::rules::Key;
 use crate::operation::rules::key::KeyFormat;
-use crate::time::pace::Since;
+use crate::time::since::Since;
 
 /// The name of the header that carries a key.
 pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");

@@ -20,7 +20,7 @@ use crate::operation::rules::Key;
 use crate::operation::rules::problem::KeyState;
 use crate::operation::rules::resend::{AfterPoll, Next, Polled, Seen, SendWindow, after_attempt, after_poll, pause};
 use crate::time::breaker::Breaker;
-use crate::time::pace::Since;
+use crate::time::since::Since;
 
 /// How far the clock may have been set back since a key was stored in the journal. Beyond it the
 /// age of the key is unknown and counts as too old.

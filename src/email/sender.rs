@@ -25,7 +25,8 @@ use crate::inbox::port::waiting::RowLease;
 use crate::observe::{self, Health, PartState};
 use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::provider::Settled;
-use crate::time::pace::{Pace, Since, sleep_unless};
+use crate::time::pace::{Pace, sleep_unless};
+use crate::time::since::Since;
 
 /// Settings of an e-mail sender.
 #[derive(Debug, Clone)]

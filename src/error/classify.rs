@@ -34,10 +34,21 @@ pub fn words(error: &sqlx::Error) -> String {
             "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"
         ),
         sqlx::Error::Io(error) => error.to_string(),
-        sqlx::Error::Tls(error) | sqlx::Error::Configuration(error) => error.to_string(),
+        sqlx::Error::Tls(error) => of_tls(error.to_string(), sqlx_core::net::tls::available()),
+        sqlx::Error::Configuration(error) => error.to_string(),
         sqlx::Error::Protocol(words) => words.clone(),
         sqlx::Error::PoolTimedOut => "no connection was made or came free in time".to_owned(),
         other => other.to_string(),
+    }
+}
+
+/// The error of a connection that needs TLS. `is_built` says whether sqlx was built with it, by a
+/// feature of ours or by one that the service asks of its own sqlx.
+fn of_tls(said: String, is_built: bool) -> String {
+    if is_built {
+        said
+    } else {
+        format!("{said}; add the feature `tls` of oncebox, or one of the features `tls-*` of sqlx")
     }
 }
 
@@ -102,6 +113,7 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
 /// statement needed more memory or space than the server grants to one, or its connection ended.
 /// False for a full disk and for a server that starts, stops or has no connection left, because
 /// these are the same for all statements.
+#[cfg(feature = "consumer")]
 pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
@@ -119,6 +131,7 @@ pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
 }
 
 /// Whether a statement gave up waiting for a lock. The next try may wait as long.
+#[cfg(feature = "consumer")]
 pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
     let sqlx::Error::Database(database) = error else { return false };
     #[cfg(feature = "mysql")]
@@ -235,6 +248,15 @@ mod tests {
         ] {
             assert_eq!(without_frame(text.to_owned()), words);
         }
+    }
+
+    // Shown by: the words of sqlx alone.
+    #[test]
+    fn s1_a_build_without_tls_says_which_feature_is_missing() {
+        let said = || "SQLx was built without TLS support enabled".to_owned();
+        assert_eq!(of_tls(said(), true), said());
+        let words = of_tls(said(), false);
+        assert!(words.starts_with(&said()) && words.contains("the feature `tls` of oncebox"), "{words}");
     }
 
     #[test]

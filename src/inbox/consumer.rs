@@ -42,7 +42,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -169,7 +169,7 @@ impl Consumer {
             shared.keep_up("retrier", &beside, run)
         };
         let retriers = (0..shared.options.retriers).map(retrier);
-        let retriers = futures::future::join_all(retriers);
+        let retriers = futures_util::future::join_all(retriers);
         let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
         let stored_rows = shared
             .keep_up("look at stored messages", &beside, move |shared, stop| stored_rows::run(shared, consumer, stop));

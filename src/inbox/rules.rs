@@ -10,6 +10,9 @@
 
 pub(crate) mod horizon;
 pub(crate) mod position;
+#[cfg(feature = "consumer")]
 pub(crate) mod split;
+#[cfg(feature = "consumer")]
 pub(crate) mod suspicion;
+#[cfg(feature = "consumer")]
 pub(crate) mod watermark;

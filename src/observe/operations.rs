@@ -5,14 +5,29 @@
 
 use std::time::Duration;
 
-use metrics::{counter, gauge};
+use super::record::{counter, gauge, metrics_table};
 
-use super::{
-    IDEMPOTENCY_CLAIM, IDEMPOTENCY_COMMIT_UNKNOWN, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_CONTRADICTION, IDEMPOTENCY_ENDED,
-    IDEMPOTENCY_EXPIRED, IDEMPOTENCY_HEARTBEAT_LOST, IDEMPOTENCY_IN_PROGRESS, IDEMPOTENCY_IN_PROGRESS_AGE,
-    IDEMPOTENCY_LOCK_TIMEOUT, IDEMPOTENCY_OPERATION, IDEMPOTENCY_PRINCIPAL, IDEMPOTENCY_PURGED, IDEMPOTENCY_RECOVERY,
-    IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR, IDEMPOTENCY_TAKEOVER, IDEMPOTENCY_UNKNOWN,
-};
+metrics_table! {
+    IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with its mode: same_tx, phased, bridged, edge; joined to the others by `operation`";
+    IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "requests that executed: the first of their key, or one whose key was free again";
+    IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one";
+    IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "keys that were used again with another command: a client makes keys wrongly";
+    IDEMPOTENCY_PRINCIPAL "oncebox_idempotency_principal_mismatch_count" Counter Count "operation" "keys that were used by another principal of the tenant";
+    IDEMPOTENCY_IN_PROGRESS "oncebox_idempotency_in_progress_count" Counter Count "operation" "requests that came while the first of their key ran";
+    IDEMPOTENCY_IN_PROGRESS_AGE "oncebox_idempotency_in_progress_age_max" Gauge Seconds "" "the alert: the age of the oldest operation without an outcome, of this process or committed";
+    IDEMPOTENCY_EXPIRED "oncebox_idempotency_expired_retry_count" Counter Count "operation,then" "requests under a key whose time was over: the lifetime is shorter than clients retry";
+    IDEMPOTENCY_UNKNOWN "oncebox_idempotency_unknown_state_count" Gauge Count "" "the alert: operations of which nobody knows whether they happened";
+    IDEMPOTENCY_TAKEOVER "oncebox_idempotency_takeover_count" Counter Count "operation,kind" "claims that were taken over from a process that is gone, or run again; kind `recovery`: phased operations that a worker or a request took up";
+    IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out";
+    IDEMPOTENCY_REJECTED "oncebox_idempotency_rejected_count" Counter Count "operation,code" "requests that were refused with this code of the engine";
+    IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, by stage";
+    IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were not answered, because the connection was lost: the request gets 503, or the driver of a phased operation looks for the outcome";
+    IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
+    IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself, or what was decided; see `oncebox operations list --conflicts`";
+    IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
+    IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "requests that were refused because their key stayed locked: by an open transaction of another process, or for as long as the route waits";
+    IDEMPOTENCY_PURGED "oncebox_idempotency_purged_count" Counter Count "kind" "what was forgotten at the end of its time: `bodies`, and `keys`, each with its operation, intents and evidence";
+}
 
 /// An event of the engine that is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

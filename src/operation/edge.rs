@@ -27,7 +27,7 @@ use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -37,12 +37,12 @@ use super::endpoint::Registered;
 use super::engine::Engine;
 use super::front::{Asking, Begin, Front, Turn};
 use super::reply::{Answered, Problem};
-use crate::inbox::handler::panic_text;
 use crate::observe::Noted;
 use crate::operation::port::{Claimed, Fenced, Keys, Owned};
 use crate::operation::rules::classify::{Run, Settle, Untagged};
 use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
+use crate::text::panic::panic_text;
 use crate::time::pace::Pace;
 
 pub use guard::{Guard, GuardError, Progress};

@@ -15,7 +15,7 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures::future::join_all;
+use futures_util::future::join_all;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 

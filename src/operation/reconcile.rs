@@ -9,18 +9,18 @@
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 
 use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
-use crate::inbox::handler::panic_text;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, RunOutcome, late_runs};
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;
+use crate::text::panic::panic_text;
 
 /// Starts a reconciliation in a task of its own. `None`: the route cannot find it out.
 pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Option<JoinHandle<()>> {

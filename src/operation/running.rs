@@ -255,7 +255,7 @@ mod tests {
             let entry = enter(&map, "key-0000000000000001", true, None).unwrap();
             let met = map.get(&entry.digest).unwrap();
             let mut known = std::pin::pin!(met.known());
-            assert!(futures::poll!(known.as_mut()).is_pending());
+            assert!(futures_util::poll!(known.as_mut()).is_pending());
             if runs {
                 entry.runs();
             } else {

@@ -25,7 +25,7 @@
 use std::future::ready;
 use std::time::Duration;
 
-use futures::{StreamExt, stream};
+use futures_util::{StreamExt, stream};
 use tokio::time::Instant;
 
 use super::endpoint::Registered;

@@ -14,7 +14,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 
 use super::engine::Core;
 use super::front::Begin;

@@ -20,8 +20,8 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures::FutureExt;
-use futures::future::BoxFuture;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use sqlx::Database;
 use uuid::Uuid;
 
@@ -32,7 +32,6 @@ use super::front::{Asking, Begin, Front, KeyGiven, Turn};
 use super::reply::{Answered, Reply};
 use super::standing::mark_unknown_later;
 use crate::error::{HandlerError, StoreError};
-use crate::inbox::handler::panic_text;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
 use crate::observe::Noted;
@@ -42,6 +41,7 @@ use crate::operation::rules::classify::{Reached, Run, Settle};
 use crate::operation::rules::doubt::{Aftermath, Doubt, Look};
 use crate::operation::rules::{Canonical, Code, Outcome, Scope, State};
 use crate::store::base::Base;
+use crate::text::panic::panic_text;
 
 /// How many attempts are made while the database returns transient errors.
 const TRIES_MAX: u32 = 10;

@@ -5,14 +5,13 @@ use std::fmt::Debug;
 use async_trait::async_trait;
 
 use crate::error::StoreError;
-use crate::operation::port::Bridged;
 use crate::outbox::enqueue::Enqueue;
 
 /// A connection pool to one kind of database, which every duty needs.
 #[async_trait]
 pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// The sqlx database of this store; handlers get its connection.
-    type Db: sqlx::Database<Connection: Enqueue + Bridged>;
+    type Db: sqlx::Database<Connection: Enqueue>;
 
     /// `postgres`, `mysql` or `sqlite`, as in URLs.
     const NAME: &'static str;

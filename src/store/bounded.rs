@@ -22,6 +22,8 @@
 //! Not here: statements of handlers and applications on the plain connection, which the handler
 //! timeout bounds; migrations.
 
+#[cfg(all(feature = "mysql", feature = "operations"))]
+mod enqueue;
 pub(super) mod hosts;
 
 use std::borrow::BorrowMut;
@@ -33,9 +35,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use futures::TryStreamExt;
-use futures::future::BoxFuture;
-use futures::stream::BoxStream;
+use futures_util::TryStreamExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream::BoxStream;
 use sqlx::pool::PoolConnection;
 use sqlx::query::{Query, QueryAs, QueryScalar};
 use sqlx::{
@@ -48,11 +50,7 @@ use tokio::time::timeout;
 
 use self::hosts::{Hosts, Watch};
 use crate::error::StoreError;
-#[cfg(feature = "mysql")]
-use crate::message::NewMessage;
 use crate::outbox::enqueue::commit_error;
-#[cfg(feature = "mysql")]
-use crate::outbox::enqueue::{Enqueue, enqueue_all};
 
 /// A pooled connection that was idle for longer is pinged before it is used.
 const RESTED: Duration = Duration::from_secs(1);
@@ -199,6 +197,7 @@ impl<Db: Remote> BoundedPool<Db> {
 
     /// Pings the server on a connection outside the pool, which is kept for the next ping. The
     /// error "too many connections" counts as an answer.
+    #[cfg(feature = "operations")]
     pub(super) async fn sign_of_life(&self) -> sqlx::Result<()> {
         if self.pool.is_closed() {
             return Err(sqlx::Error::PoolClosed);
@@ -336,25 +335,6 @@ impl<Db: Remote> Bounded<Db> {
     pub(super) async fn prepare(&mut self, sql: impl SqlSafeStr) -> sqlx::Result<Db::Statement> {
         let sql = sql.into_sql_str();
         self.within(|connection| Db::prepare(connection, sql)).await
-    }
-
-    /// Enqueues messages on this connection, in the transaction that is open.
-    #[cfg(feature = "mysql")]
-    pub(super) async fn enqueue(&mut self, messages: Vec<NewMessage>) -> Result<(), StoreError>
-    where
-        Db::Connection: Enqueue,
-    {
-        let written = self.within(|connection| {
-            Box::pin(async move {
-                match enqueue_all(connection, messages).await {
-                    // Passed on as an sqlx error, so that `settle` gives the connection up as after
-                    // any statement.
-                    Err(StoreError::Unavailable(error)) => Err(error),
-                    written => Ok(written.map(drop)),
-                }
-            })
-        });
-        written.await?
     }
 
     /// Gives the connection up: every later statement on it fails at once.

@@ -19,8 +19,10 @@ mod door;
 mod inbox;
 mod mailbox;
 mod message;
+#[cfg(feature = "operations")]
 mod operations;
 mod operator;
+#[cfg(feature = "operations")]
 mod phases;
 mod relay;
 mod schema;

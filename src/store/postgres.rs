@@ -21,9 +21,11 @@ mod diverted;
 mod door;
 mod inbox;
 mod mend;
+#[cfg(feature = "operations")]
 mod operations;
 mod operator;
 mod partitions;
+#[cfg(feature = "operations")]
 mod phases;
 mod read;
 mod relay;

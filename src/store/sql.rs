@@ -40,18 +40,24 @@
 //! read and claim, admission to the inbox, the doors, claim and outcome of an operation.
 
 pub(in crate::store) mod audit;
+#[cfg(feature = "operations")]
 mod expiry;
 mod history;
 pub(in crate::store) mod inbox;
+#[cfg(feature = "operations")]
 mod key_operator;
+#[cfg(feature = "operations")]
 pub(in crate::store) mod keys;
+#[cfg(feature = "operations")]
 mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
 pub(in crate::store) mod operator;
 pub(in crate::store) mod outbox;
+#[cfg(feature = "operations")]
 pub(in crate::store) mod phases;
 mod pieces;
+#[cfg(feature = "operations")]
 pub(in crate::store) mod records;
 mod row;
 pub(in crate::store) mod waiting;
@@ -61,14 +67,12 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
 pub(in crate::store) use self::row::{Column, Row};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
-use crate::operation::port::{Fenced, RecordFence, RunOutcome};
-use crate::operation::rules::retention::Retention;
 use crate::store::statements::Dialect;
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
 use crate::text::hex::hex;
@@ -219,6 +223,7 @@ pub(in crate::store) fn sql(text: &'static str) -> Statement {
 }
 
 /// A text in the words of a database, for a statement that binds its values itself.
+#[cfg(any(test, feature = "operations"))]
 pub(in crate::store) fn words(text: &'static str, dialect: Dialect) -> &'static str {
     written(&sql(text), dialect).text
 }
@@ -515,14 +520,6 @@ pub(in crate::store) trait Transaction: Send {
 
     /// Rolls back, and returns the connection to the pool.
     fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
-
-    /// Writes an outcome to a record, if the fence holds.
-    fn finish_record<'a>(
-        &'a mut self,
-        fence: &'a RecordFence,
-        outcome: &'a RunOutcome,
-        retention: &'a Retention,
-    ) -> BoxFuture<'a, Result<Fenced, StoreError>>;
 }
 
 /// A database that these texts run on.

@@ -22,12 +22,15 @@ mod connect;
 mod door;
 mod inbox;
 mod message;
+#[cfg(feature = "operations")]
 mod operations;
 mod operator;
+#[cfg(feature = "operations")]
 mod phases;
-#[cfg(test)]
+#[cfg(all(test, feature = "operations"))]
 mod plans;
 mod relay;
+mod savepoint;
 mod schema;
 mod sql;
 mod statements;

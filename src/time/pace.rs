@@ -1,6 +1,6 @@
 //! Waiting between attempts inside a process: bounded, with jitter, and ended at once by a stop.
 
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
@@ -59,28 +59,6 @@ pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
     }
 }
 
-/// A moment to count from, for times that another machine counts too, such as a lease or a
-/// provider's memory of a key.
-///
-/// The monotonic clock stops while a machine is suspended, and the wall clock may be set back. The
-/// longer time of the two is never too short, unless both happen.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Since {
-    monotonic: Instant,
-    wall: SystemTime,
-}
-
-impl Since {
-    pub(crate) fn now() -> Self {
-        Self { monotonic: Instant::now(), wall: SystemTime::now() }
-    }
-
-    /// How much time has passed, at least.
-    pub(crate) fn elapsed(self) -> Duration {
-        self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,15 +88,5 @@ mod tests {
         assert_eq!(rest_after(&failed, took, least), took, "30 s, and not 25 minutes");
         assert_eq!(rest_after(&failed, took / 100, least), least);
         assert_eq!(rest_after(&failed, 10 * took, least), Duration::from_secs(60), "at most, after a failure too");
-    }
-
-    // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock
-    // alone, and the wall clock alone.
-    #[test]
-    fn the_time_since_a_moment_is_that_of_the_clock_that_went_further() {
-        let (now, wall, hour) = (Instant::now(), SystemTime::now(), Duration::from_secs(3_600));
-        assert!(Since { monotonic: now, wall: wall - hour }.elapsed() >= hour);
-        let earlier = now.checked_sub(Duration::from_secs(1)).unwrap_or(now);
-        assert!(Since { monotonic: earlier, wall: wall + hour }.elapsed() >= now.duration_since(earlier));
     }
 }

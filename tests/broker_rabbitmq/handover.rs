@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use oncebox::broker::{Broker, Delivery, Event, Subscriber};
 
 use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive};

@@ -135,7 +135,7 @@ async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_so
     };
     // Many at once wait no longer than one.
     let keys: Vec<String> = (0..20).map(|number| format!("{K2}-refused-{number}")).collect();
-    futures::future::join_all(keys.iter().map(|key| refused(key))).await;
+    futures_util::future::join_all(keys.iter().map(|key| refused(key))).await;
     let replay = until("a replay", || async { ask(&quick, K1).await.is_replayed() });
     answered("a replay", enough, replay).await;
     answered("a duplicate", enough, ask(&quick, &format!("{K2}-0"))).await.is(Code::InProgress);

@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
-use futures::stream::{self, StreamExt};
+use futures_util::stream::{self, StreamExt};
 use http_body_util::Limited;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
 use oncebox::operation::{Code, Endpoint, Mode, Route, State as Remembered};

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::extract::Request;
 use axum::routing::post as route_post;
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::TypedOperation;
 use oncebox::operation::{

@@ -6,18 +6,19 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
+use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
     Answered, Code, EffectTx, Endpoint, Engine, EngineBuilder, FingerprintWriter, IdempotentCommand, Identity, Key,
     KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
+use oncebox::store::OperationStore;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Basis, Claimed, KeyClaim, Schema, StoreOptions};
-use oncebox::{HandlerError, Store};
 use serde::Deserialize;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
@@ -31,7 +32,7 @@ pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 
 /// What tests need of a database beyond the traits.
 #[async_trait]
-pub(crate) trait Sql: Store {
+pub(crate) trait Sql: OperationStore {
     /// No unique constraint: a second effect would stand there.
     const EFFECT: &'static str;
     /// What stands before the names of oncebox's tables.
@@ -106,7 +107,7 @@ sql!(
 
 /// One database, and an engine of one process on it.
 #[derive(Debug, Clone)]
-pub(crate) struct World<S: Store> {
+pub(crate) struct World<S: OperationStore> {
     pub(crate) store: S,
     pub(crate) engine: Engine<S>,
     pub(crate) url: String,

@@ -395,7 +395,7 @@ pub(crate) fn body_of(length: usize, streams: bool) -> Body {
         return Body::from(bytes);
     }
     let chunks = bytes.chunks(1_000).map(|chunk| Ok::<_, std::io::Error>(chunk.to_vec())).collect::<Vec<_>>();
-    Body::from_stream(futures::stream::iter(chunks))
+    Body::from_stream(futures_util::stream::iter(chunks))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -83,7 +83,7 @@ async fn o12_what_cannot_be_written_is_given_up_after_one_lease_whether_the_hear
         let state = world.record("t1", K1).await.unwrap().state;
         assert_eq!((state, gate.calls()), (State::UnknownRequiresRecovery, 1), "beats: {beats}");
     });
-    futures::future::join_all(given_up).await;
+    futures_util::future::join_all(given_up).await;
 }
 
 // Shown by: writing the same again whatever the store said of it.

@@ -86,7 +86,7 @@ async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(dir
     // the next in line.
     let _held = through.store.pool().acquire().await.unwrap();
     let mut next = std::pin::pin!(through.store.pool().acquire());
-    assert!(futures::poll!(next.as_mut()).is_pending());
+    assert!(futures_util::poll!(next.as_mut()).is_pending());
     let asked = Instant::now();
     gate.let_go();
     let answered = asking.await.unwrap();

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::adapter::operation::unreadable;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};

@@ -108,7 +108,7 @@ async fn o29_of_requests_that_come_at_once_no_more_run_than_the_quota_allows() {
     let (one, two) = (tokio::spawn(ask(K1)), tokio::spawn(ask(K2)));
     until("both have counted", || async { store.faults.opens.load(Ordering::SeqCst) == 2 }).await;
     store.faults.opens_wait.store(false, Ordering::SeqCst);
-    let (refused, runs) = futures::future::select(one, two).await.into_inner();
+    let (refused, runs) = futures_util::future::select(one, two).await.into_inner();
     refused.unwrap().expect("one is refused while the other runs").is(Code::QuotaExceeded);
     gate.begun().await;
     gate.let_go();

@@ -555,7 +555,8 @@ async fn m43_m120_so_many_wait_for_one_key_and_the_others_are_told_at_once<S: Sq
         // Of four two are answered while it runs, whichever they are.
         let mut asked: Vec<_> = (0..4).map(|_| running(&world, &endpoint, key, &gate)).collect();
         for _ in 0..2 {
-            let (answered, _, others) = tokio::time::timeout(SOON, futures::future::select_all(asked)).await.unwrap();
+            let (answered, _, others) =
+                tokio::time::timeout(SOON, futures_util::future::select_all(asked)).await.unwrap();
             problem(answered.unwrap(), Code::InProgress);
             asked = others;
         }

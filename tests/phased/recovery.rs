@@ -68,7 +68,7 @@ async fn m83_m46_of_many_that_try_one_recovers<S: Rows>(store: S) {
     .await;
     let worker = next.recover();
     let asks = (0..20).map(|_| next.ask(ONE, 700, BUDGET));
-    futures::future::join_all(asks).await;
+    futures_util::future::join_all(asks).await;
     worker.stop().await;
     next.ask_until_known(ONE, 700).await;
     assert_eq!(told.arrived().len(), 1);

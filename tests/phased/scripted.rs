@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
 use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::time::Duration;
 
-use oncebox::Store;
 use oncebox::async_trait;
 use oncebox::sqlx::{self, AssertSqlSafe, Database, Transaction, raw_sql};
+use oncebox::store::OperationStore;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, KeyOperator, Operations, Schema, StoreOptions};
+use oncebox::store::{Base, Schema, StoreOptions};
 
 pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 
@@ -22,7 +22,7 @@ const TABLES: &str =
 
 /// What tests need of a database beyond the traits.
 #[async_trait]
-pub(crate) trait Rows: Store + KeyOperator + Operations {
+pub(crate) trait Rows: OperationStore {
     const PREFIX: &'static str;
 
     async fn run(connection: &mut Connection<Self>, sql: String) -> Result<(), sqlx::Error>;

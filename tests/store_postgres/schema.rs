@@ -269,7 +269,7 @@ async fn consumers_that_start_at_once_make_the_partitions_of_the_inbox_together(
                 let store = database.another_store().await;
                 (store.register(&spec).await, store.close().await).0
             });
-            for registered in futures::future::join_all(fresh).await {
+            for registered in futures_util::future::join_all(fresh).await {
                 registered.unwrap();
             }
         }

@@ -14,7 +14,7 @@ use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
-use oncebox::store::{ActContext, DeadMessage, Finding, SchemaState, Severity, Store};
+use oncebox::store::{ActContext, DeadMessage, Finding, OperationStore, SchemaState, Severity};
 
 /// How many topics that cannot be sent to are looked at.
 const HELD_TOPICS_MAX: usize = 100;
@@ -96,7 +96,7 @@ async fn database(settings: &Settings, older_than: Duration) -> Result<Looked, A
 }
 
 /// Mends what is broken. Without `--yes` it only says what would be done.
-async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
+async fn mend<S: OperationStore>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
     store.schema().await?.require()?;
     let actor = args.by.clone().unwrap_or_else(super::act::actor);
     let context = ActContext { actor, reason: args.why.clone(), dry_run: true, redrive_age_max: None };
@@ -116,7 +116,7 @@ async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
     Ok(())
 }
 
-async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
+async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
     let name = redact(&settings.database.url.0);
     let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
     if let Err(error) = schema.require() {

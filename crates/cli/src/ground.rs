@@ -18,10 +18,10 @@ use oncebox::app::config::{DatabaseSettings, Secret, Settings};
 use oncebox::app::{AppError, open_store_with, require_schema};
 use oncebox::error::redact;
 use oncebox::observe::Health;
-use oncebox::store::{SchemaState, Store};
+use oncebox::store::{OperationStore, SchemaState, Store};
 
 /// A store that can make a separate database beside the one that a URL names.
-pub(super) trait Ground: Store {
+pub(super) trait Ground: OperationStore {
     /// Makes an empty database on the server of this URL and returns its URL. For SQLite it only
     /// names a file in `dir`.
     fn create_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;

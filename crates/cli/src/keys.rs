@@ -14,7 +14,7 @@ use super::progress::{Batches, shown};
 use oncebox::adapter::stored::{DbTime, hex};
 use oncebox::app::{AppError, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
-use oncebox::store::{FoundKeys, KeyChange, KeyFilter, RunOutcome, Store};
+use oncebox::store::{FoundKeys, KeyChange, KeyFilter, OperationStore, RunOutcome};
 
 /// How many digits of a hash are shown.
 const SHOWN: usize = 12;
@@ -130,7 +130,7 @@ pub(super) async fn run(command: &KeysCommand, common: &CommonArgs, output: Outp
     on_store!(common, |store, settings| on(&store, command, output).await)
 }
 
-async fn on<S: Store>(store: &S, command: &KeysCommand, output: Output) -> Result<(), AppError> {
+async fn on<S: OperationStore>(store: &S, command: &KeysCommand, output: Output) -> Result<(), AppError> {
     match command {
         KeysCommand::List(filter) => list(store, filter, output).await,
         KeysCommand::Show(which) => show(store, &one(store, which).await?, which.is_named(), output).await,
@@ -233,11 +233,11 @@ fn left_out(unreadable: usize) {
     }
 }
 
-async fn one<S: Store>(store: &S, which: &Which) -> Result<ReadRecord, AppError> {
+async fn one<S: OperationStore>(store: &S, which: &Which) -> Result<ReadRecord, AppError> {
     by_digest(store, which.digest()?, &which.key).await
 }
 
-async fn by_digest<S: Store>(store: &S, digest: Vec<u8>, named: &str) -> Result<ReadRecord, AppError> {
+async fn by_digest<S: OperationStore>(store: &S, digest: Vec<u8>, named: &str) -> Result<ReadRecord, AppError> {
     let (mut found, unreadable) = split(store.keys(&KeyFilter { digest, limit: 2, ..KeyFilter::default() }).await?);
     match (found.pop(), found.pop(), unreadable.as_slice()) {
         (Some(one), None, []) => Ok(one),
@@ -293,7 +293,7 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
     fields
 }
 
-async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
+async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let (found, unreadable) = split(store.keys(&filter.to_store()).await?);
     hint_of_more(found.len() + unreadable.len(), filter.limit.unwrap_or(LIMIT) as usize);
     if output == Output::Json {
@@ -326,7 +326,7 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
     Ok(())
 }
 
-async fn show<S: Store>(store: &S, found: &ReadRecord, named: bool, output: Output) -> Result<(), AppError> {
+async fn show<S: OperationStore>(store: &S, found: &ReadRecord, named: bool, output: Output) -> Result<(), AppError> {
     let mut fields = fields(found, true);
     let mut runs = store.runs_of(found.record.operation_id).await?;
     runs.retain(|run| run.evidence.kind == "run");
@@ -363,7 +363,7 @@ struct Pages<'a, S> {
     unreadable: usize,
 }
 
-impl<'a, S: Store> Pages<'a, S> {
+impl<'a, S: OperationStore> Pages<'a, S> {
     fn new(store: &'a S, filter: &Filter) -> Self {
         let filter = KeyFilter { forgettable: true, after: Some(Vec::new()), limit: PAGE, ..filter.to_store() };
         Self { store, filter, is_last: false, unreadable: 0 }
@@ -385,7 +385,7 @@ impl<'a, S: Store> Pages<'a, S> {
 
 /// How many keys there are to purge, and since when the count stands: what gets its outcome later
 /// is not meant.
-async fn count<S: Store>(store: &S, filter: &Filter) -> Result<(usize, Option<DbTime>), AppError> {
+async fn count<S: OperationStore>(store: &S, filter: &Filter) -> Result<(usize, Option<DbTime>), AppError> {
     let (mut pages, mut count, mut until) = (Pages::new(store, filter), 0, None);
     while let Some(page) = pages.next().await? {
         until = until.or(page.first().map(|first| first.now));
@@ -396,7 +396,7 @@ async fn count<S: Store>(store: &S, filter: &Filter) -> Result<(usize, Option<Db
 }
 
 /// The keys that a purge names, and how many more match.
-async fn to_purge<S: Store>(
+async fn to_purge<S: OperationStore>(
     store: &S,
     hashes: &[String],
     filter: &Filter,
@@ -422,7 +422,7 @@ async fn to_purge<S: Store>(
 }
 
 /// Purges all keys that match and have their outcome now, page by page.
-async fn purge_all<S: Store>(
+async fn purge_all<S: OperationStore>(
     store: &S,
     filter: &Filter,
     change: &KeyChange,
@@ -453,7 +453,7 @@ async fn purge_all<S: Store>(
     told("purge", &hashes, 0, act, output)
 }
 
-async fn act_on<S: Store>(
+async fn act_on<S: OperationStore>(
     store: &S,
     meant: &[ReadRecord],
     remaining: usize,

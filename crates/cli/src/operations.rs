@@ -14,7 +14,9 @@ use super::common::{CommonArgs, Output, hint_of_more, limit, table};
 use super::keys::moment;
 use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
-use oncebox::store::{FoundOperations, OperationFilter, Resolution, RunOutcome, Sealed, Store, StoredOperation};
+use oncebox::store::{
+    FoundOperations, OperationFilter, OperationStore, Resolution, RunOutcome, Sealed, StoredOperation,
+};
 
 /// What to do with operations in phases.
 #[derive(Debug, Subcommand)]
@@ -127,7 +129,7 @@ pub(super) async fn run(command: &OperationsCommand, common: &CommonArgs, output
     on_store!(common, |store, settings| on(&store, command, output).await)
 }
 
-async fn on<S: Store>(store: &S, command: &OperationsCommand, output: Output) -> Result<(), AppError> {
+async fn on<S: OperationStore>(store: &S, command: &OperationsCommand, output: Output) -> Result<(), AppError> {
     match command {
         OperationsCommand::List(filter) => list(store, filter, output).await,
         OperationsCommand::Show { id } => show(&one(store, *id).await?, output),
@@ -187,7 +189,7 @@ impl Filter {
     }
 }
 
-async fn one<S: Store>(store: &S, id: Uuid) -> Result<StoredOperation, AppError> {
+async fn one<S: OperationStore>(store: &S, id: Uuid) -> Result<StoredOperation, AppError> {
     let found = store.operation(id).await?;
     found.ok_or_else(|| AppError::failed(format!("there is no operation {id}; `oncebox operations list` shows them")))
 }
@@ -255,7 +257,7 @@ fn fields(one: &StoredOperation) -> Value {
     })
 }
 
-async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
+async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let FoundOperations { operations: found, unreadable, orphans } = store.operations(&filter.to_store()).await?;
     hint_of_more(found.len() + unreadable.len(), filter.limit as usize);
     if output == Output::Json {
@@ -326,7 +328,7 @@ fn show(one: &StoredOperation, output: Output) -> Result<(), AppError> {
     Ok(())
 }
 
-async fn retry<S: Store>(
+async fn retry<S: OperationStore>(
     store: &S,
     ids: &[Uuid],
     accept_duplicate: bool,

@@ -47,7 +47,7 @@ use sqlx::{Database, Transaction};
 pub use limits::{LimitCase, RawMessage, RawValue, limit_cases};
 pub use trial::Trial;
 
-use oncebox::store::{Base, Keys, Schema, Store};
+use oncebox::store::{Base, Keys, OperationStore, Schema};
 
 /// The connection of a fixture's database.
 pub type Connection<F> = <<<F as Fixture>::Store as Base>::Db as Database>::Connection;
@@ -55,7 +55,7 @@ pub type Connection<F> = <<<F as Fixture>::Store as Base>::Db as Database>::Conn
 /// A private database of a test, with what only a test needs of it.
 pub trait Fixture: Sized + Send + Sync + 'static {
     /// The store under test.
-    type Store: Store;
+    type Store: OperationStore;
 
     /// The prefix of the names of oncebox's tables: `oncebox_` or `oncebox.`.
     const PREFIX: &'static str;

@@ -11,7 +11,7 @@ use crate::inbox::consumer::{ConsumerOptions, Unhandled};
 use crate::inbox::rules::horizon::Horizon;
 use crate::inbox::sql_handler::SqlSpec;
 use crate::outbox::relay::RelayOptions;
-use crate::outbox::rules::diversion::DeadPolicy;
+use crate::outbox::rules::policy::DeadPolicy;
 use crate::store::base::StoreOptions;
 
 /// All settings of the programs, as one configuration file holds them.

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use chrono::DateTime;
-use futures::TryStreamExt;
+use futures_util::TryStreamExt;
 use sha2::{Digest, Sha256};
 use sqlx::Row;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};

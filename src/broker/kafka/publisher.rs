@@ -524,7 +524,7 @@ fn poll_on_a_thread(
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::used_underscore_binding)]
-    use futures::FutureExt;
+    use futures_util::FutureExt;
     use rdkafka::mocking::MockCluster;
     use rdkafka::producer::DefaultProducerContext;
 

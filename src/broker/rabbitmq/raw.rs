@@ -4,7 +4,7 @@
 //! Promise: one connection, one confirm channel, a sliding window of confirms. It keeps no order; a
 //! return or a nack ends it with an error.
 
-use futures::stream::{FuturesUnordered, StreamExt};
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation};
 

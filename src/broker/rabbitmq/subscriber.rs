@@ -20,8 +20,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use futures::Stream;
-use futures::future::BoxFuture;
+use futures_util::Stream;
+use futures_util::future::BoxFuture;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};

@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 
-use futures::StreamExt;
+use futures_util::StreamExt;
 use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};

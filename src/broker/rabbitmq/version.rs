@@ -3,7 +3,7 @@
 //! The client library receives the version in `connection.start` and does not keep it. So we ask on
 //! a socket of our own, which is closed after that first frame. It is asked once per broker object.
 
-use futures::io::{AsyncReadExt, AsyncWriteExt};
+use futures_util::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;
 use lapin::types::{AMQPValue, parsing};
 

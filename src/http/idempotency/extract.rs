@@ -5,11 +5,11 @@ use axum::extract::{FromRequest, FromRequestParts, Request};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
-use sqlx::Transaction;
+use sqlx::{Database, Transaction};
 
 use super::layer::reply_of;
 use super::respond::reply_response;
-use crate::operation::port::Operations;
+use crate::operation::port::{Bridged, Operations};
 use crate::operation::rules::Outcome;
 use crate::operation::{Guard, GuardError, Progress};
 use crate::store::base::Base;
@@ -50,7 +50,7 @@ pub struct OutcomeTag(pub Outcome<()>);
 #[derive(Debug, Clone)]
 pub struct IdempotencyGuard<S: Operations + Base>(pub Guard<S>);
 
-impl<S: Operations + Base> IdempotencyGuard<S> {
+impl<S: Operations + Base<Db: Database<Connection: Bridged>>> IdempotencyGuard<S> {
     /// Commits the handler's transaction together with this response as its outcome, and returns
     /// the response. Its body must be complete: a stream is refused, and so is a body that fails or
     /// does not end within the route's completion budget, because the transaction is open

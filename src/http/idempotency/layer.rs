@@ -17,9 +17,9 @@ use axum::extract::{FromRequestParts, OriginalUri, RawPathParams, Request};
 use axum::http::request::Parts;
 use axum::http::{Method, header};
 use axum::response::Response;
-use futures::StreamExt;
-use futures::future::BoxFuture;
-use futures::stream;
+use futures_util::StreamExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream;
 use tower_layer::Layer;
 use tower_service::Service;
 

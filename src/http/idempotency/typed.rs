@@ -42,7 +42,7 @@ use std::marker::PhantomData;
 
 use axum::extract::Request;
 use axum::response::Response;
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
 use super::intake::{Intake, content_type, invalid, key_in, read_body, refused, scope_in, unread};

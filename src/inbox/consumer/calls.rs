@@ -8,15 +8,15 @@ use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 
 use super::Shared;
 use super::handlers::Handler;
 use crate::error::HandlerError;
-use crate::inbox::handler::panic_text;
 use crate::inbox::port::InboxTx;
 use crate::message::Message;
 use crate::observe;
+use crate::text::panic::panic_text;
 
 /// A new message and the handler that takes its kind.
 #[derive(Debug, Clone, Copy)]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::inbox::rules::horizon::Horizon;
 use crate::message::IdRule;
-use crate::outbox::rules::diversion::DeadPolicy;
+use crate::outbox::rules::policy::DeadPolicy;
 use crate::time::retry::RetryPolicy;
 
 /// What happens to a message whose kind no handler takes.

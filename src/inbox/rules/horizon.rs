@@ -15,11 +15,13 @@
 //! reading the time out of an id (`message`: only a canonical UUID v7 has one); and rows of
 //! messages that are waiting or dead, which no purge removes (`store`).
 
-use std::fmt;
+#[cfg(feature = "consumer")]
+mod sources;
+
 use std::time::Duration;
 
-use humantime::format_duration;
-
+#[cfg(feature = "consumer")]
+pub(crate) use self::sources::{HorizonTooShort, Sources};
 use crate::time::db_time::DbTime;
 
 /// The time from which the age of a message is known, when the inbox does not know the message.
@@ -154,113 +156,10 @@ impl TopicRetention {
     }
 }
 
-/// The sources of duplicates, and how late a duplicate can come from each.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Sources {
-    /// The longest retention of the consumer's topics; `None` if the broker does not report it.
-    pub topic: Option<TopicRetention>,
-    /// How long the outbox keeps proven rows. They can be sent again while they are kept.
-    pub outbox: Duration,
-    /// The maximum age of a waiting message.
-    pub waiting: Duration,
-    /// The maximum age at which a dead message may be redriven under its id.
-    pub dead: Duration,
-    /// How far a clock may be off. A time that a message states is believed only up to this.
-    pub skew: Duration,
-}
-
-/// A horizon after which a duplicate can still come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HorizonTooShort {
-    /// The horizon that was set.
-    pub horizon: Duration,
-    /// The duration that the horizon must exceed, with the skew included; `None` if only
-    /// [`Horizon::Never`] is long enough.
-    pub needs: Option<Duration>,
-    /// The source of duplicates that needs the longer horizon.
-    pub because: Because,
-}
-
-/// The source that can deliver a duplicate so late.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Because {
-    /// A topic keeps records for this long.
-    TopicRetention,
-    /// A topic keeps records without limit.
-    TopicUnlimited,
-    /// A topic keeps the last record of each key for ever.
-    TopicCompacted,
-    /// The outbox keeps proven rows for this long.
-    OutboxRetention,
-    /// Waiting messages may become this old.
-    Waiting,
-    /// Dead messages may be redriven until they are this old.
-    Dead,
-}
-
-impl Sources {
-    /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
-    /// clocks.
-    ///
-    /// # Errors
-    ///
-    /// The source with the longest time, if the horizon does not exceed that time.
-    pub(crate) fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
-        let Horizon::After(horizon) = horizon else {
-            return Ok(());
-        };
-        match self.longest() {
-            (Some(needs), _) if horizon > needs => Ok(()),
-            (needs, because) => Err(HorizonTooShort { horizon, needs, because }),
-        }
-    }
-
-    fn longest(&self) -> (Option<Duration>, Because) {
-        let topic = match self.topic {
-            Some(TopicRetention::Unlimited) => return (None, Because::TopicUnlimited),
-            Some(TopicRetention::Compacted) => return (None, Because::TopicCompacted),
-            Some(TopicRetention::For(age)) => (age, Because::TopicRetention),
-            None => (Duration::ZERO, Because::TopicRetention),
-        };
-        let others =
-            [(self.outbox, Because::OutboxRetention), (self.waiting, Because::Waiting), (self.dead, Because::Dead)];
-        let longer = |one: (Duration, Because), other: (Duration, Because)| {
-            if other.0 > one.0 { other } else { one }
-        };
-        let (age, because) = others.into_iter().fold(topic, longer);
-        (Some(age.saturating_add(self.skew)), because)
-    }
-}
-
-impl fmt::Display for HorizonTooShort {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = match self.because {
-            Because::TopicRetention => "a topic keeps records",
-            Because::TopicUnlimited => "a topic keeps records without limit",
-            Because::TopicCompacted => "a compacted topic keeps the last record of each key",
-            Because::OutboxRetention => "the outbox keeps proven rows",
-            Because::Waiting => "messages may wait for a retry",
-            Because::Dead => "dead messages may be redriven",
-        };
-        write!(f, "the inbox horizon of {} is too short: {what}", format_duration(self.horizon))?;
-        match self.needs {
-            Some(needs) => {
-                let needs = format_duration(needs);
-                write!(f, " for so long that it must exceed {needs}; set a longer horizon, or `never`")
-            }
-            None => write!(f, "; set `horizon = \"never\"`"),
-        }
-    }
-}
-
-impl std::error::Error for HorizonTooShort {}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const DAY: Duration = Duration::from_secs(86_400);
     const SKEW: Duration = Duration::from_secs(60);
 
     fn at(seconds: i64) -> DbTime {
@@ -300,45 +199,6 @@ mod tests {
         let bounds = bounds(Some(at(5_000)));
         assert_eq!(judge(Age::Stated(at(5_059)), bounds), Verdict::TooOld);
         assert_eq!(judge(Age::Stated(at(5_060)), bounds), Verdict::GoOn);
-    }
-
-    #[test]
-    fn r31_a_horizon_must_exceed_every_way_a_duplicate_can_come() {
-        let sources = Sources {
-            topic: Some(TopicRetention::For(DAY * 7)),
-            outbox: DAY,
-            waiting: DAY * 2,
-            dead: DAY * 9,
-            skew: SKEW,
-        };
-        let needs = DAY * 9 + SKEW;
-        let short = |horizon, because| Err(HorizonTooShort { horizon, needs: Some(needs), because });
-        assert_eq!(sources.check(Horizon::After(DAY * 8)), short(DAY * 8, Because::Dead));
-        assert_eq!(sources.check(Horizon::After(needs)), short(needs, Because::Dead), "it must exceed");
-        assert_eq!(sources.check(Horizon::After(DAY * 10)), Ok(()));
-        assert_eq!(sources.check(Horizon::Never), Ok(()));
-        for (sources, because) in [
-            (Sources { topic: Some(TopicRetention::For(DAY * 30)), ..sources }, Because::TopicRetention),
-            (Sources { outbox: DAY * 30, ..sources }, Because::OutboxRetention),
-            (Sources { waiting: DAY * 30, ..sources }, Because::Waiting),
-        ] {
-            assert_eq!(sources.check(Horizon::After(DAY * 20)).map_err(|error| error.because), Err(because));
-        }
-    }
-
-    #[test]
-    fn r31_never_is_the_only_horizon_where_a_topic_is_compacted_or_unlimited() {
-        for (topic, because) in
-            [(TopicRetention::Compacted, Because::TopicCompacted), (TopicRetention::Unlimited, Because::TopicUnlimited)]
-        {
-            let either = topic.or_longer(TopicRetention::For(DAY));
-            assert_eq!(either, TopicRetention::For(DAY).or_longer(topic));
-            let sources = Sources { topic: Some(either), outbox: DAY, waiting: DAY, dead: DAY, skew: SKEW };
-            let error = HorizonTooShort { horizon: DAY * 9_999, needs: None, because };
-            assert_eq!(sources.check(Horizon::After(DAY * 9_999)), Err(error));
-            assert!(error.to_string().contains("never"));
-            assert_eq!(sources.check(Horizon::Never), Ok(()));
-        }
     }
 
     #[test]

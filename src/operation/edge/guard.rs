@@ -2,12 +2,11 @@
 //! together with the handler's effects (O2).
 
 use std::fmt;
-use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use sqlx::Transaction;
+use sqlx::{Database, Transaction};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -144,7 +143,7 @@ impl<S: Keys> Guard<S> {
     }
 }
 
-impl<S: Operations + Base> Guard<S> {
+impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     /// Writes the outcome in the handler's own transaction, commits both together, and returns the
     /// answer. A status below 400 is a success; any other is a failure that is replayed.
     ///
@@ -230,6 +229,7 @@ impl<S: Operations + Base> Guard<S> {
     /// Reads the handler's answer within the completion budget, which `read` is given, and commits
     /// it as [`Self::commit`] does. If the answer cannot be read, rolls everything back, because a
     /// replay could not give that answer. The error of `read` says why.
+    #[cfg(feature = "http")]
     pub(crate) async fn commit_read<R>(
         &self,
         mut tx: Transaction<'_, S::Db>,

@@ -24,7 +24,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
@@ -36,7 +36,6 @@ use super::phase::Context;
 use super::reasons::{FIRST_ENDED, gap_name};
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
-use crate::inbox::handler::panic_text;
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
 use crate::operation::port::phases::{Driven, NewIntent, PhaseTx, StoredOperation};
@@ -45,8 +44,10 @@ use crate::operation::rules::Fingerprint;
 use crate::operation::rules::flow::{PhaseEnd, Stage};
 use crate::operation::rules::provider::{self, Gap, Sends, Step, Strategy, Verdict};
 use crate::operation::{Kept, Reply};
-use crate::time::pace::{Since, sleep_unless};
+use crate::text::panic::panic_text;
+use crate::time::pace::sleep_unless;
 use crate::time::retry;
+use crate::time::since::Since;
 
 /// Why a provider is queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -31,7 +31,7 @@ use crate::operation::rules::record::Mode;
 use crate::operation::rules::{Canonical, Code, Record, Scope};
 use crate::operation::{Answered, Asking, BodyPermit, Engine, Front, KeyGiven, Registered, Turn};
 use crate::store::base::Base;
-use crate::time::pace::Since;
+use crate::time::since::Since;
 
 /// Runs the phased operations of an engine. Cheap to clone.
 #[derive(Debug, Clone)]

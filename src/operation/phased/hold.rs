@@ -15,7 +15,8 @@ use tokio_util::sync::CancellationToken;
 use crate::operation::port::Fenced;
 use crate::operation::port::phases::{Driven, Phases};
 use crate::time::lease::Lease;
-use crate::time::pace::{Since, sleep_unless};
+use crate::time::pace::sleep_unless;
+use crate::time::since::Since;
 
 /// A lease that is renewed until this value is dropped.
 #[derive(Debug)]

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -35,7 +35,7 @@ use crate::operation::rules::doubt::{Aftermath, Doubt};
 use crate::operation::rules::flow::Stage;
 use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
-use crate::time::pace::Since;
+use crate::time::since::Since;
 
 /// The result of the first phase.
 pub(super) enum Opened {

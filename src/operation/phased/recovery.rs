@@ -22,7 +22,7 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -32,7 +32,8 @@ use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
-use crate::time::pace::{Pace, Since, rest_after, sleep_unless};
+use crate::time::pace::{Pace, rest_after, sleep_unless};
+use crate::time::since::Since;
 
 const PART: &str = "recovery";
 /// The pause after the worker has seen that the database belongs to another deployment.

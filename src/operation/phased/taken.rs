@@ -16,7 +16,7 @@ use super::registry::Phased;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::{Driven, Due, StoredOperation};
-use crate::time::pace::Since;
+use crate::time::since::Since;
 
 /// Drives an operation. The statement that took it over was sent at `asked` and granted `lease`.
 pub(super) async fn taken(

@@ -29,7 +29,6 @@
 //! Not here: what evidence proves ([`provider`](crate::operation::rules::provider)), which stage
 //! follows which ([`flow`](crate::operation::rules::flow)), and encryption of the bytes.
 
-#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 use std::any::Any;
 use std::fmt::Debug;
 use std::time::Duration;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::outbox::rules::diversion::DeadPolicy;
+use crate::outbox::rules::policy::DeadPolicy;
 
 /// Settings of a relay.
 #[derive(Debug, Clone)]

@@ -9,7 +9,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
 
-use futures::FutureExt;
+use futures_util::FutureExt;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 

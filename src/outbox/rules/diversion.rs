@@ -24,19 +24,6 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use serde::{Deserialize, Serialize};
-
-/// What happens to the later messages of a key when one of its messages is dead.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DeadPolicy {
-    /// They are held behind it until a person decides: the order is kept.
-    #[default]
-    Hold,
-    /// They are handled without it.
-    Skip,
-}
-
 /// Why a row is not sent to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Diverted {

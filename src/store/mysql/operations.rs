@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::mysql::MySqlArguments;
-use sqlx::{AssertSqlSafe, MySqlConnection};
+use sqlx::{AssertSqlSafe, MySql, MySqlConnection};
 
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 
@@ -26,7 +26,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::keys::KeyStore;
+use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
@@ -70,6 +70,18 @@ const FINISH: &str = "update oncebox_idempotency_request \
     and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
 #[async_trait]
+impl OutcomeTransaction for Bounded<MySql> {
+    async fn finish_record(
+        &mut self,
+        fence: &RecordFence,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(self, fence, outcome, retention).await
+    }
+}
+
+#[async_trait]
 impl KeyStore for MySqlStore {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
@@ -88,6 +100,10 @@ impl KeyStore for MySqlStore {
         let mut connection = self.pool.acquire().await?;
         let staked = stake(&mut connection, INSERT, claim, basis, &owned).await?;
         Ok(if staked { Claimed::Owned(owned) } else { Claimed::Refused })
+    }
+
+    async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
+        Ok(Box::new(self.pool.begin(START).await?))
     }
 
     async fn end_claim(

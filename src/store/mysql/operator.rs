@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 
 use super::MySqlStore;
 use crate::error::StoreError;

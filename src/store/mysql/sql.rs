@@ -1,17 +1,14 @@
 //! Runs the statements of [`crate::store::sql`] on MySQL and MariaDB.
 
 use chrono::{DateTime, NaiveDateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::{MySql, query};
 use uuid::Uuid;
 
 use super::message::{arrived_from_json, arrived_to_json};
-use super::operations::finish;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
-use crate::operation::port::{Fenced, RecordFence, RunOutcome};
-use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::statements::Dialect;
@@ -105,15 +102,6 @@ impl Transaction for Bounded<MySql> {
 
     fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
-    }
-
-    fn finish_record<'a>(
-        &'a mut self,
-        fence: &'a RecordFence,
-        outcome: &'a RunOutcome,
-        retention: &'a Retention,
-    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
-        Box::pin(async move { finish(self, fence, outcome, retention).await })
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::postgres::PgArguments;
-use sqlx::{AssertSqlSafe, PgConnection};
+use sqlx::{AssertSqlSafe, PgConnection, Postgres};
 use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
@@ -23,12 +23,12 @@ pub(super) use self::tx::{Held, proved_by, staked, undo};
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RunOutcome,
+    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::keys::KeyStore;
+use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
@@ -73,6 +73,18 @@ const RENEW: &str = "update oncebox.idempotency_request \
   where key_digest = $1 and epoch = $5 - 1 and ";
 
 #[async_trait]
+impl OutcomeTransaction for Bounded<Postgres> {
+    async fn finish_record(
+        &mut self,
+        fence: &RecordFence,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(self, fence, outcome, retention, None).await
+    }
+}
+
+#[async_trait]
 impl KeyStore for PostgresStore {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
@@ -100,6 +112,10 @@ impl KeyStore for PostgresStore {
             Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut connection).await?,
         };
         Ok(if changed.rows_affected() == 1 { Claimed::Owned(owned) } else { Claimed::Refused })
+    }
+
+    async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
+        Ok(Box::new(self.transaction().await?))
     }
 
     async fn end_claim(

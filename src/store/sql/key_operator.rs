@@ -7,8 +7,9 @@
 use uuid::Uuid;
 
 use super::audit::Act;
+use super::keys::{KeyStore, OutcomeTransaction};
 use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
-use super::{Session, SqlStore, Transaction, live, records, sql};
+use super::{Session, Transaction, live, records, sql};
 use crate::error::StoreError;
 use crate::operation::port::phases::{Phases, StoredOperation, no_record};
 use crate::operation::port::{Fenced, RecordFence};
@@ -69,7 +70,7 @@ const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, 
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
 
-impl<S: SqlStore + Phases> KeyOperator for S {
+impl<S: KeyStore + Phases> KeyOperator for S {
     async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
         let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
         let is_open = filter.is_of_open_state();
@@ -142,7 +143,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
     }
 
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
-        let mut transaction = self.begin_sql().await?;
+        let mut transaction = self.begin_outcome().await?;
         let fenced = match change {
             KeyChange::Release { against_evidence } => {
                 forget_key(transaction.session(), seen, *against_evidence).await?
@@ -174,7 +175,7 @@ impl<S: SqlStore + Phases> KeyOperator for S {
         change: &OperationChange,
         context: &ActContext,
     ) -> Result<Fenced, StoreError> {
-        let mut transaction = self.begin_sql().await?;
+        let mut transaction = self.begin_outcome().await?;
         let fenced = change_operation(&mut *transaction, seen, change).await?;
         end(transaction, self.dialect(), fenced, change.audit(seen), context).await
     }
@@ -198,7 +199,7 @@ async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: 
 }
 
 async fn change_operation(
-    transaction: &mut dyn Transaction,
+    transaction: &mut dyn OutcomeTransaction,
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {

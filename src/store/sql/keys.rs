@@ -6,17 +6,29 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::{SqlStore, expiry, live, phases, records};
+use super::{SqlStore, Transaction, expiry, live, phases, records};
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::{
-    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RunOutcome,
+    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::versions::Versions;
 use crate::operation::rules::{Identity, OperationName, Record};
 use crate::store::base::Base;
+
+/// A transaction of our own that can end a record.
+#[async_trait]
+pub(in crate::store) trait OutcomeTransaction: Transaction {
+    /// Writes an outcome to a record, if the fence holds.
+    async fn finish_record(
+        &mut self,
+        fence: &RecordFence,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError>;
+}
 
 /// The part of idempotency records that each database implements itself, under the promises of
 /// [`Keys`].
@@ -32,6 +44,9 @@ pub(in crate::store) trait KeyStore: SqlStore + Base {
 
     /// Keeps the promises of [`Keys::claim`].
     async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError>;
+
+    /// A transaction of our own in which an outcome can be written.
+    async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError>;
 
     /// Keeps the promises of [`Keys::finish`].
     async fn end_claim(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention)

@@ -14,7 +14,7 @@ pub(in crate::store) mod status;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
 use super::{SqlStore, Value, audit, sql};

@@ -15,7 +15,7 @@ use sqlx::{query, query_as, query_scalar};
 
 use super::connect::SqliteStore;
 use super::message::sixteen;
-use super::operations::Savepoint;
+use super::savepoint::Savepoint;
 use super::write::Write;
 use super::{now_ms, parts};
 use crate::error::StoreError;

@@ -15,9 +15,10 @@ use async_trait::async_trait;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, query};
 
-pub(super) use self::tx::{Savepoint, staked};
+pub(super) use self::tx::staked;
 
 use super::connect::SqliteStore;
+use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::operation::port::stored::{Columns, pack};
@@ -27,7 +28,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
-use crate::store::sql::keys::KeyStore;
+use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
@@ -80,6 +81,18 @@ const FINISH: &str = concat!(
 );
 
 #[async_trait]
+impl OutcomeTransaction for Write {
+    async fn finish_record(
+        &mut self,
+        fence: &RecordFence,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(self.connection(), fence, outcome, retention).await
+    }
+}
+
+#[async_trait]
 impl KeyStore for SqliteStore {
     async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut *self.pool().acquire().await?, identity).await
@@ -96,6 +109,10 @@ impl KeyStore for SqliteStore {
         }
         write.rollback().await?;
         Ok(Claimed::Refused)
+    }
+
+    async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
+        Ok(Box::new(self.write().await?))
     }
 
     async fn end_claim(

@@ -5,7 +5,7 @@ mod mend;
 
 use std::time::Duration;
 
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 
 use super::connect::SqliteStore;
 use crate::error::StoreError;

@@ -9,7 +9,8 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::operations::{Savepoint, finish, staked};
+use super::operations::{finish, staked};
+use super::savepoint::Savepoint;
 use super::write::Write;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;

@@ -2,7 +2,7 @@
 //! lock from its beginning.
 
 use chrono::{DateTime, Utc};
-use futures::future::BoxFuture;
+use futures_util::future::BoxFuture;
 use sqlx::pool::PoolConnection;
 use sqlx::query::Query;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
@@ -12,12 +12,9 @@ use uuid::Uuid;
 use super::connect::SqliteStore;
 use super::message::{arrived_from_json, arrived_to_json};
 use super::millis;
-use super::operations::finish;
 use super::write::Write;
 use crate::error::StoreError;
 use crate::message::wire;
-use crate::operation::port::{Fenced, RecordFence, RunOutcome};
-use crate::operation::rules::retention::Retention;
 use crate::store::base::Base;
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
 use crate::store::statements::Dialect;
@@ -136,15 +133,6 @@ impl Transaction for Write {
 
     fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
         Box::pin(Self::rollback(*self))
-    }
-
-    fn finish_record<'a>(
-        &'a mut self,
-        fence: &'a RecordFence,
-        outcome: &'a RunOutcome,
-        retention: &'a Retention,
-    ) -> BoxFuture<'a, Result<Fenced, StoreError>> {
-        Box::pin(async move { finish(self.connection(), fence, outcome, retention).await })
     }
 }
 

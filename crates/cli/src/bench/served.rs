@@ -175,7 +175,7 @@ impl<S: Yard> Shop<S> {
 fn through<S: Yard>(
     door: TypedOperation<S, Pay>,
     maker: Arc<Maker>,
-) -> impl Fn(Request) -> futures::future::BoxFuture<'static, Response> + Clone + Send + Sync + 'static {
+) -> impl Fn(Request) -> futures_util::future::BoxFuture<'static, Response> + Clone + Send + Sync + 'static {
     move |request| {
         let (door, maker) = (door.clone(), Arc::clone(&maker));
         Box::pin(async move {

@@ -154,7 +154,7 @@ impl Writer {
                 }
             }
         });
-        futures::future::join_all(writers).await;
+        futures_util::future::join_all(writers).await;
     }
 }
 

@@ -231,7 +231,7 @@ async fn on_sqlite(lane: usize) -> Lane {
 // place of unknown); two lanes in place of three (four kills at a point).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_message_on_sqlite() {
-    let lanes = futures::future::join_all((0..LANES / 2).map(on_sqlite)).await;
+    let lanes = futures_util::future::join_all((0..LANES / 2).map(on_sqlite)).await;
     enough(&lanes, AT_POINT_MIN, KILLS_MIN / 2);
 }
 
@@ -248,7 +248,7 @@ async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_mess
             seen.lock().unwrap().push(lane);
         })
     });
-    futures::future::join_all(lanes).await;
+    futures_util::future::join_all(lanes).await;
     let lanes = seen.lock().unwrap();
     enough(&lanes, AT_POINT_MIN, KILLS_MIN / 2);
 }

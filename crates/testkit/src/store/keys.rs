@@ -173,7 +173,7 @@ async fn body_over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
 /// Runs a claim twenty times at once and counts the winners.
 async fn winners<F: KeysFixture>(trial: &F, claim: &KeyClaim, basis: Basis<'_>) -> usize {
     let racing = (0..20).map(|_| trial.store().claim(claim, basis));
-    let won = futures::future::join_all(racing).await;
+    let won = futures_util::future::join_all(racing).await;
     won.into_iter().filter(|claimed| matches!(claimed.as_ref().unwrap(), Claimed::Owned(_))).count()
 }
 

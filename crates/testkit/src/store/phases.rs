@@ -219,7 +219,7 @@ pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(tr
     for (old, attempts) in [(free, 0), (dead, 1)] {
         let racing = (0..20).map(|_| trial.store.take_operation(old.operation_id, LONG));
         let mut won = Vec::new();
-        for taken in futures::future::join_all(racing).await {
+        for taken in futures_util::future::join_all(racing).await {
             match taken.unwrap() {
                 Taken::Driven(driven, found) => won.push((driven, found)),
                 Taken::Not(found) => assert_eq!(found.epoch, 2),
@@ -267,7 +267,7 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
     assert_eq!(first, due[..3]);
     let racing = (0..20).map(|_| trial.store.take_due("create_charge", &[1, 2], 3, LONG, &[]));
     let mut won: Vec<Uuid> = first;
-    for taken in futures::future::join_all(racing).await {
+    for taken in futures_util::future::join_all(racing).await {
         for (driven, found) in taken.unwrap() {
             assert_eq!((driven.operation_id, driven.epoch, found.epoch), (found.operation_id, 2, 2));
             assert_eq!(trial.store.drive_on(&driven, LONG).await.unwrap(), Fenced::Done);
@@ -415,7 +415,7 @@ pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(tria
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let racing = (0..20).map(|_| trial.store.begin_send(&driven, "charge"));
     let sends: Vec<u32> =
-        futures::future::join_all(racing).await.into_iter().map(|sent| sent.unwrap().unwrap()).collect();
+        futures_util::future::join_all(racing).await.into_iter().map(|sent| sent.unwrap().unwrap()).collect();
     let mut sorted = sends.clone();
     sorted.sort_unstable();
     assert_eq!(sorted, (2..=21).collect::<Vec<u32>>());

@@ -4,9 +4,9 @@ use std::any::Any;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::{AssertSqlSafe, raw_sql};
 
 use super::super::connect::SqliteStore;
+use super::super::savepoint::Savepoint;
 use super::super::write::Write;
 use super::{find, finish, stake};
 use crate::error::StoreError;
@@ -23,11 +23,6 @@ pub(in crate::store) struct SqliteOperationTx {
     owned: Owned,
     savepoint: Savepoint,
 }
-
-/// A savepoint with a unique name. It is set before the handler runs: effects are rolled back to
-/// it, and before the commit it must still exist (O1, R23).
-#[derive(Debug)]
-pub(in crate::store::sqlite) struct Savepoint(String);
 
 /// Waits for the turn, then claims and sets the savepoint.
 pub(super) async fn begin(
@@ -64,37 +59,6 @@ pub(in crate::store::sqlite) async fn staked(
     let found = find(write.connection(), &claim.identity).await?.record;
     write.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
-}
-
-impl Savepoint {
-    /// One that is not set yet.
-    pub(in crate::store::sqlite) fn new() -> Self {
-        Self(format!("oncebox_{}", uuid::Uuid::now_v7().simple()))
-    }
-
-    /// Sets the savepoint in the transaction.
-    pub(in crate::store::sqlite) async fn set(&self, write: &mut Write) -> Result<(), StoreError> {
-        raw_sql(AssertSqlSafe(format!("savepoint {}", self.0))).execute(write.connection()).await?;
-        Ok(())
-    }
-
-    /// Runs `rollback to` or `release` on the savepoint. Returns `Aborted` where it is gone.
-    pub(in crate::store::sqlite) async fn prove(
-        &self,
-        write: &mut Write,
-        statement: &str,
-    ) -> Result<Proof, StoreError> {
-        let prove = raw_sql(AssertSqlSafe(format!("{statement} {}", self.0)));
-        let Err(error) = prove.execute(write.connection()).await else { return Ok(Proof::Same) };
-        let error = StoreError::from(error);
-        if error.is_transient() {
-            return Err(error);
-        }
-        // The transaction was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk,
-        // `raise(rollback)`). Under the guard only our commit succeeds, so nothing that ran later
-        // can take effect.
-        Ok(Proof::Aborted)
-    }
 }
 
 #[async_trait]
