@@ -124,65 +124,41 @@ mod properties;
 pub mod adapter {
     #[cfg(feature = "programs")]
     pub use crate::app::gauges::Gauges;
-    pub use crate::inbox::port::time_in_id;
-    pub use crate::operation::port::stored::Columns;
-    pub use crate::operator::keys::nothing_stands;
-
-    /// Where a partition of a log is read on.
-    pub mod position {
-        pub use crate::inbox::rules::position::{Break, BrokerOffsets, Position, start};
-    }
-
-    /// Which ids are too old, or from the future.
-    pub mod horizon {
-        pub use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge};
-    }
-
-    /// Times, leases and bytes as they are stored.
-    pub mod stored {
-        pub use crate::text::hex::hex;
-        pub use crate::time::{db_time::DbTime, lease::Lease};
-    }
-
-    /// The rules of operations that an adapter needs.
-    pub mod operation {
-        pub use crate::operation::rules::machine::{Event, allowed};
-        pub use crate::operation::rules::versions::{Announced, Versions, unreadable};
-
-        /// What a look on a new connection finds after a commit whose answer was lost.
-        pub mod doubt {
-            pub use crate::operation::rules::doubt::Look;
-        }
-    }
-
-    /// The envelope of a message as headers of a record in a log.
-    pub mod envelope {
-        pub use crate::broker::envelope::{arrive, headers};
-    }
-
-    /// Which partitions of a topic a member of a group reads.
-    pub mod share {
-        pub use crate::broker::share::{Seat, Share, share};
-    }
+    pub use crate::{
+        broker::envelope::{arrive, headers},
+        broker::share::{Seat, Share, share},
+        inbox::port::time_in_id,
+        inbox::rules::horizon::{Age, Bounds, Verdict, judge},
+        inbox::rules::position::{Break, BrokerOffsets, Position, start},
+        operation::port::stored::Columns,
+        operation::rules::doubt::Look,
+        operation::rules::machine::{Event, allowed},
+        operation::rules::versions::{Announced, Versions, unreadable},
+        operator::keys::nothing_stands,
+        text::hex::hex,
+        time::{db_time::DbTime, lease::Lease},
+    };
 }
 
+pub use self::{
+    error::{BrokerError, HandlerError, LimitError, StoreError},
+    inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
+    inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler},
+    inbox::rules::horizon::{Horizon, TopicRetention},
+    inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError},
+    message::{Message, NewMessage},
+    outbox::enqueue::{commit, enqueue, enqueue_all},
+    outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions},
+    outbox::rules::diversion::DeadPolicy,
+    store::Store,
+    time::breaker::BreakerOptions,
+    time::pace,
+    time::retry::RetryPolicy,
+};
 pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;
-pub use error::{BrokerError, HandlerError, LimitError, StoreError};
-pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled};
-pub use inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
-pub use inbox::rules::horizon::{Horizon, TopicRetention};
-pub use inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError};
-pub use message::{Message, NewMessage};
-pub use outbox::enqueue::{commit, enqueue, enqueue_all};
-pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
-pub use outbox::rules::diversion::DeadPolicy;
 pub use sqlx;
-pub use store::Store;
-pub use time::breaker::BreakerOptions;
-pub use time::pace;
-pub use time::retry::RetryPolicy;
 
 /// The code of the README, compiled with the documentation tests.
 #[cfg(all(doctest, feature = "postgres", feature = "programs", feature = "http", feature = "client"))]

@@ -379,7 +379,7 @@ pub struct ActContext {
 
 /// A consumer that was seen within this time counts as present: a process of it runs, or may come
 /// back by itself.
-pub const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
+pub(crate) const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
 
 /// What was deleted with a consumer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]

@@ -6,7 +6,9 @@ mod settings;
 mod template;
 mod values;
 
-pub use load::{Layers, Loaded, load};
-pub use settings::*;
-pub use template::TEMPLATE;
-pub use values::{ByteSize, Secret, Span, SpanOrNever};
+pub use self::{
+    load::{Layers, Loaded, load},
+    settings::*,
+    template::TEMPLATE,
+    values::{ByteSize, Secret, Span, SpanOrNever},
+};

@@ -92,7 +92,7 @@ pub struct ConsumerStart {
 ///
 /// # Errors
 /// An error that a person must repair.
-pub async fn run_consumers(
+pub(crate) async fn run_consumers(
     settings: &Settings,
     start: ConsumerStart,
     health: Health,

@@ -32,7 +32,7 @@ const CLOSE_MAX: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// An error that a person must repair.
-pub async fn run_publisher(
+pub(crate) async fn run_publisher(
     settings: &Settings,
     until_empty: bool,
     health: Health,

@@ -45,7 +45,8 @@ use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
 use crate::time::pace::Pace;
 
-pub use guard::{Guard, GuardError, Progress};
+pub(crate) use guard::Progress;
+pub use guard::{Guard, GuardError};
 
 /// How a handler ended, as its transport saw it.
 #[derive(Debug)]

@@ -12,7 +12,8 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
-pub use named::{Dialect, Piece, ends_transaction, first_word, split};
+pub use named::{Dialect, Piece, split};
+pub(crate) use named::{ends_transaction, first_word};
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) use named::{names, written};
 
