@@ -88,6 +88,24 @@
 //! | `observe`, `flock`, `time`, `text`, `message` → `error` | metric names and health; turns at a SQLite file; instants, leases, retries; hex and hosts; what travels; failures |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+// What is dead is judged with all features on: a smaller set leaves out who calls what others share.
+#![cfg_attr(
+    not(all(
+        feature = "postgres",
+        feature = "mysql",
+        feature = "sqlite",
+        feature = "kafka",
+        feature = "rabbitmq",
+        feature = "embedded",
+        feature = "email",
+        feature = "grpc",
+        feature = "http",
+        feature = "client",
+        feature = "otel",
+        feature = "programs",
+    )),
+    allow(dead_code)
+)]
 // Without any store the code that stores share, and that programs run on a store, is not used.
 #![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
 

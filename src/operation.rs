@@ -14,7 +14,7 @@
 //! | `port` | what the engine needs of a database; `port::phases`: of phased operations |
 //! | `engine` | [`Engine`]: what a process shares, and its limits |
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
-//! | `front` | [`Front`]: what every operation does with a request before it executes |
+//! | `front` | what every operation does with a request before it executes |
 //! | `transactional` | [`Engine::execute_transactional`]: claim, effects, messages and answer in one commit |
 //! | [`phased`] | phased operations: phases, and calls of providers between them |
 //! | `edge` | [`Engine::execute_edge`]: a claim around any handler |
@@ -48,6 +48,7 @@ mod stale;
 mod standing;
 mod transactional;
 
+#[cfg(feature = "http")]
 pub(crate) use self::edge::Progress;
 pub(crate) use self::front::{Begin, Front, Turn};
 pub use self::{

@@ -479,8 +479,8 @@ pub trait Operator: Debug + Send + Sync {
     /// are only counted.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where the consumer is not known, or was seen within
-    /// [`CONSUMER_PRESENT`].
+    /// [`StoreError::Refused`] where the consumer is not known, or was seen within the last five
+    /// minutes.
     async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError>;
 
     /// Messages that match the filter: those with the lowest numbers, sorted by the time at which

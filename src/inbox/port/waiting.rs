@@ -45,7 +45,7 @@ pub struct RowLease {
 }
 
 impl RowLease {
-    /// A lease with a new token, at most [`LEASE_MAX`] long.
+    /// A lease with a new token, at most ten minutes long.
     #[must_use]
     pub fn new(length: Duration) -> Self {
         Self { token: uuid::Uuid::now_v7(), length: length.min(LEASE_MAX) }

@@ -18,7 +18,7 @@
 //!
 //! What the store must do: commit the begin of every send, fenced by the epoch, before the send
 //! starts, so that a crash cannot lose it; let any process append evidence at any time; call
-//! [`Strategy::next`] in the transaction that decides, with the evidence that was read there (O8).
+//! `Strategy::next` in the transaction that decides, with the evidence that was read there (O8).
 //!
 //! Not here: the calls and their timeouts (`operation::phased`), an adapter's list of verdicts, and
 //! the rows (`store`).
