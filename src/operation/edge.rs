@@ -45,6 +45,7 @@ use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
 use crate::time::pace::Pace;
 
+#[cfg(feature = "http")]
 pub(crate) use guard::Progress;
 pub use guard::{Guard, GuardError};
 

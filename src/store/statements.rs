@@ -12,8 +12,10 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
+pub(crate) use named::ends_transaction;
+#[cfg(feature = "postgres")]
+pub(crate) use named::first_word;
 pub use named::{Dialect, Piece, split};
-pub(crate) use named::{ends_transaction, first_word};
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) use named::{names, written};
 

@@ -50,7 +50,7 @@ pub(crate) struct Bytes<'a>(pub &'a [u8]);
 impl FingerprintWriter {
     /// A writer without fields.
     #[must_use]
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Self::default()
     }
 
