@@ -17,9 +17,10 @@ pub(crate) mod pointer;
 mod trace;
 pub mod wire;
 
+pub(crate) use self::hash::lane_id;
 pub use self::{
     arrived::{Arrived, Coordinates, Message, Unusable},
-    hash::{ContentHash, bucket, content_hash, lane_id},
+    hash::{ContentHash, bucket, content_hash},
     identity::{IdRule, MessageId, identity},
     limits::Limits,
     new::NewMessage,

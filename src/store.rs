@@ -62,7 +62,7 @@ pub use crate::{
         ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
         LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
     },
-    outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, enqueued, hint},
+    outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, hint},
     outbox::port::{
         Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
         ReadBatch, RelaySession, RequestedAct,

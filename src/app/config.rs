@@ -6,8 +6,9 @@ mod settings;
 mod template;
 mod values;
 
+pub(crate) use self::load::{Layers, load};
 pub use self::{
-    load::{Layers, Loaded, load},
+    load::Loaded,
     settings::*,
     template::TEMPLATE,
     values::{ByteSize, Secret, Span, SpanOrNever},
