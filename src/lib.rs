@@ -148,25 +148,23 @@ pub mod adapter {
         inbox::port::time_in_id,
         inbox::rules::horizon::{Age, Bounds, Verdict, judge},
         inbox::rules::position::{Break, BrokerOffsets, Position, start},
+        text::hex::hex,
+        time::{db_time::DbTime, lease::Lease},
+    };
+    pub use crate::{
         operation::port::stored::Columns,
         operation::rules::doubt::Look,
         operation::rules::machine::{Event, allowed},
         operation::rules::versions::{Announced, Versions, unreadable},
         operator::keys::nothing_stands,
-        text::hex::hex,
-        time::{db_time::DbTime, lease::Lease},
     };
 }
 
 pub use self::{
     error::{BrokerError, HandlerError, LimitError, StoreError},
-    inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
-    inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler},
     inbox::rules::horizon::{Horizon, TopicRetention},
-    inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError},
     message::{Message, NewMessage},
     outbox::enqueue::{commit, enqueue, enqueue_all},
-    outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions},
     outbox::rules::diversion::DeadPolicy,
     store::Store,
     time::breaker::BreakerOptions,
@@ -176,6 +174,12 @@ pub use self::{
 pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;
+pub use inbox::{
+    consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
+    handler::{BatchMessageHandler, HandlerTx, MessageHandler},
+    sql_handler::{SqlHandler, SqlSpec, SqlSpecError},
+};
+pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
 pub use sqlx;
 
 /// The code of the README, compiled with the documentation tests.

@@ -46,6 +46,17 @@ pub use crate::{
         Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
         Purged, Standing, Undone,
     },
+    operator::{
+        ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
+        LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
+    },
+    outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, hint},
+    outbox::port::{
+        Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
+        ReadBatch, RelaySession, RequestedAct,
+    },
+};
+pub use crate::{
     operation::port::evidence::{NewEvidence, Sealed, StoredEvidence},
     operation::port::phases::{
         Driven, Due, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Phases, Run, StoredIntent, StoredOperation,
@@ -57,15 +68,6 @@ pub use crate::{
     },
     operator::keys::{
         FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
-    },
-    operator::{
-        ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
-        LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
-    },
-    outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, hint},
-    outbox::port::{
-        Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
-        ReadBatch, RelaySession, RequestedAct,
     },
 };
 
