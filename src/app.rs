@@ -19,18 +19,20 @@ mod programs;
 mod publisher;
 mod signals;
 
+pub use self::{
+    connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind},
+    consumer::{ConsumerStart, HandlersByConsumer, run_consumers_with},
+    exit::{AppError, Exit},
+    listen::listen,
+    logging::{LogFormat, say, speak, start_logging},
+    program::{COMMON_OPTIONS, CommonArgs, run},
+    programs::{
+        ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher,
+    },
+    publisher::run_publisher_with,
+    signals::stop_on_signals,
+};
 #[cfg(feature = "kafka")]
 pub use connect::kafka_config;
 #[cfg(feature = "rabbitmq")]
 pub use connect::rabbit_config;
-pub use connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind};
-pub use consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consumers_with};
-pub use exit::{AppError, Exit};
-pub use listen::listen;
-pub use logging::{LogFormat, say, speak, start_logging};
-pub use program::{COMMON_OPTIONS, CommonArgs, run};
-pub use programs::{
-    ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher,
-};
-pub use publisher::{run_publisher, run_publisher_with};
-pub use signals::stop_on_signals;

@@ -154,22 +154,22 @@ pub struct BrokerFinding {
 
 impl BrokerFinding {
     /// All is well: nothing is to be done.
-    pub fn fine(name: impl Into<String>, detail: impl Into<String>) -> Self {
+    pub(crate) fn fine(name: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { name: name.into(), refused: false, stuck: false, detail: detail.into(), remedy: None }
     }
 
     /// A promise is weaker than it could be, or something is not there yet.
-    pub fn weaker(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub(crate) fn weaker(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { remedy: Some(remedy.into()), ..Self::fine(name, detail) }
     }
 
     /// A promise is broken.
-    pub fn refused(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub(crate) fn refused(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { refused: true, ..Self::weaker(name, detail, remedy) }
     }
 
     /// Messages are not read by anyone, or are not making progress.
-    pub fn stuck(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub(crate) fn stuck(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { stuck: true, ..Self::weaker(name, detail, remedy) }
     }
 }

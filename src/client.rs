@@ -48,13 +48,15 @@ use std::time::Duration;
 
 use reqwest::header::HeaderMap;
 
-pub use advertised::{Advertised, AdvertisedOperation};
-pub use answer::Answer;
+pub use self::{
+    advertised::{Advertised, AdvertisedOperation},
+    answer::Answer,
+    journal::{Bodies, JournalError, KeyJournal, Pending, PendingBody},
+    middleware::{Resend, SentUnder},
+    request::Request,
+};
 #[cfg(feature = "encrypt")]
 pub use journal::JournalCipher;
-pub use journal::{Bodies, JournalError, KeyJournal, Pending, PendingBody};
-pub use middleware::{Resend, SentUnder};
-pub use request::Request;
 
 use self::sending::{ClientState, Direct};
 use crate::operation::rules::Key;

@@ -74,7 +74,7 @@ impl StoreError {
     /// At start the program ends with this error. During work it is shown and retried, because the
     /// server may get another certificate.
     #[must_use]
-    pub fn is_untrusted(&self) -> bool {
+    pub(crate) fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
     }
 }
@@ -91,7 +91,7 @@ pub struct LimitError {
 
 impl LimitError {
     /// An error with the name of a limit and a text that tells what breaks it.
-    pub fn new(limit: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
+    pub(crate) fn new(limit: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
         Self { limit: limit.into(), detail: detail.into() }
     }
 }
@@ -164,7 +164,7 @@ impl HandlerError {
 
     /// Whether a retry is pointless.
     #[must_use]
-    pub fn is_terminal(&self) -> bool {
+    pub(crate) fn is_terminal(&self) -> bool {
         self.terminal
     }
 
@@ -176,7 +176,7 @@ impl HandlerError {
 
     /// The time after which the handler asked to be tried again.
     #[must_use]
-    pub fn after(&self) -> Option<Duration> {
+    pub(crate) fn after(&self) -> Option<Duration> {
         self.retry_after
     }
 

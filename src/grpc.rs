@@ -50,8 +50,10 @@ use futures_util::future::BoxFuture;
 use prost::Message;
 use tonic::{Request, Response, Status};
 
-pub use key::{KEY_METADATA, KeyField};
-pub use status::{REPLAYED_METADATA, refusal, reply, seen};
+pub use self::{
+    key::{KEY_METADATA, KeyField},
+    status::{REPLAYED_METADATA, refusal, reply, seen},
+};
 
 use crate::error::HandlerError;
 use crate::operation::port::{Keys, Operations};

@@ -9,4 +9,4 @@ mod health;
 pub mod idempotency;
 
 #[cfg(feature = "programs")]
-pub use health::health_routes;
+pub(crate) use health::health_routes;

@@ -89,6 +89,24 @@
 //! | `observe`, `flock`, `time`, `text`, `message` → `error` | metric names and health; turns at a SQLite file; instants, leases, retries; hex and hosts; what travels; failures |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
+// What is dead is judged with all features on: a smaller set leaves out who calls what others share.
+#![cfg_attr(
+    not(all(
+        feature = "postgres",
+        feature = "mysql",
+        feature = "sqlite",
+        feature = "kafka",
+        feature = "rabbitmq",
+        feature = "embedded",
+        feature = "email",
+        feature = "grpc",
+        feature = "http",
+        feature = "client",
+        feature = "otel",
+        feature = "programs",
+    )),
+    allow(dead_code)
+)]
 // Without any store the code that stores share, and that programs run on a store, is not used.
 #![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
 
@@ -126,72 +144,48 @@ mod properties;
 pub mod adapter {
     #[cfg(feature = "programs")]
     pub use crate::app::gauges::Gauges;
-    pub use crate::inbox::port::time_in_id;
+    pub use crate::{
+        broker::envelope::{arrive, headers},
+        broker::share::{Seat, Share, share},
+        inbox::port::time_in_id,
+        inbox::rules::horizon::{Age, Bounds, Verdict, judge},
+        inbox::rules::position::{Break, BrokerOffsets, Position, start},
+        text::hex::hex,
+        time::{db_time::DbTime, lease::Lease},
+    };
     #[cfg(feature = "operations")]
-    pub use crate::operation::port::stored::Columns;
-    #[cfg(feature = "operations")]
-    pub use crate::operator::keys::nothing_stands;
-
-    /// Where a partition of a log is read on.
-    pub mod position {
-        pub use crate::inbox::rules::position::{Break, BrokerOffsets, Position, start};
-    }
-
-    /// Which ids are too old, or from the future.
-    pub mod horizon {
-        pub use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge};
-    }
-
-    /// Times, leases and bytes as they are stored.
-    pub mod stored {
-        pub use crate::text::hex::hex;
-        pub use crate::time::{db_time::DbTime, lease::Lease};
-    }
-
-    /// The rules of operations that an adapter needs.
-    #[cfg(feature = "operations")]
-    pub mod operation {
-        pub use crate::operation::rules::machine::{Event, allowed};
-        pub use crate::operation::rules::versions::{Announced, Versions, unreadable};
-
-        /// What a look on a new connection finds after a commit whose answer was lost.
-        pub mod doubt {
-            pub use crate::operation::rules::doubt::Look;
-        }
-    }
-
-    /// The envelope of a message as headers of a record in a log.
-    pub mod envelope {
-        pub use crate::broker::envelope::{arrive, headers};
-    }
-
-    /// Which partitions of a topic a member of a group reads.
-    pub mod share {
-        pub use crate::broker::share::{Seat, Share, share};
-    }
+    pub use crate::{
+        operation::port::stored::Columns,
+        operation::rules::doubt::Look,
+        operation::rules::machine::{Event, allowed},
+        operation::rules::versions::{Announced, Versions, unreadable},
+        operator::keys::nothing_stands,
+    };
 }
 
+pub use self::{
+    error::{BrokerError, HandlerError, LimitError, StoreError},
+    inbox::rules::horizon::{Horizon, TopicRetention},
+    message::{Message, NewMessage},
+    outbox::enqueue::{commit, enqueue, enqueue_all},
+    outbox::rules::policy::DeadPolicy,
+    store::Store,
+    time::breaker::BreakerOptions,
+    time::pace,
+    time::retry::RetryPolicy,
+};
 pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;
-pub use error::{BrokerError, HandlerError, LimitError, StoreError};
 #[cfg(feature = "consumer")]
-pub use inbox::consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled};
-#[cfg(feature = "consumer")]
-pub use inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
-pub use inbox::rules::horizon::{Horizon, TopicRetention};
-#[cfg(feature = "consumer")]
-pub use inbox::sql_handler::{SqlHandler, SqlSpec, SqlSpecError};
-pub use message::{Message, NewMessage};
-pub use outbox::enqueue::{commit, enqueue, enqueue_all};
+pub use inbox::{
+    consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
+    handler::{BatchMessageHandler, HandlerTx, MessageHandler},
+    sql_handler::{SqlHandler, SqlSpec, SqlSpecError},
+};
 #[cfg(feature = "relay")]
 pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
-pub use outbox::rules::policy::DeadPolicy;
 pub use sqlx;
-pub use store::Store;
-pub use time::breaker::BreakerOptions;
-pub use time::pace;
-pub use time::retry::RetryPolicy;
 
 /// The code of the README, compiled with the documentation tests.
 #[cfg(all(doctest, feature = "postgres", feature = "programs", feature = "http", feature = "client"))]

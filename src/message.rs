@@ -10,22 +10,25 @@
 mod arrived;
 mod hash;
 mod identity;
-pub mod limits;
+pub(crate) mod limits;
 mod new;
 mod outgoing;
-pub mod pointer;
+pub(crate) mod pointer;
 mod trace;
 pub mod wire;
 
-pub use arrived::{Arrived, Coordinates, Message, Unusable};
-pub use hash::{ContentHash, bucket, content_hash, lane_id};
-pub use identity::{IdRule, MessageId, identity};
-pub use limits::Limits;
-pub use new::NewMessage;
-pub use outgoing::OutgoingMessage;
-pub use trace::TraceContext;
+pub(crate) use self::hash::lane_id;
+pub use self::{
+    arrived::{Arrived, Coordinates, Message, Unusable},
+    hash::{ContentHash, bucket, content_hash},
+    identity::{IdRule, MessageId, identity},
+    limits::Limits,
+    new::NewMessage,
+    outgoing::OutgoingMessage,
+    trace::TraceContext,
+};
 #[cfg(feature = "otel")]
-pub use trace::current_span;
+pub(crate) use trace::current_span;
 
 /// Header names and string values, in the order given; names are compared without regard to case.
-pub type Headers = Vec<(String, String)>;
+pub(crate) type Headers = Vec<(String, String)>;

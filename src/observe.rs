@@ -13,9 +13,13 @@ mod table;
 
 use std::time::Duration;
 
-pub use health::{Health, PartState, Trouble};
+pub use health::Health;
+#[cfg(any(feature = "consumer", feature = "operations", feature = "relay"))]
+pub(crate) use health::PartState;
+#[cfg(any(feature = "consumer", feature = "email", feature = "relay"))]
+pub(crate) use health::Trouble;
 #[cfg(feature = "operations")]
-pub use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
+pub(crate) use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
 use record::{counter, gauge, histogram, metrics_table};
 #[cfg(feature = "metrics")]
 pub use table::{Kind, Metric, metrics};
@@ -52,7 +56,7 @@ metrics_table! {
 
 /// Why a publish failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FailureClass {
+pub(crate) enum FailureClass {
     /// The broker refused this message for its content.
     Message,
     /// The destination, for example an unknown topic, a missing route or a denied access.
@@ -73,7 +77,7 @@ impl FailureClass {
 
 /// How a delivery ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DeliveryOutcome {
+pub(crate) enum DeliveryOutcome {
     /// The handler's effects are committed.
     Processed,
     /// The inbox knew the message: a duplicate.
@@ -91,7 +95,7 @@ pub enum DeliveryOutcome {
 impl DeliveryOutcome {
     /// The value of the label `outcome`.
     #[must_use]
-    pub fn label(self) -> &'static str {
+    pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Processed => "processed",
             Self::Duplicate => "duplicate",
@@ -112,7 +116,7 @@ pub fn describe(program: &'static str) {
 }
 
 /// Sets the counters of a broker to 0 before the first message, so that they have a rate from then.
-pub fn relay_starts(broker: &'static str) {
+pub(crate) fn relay_starts(broker: &'static str) {
     counter!(PUBLISHED, "broker" => broker).increment(0);
     for class in [FailureClass::Message, FailureClass::Destination, FailureClass::Session] {
         counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(0);
@@ -120,39 +124,39 @@ pub fn relay_starts(broker: &'static str) {
 }
 
 /// Counts messages that are proven to be in the broker.
-pub fn published(broker: &'static str, count: u64) {
+pub(crate) fn published(broker: &'static str, count: u64) {
     counter!(PUBLISHED, "broker" => broker).increment(count);
 }
 
 /// Counts one failed publish under its class.
-pub fn publish_failed(broker: &'static str, class: FailureClass) {
+pub(crate) fn publish_failed(broker: &'static str, class: FailureClass) {
     counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(1);
 }
 
 /// Counts a relay session that begins.
-pub fn session_began(broker: &'static str) {
+pub(crate) fn session_began(broker: &'static str) {
     counter!(SESSIONS, "broker" => broker).increment(1);
 }
 
 /// Counts a relay session that ended in doubt: rows that it had not marked are sent again.
-pub fn session_doubted(broker: &'static str) {
+pub(crate) fn session_doubted(broker: &'static str) {
     counter!(DOUBTS, "broker" => broker).increment(1);
 }
 
 /// Counts a lease that was lost.
-pub fn lease_lost() {
+pub(crate) fn lease_lost() {
     counter!(LEASES_LOST).increment(1);
 }
 
 /// Counts a refusal that came after the broker took later messages of the key, or a topic that got
 /// more partitions.
-pub fn order_incident(broker: &'static str) {
+pub(crate) fn order_incident(broker: &'static str) {
     counter!(ORDER_INCIDENTS, "broker" => broker).increment(1);
 }
 
 /// The values of the outbox gauges.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct OutboxGauges {
+pub(crate) struct OutboxGauges {
     /// Messages that are not proven yet.
     pub pending: u64,
     /// The age of the oldest of them in seconds.
@@ -168,7 +172,7 @@ pub struct OutboxGauges {
 }
 
 /// Sets the gauges of the outbox.
-pub fn outbox_stands(gauges: OutboxGauges) {
+pub(crate) fn outbox_stands(gauges: OutboxGauges) {
     gauge!(PENDING).set(gauges.pending as f64);
     gauge!(OLDEST_PENDING).set(gauges.oldest_pending_age_seconds);
     gauge!(HELD).set(gauges.held as f64);
@@ -178,19 +182,19 @@ pub fn outbox_stands(gauges: OutboxGauges) {
 }
 
 /// Sets the age of the last read of the tables, on which the other gauges are based.
-pub fn status_stands(age: Duration) {
+pub(crate) fn status_stands(age: Duration) {
     gauge!(STATUS_AGE).set(age.as_secs_f64());
 }
 
 /// Sets the gauges of a shard.
-pub fn shard_stands(shard: i32, gaps: u64, cursor_age_seconds: f64) {
+pub(crate) fn shard_stands(shard: i32, gaps: u64, cursor_age_seconds: f64) {
     gauge!(GAPS, "shard" => shard.to_string()).set(gaps as f64);
     gauge!(CURSOR_AGE, "shard" => shard.to_string()).set(cursor_age_seconds);
 }
 
 /// The values of a consumer's gauges.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct ConsumerGauges {
+pub(crate) struct ConsumerGauges {
     /// Messages that wait for a retry, or behind a message that does.
     pub waiting: u64,
     /// Messages that wait behind a dead message of their key.
@@ -204,7 +208,7 @@ pub struct ConsumerGauges {
 }
 
 /// Sets the gauges of a consumer.
-pub fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
+pub(crate) fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
     gauge!(WAITING, "consumer" => consumer.to_owned()).set(gauges.waiting as f64);
     gauge!(CONSUMER_HELD, "consumer" => consumer.to_owned()).set(gauges.held as f64);
     gauge!(OLDEST_WAITING, "consumer" => consumer.to_owned()).set(gauges.oldest_waiting_age_seconds);
@@ -213,7 +217,7 @@ pub fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
 }
 
 /// Sets the counters of a consumer to 0 before the first delivery.
-pub fn consumer_starts(consumer: &str, topics: &[String]) {
+pub(crate) fn consumer_starts(consumer: &str, topics: &[String]) {
     use DeliveryOutcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
     for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {
         delivered(consumer, outcome, 0);
@@ -225,37 +229,37 @@ pub fn consumer_starts(consumer: &str, topics: &[String]) {
 }
 
 /// Counts the inbox rows that a purge deleted.
-pub fn purged(consumer: &str, rows: u64) {
+pub(crate) fn purged(consumer: &str, rows: u64) {
     counter!(INBOX_PURGED, "consumer" => consumer.to_owned()).increment(rows);
 }
 
 /// Counts deliveries under their outcome.
-pub fn delivered(consumer: &str, outcome: DeliveryOutcome, count: u64) {
+pub(crate) fn delivered(consumer: &str, outcome: DeliveryOutcome, count: u64) {
     counter!(DELIVERIES, "consumer" => consumer.to_owned(), "outcome" => outcome.label()).increment(count);
 }
 
 /// Records the time of a run of a handler.
-pub fn handled(consumer: &str, took: Duration) {
+pub(crate) fn handled(consumer: &str, took: Duration) {
     histogram!(HANDLER_SECONDS, "consumer" => consumer.to_owned()).record(took.as_secs_f64());
 }
 
 /// Sets the number of deliveries that are taken and not acknowledged yet.
-pub fn in_flight(consumer: &str, count: usize) {
+pub(crate) fn in_flight(consumer: &str, count: usize) {
     gauge!(IN_FLIGHT, "consumer" => consumer.to_owned()).set(count as f64);
 }
 
 /// Counts an acknowledgement that did not arrive.
-pub fn acknowledge_failed(consumer: &str) {
+pub(crate) fn acknowledge_failed(consumer: &str) {
     counter!(ACK_FAILURES, "consumer" => consumer.to_owned()).increment(1);
 }
 
 /// Counts records that the broker deleted before they were consumed.
-pub fn lost_records(topic: &str, count: u64) {
+pub(crate) fn lost_records(topic: &str, count: u64) {
     counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
 /// Counts a try of an e-mail under the word of its resulting state.
-pub fn email(outcome: &'static str) {
+pub(crate) fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }
 

@@ -14,7 +14,7 @@
 //! | `port` | what the engine needs of a database; `port::phases`: of phased operations |
 //! | `engine` | [`Engine`]: what a process shares, and its limits |
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
-//! | `front` | [`Front`]: what every operation does with a request before it executes |
+//! | `front` | what every operation does with a request before it executes |
 //! | `transactional` | [`Engine::execute_transactional`]: claim, effects, messages and answer in one commit |
 //! | [`phased`] | phased operations: phases, and calls of providers between them |
 //! | `edge` | [`Engine::execute_edge`]: a claim around any handler |
@@ -48,26 +48,28 @@ mod stale;
 mod standing;
 mod transactional;
 
-pub use self::codec::{Kept, SealError, Sealer};
-pub use self::edge::{EdgeAnswer, Ended, Guard, GuardError, Progress};
-pub use self::endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered};
-pub use self::engine::{Core, Engine, EngineBuilder};
-pub use self::front::{Asking, Begin, Front, KeyGiven, Turn};
-pub use self::memory::BodyPermit;
-pub use self::reply::{Answered, Keep, Problem, Reply};
-pub use self::rules::delivery::Delivery;
-pub use self::rules::flow::Stage;
-pub use self::rules::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
-pub use self::rules::problem::KeyState;
-pub use self::rules::raw::RawCommand;
-pub use self::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-pub use self::rules::retention::{KeyAge, Retention, RetentionError};
-pub use self::rules::route::{
-    AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, RouteError, WhileRunning,
+#[cfg(feature = "http")]
+pub(crate) use self::edge::Progress;
+pub(crate) use self::front::{Begin, Front, Turn};
+pub use self::{
+    codec::{Kept, SealError, Sealer},
+    edge::{EdgeAnswer, Ended, Guard, GuardError},
+    endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered},
+    engine::{Core, Engine, EngineBuilder},
+    front::{Asking, KeyGiven},
+    memory::BodyPermit,
+    reply::{Answered, Keep, Problem, Reply},
+    rules::delivery::Delivery,
+    rules::flow::Stage,
+    rules::problem::KeyState,
+    rules::raw::RawCommand,
+    rules::record::{Resource, StoredAnswer, StoredBody, Tombstone},
+    rules::retention::{KeyAge, Retention, RetentionError},
+    rules::route::{AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, RouteError, WhileRunning},
+    rules::{
+        Canonical, Code, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter, IdempotentCommand,
+        Identity, Key, KeyError, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark, Record, Route,
+        Scope, State, ValueWriter, provider, resend,
+    },
+    transactional::EffectTx,
 };
-pub use self::rules::{
-    Canonical, Code, Comparison, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter,
-    IdempotentCommand, Identity, Key, KeyError, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark,
-    Record, Route, Scope, State, ValueWriter, provider, resend,
-};
-pub use self::transactional::EffectTx;

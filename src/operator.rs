@@ -380,7 +380,7 @@ pub struct ActContext {
 
 /// A consumer that was seen within this time counts as present: a process of it runs, or may come
 /// back by itself.
-pub const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
+pub(crate) const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
 
 /// What was deleted with a consumer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
@@ -480,8 +480,8 @@ pub trait Operator: Debug + Send + Sync {
     /// are only counted.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where the consumer is not known, or was seen within
-    /// [`CONSUMER_PRESENT`].
+    /// [`StoreError::Refused`] where the consumer is not known, or was seen within the last five
+    /// minutes.
     async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError>;
 
     /// Messages that match the filter: those with the lowest numbers, sorted by the time at which

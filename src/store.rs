@@ -37,41 +37,42 @@ pub mod redis;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 
-pub use self::base::{Base, StoreOptions};
-pub use self::schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
-pub use self::statements::{
-    Dialect, Piece, SetError, SqlValue, Statements, ends_transaction, first_word, split as split_named,
+pub use self::{
+    base::{Base, StoreOptions},
+    schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity},
+    statements::{Dialect, Piece, SetError, SqlValue, Statements, split as split_named},
 };
-pub use crate::email::port::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
-pub use crate::inbox::port::waiting::{LEASE_MAX, LeasedMessage, RowLease, Scope, Waiting};
-pub use crate::inbox::port::{
-    Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
-    Purged, Standing, Undone,
+pub use crate::{
+    email::port::{EmailOutcome, EmailToSend, Mailbox, NewEmail},
+    inbox::port::waiting::{LeasedMessage, RowLease, Scope, Waiting},
+    inbox::port::{
+        Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
+        Purged, Standing, Undone,
+    },
+    operator::{
+        ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
+        LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
+    },
+    outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, hint},
+    outbox::port::{
+        Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
+        ReadBatch, RelaySession, RequestedAct,
+    },
 };
 #[cfg(feature = "operations")]
-pub use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
-#[cfg(feature = "operations")]
-pub use crate::operation::port::phases::{
-    Driven, Due, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Phases, Run, StoredIntent, StoredOperation,
-    Taken,
-};
-#[cfg(feature = "operations")]
-pub use crate::operation::port::{
-    Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,
-    OperationTx, Operations, Owned, RunOutcome,
-};
-#[cfg(feature = "operations")]
-pub use crate::operator::keys::{
-    FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
-};
-pub use crate::operator::{
-    ActContext, AuditEntry, CONSUMER_PRESENT, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten,
-    HistoryEntry, LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
-};
-pub use crate::outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, enqueued, hint};
-pub use crate::outbox::port::{
-    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch,
-    RelaySession, RequestedAct,
+pub use crate::{
+    operation::port::evidence::{NewEvidence, Sealed, StoredEvidence},
+    operation::port::phases::{
+        Driven, Due, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Phases, Run, StoredIntent, StoredOperation,
+        Taken,
+    },
+    operation::port::{
+        Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,
+        OperationTx, Operations, Owned, RunOutcome,
+    },
+    operator::keys::{
+        FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
+    },
 };
 
 /// A database adapter: all duties of messages together.

@@ -6,7 +6,10 @@ mod settings;
 mod template;
 mod values;
 
-pub use load::{Layers, Loaded, load};
-pub use settings::*;
-pub use template::TEMPLATE;
-pub use values::{ByteSize, Secret, Span, SpanOrNever};
+pub(crate) use self::load::{Layers, load};
+pub use self::{
+    load::Loaded,
+    settings::*,
+    template::TEMPLATE,
+    values::{ByteSize, Secret, Span, SpanOrNever},
+};

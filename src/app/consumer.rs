@@ -92,7 +92,7 @@ pub struct ConsumerStart {
 ///
 /// # Errors
 /// An error that a person must repair.
-pub async fn run_consumers(
+pub(crate) async fn run_consumers(
     settings: &Settings,
     start: ConsumerStart,
     health: Health,
@@ -102,10 +102,11 @@ pub async fn run_consumers(
     crate::with_store_type!(&settings.database.url.0, |S| run.with::<S>(HandlersByConsumer::new()).await)
 }
 
-/// As [`run_consumers`], with handlers in Rust; the database URL must name their store.
+/// Runs consumers with handlers in Rust until the stop, or until all are idle if `start` says so.
+/// The database URL must name their store.
 ///
 /// # Errors
-/// As [`run_consumers`].
+/// An error that a person must repair.
 pub async fn run_consumers_with<S: Store>(
     settings: &Settings,
     handlers: HandlersByConsumer<S>,

@@ -49,7 +49,7 @@ impl PublisherArgs {
     ///
     /// # Errors
     /// An error that a person must repair.
-    pub async fn run_with<S, F, M>(self, common: &CommonArgs, operations: F) -> Result<(), AppError>
+    pub(crate) async fn run_with<S, F, M>(self, common: &CommonArgs, operations: F) -> Result<(), AppError>
     where
         S: Store,
         F: FnOnce(S) -> M,

@@ -32,7 +32,7 @@ const CLOSE_MAX: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// An error that a person must repair.
-pub async fn run_publisher(
+pub(crate) async fn run_publisher(
     settings: &Settings,
     until_empty: bool,
     health: Health,
@@ -49,13 +49,14 @@ pub async fn run_publisher(
     })
 }
 
-/// As [`run_publisher`], and also recovers phased operations whose process died (O22): a
-/// [`Recovery`] runs beside the relay, for the flows of the engine that `operations` makes. Build
-/// it with the same flows as the service. The database URL must name its store. With `until_empty`
-/// the program does not wait for operations.
+/// Runs the publisher until the stop, or until the outbox is empty if `until_empty` is set, and
+/// also recovers phased operations whose process died (O22): a [`Recovery`] runs beside the relay,
+/// for the flows of the engine that `operations` makes. Build it with the same flows as the
+/// service. The database URL must name its store. With `until_empty` the program does not wait for
+/// operations.
 ///
 /// # Errors
-/// As [`run_publisher`]; and the error of `operations`.
+/// An error that a person must repair; and the error of `operations`.
 pub async fn run_publisher_with<S, F, M>(
     settings: &Settings,
     operations: F,

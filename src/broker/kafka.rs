@@ -34,8 +34,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-pub use config::{KafkaConfig, SaslMechanism};
-pub use raw::RawProducer;
+pub use self::{
+    config::{KafkaConfig, SaslMechanism},
+    raw::RawProducer,
+};
 
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;

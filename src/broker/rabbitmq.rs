@@ -42,9 +42,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use tokio::sync::OnceCell;
 
-pub use config::RabbitConfig;
-pub use raw::RawPublisher;
-pub use repartition::Repartition;
+pub use self::{config::RabbitConfig, raw::RawPublisher, repartition::Repartition};
 
 use self::cuts::Cuts;
 use self::publisher::RabbitPublisher;

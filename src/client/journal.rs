@@ -215,7 +215,7 @@ impl KeyJournal {
     ///
     /// # Errors
     /// The file system refused; [`KeyJournal::pending`] may return the operation again.
-    pub async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
+    pub(crate) async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
         let (directory, path) = (Arc::clone(&self.directory), self.path(key));
         blocking(&self.directory, move || match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(JournalError::Io { path, source: error }),

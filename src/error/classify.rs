@@ -19,7 +19,7 @@ enum Transient {
 /// Whether the error is transient: a deadlock, a lock timeout, a lost connection, or a database
 /// that is away, full or read-only.
 #[must_use]
-pub fn is_transient(error: &sqlx::Error) -> bool {
+pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     transient(error).is_some()
 }
 

@@ -18,7 +18,7 @@ const STUCK: Duration = Duration::from_secs(120);
 
 /// `/livez`: 200 while all loops turn. `/readyz`: 200 when every part works or stands by, else 503
 /// with the reasons. `/metrics`: Prometheus text.
-pub fn health_routes(health: Health, metrics: PrometheusHandle) -> Router {
+pub(crate) fn health_routes(health: Health, metrics: PrometheusHandle) -> Router {
     Router::new()
         .route("/livez", get(livez))
         .route("/readyz", get(readyz))

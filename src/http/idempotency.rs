@@ -32,12 +32,14 @@ mod openapi;
 mod respond;
 mod typed;
 
-pub use discovery::well_known;
-pub use extract::{IdempotencyGuard, Idempotent, OutcomeTag};
-pub use intake::{IdempotencyScope, Intake, key_in, read_body, scope_in};
-pub use layer::{IdempotencyLayer, IdempotencyService};
-pub use objects::read_json;
+pub use self::{
+    discovery::well_known,
+    extract::{IdempotencyGuard, Idempotent, OutcomeTag},
+    intake::IdempotencyScope,
+    layer::{IdempotencyLayer, IdempotencyService},
+    objects::read_json,
+    respond::{problem_response, respond},
+    typed::{JsonCommand, Scoped, Taken, TypedOperation},
+};
 #[cfg(feature = "openapi")]
 pub use openapi::describe;
-pub use respond::{problem_response, reply_response, respond};
-pub use typed::{JsonCommand, Scoped, Taken, TypedOperation};

@@ -55,9 +55,11 @@ use crate::inbox::rules::horizon::HorizonTooShort;
 use crate::observe::{self, Health, PartState};
 use crate::store::{Duties, Store};
 
+pub use self::{
+    handlers::Handlers,
+    options::{ConsumerOptions, Unhandled},
+};
 use handlers::ByKind;
-pub use handlers::Handlers;
-pub use options::{ConsumerOptions, Unhandled};
 
 use crate::time::pace::{Pace, sleep_unless};
 use solo::Solo;

@@ -57,7 +57,7 @@ pub struct Arrived {
 impl Arrived {
     /// The bytes that a delivery weighs in memory.
     #[must_use]
-    pub fn weight(&self) -> usize {
+    pub(crate) fn weight(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::len)
             + self.key.as_ref().map_or(0, Vec::len)
             + self.headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>()

@@ -53,7 +53,7 @@ pub fn bucket(key: Option<&str>, id: uuid::Uuid) -> u8 {
 
 /// The 16 bytes that stand for topic and key in lanes and in rows of waiting messages.
 #[must_use]
-pub fn lane_id(topic: &str, key: &[u8]) -> [u8; 16] {
+pub(crate) fn lane_id(topic: &str, key: &[u8]) -> [u8; 16] {
     let mut hash = Sha256::new();
     hash.update((topic.len() as u64).to_be_bytes());
     hash.update(topic.as_bytes());

@@ -48,7 +48,7 @@ impl Default for Limits {
 
 impl Limits {
     /// Every limit with its name and its default: the rows of the limits table.
-    pub const ROWS: [(&'static str, usize); 8] = [
+    pub(crate) const ROWS: [(&'static str, usize); 8] = [
         ("topic_length_max", 249),
         ("key_bytes_max", 1_024),
         ("kind_bytes_max", 255),
@@ -60,7 +60,7 @@ impl Limits {
     ];
 
     /// Sets a limit by the name of its row. An unknown name, from a newer schema, is ignored.
-    pub fn set(&mut self, name: &str, value: usize) {
+    pub(crate) fn set(&mut self, name: &str, value: usize) {
         match name {
             "topic_length_max" => self.topic_length_max = value.min(249),
             "key_bytes_max" => self.key_bytes_max = value,
@@ -162,7 +162,7 @@ pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Re
 
 /// Whether oncebox, CloudEvents or a broker uses this header name itself, in any case of letters.
 #[must_use]
-pub fn is_reserved(name: &str) -> bool {
+pub(crate) fn is_reserved(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     name.starts_with("ce_")
         || name.starts_with("cloudevents")

@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 
 /// The value at a pointer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Pointed {
+pub(crate) enum Pointed {
     /// An explicit JSON `null`.
     Null,
     /// A JSON `true` or `false`.
@@ -22,7 +22,7 @@ pub enum Pointed {
 
 /// Why nothing was found.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PointerError {
+pub(crate) enum PointerError {
     /// The payload is not JSON.
     #[error("not JSON: {0}")]
     NotJson(String),
@@ -35,7 +35,7 @@ pub enum PointerError {
 ///
 /// # Errors
 /// The payload is not JSON, or the pointer leads to no value.
-pub fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
+pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
     let not_json = |error: serde_json::Error| PointerError::NotJson(error.to_string());
     let mut at: &RawValue = serde_json::from_slice(payload).map_err(not_json)?;
     for token in pointer.split('/').skip(1) {
@@ -68,7 +68,7 @@ pub fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
 ///
 /// # Errors
 /// As [`find`]; also for null, booleans, objects and arrays, which are no ids.
-pub fn text_at(payload: &[u8], pointer: &str) -> Result<String, PointerError> {
+pub(crate) fn text_at(payload: &[u8], pointer: &str) -> Result<String, PointerError> {
     match find(payload, pointer)? {
         Pointed::Text(text) | Pointed::Number(text) => Ok(text),
         _ => Err(PointerError::Missing),

@@ -9,7 +9,7 @@ use chrono::{DateTime, SecondsFormat, Utc};
 /// The value of `specversion`.
 pub const SPEC_VERSION: &str = "1.0";
 /// The header with the content type on Kafka.
-pub const CONTENT_TYPE: &str = "content-type";
+pub(crate) const CONTENT_TYPE: &str = "content-type";
 /// The header with the W3C trace context: trace id, parent span and flags.
 pub const TRACEPARENT: &str = "traceparent";
 /// The header with the vendors' state of the W3C trace context.
@@ -69,6 +69,6 @@ pub fn parse_time(text: &str) -> Option<DateTime<Utc>> {
 /// Whether a header belongs to the envelope and not to the application. Such headers are left out
 /// of [`super::Message::headers`].
 #[must_use]
-pub fn is_envelope(name: &str) -> bool {
+pub(crate) fn is_envelope(name: &str) -> bool {
     super::limits::is_reserved(name) || name.eq_ignore_ascii_case(TRACEPARENT) || name.eq_ignore_ascii_case(TRACESTATE)
 }

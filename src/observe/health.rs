@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// The state of one part.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PartState {
+pub(crate) enum PartState {
     /// The part starts and will soon report another state.
     Starting,
     /// The part does its work.
@@ -24,7 +24,7 @@ pub enum PartState {
 
 /// A trouble of a part, kept under a name of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Trouble {
+pub(crate) enum Trouble {
     /// The work stops until the trouble is over.
     Stops(String),
     /// The work continues, and a person should know.
@@ -53,7 +53,7 @@ pub struct Health(Arc<Mutex<BTreeMap<String, Part>>>);
 
 impl Health {
     /// Sets the state of a part. This also counts as a beat.
-    pub fn set(&self, part: &str, state: PartState) {
+    pub(crate) fn set(&self, part: &str, state: PartState) {
         let now = Instant::now();
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = parts.get_mut(part) {
@@ -74,12 +74,12 @@ impl Health {
 
     /// Sets the trouble of a part under this name, or clears it with `None`. A part whose work
     /// continues must clear the trouble that stopped it.
-    pub fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
+    pub(crate) fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
         self.trouble_of(part, name, "", trouble);
     }
 
     /// Does the same for one owner, such as a task or partition, if several can have this trouble.
-    pub fn trouble_of(&self, part: &str, name: &'static str, whose: impl Display, trouble: Option<Trouble>) {
+    pub(crate) fn trouble_of(&self, part: &str, name: &'static str, whose: impl Display, trouble: Option<Trouble>) {
         let key = (name, whose.to_string());
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(known) = parts.get_mut(part) else { return };
@@ -100,7 +100,7 @@ impl Health {
     }
 
     /// Clears the trouble of this name for all owners, because they are gone.
-    pub fn troubles_are_over(&self, part: &str, name: &'static str) {
+    pub(crate) fn troubles_are_over(&self, part: &str, name: &'static str) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = parts.get_mut(part) {
             known.troubles.retain(|(of, _), _| *of != name);
@@ -108,14 +108,14 @@ impl Health {
     }
 
     /// Removes a part that has done its work and has no loop that could stop.
-    pub fn done(&self, part: &str) {
+    pub(crate) fn done(&self, part: &str) {
         if self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(part).is_some() {
             tracing::debug!(part, "done");
         }
     }
 
     /// Records that the loop of a part has turned.
-    pub fn beat(&self, part: &str) {
+    pub(crate) fn beat(&self, part: &str) {
         if let Some(known) = self.0.lock().unwrap_or_else(PoisonError::into_inner).get_mut(part) {
             known.beat = Instant::now();
         }
@@ -130,7 +130,7 @@ impl Health {
 
     /// The parts whose loop has not turned for longer than this.
     #[must_use]
-    pub fn stuck(&self, longer_than: Duration) -> Vec<String> {
+    pub(crate) fn stuck(&self, longer_than: Duration) -> Vec<String> {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let late = |part: &Part| part.beat.elapsed() > longer_than;
         parts.iter().filter(|(_, part)| late(part)).map(|(name, _)| name.clone()).collect()

@@ -31,7 +31,7 @@ metrics_table! {
 
 /// An event of the engine that is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Noted {
+pub(crate) enum Noted {
     /// The request claims the key and executes.
     Acquired,
     /// The outcome of an earlier request is answered: `completed`, `failure`, `reference`,
@@ -69,7 +69,7 @@ pub enum Noted {
 }
 
 /// Counts an event. Some events also get a span or a log line.
-pub fn noted(operation: &str, key: &str, noted: Noted) {
+pub(crate) fn noted(operation: &str, key: &str, noted: Noted) {
     let counted = |name: &'static str| counter!(name, "operation" => operation.to_owned()).increment(1);
     let labelled = |name: &'static str, label: &'static str, value: &'static str| {
         counter!(name, "operation" => operation.to_owned(), label => value).increment(1);
@@ -134,7 +134,7 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
 
 /// What a purge deletes when its lifetime is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Forgotten {
+pub(crate) enum Forgotten {
     /// The bodies of answers. Their keys stay known.
     Bodies,
     /// The keys, each with everything that is known of its operation.
@@ -142,7 +142,7 @@ pub enum Forgotten {
 }
 
 /// Counts what a purge deleted.
-pub fn forgotten(what: Forgotten, count: u64) {
+pub(crate) fn forgotten(what: Forgotten, count: u64) {
     let kind = match what {
         Forgotten::Bodies => "bodies",
         Forgotten::Keys => "keys",
@@ -152,7 +152,7 @@ pub fn forgotten(what: Forgotten, count: u64) {
 
 /// Sets the gauge with the operation's mode, and sets its counters to 0 before the first request.
 /// The gauges of what is open are not set: a 0 that nobody has counted would hide an alert.
-pub fn operation_starts(operation: &str, mode: &'static str) {
+pub(crate) fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
     gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);
     for outcome in ["completed", "failure", "reference", "reconstructed", "tombstone"] {
@@ -178,7 +178,7 @@ pub fn operation_starts(operation: &str, mode: &'static str) {
 }
 
 /// Sets the gauges of the engine.
-pub fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
+pub(crate) fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
     gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).set(oldest_in_progress.unwrap_or_default().as_secs_f64());
     gauge!(IDEMPOTENCY_UNKNOWN).set(unknown as f64);
 }

@@ -44,7 +44,7 @@ pub enum Kept {
 impl Kept {
     /// The status of the answer, which is known in every case.
     #[must_use]
-    pub fn status(&self) -> u16 {
+    pub(crate) fn status(&self) -> u16 {
         match self {
             Self::Whole(reply) | Self::Oversize(reply) | Self::Stream(reply) => reply.status,
         }

@@ -45,7 +45,9 @@ use crate::operation::rules::{Code, Mode, Outcome, State};
 use crate::text::panic::panic_text;
 use crate::time::pace::Pace;
 
-pub use guard::{Guard, GuardError, Progress};
+#[cfg(feature = "http")]
+pub(crate) use guard::Progress;
+pub use guard::{Guard, GuardError};
 
 /// How a handler ended, as its transport saw it.
 #[derive(Debug)]

@@ -274,7 +274,7 @@ impl Core {
 
     /// The cipher of stored bytes. It also seals the commands of phased operations.
     #[must_use]
-    pub fn sealer(&self) -> &Sealer {
+    pub(crate) fn sealer(&self) -> &Sealer {
         &self.inner.sealer
     }
 
@@ -288,7 +288,7 @@ impl Core {
     /// Runs work that must finish even when nobody waits for it any more. When a client
     /// disconnects, the future of its request is dropped; this task is not (pitfall 2).
     /// [`Self::drain`] waits for the task.
-    pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
+    pub(crate) fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.inner.tasks.spawn(work)
     }
 
@@ -321,7 +321,7 @@ impl Core {
     ///
     /// # Errors
     /// [`SealError`]. Do not store the answer in plain instead.
-    pub fn encode(
+    pub(crate) fn encode(
         &self,
         endpoint: &Registered,
         identity: &Identity,

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
-pub use self::begin::Begin;
+pub(crate) use self::begin::Begin;
 use self::begin::Ground;
 use super::endpoint::Registered;
 use super::engine::Core;
@@ -86,7 +86,7 @@ pub struct Asking {
 
 /// What the operation does next.
 #[derive(Debug)]
-pub enum Turn {
+pub(crate) enum Turn {
     /// Run without protection: the request has no key, and the route requires none.
     Unkeyed,
     /// Claim on this basis, then execute.
@@ -117,7 +117,7 @@ enum Seen {
 }
 
 /// Takes the turns of one request.
-pub struct Front {
+pub(crate) struct Front {
     engine: Core,
     endpoint: Registered,
     asking: Asking,
@@ -138,7 +138,7 @@ pub struct Front {
 impl Core {
     /// A [`Front`] for one request: it decides what the request gets.
     #[must_use]
-    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
+    pub(crate) fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
                 Some(Identity::new(scope, endpoint.operation().clone(), key.clone()))
@@ -166,33 +166,33 @@ impl Core {
 impl Front {
     /// The engine that received this request.
     #[must_use]
-    pub fn engine(&self) -> &Core {
+    pub(crate) fn engine(&self) -> &Core {
         &self.engine
     }
 
     /// The operation that the request asks for.
     #[must_use]
-    pub fn endpoint(&self) -> &Registered {
+    pub(crate) fn endpoint(&self) -> &Registered {
         &self.endpoint
     }
 
     /// How long a claim may wait for its turn in a store with one writer at a time (O18): the
     /// `patience` of the store's calls.
     #[must_use]
-    pub fn patience(&self) -> Duration {
+    pub(crate) fn patience(&self) -> Duration {
         self.endpoint.route().wait_max
     }
 
     /// A short hash of the key for logs; empty if there is no key.
     #[must_use]
-    pub fn short_key(&self) -> String {
+    pub(crate) fn short_key(&self) -> String {
         self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
     }
 
     /// The answer to a request that is refused before the store is asked and the body is read: no
     /// key, no scope, another region. `None`: continue.
     #[must_use]
-    pub fn early(&self) -> Option<Answered> {
+    pub(crate) fn early(&self) -> Option<Answered> {
         let decision = self.decide(KeyFound::NotAsked);
         let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);
         (!goes_on).then(|| self.refusal(decision, None))
@@ -200,12 +200,12 @@ impl Front {
 
     /// Whether the request has no key and the route requires none.
     #[must_use]
-    pub fn is_unkeyed(&self) -> bool {
+    pub(crate) fn is_unkeyed(&self) -> bool {
         self.decide(KeyFound::NotAsked) == Decision::PassThrough
     }
 
     /// Returns what the operation does next.
-    pub async fn turn(&mut self) -> Turn {
+    pub(crate) async fn turn(&mut self) -> Turn {
         loop {
             let (decision, seen) = self.ask().await;
             let decision = self.within_quota(decision).await;
@@ -248,7 +248,7 @@ impl Front {
 
     /// Notes that the claim was refused: another record exists, or somebody holds the key. The next
     /// turn reads the record.
-    pub fn refused(&mut self, begin: Box<Begin>) {
+    pub(crate) fn refused(&mut self, begin: Box<Begin>) {
         drop(begin);
         self.stage = Stage::Refused;
     }
@@ -261,7 +261,7 @@ impl Front {
     /// The same request under a key that the server makes: for an operation that must claim when
     /// the client sent no key (M17). `None` where the route uses no key, whoever made it.
     #[must_use]
-    pub fn under_own_key(&self) -> Option<Self> {
+    pub(crate) fn under_own_key(&self) -> Option<Self> {
         if self.endpoint.route().requirement == Requirement::Off {
             return None;
         }
@@ -272,19 +272,19 @@ impl Front {
 
     /// Reads the record again in the next turn: after a recovery, or when the answer of a commit
     /// was lost.
-    pub fn look_again(&mut self) {
+    pub(crate) fn look_again(&mut self) {
         self.stage = Stage::Look;
         self.rounds += 1;
     }
 
     /// Counts an event in metrics and notes it in the span.
-    pub fn note(&self, noted: Noted) {
+    pub(crate) fn note(&self, noted: Noted) {
         observe::noted(self.endpoint.operation().as_str(), &self.short_key(), noted);
     }
 
     /// The answer after the store failed at this stage: 503. Nothing was executed, or everything
     /// was rolled back.
-    pub fn store_failed(&self, stage: &'static str, error: &StoreError) -> Answered {
+    pub(crate) fn store_failed(&self, stage: &'static str, error: &StoreError) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), stage, %error, "the store failed");
         self.note(Noted::StoreError(stage));
         self.problem(Code::StoreUnavailable)

@@ -56,12 +56,14 @@ mod vault;
 #[cfg(feature = "client")]
 pub mod webhook;
 
-pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};
-pub use ends::{First, Local, LocalPoint, Settled, SettledPoint};
-pub use engine::{PhasedEngine, PhasedEngineBuilder, PhasedEngineError};
-pub use flow::{Flow, FlowBuilder, FlowError};
-pub use identity::{Identities, ProviderKey};
-pub use phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
-pub use provider::{Asked, Call, Prepare, Provider, Sent};
-pub use recovery::{Recovery, RecoveryOptions};
-pub use registry::DriveSettings;
+pub use self::{
+    effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
+    ends::{First, Local, LocalPoint, Settled, SettledPoint},
+    engine::{PhasedEngine, PhasedEngineBuilder, PhasedEngineError},
+    flow::{Flow, FlowBuilder, FlowError},
+    identity::{Identities, ProviderKey},
+    phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase},
+    provider::{Asked, Call, Prepare, Provider, Sent},
+    recovery::{Recovery, RecoveryOptions},
+    registry::DriveSettings,
+};

@@ -59,14 +59,16 @@ pub(crate) mod retention;
 pub(crate) mod route;
 pub(crate) mod versions;
 
-pub use self::canonical::{FingerprintValue, FingerprintWriter, ValueWriter};
-pub use self::classify::Outcome;
 pub(crate) use self::decide::{Decision, decide};
-pub use self::decimal::Decimal;
-pub use self::fingerprint::{Canonical, Comparison, Fingerprint, Fingerprinter, IdempotentCommand};
-pub use self::identity::{Identity, OperationName, PrincipalMark, Scope};
-pub use self::key::{Key, KeyError, KeyFormat};
-pub use self::keyring::{Keyring, Kid};
-pub use self::problem::Code;
-pub use self::record::{Mode, Record, State};
-pub use self::route::Route;
+pub use self::{
+    canonical::{FingerprintValue, FingerprintWriter, ValueWriter},
+    classify::Outcome,
+    decimal::Decimal,
+    fingerprint::{Canonical, Fingerprint, Fingerprinter, IdempotentCommand},
+    identity::{Identity, OperationName, PrincipalMark, Scope},
+    key::{Key, KeyError, KeyFormat},
+    keyring::{Keyring, Kid},
+    problem::Code,
+    record::{Mode, Record, State},
+    route::Route,
+};

@@ -74,7 +74,7 @@ static HINT: LazyLock<Notify> = LazyLock::new(Notify::new);
 
 /// Waits for the next hint that this process committed messages. A lost hint only delays until the
 /// next poll.
-pub async fn enqueued() {
+pub(crate) async fn enqueued() {
     HINT.notified().await;
 }
 

@@ -233,7 +233,7 @@ impl Finding {
     }
 
     /// A finding of severity `Waits`, with a remedy.
-    pub fn waits(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub(crate) fn waits(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Waits, detail: detail.into(), remedy: Some(remedy.into()) }
     }
 

@@ -12,7 +12,11 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
-pub use named::{Dialect, Piece, ends_transaction, first_word, split};
+#[cfg(feature = "consumer")]
+pub(crate) use named::ends_transaction;
+#[cfg(feature = "postgres")]
+pub(crate) use named::first_word;
+pub use named::{Dialect, Piece, split};
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) use named::{names, written};
 

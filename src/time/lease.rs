@@ -31,7 +31,7 @@ impl Lease {
     /// Whether another owner may take the lease: it has ended, or it ends later than now plus its
     /// length.
     #[must_use]
-    pub fn is_expired(self, now: DbTime) -> bool {
+    pub(crate) fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }
 
@@ -39,13 +39,13 @@ impl Lease {
     /// may fail and the next still comes in time. The owner may measure it with its own clock,
     /// because it only decides when to ask.
     #[must_use]
-    pub fn renewed_after(length: Duration) -> Duration {
+    pub(crate) fn renewed_after(length: Duration) -> Duration {
         length / 3
     }
 
     /// The time until the lease ends; zero if it is expired.
     #[must_use]
-    pub fn remaining(self, now: DbTime) -> Duration {
+    pub(crate) fn remaining(self, now: DbTime) -> Duration {
         if self.is_expired(now) { Duration::ZERO } else { now.until(self.until) }
     }
 }

@@ -27,7 +27,7 @@ impl Pace {
     }
 
     /// Returns the next wait, with jitter between half and all of it.
-    pub fn next_wait(&mut self) -> Duration {
+    pub(crate) fn next_wait(&mut self) -> Duration {
         self.failures = self.failures.saturating_add(1);
         pause(self.first, self.longest, self.failures, fastrand::f64())
     }
@@ -46,7 +46,7 @@ const REST_MAX: Duration = Duration::from_secs(60);
 /// so long that it takes a fiftieth of the time, up to a minute. After a failure it takes half of
 /// the time: perhaps the server was away, perhaps the work was too slow for a limit.
 #[must_use]
-pub fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Duration) -> Duration {
+pub(crate) fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Duration) -> Duration {
     let times = if end.is_ok() { 50 } else { 1 };
     least.max((times * took).min(REST_MAX))
 }

@@ -39,7 +39,7 @@ pub struct RetryPolicy {
 
 /// What happens to a message that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Decision {
+pub(crate) enum Decision {
     /// Try again in place after this pause.
     InPlace(Duration),
     /// Store it as waiting, due after this time.
@@ -50,7 +50,7 @@ pub enum Decision {
 
 /// Why a message is not tried again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Death {
+pub(crate) enum Death {
     /// Its handler said that no retry can help.
     Terminal,
     /// Its last attempt has failed.
@@ -60,7 +60,7 @@ pub enum Death {
 impl Death {
     /// The reason that is stored with the dead message.
     #[must_use]
-    pub fn reason(self) -> &'static str {
+    pub(crate) fn reason(self) -> &'static str {
         match self {
             Self::Terminal => "terminal",
             Self::Attempts => "attempts",
@@ -70,7 +70,7 @@ impl Death {
 
 /// What a failed try asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Asked {
+pub(crate) enum Asked {
     /// Nothing: the schedule decides.
     Nothing,
     /// Try again after this time.
@@ -85,7 +85,7 @@ pub enum Asked {
 /// Why a schedule cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum RetryPolicyError {
+pub(crate) enum RetryPolicyError {
     /// `max_attempts` is 0, so nothing would be tried.
     NoAttempt,
     /// `base` is zero: waits would never grow.
@@ -117,7 +117,7 @@ impl RetryPolicy {
     /// included; `chance` is drawn from 0 to 1. A time that a handler asks for is granted up to
     /// `cap`, and the attempt counts. Otherwise such a message could be tried for ever.
     #[must_use]
-    pub fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
+    pub(crate) fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
             Asked::NoRetry => Decision::Dead(Death::Terminal),
             _ if failed >= self.max_attempts => Decision::Dead(Death::Attempts),
@@ -132,20 +132,20 @@ impl RetryPolicy {
     /// Whether the attempt of this number, counted from 1, may begin. A number above the last one
     /// occurs when every attempt ended with the death of its process.
     #[must_use]
-    pub fn allows(&self, attempt: u32) -> bool {
+    pub(crate) fn allows(&self, attempt: u32) -> bool {
         attempt <= self.max_attempts
     }
 
     /// The longest that all waits together can take, whatever handlers ask for. The time of the
     /// handlers is not included.
     #[must_use]
-    pub fn longest(&self) -> Duration {
+    pub(crate) fn longest(&self) -> Duration {
         self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
     }
 
     /// The durable wait number `n`, counted from 1; `chance` is drawn from 0 to 1.
     #[must_use]
-    pub fn wait(&self, n: u32, chance: f64) -> Duration {
+    pub(crate) fn wait(&self, n: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(n.saturating_sub(1)).unwrap_or(i32::MAX);
         let cap = self.cap.as_secs_f64();
         let full = self.base.as_secs_f64() * self.multiplier.max(1.0).powi(exponent);
@@ -158,7 +158,7 @@ impl RetryPolicy {
     /// # Errors
     ///
     /// The setting that cannot be used.
-    pub fn validate(&self) -> Result<(), RetryPolicyError> {
+    pub(crate) fn validate(&self) -> Result<(), RetryPolicyError> {
         if self.max_attempts == 0 {
             Err(RetryPolicyError::NoAttempt)
         } else if self.base.is_zero() {

@@ -1,7 +1,7 @@
 //! Where a partition begins: topics made anew, records that the broker deleted, a broker that is
 //! away.
 
-use oncebox::adapter::position::{Break, Position};
+use oncebox::adapter::{Break, Position};
 use oncebox::broker::{Begun, Broker, Event, Subscriber};
 use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::mocking::MockCluster;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
-use oncebox::adapter::operation::unreadable;
+use oncebox::adapter::unreadable;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
 use oncebox::operation::{
     AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::adapter::stored::DbTime;
+use oncebox::adapter::DbTime;
 use oncebox::operation::State;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::{

@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::act::refused;
 use super::common::{CommonArgs, Output, table};
-use oncebox::adapter::operation::{Announced, Versions, unreadable};
+use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};

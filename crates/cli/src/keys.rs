@@ -11,7 +11,7 @@ use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
 use super::common::{CommonArgs, Output, hint_of_more, limit, table};
 use super::progress::{Batches, shown};
-use oncebox::adapter::stored::{DbTime, hex};
+use oncebox::adapter::{DbTime, hex};
 use oncebox::app::{AppError, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
 use oncebox::store::{FoundKeys, KeyChange, KeyFilter, OperationStore, RunOutcome};

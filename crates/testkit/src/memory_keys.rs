@@ -14,9 +14,7 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use crate::store::KeysFixture;
-use oncebox::adapter::Columns;
-use oncebox::adapter::stored::DbTime;
-use oncebox::adapter::stored::Lease;
+use oncebox::adapter::{Columns, DbTime, Lease};
 use oncebox::error::StoreError;
 use oncebox::operation::{
     Durability, Identity, Mode, OperationName, Record, Retention, State, StoredAnswer, StoredBody, Tombstone,

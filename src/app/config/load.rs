@@ -15,7 +15,7 @@ use super::Settings;
 
 /// The sources of settings besides the defaults.
 #[derive(Debug, Clone, Default)]
-pub struct Layers {
+pub(crate) struct Layers {
     /// The configuration file, as given by `--config FILE`; `None`: no file is read.
     pub file: Option<PathBuf>,
     /// The variables of the environment; those that begin with `ONCEBOX_` are settings.
@@ -98,7 +98,7 @@ impl Layer {
 /// # Errors
 /// A source that cannot be read, an unknown key (with the nearest known one), or a value that
 /// cannot be used (with its origin). The text never holds a secret.
-pub fn load(layers: &Layers) -> Result<Loaded, String> {
+pub(crate) fn load(layers: &Layers) -> Result<Loaded, String> {
     let defaults = table_of(&Settings::default())?;
     let mut figment = Figment::from(Layer { origin: DEFAULT.to_owned(), values: defaults.clone() });
     if let Some(file) = &layers.file {

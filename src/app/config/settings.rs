@@ -536,7 +536,7 @@ impl PublisherSettings {
     ///
     /// # Errors
     /// The setting that cannot be used, and why.
-    pub fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
+    pub(crate) fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
         crate::message::limits::check_printable("publisher.source", &self.source, 255)
             .map_err(|error| error.to_string())?;
         if self.lease.0 < Span::seconds(1).0 {

@@ -165,7 +165,7 @@ pub struct Secret(pub String);
 impl Secret {
     /// The text that may be printed: a URL without its password, anything else replaced as a whole.
     #[must_use]
-    pub fn redacted(&self) -> String {
+    pub(crate) fn redacted(&self) -> String {
         if self.0.is_empty() {
             String::new()
         } else if self.0.contains("://") {

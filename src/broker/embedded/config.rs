@@ -51,7 +51,7 @@ impl EmbeddedConfig {
     ///
     /// # Errors
     /// [`BrokerError::Refused`] where it is not such a URL.
-    pub fn from_url(url: &str) -> Result<Self, BrokerError> {
+    pub(crate) fn from_url(url: &str) -> Result<Self, BrokerError> {
         match url.strip_prefix("embedded://") {
             Some(path) if !path.is_empty() => Ok(Self::new(path)),
             _ => Err(BrokerError::Refused(format!(
@@ -70,7 +70,7 @@ impl EmbeddedConfig {
     ///
     /// # Errors
     /// [`BrokerError::Refused`] names the setting.
-    pub fn validate(&self) -> Result<(), BrokerError> {
+    pub(crate) fn validate(&self) -> Result<(), BrokerError> {
         let refused = |what: &str| Err(BrokerError::Refused(format!("broker `{}`: {what}", self.path.display())));
         if !(1..=1_024).contains(&self.partitions) {
             return refused("`partitions` must be 1 to 1024");

@@ -104,7 +104,7 @@ impl RabbitConfig {
     ///
     /// # Errors
     /// [`BrokerError::Refused`] names the setting.
-    pub fn validate(&self) -> Result<(), BrokerError> {
+    pub(crate) fn validate(&self) -> Result<(), BrokerError> {
         let servers = self.servers()?;
         let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));
         if self.ca_file.is_some() && !servers.iter().all(|server| server.tls) {

@@ -26,7 +26,7 @@ pub struct IdempotencyScope(pub Scope);
 
 /// The body of a request, and its memory permit.
 #[derive(Debug)]
-pub struct Intake {
+pub(crate) struct Intake {
     /// The bytes of the body, at most as many as the operation's limit.
     pub body: Vec<u8>,
     /// Keep the permit as long as the bytes.
@@ -35,7 +35,7 @@ pub struct Intake {
 
 /// Reads the key from the headers of a request.
 #[must_use]
-pub fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
+pub(crate) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
     let lines: Vec<&[u8]> = headers.get_all("idempotency-key").iter().map(|value| value.as_bytes()).collect();
     match Key::from_header(&lines, format) {
         Ok(None) => KeyGiven::Missing,
@@ -46,7 +46,7 @@ pub fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
 
 /// The scope of a request, if authentication set one.
 #[must_use]
-pub fn scope_in(parts: &Parts) -> Option<Scope> {
+pub(crate) fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
 }
 
@@ -69,7 +69,7 @@ pub(super) fn unread(engine: &Core, endpoint: &Registered, scope: Option<Scope>,
 ///
 /// # Cancel safety
 /// If the future is dropped, the rest of the body is not read and its memory is returned.
-pub async fn read_body(
+pub(crate) async fn read_body(
     engine: &Core,
     endpoint: &Registered,
     parts: &Parts,

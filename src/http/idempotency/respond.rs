@@ -54,7 +54,7 @@ pub fn respond(answered: Answered) -> Response {
 
 /// Turns an operation's own answer into a response.
 #[must_use]
-pub fn reply_response(reply: Reply, replayed: bool) -> Response {
+pub(crate) fn reply_response(reply: Reply, replayed: bool) -> Response {
     let status = StatusCode::from_u16(reply.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     // Responses with these statuses have no body, whatever was stored.
     let bare = status == StatusCode::NO_CONTENT || status == StatusCode::NOT_MODIFIED;

@@ -144,12 +144,6 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
         &self.endpoint
     }
 
-    /// The engine that runs the operation.
-    #[must_use]
-    pub fn engine(&self) -> &Engine<S> {
-        &self.engine
-    }
-
     /// Reads key, scope, body and command from a request. A request that is refused here makes no
     /// record.
     ///

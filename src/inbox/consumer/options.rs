@@ -135,7 +135,7 @@ impl ConsumerOptions {
     /// The id rule as it is stored at the first start; for ids by coordinates it includes the
     /// epoch.
     #[must_use]
-    pub fn id_rule_text(&self) -> String {
+    pub(crate) fn id_rule_text(&self) -> String {
         match self.id_rule {
             IdRule::Coordinates => format!("coordinates@{}", self.id_epoch),
             ref rule => rule.to_string(),

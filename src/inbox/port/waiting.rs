@@ -32,7 +32,7 @@ pub struct LeasedMessage {
 
 /// The longest lease. A lease that ends later than this from now was made before the database's
 /// clock went back, and is over (R22).
-pub const LEASE_MAX: Duration = Duration::from_secs(600);
+pub(crate) const LEASE_MAX: Duration = Duration::from_secs(600);
 
 /// A lease on rows: for how long, and under which token. The token is the caller's, so that a lease
 /// whose answer was lost can be given back.
@@ -45,7 +45,7 @@ pub struct RowLease {
 }
 
 impl RowLease {
-    /// A lease with a new token, at most [`LEASE_MAX`] long.
+    /// A lease with a new token, at most ten minutes long.
     #[must_use]
     pub fn new(length: Duration) -> Self {
         Self { token: uuid::Uuid::now_v7(), length: length.min(LEASE_MAX) }

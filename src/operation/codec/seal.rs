@@ -117,7 +117,7 @@ impl Sealer {
     ///
     /// # Errors
     /// The error of the cipher; the bytes are not returned in plain instead.
-    pub fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
+    pub(crate) fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
         let format = if self.encrypts() { ENCRYPTED } else { 0 };
         let (bytes, kid) = self.encrypt(&associated(&framed(context.iter().copied()), format), bytes)?;
         Ok(Sealed { bytes, kid })
@@ -127,7 +127,7 @@ impl Sealer {
     ///
     /// # Errors
     /// [`SealError::UnknownKid`], [`SealError::Broken`], [`SealError::Plain`].
-    pub fn open(&self, context: &[&[u8]], sealed: &Sealed) -> Result<Vec<u8>, SealError> {
+    pub(crate) fn open(&self, context: &[&[u8]], sealed: &Sealed) -> Result<Vec<u8>, SealError> {
         match &sealed.kid {
             None if self.sealed_only => Err(SealError::Plain),
             None => Ok(sealed.bytes.clone()),

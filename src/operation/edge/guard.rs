@@ -24,7 +24,7 @@ use crate::store::base::Base;
 
 /// How far a run has come (O10). Cheap to clone.
 #[derive(Debug, Clone, Default)]
-pub struct Progress(Arc<Far>);
+pub(crate) struct Progress(Arc<Far>);
 
 #[derive(Debug, Default)]
 struct Far {
@@ -45,12 +45,12 @@ enum Committed {
 impl Progress {
     /// Notes that the extractor of the body is wrapped. From now on it is known whether the
     /// operation's own code has started.
-    pub fn met_extractor(&self) {
+    pub(crate) fn met_extractor(&self) {
         self.0.met.store(true, Ordering::Release);
     }
 
     /// Notes that the request was accepted and the operation's own code begins.
-    pub fn started(&self) {
+    pub(crate) fn started(&self) {
         self.0.started.store(true, Ordering::Release);
     }
 
@@ -138,7 +138,7 @@ impl<S: Keys> Guard<S> {
 
     /// How far this run has come.
     #[must_use]
-    pub fn progress(&self) -> &Progress {
+    pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }
 }

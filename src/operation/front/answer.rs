@@ -22,7 +22,7 @@ const FULL: Duration = Duration::from_secs(30);
 impl Front {
     /// A problem with this code and the values of its table.
     #[must_use]
-    pub fn problem(&self, code: Code) -> Answered {
+    pub(crate) fn problem(&self, code: Code) -> Answered {
         Answered::Problem(Problem::new(code))
     }
 
@@ -31,7 +31,7 @@ impl Front {
     /// `operation_path`. Its status is 202 if the route accepts duplicates, or if the operation is
     /// phased and has a location; otherwise 409.
     #[must_use]
-    pub fn pending(&self, record: &Record) -> Answered {
+    pub(crate) fn pending(&self, record: &Record) -> Answered {
         self.recovering(record.operation_id)
     }
 
@@ -49,7 +49,7 @@ impl Front {
     }
 
     /// The answer of a run that has ended in this process, for its own request.
-    pub fn first(&self, begin_ran: Duration, reply: Reply) -> Answered {
+    pub(crate) fn first(&self, begin_ran: Duration, reply: Reply) -> Answered {
         self.engine.has_run(self.endpoint.operation(), begin_ran);
         Answered::Reply { reply, replayed: false }
     }
@@ -57,7 +57,7 @@ impl Front {
     /// The answer to a duplicate while the first request runs in this process, and to a request
     /// whose own timeout has passed (O10).
     #[must_use]
-    pub fn still_running(&self, ran: Duration) -> Answered {
+    pub(crate) fn still_running(&self, ran: Duration) -> Answered {
         self.note(Noted::InProgress);
         let mut problem = Problem::new(Code::InProgress);
         problem.retry_after = Some(self.comes_again(self.endpoint.route().lease, ran));

@@ -14,7 +14,7 @@ use crate::operation::running::Entry;
 /// A claim to be made. While it lives (or a place that was taken from it), duplicates in this
 /// process are answered from the map of runs. Dropping it wakes the duplicates that wait.
 #[derive(Debug)]
-pub struct Begin {
+pub(crate) struct Begin {
     /// The claim. Its operation id is a new one, or that of the record that runs again.
     pub claim: KeyClaim,
     pub(super) ground: Ground,
@@ -47,7 +47,7 @@ impl Begin {
     /// The state of the record that the claim relies on; if it has changed, the store refuses the
     /// claim.
     #[must_use]
-    pub fn basis(&self) -> Basis<'_> {
+    pub(crate) fn basis(&self) -> Basis<'_> {
         self.ground.basis()
     }
 
@@ -64,7 +64,7 @@ impl Begin {
 
     /// How long the run has taken so far.
     #[must_use]
-    pub fn ran(&self) -> Duration {
+    pub(crate) fn ran(&self) -> Duration {
         self.entry.ran()
     }
 

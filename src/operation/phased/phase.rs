@@ -83,7 +83,7 @@ impl Context {
 
     /// The tenant, operation and key of the request.
     #[must_use]
-    pub fn identity(&self) -> &Identity {
+    pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }
 }

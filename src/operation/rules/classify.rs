@@ -46,7 +46,7 @@ pub enum Outcome<R> {
 
 /// How a run without a tag ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Untagged {
+pub(crate) enum Untagged {
     /// The run ended with an answer of this HTTP status.
     Status(u16),
     /// The run ended with an error or a panic.
@@ -55,7 +55,7 @@ pub enum Untagged {
 
 /// What is known of the run besides its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub(crate) struct Run {
     /// The mode in which the key was claimed.
     pub mode: Mode,
     /// How far the run came.
@@ -66,7 +66,7 @@ pub struct Run {
 
 /// How far a run came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Reached {
+pub(crate) enum Reached {
     /// The code was called, and it is not known whether its extractors let the request in: the
     /// route has no `Idempotent<E>`.
     Called,
@@ -84,7 +84,7 @@ pub enum Reached {
 
 /// What the engine does with the record, by one statement that compares the epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Settle {
+pub(crate) enum Settle {
     /// Write this state with the answer. In a transactional operation, a binding rejection first
     /// rolls back to the savepoint.
     Finish(State),
@@ -98,7 +98,7 @@ pub enum Settle {
 
 impl<R> Outcome<R> {
     /// The answer without the handler's report.
-    pub fn into_answer(self) -> R {
+    pub(crate) fn into_answer(self) -> R {
         match self {
             Self::Completed(answer)
             | Self::Rejected { answer, .. }
@@ -110,7 +110,7 @@ impl<R> Outcome<R> {
 
     /// Decides what is done with the record after a run that ended with a tag.
     #[must_use]
-    pub fn settle(&self, run: Run) -> Settle {
+    pub(crate) fn settle(&self, run: Run) -> Settle {
         if let Some(settled) = run.settled() {
             return settled;
         }
@@ -128,7 +128,7 @@ impl<R> Outcome<R> {
 impl Run {
     /// A run of this route that came this far.
     #[must_use]
-    pub fn of(route: &Route, reached: Reached) -> Self {
+    pub(crate) fn of(route: &Route, reached: Reached) -> Self {
         Self { mode: route.mode, reached, release_untagged: route.release_untagged }
     }
 
@@ -143,7 +143,7 @@ impl Run {
 
     /// Decides what is done with the record after a run that ended without a tag.
     #[must_use]
-    pub fn settle(self, end: Untagged) -> Settle {
+    pub(crate) fn settle(self, end: Untagged) -> Settle {
         if let Some(settled) = self.settled() {
             return settled;
         }

@@ -30,7 +30,7 @@ impl Delivery {
     /// The state, from what is proven, whether it was given up, and how many tries may have
     /// arrived.
     #[must_use]
-    pub fn of(settled: Option<Settled>, given_up: bool, doubtful: u32) -> Self {
+    pub(crate) fn of(settled: Option<Settled>, given_up: bool, doubtful: u32) -> Self {
         match settled {
             Some(Settled::Succeeded) => Self::Sent,
             Some(Settled::Failed) => Self::Refused,
@@ -42,7 +42,7 @@ impl Delivery {
 
     /// The word without its number, for labels.
     #[must_use]
-    pub fn word(self) -> &'static str {
+    pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",
             Self::PossiblySent(_) => "possibly-sent",

@@ -68,7 +68,7 @@ pub struct ParseFingerprintError;
 
 /// How a stored fingerprint compares with a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Comparison {
+pub(crate) enum Comparison {
     /// The command is the same as the stored one.
     Equal,
     /// The command is not the stored one.
@@ -139,7 +139,7 @@ impl Fingerprinter {
 
     /// Compares a stored fingerprint with a command, under the stored version and key id.
     #[must_use]
-    pub fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
+    pub(crate) fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
         if stored.version > *self.readable.end() {
             return Comparison::Newer;
         }
@@ -155,19 +155,19 @@ impl Fingerprinter {
 
     /// The operation whose commands are fingerprinted.
     #[must_use]
-    pub fn operation(&self) -> &OperationName {
+    pub(crate) fn operation(&self) -> &OperationName {
         &self.operation
     }
 
     /// The secrets. Principals are hashed with them too.
     #[must_use]
-    pub fn keyring(&self) -> &Keyring {
+    pub(crate) fn keyring(&self) -> &Keyring {
         &self.keyring
     }
 
     /// What this process reads and writes of the operation, for `oncebox doctor`.
     #[must_use]
-    pub fn versions(&self) -> Versions {
+    pub(crate) fn versions(&self) -> Versions {
         Versions {
             operation: self.operation.clone(),
             readable: self.readable.clone(),

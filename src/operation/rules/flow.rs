@@ -72,7 +72,7 @@ pub enum Stage {
 
 /// How a phase ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum PhaseEnd {
+pub(crate) enum PhaseEnd {
     /// A recovery point is committed.
     RecoveryPoint,
     /// An intent to call a provider is committed, with the exact bytes (O5).
@@ -141,13 +141,13 @@ impl Stage {
     /// Whether a provider may have been asked. Such an operation cannot be released or run again
     /// from its start (O11, O13).
     #[must_use]
-    pub fn has_intents(self) -> bool {
+    pub(crate) fn has_intents(self) -> bool {
         !matches!(self, Self::Received | Self::Local)
     }
 
     /// The stage after a phase with this end; `None` if a phase of this stage must not end so.
     #[must_use]
-    pub fn after(self, end: PhaseEnd) -> Option<Self> {
+    pub(crate) fn after(self, end: PhaseEnd) -> Option<Self> {
         match (self, end) {
             (Self::Succeeded | Self::Failed, _) => None,
             (_, PhaseEnd::Succeed) => Some(Self::Succeeded),

@@ -57,7 +57,7 @@ pub struct PrincipalMark {
 
 /// Whether the principal of a request is the principal of the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum PrincipalMatch {
+pub(crate) enum PrincipalMatch {
     /// The principals are the same.
     Same,
     /// The principals differ: answered as a mismatch, counted apart, never executed or replayed.
@@ -133,7 +133,7 @@ impl Scope {
 
     /// Compares this principal with the one that a record stores.
     #[must_use]
-    pub fn compare(&self, stored: &PrincipalMark, keyring: &Keyring) -> PrincipalMatch {
+    pub(crate) fn compare(&self, stored: &PrincipalMark, keyring: &Keyring) -> PrincipalMatch {
         match keyring.hash(&stored.kid, &self.principal_message()) {
             None => PrincipalMatch::Unreadable,
             Some(hash) if hash == stored.hash => PrincipalMatch::Same,

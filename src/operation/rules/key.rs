@@ -22,9 +22,9 @@ use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
 /// The shortest key, in bytes.
-pub const KEY_BYTES_MIN: usize = 16;
+pub(crate) const KEY_BYTES_MIN: usize = 16;
 /// The longest key, in bytes.
-pub const KEY_BYTES_MAX: usize = 255;
+pub(crate) const KEY_BYTES_MAX: usize = 255;
 
 /// The form of key that a route accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

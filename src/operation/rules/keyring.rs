@@ -129,12 +129,12 @@ impl Keyring {
 
     /// The id under which new hashes are written.
     #[must_use]
-    pub fn write_kid(&self) -> &Kid {
+    pub(crate) fn write_kid(&self) -> &Kid {
         &self.write
     }
 
     /// The ids whose hashes can be read.
-    pub fn readable(&self) -> impl Iterator<Item = Kid> {
+    pub(crate) fn readable(&self) -> impl Iterator<Item = Kid> {
         std::iter::once(Kid::plain()).chain(self.secrets.keys().cloned())
     }
 

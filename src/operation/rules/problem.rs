@@ -169,7 +169,7 @@ const TABLE: [Row; 23] = {
 
 impl Code {
     /// Every code, in the order of declaration.
-    pub fn all() -> impl Iterator<Item = Self> {
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
         TABLE.iter().map(|row| row.code)
     }
 
@@ -193,7 +193,7 @@ impl Code {
 
     /// The number of the gRPC status.
     #[must_use]
-    pub fn grpc(self) -> i32 {
+    pub(crate) fn grpc(self) -> i32 {
         self.row().grpc
     }
 
@@ -205,7 +205,7 @@ impl Code {
 
     /// What is known of the key, unless the caller knows more.
     #[must_use]
-    pub fn key_state(self) -> KeyState {
+    pub(crate) fn key_state(self) -> KeyState {
         self.row().key_state
     }
 
@@ -218,11 +218,12 @@ impl Code {
 
 impl KeyState {
     /// Every state, in the order of declaration.
-    pub const ALL: [Self; 6] = [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::NotSaid, Self::Unknown];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::NotSaid, Self::Unknown];
 
     /// The name in a problem body.
     #[must_use]
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Free => "free",
             Self::InProgress => "in_progress",
@@ -235,7 +236,7 @@ impl KeyState {
 
     /// Whether a client that has lost an answer may end its operation with this problem (O26).
     #[must_use]
-    pub fn ends_the_operation(self) -> bool {
+    pub(crate) fn ends_the_operation(self) -> bool {
         self == Self::Spent
     }
 }

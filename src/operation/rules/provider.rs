@@ -18,7 +18,7 @@
 //!
 //! What the store must do: commit the begin of every send, fenced by the epoch, before the send
 //! starts, so that a crash cannot lose it; let any process append evidence at any time; call
-//! [`Strategy::next`] in the transaction that decides, with the evidence that was read there (O8).
+//! `Strategy::next` in the transaction that decides, with the evidence that was read there (O8).
 //!
 //! Not here: the calls and their timeouts (`operation::phased`), an adapter's list of verdicts, and
 //! the rows (`store`).
@@ -34,7 +34,7 @@ pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 
 /// After this many sends that got a stored server error, sends stop: the provider will not answer
 /// anything else (O7).
-pub const STORED_ERRORS_MAX: usize = 3;
+pub(crate) const STORED_ERRORS_MAX: usize = 3;
 
 /// How a provider lets us find out whether an effect happened, declared per effect (O6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +73,7 @@ pub struct KeyWindowError {
 
 /// What is committed about the sends of an effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Sends {
+pub(crate) struct Sends {
     /// Database time of the intent, committed before the first send.
     pub first_sent_at: Option<DbTime>,
     /// The number of sends that any process has begun.
@@ -123,7 +123,7 @@ pub enum Settled {
 
 /// The next step for an effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub(crate) enum Step {
     /// The outcome is proven: continue the flow.
     Settle(Settled),
     /// Send for the first time, or after sends that did not leave us or for which an operator
@@ -144,7 +144,7 @@ pub enum Step {
 
 /// Why only a person can find out the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Gap {
+pub(crate) enum Gap {
     /// The provider offers neither key nor query.
     NoMeans,
     /// The provider may have forgotten our key, and offers no query.
@@ -167,7 +167,7 @@ impl KeyWindow {
     ///
     /// # Errors
     /// No send could be repeated within the window.
-    pub fn validate(self) -> Result<(), KeyWindowError> {
+    pub(crate) fn validate(self) -> Result<(), KeyWindowError> {
         let Self { retention, max_in_flight } = self;
         if max_in_flight < retention { Ok(()) } else { Err(KeyWindowError { retention, max_in_flight }) }
     }
@@ -176,7 +176,7 @@ impl KeyWindow {
     /// that lies in the future by more than `max_in_flight` was written before the clock went back,
     /// so its age is not known (R22).
     #[must_use]
-    pub fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
+    pub(crate) fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
         let end = first_sent_at.after(self.retention).before(self.max_in_flight);
         first_sent_at <= now.after(self.max_in_flight) && now < end
     }
@@ -232,7 +232,7 @@ impl Evidence {
 
     /// The proven outcome; `None` if there is none or the evidence contradicts itself.
     #[must_use]
-    pub fn settled(&self, sends: Sends) -> Option<Settled> {
+    pub(crate) fn settled(&self, sends: Sends) -> Option<Settled> {
         match (self.succeeded, self.is_failed()) {
             _ if self.mismatch => None,
             (true, false) => Some(Settled::Succeeded),
@@ -255,7 +255,7 @@ impl Evidence {
 impl Strategy {
     /// The window in which a send may be repeated; `None` if the strategy uses no key.
     #[must_use]
-    pub fn window(self) -> Option<KeyWindow> {
+    pub(crate) fn window(self) -> Option<KeyWindow> {
         match self {
             Self::Key(window) | Self::KeyAndQuery(window) => Some(window),
             Self::Query | Self::None | Self::Repeatable => None,
@@ -264,7 +264,7 @@ impl Strategy {
 
     /// Decides the next step for an effect, only from what is committed.
     #[must_use]
-    pub fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
+    pub(crate) fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
         if evidence.mismatch || evidence.succeeded && evidence.is_failed() {
             return Step::Operator(Gap::Mismatch);
         }
@@ -300,7 +300,7 @@ impl Step {
     /// attempts, for they leave nothing to find out. An unknown outcome never becomes a failure
     /// (O9).
     #[must_use]
-    pub fn within(self, attempts: u32, max_attempts: u32) -> Self {
+    pub(crate) fn within(self, attempts: u32, max_attempts: u32) -> Self {
         match self {
             Self::Settle(_) | Self::Operator(_) | Self::Send | Self::Wait { .. } => self,
             _ if attempts >= max_attempts => Self::Operator(Gap::Attempts),

@@ -204,7 +204,7 @@ impl Mode {
 
 impl Tombstone {
     /// Every reason, in the order of declaration.
-    pub const ALL: [Self; 4] = [Self::Oversize, Self::Stream, Self::Withheld, Self::Purged];
+    pub(crate) const ALL: [Self; 4] = [Self::Oversize, Self::Stream, Self::Withheld, Self::Purged];
 
     /// The name, as it is stored.
     #[must_use]

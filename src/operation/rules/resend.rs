@@ -142,7 +142,7 @@ impl Seen {
     /// from `ErrorInfo`. A deadline or a cancellation is mostly the client's own and says nothing
     /// about the server (O27).
     #[must_use]
-    pub fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
+    pub(crate) fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
         let http = match status {
             0 => return Self::Success,
             3 | 11 => 400,

@@ -55,7 +55,7 @@ impl Retention {
     ///
     /// # Errors
     /// The lifetimes contradict each other.
-    pub fn validate(&self) -> Result<(), RetentionError> {
+    pub(crate) fn validate(&self) -> Result<(), RetentionError> {
         if self.ttl.is_zero() {
             Err(RetentionError::NoTtl)
         } else if self.body > self.ttl {

@@ -172,7 +172,7 @@ pub enum RouteError {
 impl MismatchStatus {
     /// The HTTP status: 422, 409 or 400.
     #[must_use]
-    pub fn status(self) -> u16 {
+    pub(crate) fn status(self) -> u16 {
         match self {
             Self::Unprocessable => 422,
             Self::Conflict => 409,

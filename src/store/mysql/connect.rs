@@ -30,7 +30,7 @@ impl MySqlStore {
     ///
     /// # Cancel safety
     /// Nothing is left behind.
-    pub async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+    pub(crate) async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
         let mut hosts = hosts(options)?;
         let connect_options = hosts.choose().await?.clone();
         let are_several = hosts.are_several();

@@ -48,7 +48,7 @@ struct Database {
 impl SqliteStore {
     /// The path of the database file, as the URL named it.
     #[must_use]
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.shared.path
     }
 

@@ -78,7 +78,7 @@ pub(crate) fn written<T: AsRef<str>>(pieces: &[Piece], mut parameter: impl FnMut
 /// by command or because the database commits before it runs the statement. None where there is no
 /// such statement; savepoints are allowed. A procedure that commits inside is not detected.
 #[must_use]
-pub fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
+pub(crate) fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
     statements(sql, dialect).into_iter().find_map(|words| {
         let word = |at: usize| words.get(at).map_or("", String::as_str);
         let ends = match (word(0), word(1)) {
@@ -93,7 +93,7 @@ pub fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
 
 /// The first word of a statement, in capitals.
 #[must_use]
-pub fn first_word(sql: &str, dialect: Dialect) -> Option<String> {
+pub(crate) fn first_word(sql: &str, dialect: Dialect) -> Option<String> {
     statements(sql, dialect).into_iter().next()?.into_iter().next()
 }
 

@@ -49,7 +49,8 @@ impl World {
                 return Err(violation(Kind::Lost, format!("shard {index}: gap {last} is above scanned_to")));
             }
             for (id, message) in self.committed() {
-                let scanned = message.position <= shard.scanned_to && !shard.gaps.contains(message.position);
+                let is_gap = shard.gaps.iter().any(|gap| (gap.from..gap.to).contains(&message.position));
+                let scanned = message.position <= shard.scanned_to && !is_gap;
                 if scanned && shard.buckets.contains(&message.bucket) && !self.is_accounted_for(id, message) {
                     let what = format!(
                         "shard {index} scanned to {} with gaps {} and forgot message {id}: {message:?}",

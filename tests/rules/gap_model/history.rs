@@ -1,6 +1,8 @@
 //! One random history: writers, relays, operators, crashes; then everything heals and the relay
 //! must come to an end.
 
+use std::collections::BTreeSet;
+
 use crate::outbox::rules::diversion::Diverted;
 use crate::outbox::rules::gaps::GapSet;
 
@@ -197,8 +199,9 @@ impl History {
             }
             let same = one.scanned_to == other.scanned_to;
             let joined = same.then(|| one.gaps.iter().chain(other.gaps.iter()).collect::<GapSet>());
-            let both = || one.gaps.iter().flat_map(|range| range.from..range.to).filter(|&p| other.gaps.contains(p));
-            let intersection = || both().map(crate::outbox::rules::gaps::Range::one).collect::<GapSet>();
+            let positions = |gaps: &GapSet| gaps.iter().flat_map(|range| range.from..range.to).collect::<BTreeSet<_>>();
+            let both = || &positions(&one.gaps) & &positions(&other.gaps);
+            let intersection = || both().into_iter().map(crate::outbox::rules::gaps::Range::one).collect::<GapSet>();
             let mutated = self.world.mutant == Some(Mutant::JoinByIntersection);
             let Some(gaps) = joined.map(|union| if mutated { intersection() } else { union }) else {
                 return;

@@ -86,7 +86,7 @@ impl Reference {
     }
 
     pub(crate) fn room(&self) -> usize {
-        self.ranges_max.saturating_sub(self.open().len())
+        self.ranges_max.saturating_sub(self.open().iter().count())
     }
 
     pub(crate) fn begin_read(&mut self) -> ReadPlan {
@@ -229,7 +229,7 @@ impl Reference {
         if !covered.is_empty() {
             self.watch = Watch::Listing;
         }
-        set(covered.iter()).len()
+        set(covered.iter()).iter().count()
     }
 
     pub(crate) fn on_lock_holders(&mut self, holders: Vec<u64>) {

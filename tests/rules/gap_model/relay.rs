@@ -238,11 +238,12 @@ impl Process {
         };
         let positions: Vec<i64> = answer.rows.iter().map(|&(position, _)| position).collect();
         let read_before = session.cursor.open();
+        let was_gap = |position: &i64| read_before.iter().any(|gap| (gap.from..gap.to).contains(position));
         let buckets = world.pg.shards[self.shard].buckets.clone();
         let mut ours = answer.rows.iter().filter(|(_, id)| buckets.contains(&world.pg.messages[*id].bucket));
         let passes = session.write.is_none() && ours.next().is_none();
         let outcome = session.cursor.on_read(answer.snapshot, &positions, answer.limit_reached, passes);
-        world.stats.gap_rows += positions.iter().filter(|&&position| read_before.contains(position)).count() as u64;
+        world.stats.gap_rows += positions.iter().filter(|&position| was_gap(position)).count() as u64;
         world.stats.closed += outcome.closed.iter().map(|range| range.to.abs_diff(range.from)).sum::<u64>();
         world.note(|| format!("read {positions:?} at {:?}, closed {}", answer.snapshot, outcome.closed));
         if outcome.batch.is_none() {
@@ -532,7 +533,7 @@ impl Process {
     /// Whether nothing is left to do.
     pub(crate) fn is_idle(&self) -> bool {
         self.session.as_ref().is_some_and(|session| {
-            let nothing_open = session.cursor.open().is_empty() && session.cursor.mark_idle().is_none();
+            let nothing_open = session.cursor.open().last().is_none() && session.cursor.mark_idle().is_none();
             session.batches.is_empty() && session.write.is_none() && session.diversion.is_empty() && nothing_open
         })
     }

@@ -3,9 +3,10 @@
 
 use std::ops::RangeInclusive;
 
+use crate::operation::rules::fingerprint::Comparison;
 use crate::operation::rules::json::{DEPTH_MAX, JsonFault};
 use crate::operation::rules::raw::RawCommand;
-use crate::operation::rules::{Canonical, Comparison, Decimal, Fingerprint, FingerprintWriter, Fingerprinter, Keyring};
+use crate::operation::rules::{Canonical, Decimal, Fingerprint, FingerprintWriter, Fingerprinter, Keyring};
 use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::{Map, Value};

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::usage::cpu_time;
-use oncebox::adapter::position::Position;
+use oncebox::adapter::Position;
 use oncebox::app::AnyBroker;
 use oncebox::broker::{
     Begun, Broker, BrokerFinding, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState,

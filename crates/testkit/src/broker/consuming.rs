@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::Fixture;
 use super::harness::{Case, assert_exactly, assert_order, number, numbers, row, rows, subscription};
-use oncebox::adapter::position::{Break, Position};
+use oncebox::adapter::{Break, Position};
 use oncebox::broker::{Broker, Delivery, Event, PartitionId, Subscription};
 use oncebox::message::OutgoingMessage;
 

@@ -10,7 +10,7 @@ use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use super::{Capabilities, Fixture};
-use oncebox::adapter::position::Position;
+use oncebox::adapter::Position;
 use oncebox::broker::{
     Begun, Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription, TopicState,
 };

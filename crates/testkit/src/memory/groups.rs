@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::state::Topic;
-use oncebox::adapter::share::{Seat, Share, share};
+use oncebox::adapter::{Seat, Share, share};
 
 /// A partition of a topic.
 pub(super) type Place = (String, i32);

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use super::faults::Fault;
 use super::state::{BrokerState, Record, State};
-use oncebox::adapter::envelope;
+use oncebox::adapter;
 use oncebox::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use oncebox::error::BrokerError;
 use oncebox::message::OutgoingMessage;
@@ -107,7 +107,7 @@ impl MemoryPublisher {
             self.broken = true;
             return;
         }
-        let headers = envelope::headers(&message, SOURCE);
+        let headers = adapter::headers(&message, SOURCE);
         let record = Record {
             headers: headers.into_iter().map(|(name, value)| (name, value.into_bytes())).collect(),
             key: message.key.clone().map(String::into_bytes),

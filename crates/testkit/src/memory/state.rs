@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::faults::Switches;
 use super::groups::Group;
-use oncebox::adapter::envelope;
+use oncebox::adapter;
 use oncebox::broker::Subscription;
 use oncebox::message::{Arrived, Coordinates};
 
@@ -144,7 +144,7 @@ impl State {
             let Record { key, headers, payload, appended_at } = record.clone();
             let tombstone = payload.is_none();
             let mut arrived =
-                envelope::arrive(key, headers, payload.unwrap_or_default(), Some(appended_at), coordinates);
+                adapter::arrive(key, headers, payload.unwrap_or_default(), Some(appended_at), coordinates);
             if tombstone {
                 arrived.payload = None;
             }

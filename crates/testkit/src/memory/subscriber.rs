@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::groups::Place;
 use super::state::{BrokerState, State};
-use oncebox::adapter::position::{BrokerOffsets, Position, start};
+use oncebox::adapter::{BrokerOffsets, Position, start};
 use oncebox::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 

@@ -11,7 +11,7 @@ use super::trial::{
     read_rows, spec,
 };
 use super::{Connection, Fixture, Trial};
-use oncebox::adapter::position::Position;
+use oncebox::adapter::Position;
 use oncebox::error::StoreError;
 use oncebox::message::{MessageId, identity};
 use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, Proof};

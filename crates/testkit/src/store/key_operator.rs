@@ -12,9 +12,7 @@ use super::phases::{
 use super::trial::moved;
 use super::{Fixture, KeysFixture, Trial};
 use oncebox::StoreError;
-use oncebox::adapter::nothing_stands;
-use oncebox::adapter::operation::{Announced, Versions};
-use oncebox::adapter::stored::DbTime;
+use oncebox::adapter::{Announced, DbTime, Versions, nothing_stands};
 use oncebox::operation::provider::{Evidence, Proof as ProviderProof, Settled, Verdict};
 use oncebox::operation::{Kid, Mode, Record, Stage, State};
 use oncebox::store::{

@@ -6,8 +6,7 @@ use std::time::{Duration, SystemTime};
 use super::KeysFixture;
 use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, again, claim, completed, outcome, over, record, run, take, timed};
 use super::trial::eventually;
-use oncebox::adapter::horizon::Bounds;
-use oncebox::adapter::operation::{Event, allowed};
+use oncebox::adapter::{Bounds, Event, allowed};
 use oncebox::operation::{KeyAge, Mode, Record, State};
 use oncebox::store::{Basis, KeyClaim, Keys};
 

@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use super::trial::{arrived, dead, due, entry, parked};
 use super::{Fixture, Trial};
-use oncebox::adapter::horizon::{Age, Verdict, judge};
-use oncebox::adapter::stored::DbTime;
-use oncebox::adapter::time_in_id;
+use oncebox::adapter::{Age, DbTime, Verdict, judge, time_in_id};
 use oncebox::message::{MessageId, identity};
 use oncebox::store::{ConsumerId, Inbox, InboxEntry, ParkAs};
 

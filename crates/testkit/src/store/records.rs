@@ -11,8 +11,7 @@ use super::keys_machine::{self, Before, OUTCOMES, basis, read_states};
 use super::phases::{local, new_operation};
 use super::trial::{context, moved};
 use super::{Fixture, Trial};
-use oncebox::adapter::horizon::Bounds;
-use oncebox::adapter::operation::{Event, allowed};
+use oncebox::adapter::{Bounds, Event, allowed};
 use oncebox::operation::{KeyAge, Mode, Record, Retention, State};
 use oncebox::store::{
     Base, Basis, Begun, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Owned, Proof, RunOutcome,

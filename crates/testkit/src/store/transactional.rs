@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::keys::{KEPT, PATIENCE, answer, claim, completed, failed, record, retryable};
 use super::trial::{careless, effect, eventually, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
-use oncebox::adapter::operation::doubt;
+use oncebox::adapter;
 use oncebox::operation::{Mode, State};
 use oncebox::store::{
     Answer, AnswerBody, Basis, Begun, Fenced, KeptBody, KeyClaim, Keys, OperationTx, Operations, Proof, RunOutcome,
@@ -54,7 +54,7 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
         Begun::Existing(record) => assert_eq!(*record, found),
         other => panic!("a finished key was claimed again: {other:?}"),
     }
-    assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
+    assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, adapter::Look::Ours(State::Completed));
 }
 
 /// Messages that are given with the outcome come after those of the handler, in order, and exist
@@ -283,11 +283,11 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             if committed {
                 // The claim was committed without an outcome. It is found, marked unknown, and
                 // never executed again.
-                assert_eq!(look, doubt::Look::Ours(State::InProgress), "{statements:?}");
+                assert_eq!(look, adapter::Look::Ours(State::InProgress), "{statements:?}");
                 let seen = record(trial, &claim).await;
                 assert_eq!(trial.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
             } else {
-                assert_eq!(look, doubt::Look::Nothing, "{statements:?}");
+                assert_eq!(look, adapter::Look::Nothing, "{statements:?}");
                 assert_eq!(trial.store.insert_unknown(&claim).await.unwrap(), Fenced::Done);
             }
             assert_eq!(trial.store.insert_unknown(&claim).await.unwrap(), Fenced::LostOwnership);
@@ -295,7 +295,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             assert_eq!((found.state, found.operation_id), (State::UnknownRequiresRecovery, claim.operation_id));
             assert_eq!(
                 trial.store.find_after_lost_commit(&claim, Basis::New).await,
-                doubt::Look::Ours(State::UnknownRequiresRecovery)
+                adapter::Look::Ours(State::UnknownRequiresRecovery)
             );
             for basis in [Basis::New, Basis::TakeOver(&found), Basis::Reclaim(&found), Basis::Anew(&found)] {
                 let again = trial.store.begin_operation(&claim, basis, PATIENCE).await.unwrap();
@@ -363,7 +363,7 @@ pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial
         Proof::Aborted => {
             tx.rollback().await.unwrap();
             assert_eq!((trial.effects("before").await, trial.effects("after").await), (0, 0));
-            assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Nothing);
+            assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, adapter::Look::Nothing);
         }
         Proof::Ended => panic!("nothing ended this transaction"),
     }
@@ -382,7 +382,7 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
         assert_eq!((trial.effects("before").await, trial.effects("after").await), (1, 1));
     } else {
         let _ = tx.rollback().await;
-        let is_known = trial.store.find_after_lost_commit(&claim, Basis::New).await != doubt::Look::Nothing;
+        let is_known = trial.store.find_after_lost_commit(&claim, Basis::New).await != adapter::Look::Nothing;
         assert_eq!(is_known, trial.effects("before").await == 1, "an effect without a record would be done again");
         assert_eq!(trial.effects("after").await, 0, "what came after is rolled back");
     }

@@ -104,7 +104,7 @@ impl Answer {
 
     /// What the answer to a send proves.
     #[must_use]
-    pub fn verdict(self) -> Verdict {
+    pub(crate) fn verdict(self) -> Verdict {
         let wait = |asked: Option<Duration>| Verdict::Wait(asked.unwrap_or(PAUSE).min(PAUSE_MAX));
         match self {
             Self::NotConnected | Self::NotMade => Verdict::NotSent,
@@ -123,7 +123,7 @@ impl Answer {
 
     /// Whether the attempt counts. No attempt counts while a provider is away (G10).
     #[must_use]
-    pub fn counts(self) -> bool {
+    pub(crate) fn counts(self) -> bool {
         self != Self::NotConnected
     }
 }
@@ -148,7 +148,7 @@ impl Verdict {
 
     /// The name in the bytes of an evidence row, beside which [`Verdict::Wait`] has its pause.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Succeeded => "succeeded",
             Self::Failed => "failed",
@@ -166,7 +166,7 @@ impl Verdict {
     /// Reads the verdict of an evidence row. `None` if a newer program wrote it; then only such a
     /// program may go on with the effect.
     #[must_use]
-    pub fn from_row(name: &str, pause: Duration) -> Option<Self> {
+    pub(crate) fn from_row(name: &str, pause: Duration) -> Option<Self> {
         let all = [
             Self::Succeeded,
             Self::Failed,
@@ -186,7 +186,7 @@ impl Verdict {
 impl QueryAnswer {
     /// What the answer to a query proves.
     #[must_use]
-    pub fn verdict(self) -> Verdict {
+    pub(crate) fn verdict(self) -> Verdict {
         match self {
             Self::Done(Matches::ALL) => Verdict::Succeeded,
             Self::Done(_) => Verdict::Mismatch,

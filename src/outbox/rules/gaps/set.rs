@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 /// The positions from `from` up to, but not including, `to`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Range {
+pub(crate) struct Range {
     /// The first position of the range.
     pub from: i64,
     /// One past the last position of the range.
@@ -27,27 +27,21 @@ pub struct Range {
 impl Range {
     /// The range that holds one position.
     #[must_use]
-    pub fn one(position: i64) -> Self {
+    pub(crate) fn one(position: i64) -> Self {
         Self { from: position, to: position.saturating_add(1) }
     }
 
     /// Whether it holds no position at all.
     #[must_use]
-    pub fn is_empty(self) -> bool {
+    pub(crate) fn is_empty(self) -> bool {
         self.from >= self.to
-    }
-
-    /// Whether it holds this position.
-    #[must_use]
-    pub fn contains(self, position: i64) -> bool {
-        self.from <= position && position < self.to
     }
 }
 
 /// A set of positions as ascending ranges. Its text is that of a multirange: `{[3,4),[5,6)}`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<Range>", into = "Vec<Range>")]
-pub struct GapSet {
+pub(crate) struct GapSet {
     /// First position to one past the last.
     ranges: BTreeMap<i64, i64>,
 }
@@ -55,12 +49,12 @@ pub struct GapSet {
 impl GapSet {
     /// A set that holds no position.
     #[must_use]
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::default()
     }
 
     /// Adds all positions of a range. Positions that are already in the set stay.
-    pub fn insert_range(&mut self, range: Range) {
+    pub(crate) fn insert_range(&mut self, range: Range) {
         if range.is_empty() {
             return;
         }
@@ -80,64 +74,26 @@ impl GapSet {
     }
 
     /// Adds one position, if the set does not hold it yet.
-    pub fn insert(&mut self, position: i64) {
+    pub(crate) fn insert(&mut self, position: i64) {
         self.insert_range(Range::one(position));
     }
 
-    /// Removes one position, which may split its range. Returns whether the set held it.
-    pub fn remove(&mut self, position: i64) -> bool {
-        let Some(range) = self.range_at(position) else {
-            return false;
-        };
-        self.ranges.remove(&range.from);
-        if range.from < position {
-            self.ranges.insert(range.from, position);
-        }
-        if position + 1 < range.to {
-            self.ranges.insert(position + 1, range.to);
-        }
-        true
-    }
-
-    /// Whether a position is in the set.
-    #[must_use]
-    pub fn contains(&self, position: i64) -> bool {
-        self.range_at(position).is_some()
-    }
-
     /// The ranges of the set, in ascending order.
-    pub fn iter(&self) -> impl Iterator<Item = Range> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Range> + '_ {
         self.ranges.iter().map(|(&from, &to)| Range { from, to })
-    }
-
-    /// The number of ranges, which decides the cost of a read and has a maximum (R9).
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.ranges.len()
-    }
-
-    /// Whether no position is in the set.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
     }
 
     /// The highest position in the set; `None` if the set is empty.
     #[must_use]
-    pub fn last(&self) -> Option<i64> {
+    pub(crate) fn last(&self) -> Option<i64> {
         self.ranges.last_key_value().map(|(_, &to)| to - 1)
     }
 
     /// The part of the set at or below `scanned_to`.
     #[must_use]
-    pub fn cut_at(&self, scanned_to: i64) -> Self {
+    pub(crate) fn cut_at(&self, scanned_to: i64) -> Self {
         let end = scanned_to.saturating_add(1);
         self.iter().map(|range| Range { from: range.from, to: range.to.min(end) }).collect()
-    }
-
-    fn range_at(&self, position: i64) -> Option<Range> {
-        let (&from, &to) = self.ranges.range(..=position).next_back()?;
-        Some(Range { from, to }).filter(|range| range.contains(position))
     }
 }
 
@@ -183,7 +139,7 @@ impl fmt::Display for GapSet {
 /// The text is not a multirange of positions as PostgreSQL prints it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("not a multirange of positions: `{0}`")]
-pub struct ParseGapsError(String);
+pub(crate) struct ParseGapsError(String);
 
 impl FromStr for GapSet {
     type Err = ParseGapsError;

@@ -134,7 +134,7 @@ fn r2_a_mark_made_before_a_later_read_is_still_right_after_it() {
     let made = cursor.mark_through(1).expect("a batch");
     read(&mut cursor, 10, &[1, 4]);
     cursor.on_marked(made.clone());
-    assert!(made.gaps.contains(1), "row 1 is in the window, and in the gaps on disk");
+    assert!(made.gaps.iter().any(|gap| gap.from == 1), "row 1 is in the window, and in the gaps on disk");
     assert_eq!((cursor.mark_through(2).is_some(), cursor.check()), (true, Ok(())));
 }
 
@@ -147,7 +147,7 @@ fn gaps_that_close_while_nothing_is_in_the_window_can_be_persisted() {
     assert_eq!(cursor.mark_idle(), None, "nothing has changed");
     read(&mut cursor, 11, &[]);
     let idle = cursor.mark_idle().expect("a gap has closed");
-    assert_eq!((idle.batch, idle.scanned_to, idle.gaps.is_empty()), (1, 3, true));
+    assert_eq!((idle.batch, idle.scanned_to, idle.gaps.last()), (1, 3, None));
     read(&mut cursor, 11, &[4]);
     assert_eq!(cursor.mark_idle(), None, "a batch is in the window");
     cursor.on_marked(idle);
@@ -297,7 +297,6 @@ fn g11_reads_of_other_shards_rows_are_one_batch() {
 
 #[test]
 fn a_set_without_one_of_its_positions_is_written_as_a_multirange() {
-    let mut gaps: GapSet = [Range { from: 3, to: 6 }].into_iter().collect();
-    gaps.remove(4);
+    let gaps: GapSet = [Range { from: 3, to: 4 }, Range { from: 5, to: 6 }].into_iter().collect();
     assert_eq!(gaps.to_string(), "{[3,4),[5,6)}");
 }
