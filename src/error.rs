@@ -164,7 +164,7 @@ impl HandlerError {
 
     /// Whether a retry is pointless.
     #[must_use]
-    pub(crate) fn is_terminal(&self) -> bool {
+    pub fn is_terminal(&self) -> bool {
         self.terminal
     }
 
@@ -176,7 +176,7 @@ impl HandlerError {
 
     /// The time after which the handler asked to be tried again.
     #[must_use]
-    pub(crate) fn after(&self) -> Option<Duration> {
+    pub fn after(&self) -> Option<Duration> {
         self.retry_after
     }
 

@@ -130,7 +130,7 @@ impl Health {
 
     /// The parts whose loop has not turned for longer than this.
     #[must_use]
-    pub(crate) fn stuck(&self, longer_than: Duration) -> Vec<String> {
+    pub fn stuck(&self, longer_than: Duration) -> Vec<String> {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let late = |part: &Part| part.beat.elapsed() > longer_than;
         parts.iter().filter(|(_, part)| late(part)).map(|(name, _)| name.clone()).collect()
