@@ -176,11 +176,9 @@ impl BrokerFinding {
 
 /// The pause between two looks at a group or queue that has members and messages. It is many times
 /// longer than a working consumer needs to make progress.
-#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
 
 /// The remedy where messages make no progress although a consumer is connected.
-#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const STANDS_STILL: &str =
     "see `/readyz` and the log of the consumer's processes: is the database away, is there a lock, is a handler slow?";
 

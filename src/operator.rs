@@ -85,7 +85,6 @@ pub struct ConsumerStatus {
 
 /// For each topic the index of its first row, in a list in position order; rows without a topic are
 /// passed over. Rows that are held for their destination wait behind the first one of their topic.
-#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<usize> {
     let mut seen = std::collections::HashSet::new();
     let is_first = |(at, topic): (usize, Option<&'a str>)| topic.filter(|topic| seen.insert(*topic)).map(|_| at);
@@ -169,7 +168,6 @@ impl DeadFilter {
 
 /// The part of an error that a database keeps: at most its first 4,096 bytes, cut between
 /// characters.
-#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(crate) fn kept_error(error: &str) -> &str {
     &error[..error.floor_char_boundary(4_096)]
 }

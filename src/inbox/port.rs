@@ -174,7 +174,6 @@ pub fn time_in_id(id: MessageId) -> Option<DbTime> {
 }
 
 /// The smallest id that carries this time: every smaller v7 id carries an earlier time.
-#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
     MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))

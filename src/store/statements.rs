@@ -17,7 +17,6 @@ pub(crate) use named::ends_transaction;
 #[cfg(feature = "postgres")]
 pub(crate) use named::first_word;
 pub use named::{Dialect, Piece, split};
-#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) use named::{names, written};
 
 /// A value to bind.

@@ -19,7 +19,6 @@ pub fn hex(bytes: &[u8]) -> String {
 }
 
 /// The bytes of lower-case hexadecimal digits; none where the text is anything else.
-#[cfg(any(feature = "operations", feature = "mysql", feature = "sqlite"))]
 #[must_use]
 pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
     let digit = |byte: u8| char::from(byte).to_digit(16).filter(|_| !byte.is_ascii_uppercase());
@@ -28,7 +27,7 @@ pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
     if rest.is_empty() { bytes.collect() } else { None }
 }
 
-#[cfg(all(test, any(feature = "operations", feature = "mysql", feature = "sqlite")))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

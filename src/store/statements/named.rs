@@ -49,7 +49,6 @@ pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
 }
 
 /// The names of the parameters, in order; a name that stands twice comes twice.
-#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String> {
     pieces.iter().filter_map(|piece| match piece {
         Piece::Param(name) => Some(name),
@@ -59,7 +58,6 @@ pub(crate) fn names(pieces: &[Piece]) -> impl Iterator<Item = &String> {
 
 /// The statement, with what `parameter` returns in place of each parameter. `parameter` gets the
 /// number, counted from 1, and the name.
-#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) fn written<T: AsRef<str>>(pieces: &[Piece], mut parameter: impl FnMut(usize, &str) -> T) -> String {
     let (mut sql, mut number) = (String::new(), 0);
     for piece in pieces {
