@@ -89,7 +89,7 @@
 //! | `observe`, `flock`, `time`, `text`, `message` → `error` | metric names and health; turns at a SQLite file; instants, leases, retries; hex and hosts; what travels; failures |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// What is dead is judged with all features on: a smaller set leaves out who calls what others share.
+// What is dead is judged with all features on: a smaller set leaves out callers of what is shared.
 #![cfg_attr(
     not(all(
         feature = "postgres",
