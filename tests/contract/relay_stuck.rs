@@ -344,6 +344,13 @@ async fn no_room_for_marks(world: &World<PostgresStore>) {
     no_mark_is_made(world, "53100").await;
 }
 
+/// Lets marks be made again, and waits until all is marked and the relay shows ready.
+async fn marks_are_made_again(world: &World<PostgresStore>) {
+    world.run("drop trigger no_room on oncebox.shard").await;
+    world.until_status("all is marked", |status| status.pending == 0).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+}
+
 /// Shown by: ready as soon as a read succeeds (it was ready from there until the next mark).
 #[tokio::test]
 async fn a_mark_that_is_refused_is_shown_until_one_is_made() {
@@ -359,9 +366,7 @@ async fn a_mark_that_is_refused_is_shown_until_one_is_made() {
             (world.published("t").await.len() >= sent + 2).then_some(())
         })
         .await;
-        world.run("drop trigger no_room on oncebox.shard").await;
-        world.until_status("all is marked", |status| status.pending == 0).await;
-        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        marks_are_made_again(&world).await;
         relay.end().await.unwrap();
     })
     .await;
@@ -381,9 +386,7 @@ async fn marks_that_fail_again_and_again_are_shown_with_their_cause_until_one_is
             (!world.health.is_ready() && lines.iter().any(said)).then_some(())
         })
         .await;
-        world.run("drop trigger no_room on oncebox.shard").await;
-        world.until_status("all is marked", |status| status.pending == 0).await;
-        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        marks_are_made_again(&world).await;
         relay.end().await.unwrap();
     })
     .await;

@@ -423,7 +423,7 @@ impl Trier {
             }
             Ok(Err(error)) => Said::Lost { alone, why: error.to_string() },
             Err(_) => match publisher.blocked() {
-                // No silence of the topic: the broker says that it takes nothing for now.
+                // The broker says that it takes nothing at all, so this topic is not silent.
                 Some(why) => Said::Blocked(format!("the broker is blocked: {why}")),
                 None => {
                     let limit = humantime::format_duration(TRIAL_MAX);

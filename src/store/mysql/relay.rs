@@ -48,7 +48,7 @@ use crate::time::lease::{Fence, Lease};
 const ROWS_MAX: usize = 1_300;
 
 /// How many ranges of positions a statement can name. There is one text for all numbers of ranges,
-/// so that it stays prepared; the server takes about 5 us to plan each range.
+/// so that it stays prepared. There are not more, because the server plans each range anew.
 const RANGES_MAX: usize = 64;
 
 /// A run of at least so many positions is deleted as a range.
