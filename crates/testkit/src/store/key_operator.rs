@@ -68,7 +68,11 @@ pub(super) async fn conflicts<F: Fixture>(trial: &Trial<F>) -> (Vec<Uuid>, Vec<U
 ///
 /// Shown by: a query without one of its conditions.
 pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
-    let open = edge(trial, "open", State::InProgress).await;
+    edge(trial, "open", State::InProgress).await;
+    // Two records of one millisecond would have no oldest.
+    let earlier = moved::<F>("created_at", -1);
+    trial.run(&format!("update {} set created_at = {earlier}", trial.table("idempotency_request"))).await;
+    let open = record(trial, &claim(Mode::Edge, "open", 1)).await;
     let done = edge(trial, "done", State::Completed).await;
     edge(trial, "unknown", State::UnknownRequiresRecovery).await;
     let asked = outstanding(trial, &new_operation("asked", LONG)).await;
