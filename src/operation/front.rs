@@ -47,7 +47,7 @@ use crate::error::StoreError;
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
 use crate::operation::port::{Fenced, KeptBody, KeyClaim};
-use crate::operation::rules::decide::{Asked, InProgress, KeyFound, Lost, Request, TakeOver};
+use crate::operation::rules::decide::{Asked, KeyFound, Lost, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
     Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
@@ -300,7 +300,7 @@ impl Front {
         }
         let Some(identity) = self.identity.clone() else { return (Decision::ScopeRequired, Seen::Nobody) };
         if self.rounds > ROUNDS_MAX {
-            return (Decision::InProgress(InProgress::Conflict), Seen::Nobody);
+            return (Decision::InProgress(WhileRunning::Conflict), Seen::Nobody);
         }
         let run = self.engine.running().get(&identity.digest());
         if let Some(run) = &run {
@@ -311,7 +311,7 @@ impl Front {
             let decision = self.decide(found);
             match self.operation_of(decision, &identity).await {
                 Some((record, now)) => {
-                    return (Decision::InProgress(InProgress::Accepted), Seen::Record(record, now));
+                    return (Decision::InProgress(WhileRunning::Accepted), Seen::Record(record, now));
                 }
                 None if !run.ended.is_cancelled() => return (decision, Seen::Run(run)),
                 // The run has ended meanwhile: the store has its outcome.
@@ -353,7 +353,7 @@ impl Front {
     /// is no such record, or it was not read in time; the decision from the map stays.
     async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
         let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
-        if !accepts || decision != Decision::InProgress(InProgress::Conflict) {
+        if !accepts || decision != Decision::InProgress(WhileRunning::Conflict) {
             return None;
         }
         let look = match tokio::time::timeout(LOOK_EVERY_MAX, self.find(identity)).await.ok()? {
@@ -365,7 +365,7 @@ impl Front {
             }
         };
         let record = look.record?;
-        let accepted = self.decide(KeyFound::Record(&record, look.now)) == Decision::InProgress(InProgress::Accepted);
+        let accepted = self.decide(KeyFound::Record(&record, look.now)) == Decision::InProgress(WhileRunning::Accepted);
         accepted.then(|| (Box::new(record), look.now))
     }
 
@@ -433,7 +433,7 @@ impl Front {
         let record = match seen {
             Seen::Record(record, now) => Some((record, now)),
             Seen::Run(run) => {
-                if decision == Decision::InProgress(InProgress::Wait) && self.may_wait() {
+                if decision == Decision::InProgress(WhileRunning::Wait) && self.may_wait() {
                     let until = self.waits_until.map_or(self.look_every, |until| until.duration_since(Instant::now()));
                     // The run wakes its waiters when it ends.
                     let _ = tokio::time::timeout(until, run.ended.cancelled()).await;
@@ -473,7 +473,7 @@ impl Front {
                 self.note(Noted::Expired("executed"));
                 self.begin(Ground::Anew(record))
             }
-            (Decision::InProgress(InProgress::Wait), _) if self.may_wait() => {
+            (Decision::InProgress(WhileRunning::Wait), _) if self.may_wait() => {
                 tokio::time::sleep(self.look_every).await;
                 self.look_every = (self.look_every * 3 / 2).min(LOOK_EVERY_MAX);
                 None

@@ -8,7 +8,6 @@ use super::{Front, KeyGiven};
 use crate::observe::Noted;
 use crate::operation::codec::SealError;
 use crate::operation::reply::{Answered, Problem, Reply};
-use crate::operation::rules::decide::InProgress;
 use crate::operation::rules::pace::{retry_after, while_running};
 use crate::operation::rules::record::Resource;
 use crate::operation::rules::route::WhileRunning;
@@ -183,7 +182,7 @@ impl Front {
                 let ran = seen.map_or(Duration::ZERO, |(record, now)| record.created_at.until(now));
                 let left = seen.map_or(Duration::from_secs(1), |(record, now)| record.lease_left(now));
                 problem.retry_after = Some(self.comes_again(left, ran));
-                if let (InProgress::Accepted, Some((record, _))) = (how, seen) {
+                if let (WhileRunning::Accepted, Some((record, _))) = (how, seen) {
                     problem.status = 202;
                     problem.operation_id = Some(record.operation_id);
                     problem.location = self.endpoint.location_of(record.operation_id);

@@ -35,7 +35,7 @@ use super::route::Route;
 use crate::inbox::rules::horizon::Bounds;
 use crate::time::db_time::DbTime;
 
-pub(crate) use self::decision::{Decision, InProgress, Lost, TakeOver};
+pub(crate) use self::decision::{Decision, Lost, TakeOver};
 use self::table::{Asks, Body, Facts, Seen, judge};
 
 /// What a request brings to the decision: a key that can be used, or why there is none.

@@ -2,6 +2,7 @@
 //! The decisions about a request, and the problem code that each is answered with.
 
 use super::super::problem::{Code, KeyState};
+use super::super::route::WhileRunning;
 
 /// What an operation must do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -38,8 +39,9 @@ pub(crate) enum Decision {
     Reconstruct,
     /// The operation happened, and its answer is not kept.
     NotRetained,
-    /// The first request under this key still runs.
-    InProgress(InProgress),
+    /// The first request under this key still runs. Answer 409 at once, 202 with the location of the
+    /// operation, or read again after waits, without a connection, up to the route's limit.
+    InProgress(WhileRunning),
     /// Raise the epoch, then execute.
     TakeOver(TakeOver),
     /// The last run failed without an effect outstanding: raise epoch and attempts, then execute.
@@ -67,17 +69,6 @@ pub(crate) enum Decision {
     FingerprintUnreadable,
     /// No process can judge the fingerprint any more.
     FingerprintTooOld,
-}
-
-/// What a request gets while the first one runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum InProgress {
-    /// Answer 409 at once.
-    Conflict,
-    /// Answer 202 with the location of the operation.
-    Accepted,
-    /// Read again after waits, without a connection, up to the route's limit; then answer 409.
-    Wait,
 }
 
 /// Why a claim without an outcome may be executed again.

@@ -9,7 +9,7 @@ use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
 use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
-use super::decision::{Decision, InProgress, Lost, TakeOver};
+use super::decision::{Decision, Lost, TakeOver};
 
 /// The kind of a request: the column for [`Asked`](super::Asked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,9 +139,9 @@ const OWNED: When = RUNS.owned(&[true]);
 const UNKNOWN: When = STANDS.state(&[State::UnknownRequiresRecovery]);
 const SUCCEEDED: When = STANDS.state(&[State::Completed]);
 
-const CONFLICT: Decision = Decision::InProgress(InProgress::Conflict);
-const ACCEPTED: Decision = Decision::InProgress(InProgress::Accepted);
-const WAIT: Decision = Decision::InProgress(InProgress::Wait);
+const CONFLICT: Decision = Decision::InProgress(WhileRunning::Conflict);
+const ACCEPTED: Decision = Decision::InProgress(WhileRunning::Accepted);
+const WAIT: Decision = Decision::InProgress(WhileRunning::Wait);
 const REPEAT: Decision = Decision::TakeOver(TakeOver::Repeatable);
 
 pub(super) const TABLE: &[Row] = &[

@@ -76,7 +76,7 @@ fn m3_the_six_second_requests_are_told_apart() {
     assert_eq!(again(&route, &first(Mode::Edge, State::Completed), 20_000), Decision::Replay);
     assert_eq!(
         again(&route, &first(Mode::Edge, State::InProgress), 20_000),
-        Decision::InProgress(InProgress::Conflict)
+        Decision::InProgress(WhileRunning::Conflict)
     );
     assert_eq!(again(&Route::new(Mode::Phased), &first(Mode::Phased, State::InProgress), 30_000), Decision::Recover);
     let unknown = first(Mode::Edge, State::UnknownRequiresRecovery);
@@ -94,7 +94,7 @@ fn m3_the_six_second_requests_are_told_apart() {
 fn m42_a_lease_is_stale_from_its_end_on_and_an_answer_over_after_its_time() {
     let running = first(Mode::Bridged, State::InProgress);
     let route = Route::new(Mode::Bridged);
-    assert_eq!(again(&route, &running, 29_999), Decision::InProgress(InProgress::Conflict));
+    assert_eq!(again(&route, &running, 29_999), Decision::InProgress(WhileRunning::Conflict));
     assert_eq!(again(&route, &running, 30_000), Decision::TakeOver(TakeOver::Bridged));
     assert_eq!(again(&route, &running, -1), Decision::TakeOver(TakeOver::Bridged), "the clock went back (R22)");
     let ended = first(Mode::Bridged, State::Completed);
@@ -176,7 +176,7 @@ fn o15_the_map_of_what_runs_here_answers_409_or_422_and_never_executes() {
     let running = first(Mode::Transactional, State::InProgress);
     let found = KeyFound::Running { principal: &running.principal, fingerprint: &running.fingerprint };
     let route = Route::new(Mode::Transactional);
-    assert_eq!(second(&route, "alice", 1_000, found), Decision::InProgress(InProgress::Conflict));
+    assert_eq!(second(&route, "alice", 1_000, found), Decision::InProgress(WhileRunning::Conflict));
     assert_eq!(second(&route, "alice", 10_000, found), Decision::Mismatch);
     assert_eq!(second(&route, "bob", 1_000, found), Decision::PrincipalMismatch);
 }
@@ -185,12 +185,12 @@ fn o15_the_map_of_what_runs_here_answers_409_or_422_and_never_executes() {
 fn o18_o19_an_uncommitted_claim_is_409_whatever_the_body_or_waited_for() {
     let route = Route::new(Mode::Transactional);
     for amount in [1_000, 10_000] {
-        assert_eq!(second(&route, "alice", amount, KeyFound::Busy), Decision::InProgress(InProgress::Conflict));
+        assert_eq!(second(&route, "alice", amount, KeyFound::Busy), Decision::InProgress(WhileRunning::Conflict));
     }
     let wait = Route { while_running: WhileRunning::Wait, ..route };
-    assert_eq!(second(&wait, "alice", 1_000, KeyFound::Busy), Decision::InProgress(InProgress::Wait));
+    assert_eq!(second(&wait, "alice", 1_000, KeyFound::Busy), Decision::InProgress(WhileRunning::Wait));
     let accepted = Route { while_running: WhileRunning::Accepted, ..Route::new(Mode::Phased) };
-    assert_eq!(second(&accepted, "alice", 1_000, KeyFound::Busy), Decision::InProgress(InProgress::Conflict));
+    assert_eq!(second(&accepted, "alice", 1_000, KeyFound::Busy), Decision::InProgress(WhileRunning::Conflict));
 }
 
 // Shown by: letting keys from the future in; reading the key's time in other units.

@@ -11,7 +11,7 @@ use super::super::record::{Mode, State};
 use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::table::{Asks, Body, Facts, Row, Seen, TABLE, judge};
-use super::{Decision, InProgress, Lost, TakeOver};
+use super::{Decision, Lost, TakeOver};
 
 /// Whether the operation's code runs after this decision, if its fenced statement changed the row.
 pub(super) fn executes(decision: Decision) -> bool {
@@ -205,17 +205,12 @@ const PROPERTIES: &[Property] = &[
     ("m43: while the first request runs, the answer is the one that the route chose", |facts, decision| {
         let runs =
             stands(facts) && facts.state == State::InProgress && facts.owned && facts.mode != Mode::Transactional;
-        let expected = match facts.while_running {
-            WhileRunning::Conflict => InProgress::Conflict,
-            WhileRunning::Accepted => InProgress::Accepted,
-            WhileRunning::Wait => InProgress::Wait,
-        };
-        !runs || decision == Decision::InProgress(expected)
+        !runs || decision == Decision::InProgress(facts.while_running)
     }),
     ("o19: an uncommitted claim is waited for or answered with 409", |facts, decision| {
         let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
         let waits = facts.while_running == WhileRunning::Wait;
-        let expected = Decision::InProgress(if waits { InProgress::Wait } else { InProgress::Conflict });
+        let expected = Decision::InProgress(if waits { WhileRunning::Wait } else { WhileRunning::Conflict });
         !(asked && facts.seen == Seen::Busy) || decision == expected
     }),
     (
@@ -356,7 +351,7 @@ fn mutants() -> Vec<Mutant> {
         ),
         mutant("o9:", instead(Decision::Recover, Decision::TakeOver(TakeOver::Bridged))),
         mutant("m46:", without(Decision::RecoveryPending)),
-        mutant("m43:", instead(Decision::InProgress(InProgress::Wait), Decision::InProgress(InProgress::Conflict))),
+        mutant("m43:", instead(Decision::InProgress(WhileRunning::Wait), Decision::InProgress(WhileRunning::Conflict))),
         mutant(
             "o19:",
             wide(Decision::Claim, |when| when.seen = Some(&[Seen::Nothing, Seen::Busy]))
@@ -364,7 +359,10 @@ fn mutants() -> Vec<Mutant> {
                 .filter(|row| row.when.seen != Some(&[Seen::Running, Seen::Busy]))
                 .collect(),
         ),
-        mutant("o19:", instead(Decision::InProgress(InProgress::Conflict), Decision::InProgress(InProgress::Accepted))),
+        mutant(
+            "o19:",
+            instead(Decision::InProgress(WhileRunning::Conflict), Decision::InProgress(WhileRunning::Accepted)),
+        ),
         mutant("o23:", without(Decision::Expired)),
         mutant("o23:", without(Decision::KeyFromTheFuture)),
         mutant("o11:", instead(Decision::UnknownOutcome, Decision::Reclaim)),
