@@ -235,7 +235,7 @@ fn split(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
 
 #[cfg(feature = "compress")]
 fn compress(bytes: Vec<u8>) -> (Vec<u8>, u16) {
-    if bytes.len() <= COMPRESS_FROM {
+    if bytes.len() <= COMPRESS_FROM || bytes.len() > OPENED_MAX {
         return (bytes, 0);
     }
     match zstd::bulk::compress(&bytes, 3) {
@@ -259,4 +259,15 @@ fn decompress(bytes: &[u8]) -> Result<Vec<u8>, SealError> {
 #[cfg(not(feature = "compress"))]
 fn decompress(_: &[u8]) -> Result<Vec<u8>, SealError> {
     Err(SealError::Feature("compress"))
+}
+
+#[cfg(all(test, feature = "compress"))]
+mod tests {
+    use super::*;
+
+    // Shown by: compressing a body of any length.
+    #[test]
+    fn a_body_that_is_too_long_to_be_opened_again_is_not_compressed() {
+        assert_eq!(compress(vec![b'a'; OPENED_MAX + 1]).1, 0);
+    }
 }

@@ -67,6 +67,10 @@ impl FromStr for Decimal {
 impl fmt::Display for Decimal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scale = self.scale as usize;
+        // `format!` panics at a wider text, and a client may have chosen the scale.
+        if scale >= usize::from(u16::MAX) {
+            return write!(f, "{}e-{scale}", self.unscaled);
+        }
         let digits = format!("{:0>width$}", self.unscaled.unsigned_abs(), width = scale + 1);
         let (whole, fraction) = digits.split_at(digits.len() - scale);
         let (sign, point) = (if self.unscaled < 0 { "-" } else { "" }, if scale == 0 { "" } else { "." });
@@ -78,7 +82,8 @@ impl fmt::Display for Decimal {
 mod tests {
     use super::*;
 
-    // Shown by: keeping the zeros behind the point; dropping the sign of a number between -1 and 0.
+    // Shown by: keeping the zeros behind the point; dropping the sign of a number between -1 and 0;
+    // writing as many zeros as a client asks for.
     #[test]
     fn m24_texts_of_one_amount_are_one_value() {
         for (texts, shortest) in [
@@ -96,6 +101,8 @@ mod tests {
         assert_eq!(Decimal::new(1_250, 2), "12.5".parse().expect("a decimal"));
         assert_eq!(Decimal::new(0, u32::MAX), Decimal::new(0, 0));
         assert_eq!(Decimal::new(i128::MIN, 1).to_string(), "-17014118346046923173168730371588410572.8");
+        assert_eq!(Decimal::new(-15, u32::MAX).to_string(), "-15e-4294967295");
+        assert_eq!(Decimal::new(15, 65_534).to_string().len(), 65_536);
     }
 
     // Shown by: allowing an empty side of the point; a limit of 40 digits (panics on overflow).
