@@ -199,25 +199,12 @@ impl Drop for Entry {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::operation::rules::{
-        FingerprintWriter, Fingerprinter, IdempotentCommand, Key, KeyFormat, Keyring, Scope,
-    };
-
-    struct Nothing;
-
-    impl IdempotentCommand for Nothing {
-        const OPERATION: &'static str = "nothing";
-        const VERSION: u32 = 1;
-
-        fn fingerprint(&self, _: u32, _: &mut FingerprintWriter) {}
-    }
 
     fn enter(map: &Running, key: &str, tries: bool, at_most: Option<u32>) -> Result<Entry, NotEntered> {
-        let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
-        let fingerprinter = Fingerprinter::new(Nothing::OPERATION.parse().unwrap(), 1..=1, None, ring.clone()).unwrap();
-        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
-        let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
-        map.enter(&identity, scope.mark(&ring), fingerprinter.write(&Nothing), tries, at_most)
+        let identity = Identity::from_stored(b"t1", b"nothing", key.as_bytes()).unwrap();
+        let principal = format!("sha256:{}", "0".repeat(64)).parse().unwrap();
+        let fingerprint = format!("1:sha256:{}", "0".repeat(64)).parse().unwrap();
+        map.enter(&identity, principal, fingerprint, tries, at_most)
     }
 
     // Shown by: an entry that does not count the runs of the tenant.

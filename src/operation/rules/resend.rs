@@ -166,6 +166,15 @@ impl Seen {
 mod tests {
     use super::*;
 
+    /// The codes which say that their request ran nothing, or was rolled back completely.
+    const RAN_NOTHING: [Code; 5] = [
+        Code::StoreUnavailable,
+        Code::QuotaExceeded,
+        Code::BodyTooSlow,
+        Code::BodyMemoryExceeded,
+        Code::OperationFailed,
+    ];
+
     /// All results that an attempt can have.
     pub(super) fn everything() -> Vec<Seen> {
         let mut all = vec![
@@ -225,15 +234,8 @@ mod tests {
             }
             // An answer that leaves no doubt says that the attempt did nothing, so an attempt that
             // may have run must never get such an answer.
-            let sure = [
-                Code::StoreUnavailable,
-                Code::QuotaExceeded,
-                Code::BodyTooSlow,
-                Code::BodyMemoryExceeded,
-                Code::OperationFailed,
-            ];
             if next == (Next::Again { doubt: false }) {
-                assert!(code.is_some_and(|code| sure.contains(&code)), "{seen:?}");
+                assert!(code.is_some_and(|code| RAN_NOTHING.contains(&code)), "{seen:?}");
             }
         }
     }
@@ -255,11 +257,7 @@ mod tests {
         for code in Code::all() {
             let next = after_attempt(answer(code.status(), Some(code)), false);
             let expected = match code {
-                Code::StoreUnavailable
-                | Code::QuotaExceeded
-                | Code::BodyTooSlow
-                | Code::BodyMemoryExceeded
-                | Code::OperationFailed => Next::Again { doubt: false },
+                code if RAN_NOTHING.contains(&code) => Next::Again { doubt: false },
                 Code::InProgress
                 | Code::RecoveryPending
                 | Code::OutcomeUnknown

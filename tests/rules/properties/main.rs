@@ -8,7 +8,7 @@ mod diversion;
 mod horizon;
 mod isolate;
 mod lease;
-mod operation_commands;
+pub(crate) mod operation_commands;
 mod operation_keys;
 mod retry;
 mod split;

@@ -13,7 +13,8 @@ use serde_json::{Map, Value};
 
 const SAFE: i64 = (1 << 53) - 1;
 
-fn document() -> impl Strategy<Value = Value> {
+/// A document of JSON, as it is and not as somebody writes it.
+pub(crate) fn document() -> impl Strategy<Value = Value> {
     let whole = prop_oneof![-3_i64..12, -SAFE..=SAFE, select(vec![SAFE, SAFE - 1, -SAFE])];
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -31,7 +32,7 @@ fn document() -> impl Strategy<Value = Value> {
 }
 
 /// Writes a document in one of the many ways, by chance.
-struct Scribe {
+pub(crate) struct Scribe {
     chance: fastrand::Rng,
     /// In the object of this number, counted from the first that is written, a member stands twice.
     twice_in: Option<usize>,
@@ -39,7 +40,7 @@ struct Scribe {
 }
 
 impl Scribe {
-    fn of(seed: u64) -> Self {
+    pub(crate) fn of(seed: u64) -> Self {
         Self { chance: fastrand::Rng::with_seed(seed), twice_in: None, objects: 0 }
     }
 
@@ -48,7 +49,7 @@ impl Scribe {
         (0..self.chance.usize(..3)).map(|_| blank(&mut self.chance)).collect()
     }
 
-    fn value(&mut self, value: &Value) -> String {
+    pub(crate) fn value(&mut self, value: &Value) -> String {
         let inner = match value {
             Value::Array(values) => {
                 let values: Vec<String> = values.iter().map(|value| self.value(value)).collect();
