@@ -333,19 +333,18 @@ impl Execution {
     /// times and within the route's timeout.
     async fn tries(&self, begin: &Begin, mut claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let until = Instant::now() + self.front.endpoint().route().timeout;
-        for tried in 1.. {
-            match self.try_once(begin, claimed.take()).await {
-                Tried::Again(stage, error) => {
-                    if tried >= TRIES_MAX || Instant::now() >= until || !matches!(error, StoreError::Busy(_)) {
-                        return Tried::Again(stage, error);
-                    }
+        let mut tried = 0;
+        loop {
+            let end = self.try_once(begin, claimed.take()).await;
+            tried += 1;
+            match &end {
+                Tried::Again(_, error @ StoreError::Busy(_)) if tried < TRIES_MAX && Instant::now() < until => {
                     tracing::debug!(%error, tried, "the database asks to try again");
-                    tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=10) * u64::from(tried))).await;
                 }
-                end => return end,
+                _ => return end,
             }
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=10) * u64::from(tried))).await;
         }
-        Tried::Refused
     }
 
     /// Makes one attempt. `claimed`: the transaction that already holds the claim.
