@@ -43,7 +43,6 @@ pub enum Kept {
 
 impl Kept {
     /// The status of the answer, which is known in every case.
-    #[must_use]
     pub(crate) fn status(&self) -> u16 {
         match self {
             Self::Whole(reply) | Self::Oversize(reply) | Self::Stream(reply) => reply.status,

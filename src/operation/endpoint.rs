@@ -333,26 +333,22 @@ impl Registered {
     }
 
     /// The longest request body, in bytes.
-    #[must_use]
     pub(crate) fn request_body_max(&self) -> usize {
         self.0.endpoint.request_body_max
     }
 
     /// How long a request body may take to arrive.
-    #[must_use]
     pub(crate) fn request_body_within(&self) -> Duration {
         self.0.endpoint.request_body_within
     }
 
     /// Whether the layer takes multipart bodies.
-    #[must_use]
     pub(crate) fn is_multipart_taken(&self) -> bool {
         self.0.endpoint.multipart
     }
 
     /// The request headers that belong to the command, in lower case, each with the version of the
     /// fingerprint from which it counts.
-    #[must_use]
     pub(crate) fn counted_headers(&self) -> &[(String, u32)] {
         &self.0.endpoint.counted_headers
     }
@@ -364,13 +360,11 @@ impl Registered {
     }
 
     /// The URL of an operation, if a path was given.
-    #[must_use]
     pub(crate) fn location_of(&self, operation_id: Uuid) -> Option<String> {
         self.0.endpoint.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
     }
 
     /// The longest answer that is kept, in bytes.
-    #[must_use]
     pub(crate) fn kept_body_max(&self) -> usize {
         self.0.endpoint.keeping.body_max
     }

@@ -273,7 +273,6 @@ impl Core {
     }
 
     /// The cipher of stored bytes. It also seals the commands of phased operations.
-    #[must_use]
     pub(crate) fn sealer(&self) -> &Sealer {
         &self.inner.sealer
     }

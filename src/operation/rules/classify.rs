@@ -109,7 +109,6 @@ impl<R> Outcome<R> {
     }
 
     /// Decides what is done with the record after a run that ended with a tag.
-    #[must_use]
     pub(crate) fn settle(&self, run: Run) -> Settle {
         if let Some(settled) = run.settled() {
             return settled;
@@ -127,7 +126,6 @@ impl<R> Outcome<R> {
 
 impl Run {
     /// A run of this route that came this far.
-    #[must_use]
     pub(crate) fn of(route: &Route, reached: Reached) -> Self {
         Self { mode: route.mode, reached, release_untagged: route.release_untagged }
     }
@@ -142,7 +140,6 @@ impl Run {
     }
 
     /// Decides what is done with the record after a run that ended without a tag.
-    #[must_use]
     pub(crate) fn settle(self, end: Untagged) -> Settle {
         if let Some(settled) = self.settled() {
             return settled;

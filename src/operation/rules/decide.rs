@@ -93,7 +93,6 @@ pub(crate) enum KeyFound<'a> {
 }
 
 /// Decides how a request is answered.
-#[must_use]
 pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Decision {
     judge(table::TABLE, &facts(route, asked, found))
 }

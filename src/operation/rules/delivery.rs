@@ -29,7 +29,6 @@ pub enum Delivery {
 impl Delivery {
     /// The state, from what is proven, whether it was given up, and how many tries may have
     /// arrived.
-    #[must_use]
     pub(crate) fn of(settled: Option<Settled>, given_up: bool, doubtful: u32) -> Self {
         match settled {
             Some(Settled::Succeeded) => Self::Sent,
@@ -41,7 +40,6 @@ impl Delivery {
     }
 
     /// The word without its number, for labels.
-    #[must_use]
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",

@@ -59,7 +59,6 @@ pub(crate) enum Aftermath {
 
 impl Doubt {
     /// Decides what follows from what the new connection found.
-    #[must_use]
     pub(crate) fn after(self, look: Look) -> Aftermath {
         match (self, look) {
             (_, Look::Ours(State::InProgress)) => Aftermath::MarkUnknown,
@@ -78,7 +77,6 @@ impl Doubt {
 
 impl Aftermath {
     /// The problem code of the answer; `None` if the stored outcome is answered.
-    #[must_use]
     pub(crate) fn code(self) -> Option<Code> {
         match self {
             Self::Stored => None,
@@ -88,7 +86,6 @@ impl Aftermath {
     }
 
     /// Whether a person must look: a handler ended its transaction.
-    #[must_use]
     pub(crate) fn is_alarm(self) -> bool {
         self.code() == Some(Code::TransactionEnded)
     }

@@ -138,7 +138,6 @@ impl Fingerprinter {
     }
 
     /// Compares a stored fingerprint with a command, under the stored version and key id.
-    #[must_use]
     pub(crate) fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
         if stored.version > *self.readable.end() {
             return Comparison::Newer;
@@ -154,19 +153,16 @@ impl Fingerprinter {
     }
 
     /// The operation whose commands are fingerprinted.
-    #[must_use]
     pub(crate) fn operation(&self) -> &OperationName {
         &self.operation
     }
 
     /// The secrets. Principals are hashed with them too.
-    #[must_use]
     pub(crate) fn keyring(&self) -> &Keyring {
         &self.keyring
     }
 
     /// What this process reads and writes of the operation, for `oncebox doctor`.
-    #[must_use]
     pub(crate) fn versions(&self) -> Versions {
         Versions {
             operation: self.operation.clone(),

@@ -140,13 +140,11 @@ impl Stage {
 
     /// Whether a provider may have been asked. Such an operation cannot be released or run again
     /// from its start (O11, O13).
-    #[must_use]
     pub(crate) fn has_intents(self) -> bool {
         !matches!(self, Self::Received | Self::Local)
     }
 
     /// The stage after a phase with this end; `None` if a phase of this stage must not end so.
-    #[must_use]
     pub(crate) fn after(self, end: PhaseEnd) -> Option<Self> {
         match (self, end) {
             (Self::Succeeded | Self::Failed, _) => None,

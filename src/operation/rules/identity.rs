@@ -132,7 +132,6 @@ impl Scope {
     }
 
     /// Compares this principal with the one that a record stores.
-    #[must_use]
     pub(crate) fn compare(&self, stored: &PrincipalMark, keyring: &Keyring) -> PrincipalMatch {
         match keyring.hash(&stored.kid, &self.principal_message()) {
             None => PrincipalMatch::Unreadable,

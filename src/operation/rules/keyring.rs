@@ -128,7 +128,6 @@ impl Keyring {
     }
 
     /// The id under which new hashes are written.
-    #[must_use]
     pub(crate) fn write_kid(&self) -> &Kid {
         &self.write
     }

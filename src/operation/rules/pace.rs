@@ -15,7 +15,6 @@ pub(crate) const RETRY_AFTER_MAX: u32 = 30;
 /// The seconds of `Retry-After` for a wait of about `expected`; `chance` is drawn from 0 to 1. The
 /// value is rounded up, kept within 1 and 30, and raised by up to a quarter (at least by up to a
 /// second), so that clients do not all come back at once.
-#[must_use]
 pub(crate) fn retry_after(expected: Duration, chance: f64) -> u32 {
     let whole = expected.as_secs().saturating_add(u64::from(expected.subsec_nanos() > 0));
     let base = u32::try_from(whole).unwrap_or(RETRY_AFTER_MAX).clamp(1, RETRY_AFTER_MAX);
@@ -27,7 +26,6 @@ pub(crate) fn retry_after(expected: Duration, chance: f64) -> u32 {
 /// The wait that a `Retry-After` asks for. The text is a number of seconds, of any length, or a
 /// date; a date in the past means no wait. `None` if the text is neither.
 #[cfg(feature = "client")]
-#[must_use]
 pub(crate) fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration> {
     let text = text.trim();
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -39,13 +37,11 @@ pub(crate) fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Du
 
 /// The time that the first request may still run: the rest of its lease, or the rest of the usual
 /// time of a run if that is shorter.
-#[must_use]
 pub(crate) fn while_running(lease_left: Duration, ran: Duration, usual: Duration) -> Duration {
     usual.saturating_sub(ran).min(lease_left)
 }
 
 /// The wait after the given number of failed attempts of one key: 1, 2, 4, .. 30 seconds.
-#[must_use]
 pub(crate) fn after_attempts(attempts: u32) -> Duration {
     let doubled = 1_u64.checked_shl(attempts.saturating_sub(1)).unwrap_or(u64::MAX);
     Duration::from_secs(doubled.clamp(1, RETRY_AFTER_MAX.into()))
@@ -53,7 +49,6 @@ pub(crate) fn after_attempts(attempts: u32) -> Duration {
 
 /// How long a run of one operation usually takes: an average in which the last run counts a fifth.
 /// `before`: the average without the last run; `None` if that was the first one.
-#[must_use]
 pub(crate) fn usual(before: Option<Duration>, ran: Duration) -> Duration {
     before.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5)
 }

@@ -192,7 +192,6 @@ impl Code {
     }
 
     /// The number of the gRPC status.
-    #[must_use]
     pub(crate) fn grpc(self) -> i32 {
         self.row().grpc
     }
@@ -204,7 +203,6 @@ impl Code {
     }
 
     /// What is known of the key, unless the caller knows more.
-    #[must_use]
     pub(crate) fn key_state(self) -> KeyState {
         self.row().key_state
     }
@@ -222,7 +220,6 @@ impl KeyState {
         [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::NotSaid, Self::Unknown];
 
     /// The name in a problem body.
-    #[must_use]
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Free => "free",
@@ -235,7 +232,6 @@ impl KeyState {
     }
 
     /// Whether a client that has lost an answer may end its operation with this problem (O26).
-    #[must_use]
     pub(crate) fn ends_the_operation(self) -> bool {
         self == Self::Spent
     }

@@ -175,7 +175,6 @@ impl KeyWindow {
     /// Whether a send that is decided now arrives while the provider knows the key. A first send
     /// that lies in the future by more than `max_in_flight` was written before the clock went back,
     /// so its age is not known (R22).
-    #[must_use]
     pub(crate) fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
         let end = first_sent_at.after(self.retention).before(self.max_in_flight);
         first_sent_at <= now.after(self.max_in_flight) && now < end
@@ -231,7 +230,6 @@ impl Evidence {
     }
 
     /// The proven outcome; `None` if there is none or the evidence contradicts itself.
-    #[must_use]
     pub(crate) fn settled(&self, sends: Sends) -> Option<Settled> {
         match (self.succeeded, self.is_failed()) {
             _ if self.mismatch => None,
@@ -254,7 +252,6 @@ impl Evidence {
 
 impl Strategy {
     /// The window in which a send may be repeated; `None` if the strategy uses no key.
-    #[must_use]
     pub(crate) fn window(self) -> Option<KeyWindow> {
         match self {
             Self::Key(window) | Self::KeyAndQuery(window) => Some(window),
@@ -263,7 +260,6 @@ impl Strategy {
     }
 
     /// Decides the next step for an effect, only from what is committed.
-    #[must_use]
     pub(crate) fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
         if evidence.mismatch || evidence.succeeded && evidence.is_failed() {
             return Step::Operator(Gap::Mismatch);
@@ -299,7 +295,6 @@ impl Step {
     /// pause that the provider asked for and [`Step::Send`] do not depend on the number of
     /// attempts, for they leave nothing to find out. An unknown outcome never becomes a failure
     /// (O9).
-    #[must_use]
     pub(crate) fn within(self, attempts: u32, max_attempts: u32) -> Self {
         match self {
             Self::Settle(_) | Self::Operator(_) | Self::Send | Self::Wait { .. } => self,

@@ -85,7 +85,6 @@ impl RawCommand {
     }
 
     /// Whether a route may list this header; checked when the route is made.
-    #[must_use]
     pub(crate) fn may_list(name: &str) -> bool {
         !NEVER.contains(&name.to_ascii_lowercase().as_str())
     }

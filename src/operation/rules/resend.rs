@@ -141,7 +141,6 @@ impl Seen {
     /// The result of a unary gRPC call, by the number of its status. `reason` and `key_state` come
     /// from `ErrorInfo`. A deadline or a cancellation is mostly the client's own and says nothing
     /// about the server (O27).
-    #[must_use]
     pub(crate) fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
         let http = match status {
             0 => return Self::Success,

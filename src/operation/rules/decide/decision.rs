@@ -93,7 +93,6 @@ pub(crate) enum Lost {
 impl Decision {
     /// The problem code of the answer, with what is known of the key. `None` if the decision leads
     /// to a run, a read or a replay.
-    #[must_use]
     pub(crate) fn problem(self) -> Option<(Code, KeyState)> {
         let code = match self {
             Self::PassThrough

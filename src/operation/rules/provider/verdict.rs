@@ -103,7 +103,6 @@ impl Answer {
     }
 
     /// What the answer to a send proves.
-    #[must_use]
     pub(crate) fn verdict(self) -> Verdict {
         let wait = |asked: Option<Duration>| Verdict::Wait(asked.unwrap_or(PAUSE).min(PAUSE_MAX));
         match self {
@@ -122,7 +121,6 @@ impl Answer {
     }
 
     /// Whether the attempt counts. No attempt counts while a provider is away (G10).
-    #[must_use]
     pub(crate) fn counts(self) -> bool {
         self != Self::NotConnected
     }
@@ -147,7 +145,6 @@ impl Verdict {
     }
 
     /// The name in the bytes of an evidence row, beside which [`Verdict::Wait`] has its pause.
-    #[must_use]
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Succeeded => "succeeded",
@@ -165,7 +162,6 @@ impl Verdict {
 
     /// Reads the verdict of an evidence row. `None` if a newer program wrote it; then only such a
     /// program may go on with the effect.
-    #[must_use]
     pub(crate) fn from_row(name: &str, pause: Duration) -> Option<Self> {
         let all = [
             Self::Succeeded,
@@ -185,7 +181,6 @@ impl Verdict {
 
 impl QueryAnswer {
     /// What the answer to a query proves.
-    #[must_use]
     pub(crate) fn verdict(self) -> Verdict {
         match self {
             Self::Done(Matches::ALL) => Verdict::Succeeded,

@@ -33,7 +33,6 @@ pub(crate) enum AfterPoll {
 }
 
 /// What the client does after a question for the outcome.
-#[must_use]
 pub(crate) fn after_poll(polled: Polled) -> AfterPoll {
     match polled {
         Polled::Ended => AfterPoll::Done,
@@ -53,7 +52,6 @@ pub(crate) fn after_poll(polled: Polled) -> AfterPoll {
 /// A pause between zero and the backoff's limit, drawn by `chance` (0 to 1): full jitter, so that
 /// clients which failed together do not try again together. `failed` counts the failed attempts,
 /// from 1.
-#[must_use]
 pub(crate) fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
     let doubled = base.saturating_mul(1_u32.checked_shl(failed.saturating_sub(1)).unwrap_or(u32::MAX));
     let chance = if chance.is_nan() { 1.0 } else { chance.clamp(0.0, 1.0) };
@@ -76,7 +74,6 @@ impl SendWindow {
     /// Whether an attempt may begin after this pause. `lasted` is the time of the call so far,
     /// `age` the time since the first send. The attempt must also end, by its own limit, while the
     /// server still remembers the key.
-    #[must_use]
     pub(crate) fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
         let begins = lasted.saturating_add(pause);
         begins < self.total && age.saturating_add(pause).saturating_add(self.attempt) <= self.lifetime
