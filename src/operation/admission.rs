@@ -77,7 +77,6 @@ impl Admission {
         self.shares.lock().unwrap_or_else(PoisonError::into_inner).get(operation).cloned()
     }
 
-    /// Returns a place if one is free now.
     pub(super) fn at_once(&self, operation: &OperationName) -> Option<Place> {
         let of_share = match self.share(operation) {
             Some(share) => Some(share.at_once()?),

@@ -42,7 +42,6 @@ pub enum Kept {
 }
 
 impl Kept {
-    /// The status of the answer, which is known in every case.
     pub(crate) fn status(&self) -> u16 {
         match self {
             Self::Whole(reply) | Self::Oversize(reply) | Self::Stream(reply) => reply.status,
@@ -132,7 +131,6 @@ pub(super) fn decode(
     Ok(reply)
 }
 
-/// Longer codes are not kept.
 const ERROR_CODE_MAX: usize = 128;
 
 /// Reads the error code of a failure: the member `code` of a JSON body. The code is stored in

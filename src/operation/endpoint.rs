@@ -332,17 +332,14 @@ impl Registered {
         &self.0.fingerprinter
     }
 
-    /// The longest request body, in bytes.
     pub(crate) fn request_body_max(&self) -> usize {
         self.0.endpoint.request_body_max
     }
 
-    /// How long a request body may take to arrive.
     pub(crate) fn request_body_within(&self) -> Duration {
         self.0.endpoint.request_body_within
     }
 
-    /// Whether the layer takes multipart bodies.
     pub(crate) fn is_multipart_taken(&self) -> bool {
         self.0.endpoint.multipart
     }
@@ -364,7 +361,6 @@ impl Registered {
         self.0.endpoint.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
     }
 
-    /// The longest answer that is kept, in bytes.
     pub(crate) fn kept_body_max(&self) -> usize {
         self.0.endpoint.keeping.body_max
     }

@@ -220,7 +220,6 @@ impl<S: Keys> Engine<S> {
         &self.store
     }
 
-    /// The engine without the type of its store.
     pub(super) fn core(&self) -> &Core {
         &self.core
     }
@@ -267,7 +266,6 @@ impl Core {
         lock(&self.inner.endpoints).clone()
     }
 
-    /// The store, through the interface that every store has.
     pub(super) fn store(&self) -> &dyn Keys {
         self.inner.store.as_ref()
     }
@@ -409,7 +407,6 @@ impl Core {
         &self.inner.reach
     }
 
-    /// The places of operations that hold a connection while they run.
     pub(super) fn admission(&self) -> &Admission {
         &self.inner.admission
     }
@@ -429,7 +426,6 @@ impl Core {
         self.inner.live.announce(self.store(), &versions).await;
     }
 
-    /// Whether [`Self::drain`] runs now.
     pub(super) fn is_draining(&self) -> bool {
         self.inner.tasks.is_closed()
     }
@@ -442,7 +438,6 @@ impl Core {
         &self.inner.keyring
     }
 
-    /// How many operations of one tenant may run in this process.
     pub(super) fn open_per_tenant_max(&self) -> Option<u32> {
         self.inner.open_per_tenant_max
     }
@@ -466,7 +461,6 @@ impl Core {
         }
     }
 
-    /// Whether the tenant has as many bytes stored as are allowed.
     pub(super) async fn is_over_bytes(&self, tenant: &str) -> Result<bool, StoreError> {
         match &self.inner.stored_quota {
             Some(quota) => quota.is_reached(tenant, || self.inner.store.stored_of_tenant(tenant)).await,

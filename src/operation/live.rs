@@ -12,7 +12,6 @@ use uuid::Uuid;
 use crate::operation::port::Keys;
 use crate::operation::rules::versions::{SAID_EVERY, Versions};
 
-/// The longest time that one write may take.
 const AT_MOST: Duration = Duration::from_secs(1);
 
 /// The id of this process, and when it last recorded its versions.

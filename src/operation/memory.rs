@@ -9,7 +9,6 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The bytes that are held now, in total and by tenant.
 #[derive(Debug, Default)]
 struct Held {
     all: usize,
@@ -38,7 +37,6 @@ impl BodyMemory {
         Self { max, tenant_max: tenant_max.unwrap_or(max / 2), held: Arc::default() }
     }
 
-    /// A permit of this tenant that holds no bytes yet.
     pub(super) fn of(&self, tenant: &str) -> BodyPermit {
         BodyPermit { memory: self.clone(), tenant: tenant.to_owned(), bytes: 0 }
     }

@@ -98,9 +98,7 @@ pub struct Owned {
 /// What fences the outcome of a record.
 #[derive(Debug, Clone)]
 pub(crate) struct RecordFence {
-    /// The digest of its identity.
     pub(crate) digest: Vec<u8>,
-    /// The epoch that the record must still have.
     pub(crate) epoch: i64,
     /// The token of its owner, where it has one of its own.
     pub(crate) owner: Option<Uuid>,
@@ -138,7 +136,6 @@ pub enum Begun<T> {
 }
 
 impl<T> Begun<T> {
-    /// Converts the transaction, for example into its trait object.
     pub(crate) fn map<U>(self, change: impl FnOnce(T) -> U) -> Begun<U> {
         match self {
             Self::Claimed(tx) => Begun::Claimed(change(tx)),

@@ -23,10 +23,8 @@ use crate::error::StoreError;
 const EVERY: Duration = Duration::from_secs(5);
 /// The result of a slow query stays valid for this many times its duration.
 const PAUSE: u32 = 19;
-/// The largest number of tenants whose results are remembered.
 const TENANTS_MAX: usize = 4_096;
 
-/// The limit on stored bytes, and the last results by tenant.
 #[derive(Debug)]
 pub(super) struct StoredQuota {
     bytes_max: u64,

@@ -20,7 +20,6 @@ use crate::error::StoreError;
 use crate::observe::{Health, PartState};
 use crate::operation::port::Keys;
 
-/// The pause between two questions to the store.
 const EVERY: Duration = Duration::from_millis(250);
 /// How long a sign of life may take, counted in turns of this process, so that a pause of the whole
 /// machine is not mistaken for a silent store.
@@ -108,7 +107,6 @@ fn gone(why: &str) -> StoreError {
     StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
 }
 
-/// Asks for signs of life until the engine is dropped.
 async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, health: Health) {
     loop {
         let now = sign_of_life(store.as_ref()).await.err();

@@ -55,11 +55,9 @@ struct Runs {
     waiting: HashMap<[u8; 32], u32>,
 }
 
-/// The runs of this process by key, shared by its clones.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Running(Arc<Mutex<Runs>>);
 
-/// The place of one waiting duplicate.
 #[derive(Debug)]
 pub(super) struct Waiting {
     map: Running,
@@ -75,10 +73,8 @@ pub(super) struct Entry {
     left: AtomicBool,
 }
 
-/// Why a run was not entered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NotEntered {
-    /// The key has an entry already.
     Runs,
     /// As many runs of the tenant are entered as may be.
     Full,
@@ -138,7 +134,6 @@ impl Running {
         self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
     }
 
-    /// The age of the oldest run; `None` if nothing runs.
     pub(super) fn oldest(&self) -> Option<Duration> {
         self.lock().by_key.values().map(|run| run.since.elapsed()).max()
     }
@@ -159,7 +154,6 @@ impl Drop for Waiting {
 }
 
 impl Entry {
-    /// How long the run has taken so far.
     pub(super) fn ran(&self) -> Duration {
         self.run.since.elapsed()
     }

@@ -36,7 +36,6 @@ use crate::observe::{self, Noted};
 use crate::operation::port::{Basis, Claimed, Fenced};
 use crate::operation::rules::{Mode, Record};
 
-/// How many claims of a route are reconciled at once.
 const RECONCILED_AT_ONCE: usize = 8;
 /// How long one sweep starts reconciliations of a route; the next sweep continues. It waits for
 /// those that it has started, each of which takes at most the lease less the completion budget.

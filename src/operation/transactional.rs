@@ -57,10 +57,8 @@ pub struct EffectTx<'t, S: Base> {
     sent: &'t mut Sent,
 }
 
-/// The messages that one attempt enqueued.
 #[derive(Default)]
 struct Sent {
-    /// Whether this attempt enqueued at least one message.
     enqueued: bool,
     /// The messages that are written together with the outcome.
     last: Vec<NewMessage>,
@@ -118,7 +116,6 @@ impl<S: Base> fmt::Debug for EffectTx<'_, S> {
     }
 }
 
-/// The result of one attempt.
 enum Tried {
     /// The handler's own answer, given for the first time.
     Done(Reply),
@@ -128,7 +125,6 @@ enum Tried {
     Again(&'static str, StoreError),
     /// The outcome is stored: answer from the record.
     Stored,
-    /// The request gets this answer.
     Answer(Answered),
 }
 
@@ -196,9 +192,7 @@ impl<S: Operations + Base> Engine<S> {
     }
 }
 
-/// How the claim of a run begins.
 enum Start {
-    /// The record was read before.
     Seen(Box<Begin>),
     /// The key is probably new: the claim is made without a read.
     Unseen(Box<Begin>),

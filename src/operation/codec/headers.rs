@@ -1,7 +1,6 @@
 //! Which headers of an answer are kept: an allow-list, because no deny-list is ever complete
 //! (pitfalls 20, 21).
 
-/// Headers that are kept of every answer.
 const ALLOWED: [&str; 9] = [
     "content-type",
     "content-language",
@@ -41,7 +40,6 @@ pub(super) fn is_never(name: &str) -> bool {
     NEVER.contains(&name) || NEVER_PREFIX.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Whether the body has a content coding, such as gzip.
 pub(super) fn is_coded(headers: &[(String, Vec<u8>)]) -> bool {
     let coded = |value: &[u8]| !value.is_empty() && !value.eq_ignore_ascii_case(b"identity");
     headers.iter().any(|(name, value)| name.eq_ignore_ascii_case("content-encoding") && coded(value.trim_ascii()))

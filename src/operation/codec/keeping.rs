@@ -3,7 +3,6 @@
 use super::headers;
 use crate::operation::endpoint::EndpointError;
 
-/// Which parts of the answers of one operation are kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::operation) struct Keeping {
     pub(in crate::operation) headers: Vec<String>,

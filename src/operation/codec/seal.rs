@@ -22,7 +22,6 @@ const COMPRESSED: u16 = 1;
 const ENCRYPTED: u16 = 2;
 /// The headers are stored before the body and sealed with it.
 const FRAMED: u16 = 4;
-/// Shorter bodies are not compressed.
 #[cfg(feature = "compress")]
 const COMPRESS_FROM: usize = 4 << 10;
 /// The largest size of a decompressed body: someone else may have written the stored bytes.
@@ -61,7 +60,6 @@ pub struct Sealer {
     keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
 }
 
-/// Headers as names and values, in their order.
 type Headers = Vec<(String, Vec<u8>)>;
 
 impl Sealer {
@@ -226,7 +224,6 @@ fn joined(headers: &[(String, Vec<u8>)], body: &[u8]) -> Vec<u8> {
     [&length.to_be_bytes()[..], &headers, body].concat()
 }
 
-/// Splits what [`joined`] has joined.
 fn split(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
     let (length, rest) = bytes.split_first_chunk::<4>()?;
     let (headers, body) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;

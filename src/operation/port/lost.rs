@@ -18,7 +18,6 @@ const LOOK_FOR: Duration = Duration::from_secs(1);
 /// previous one.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// What was read last.
 #[derive(Debug)]
 pub(crate) enum Changed {
     /// The store did not answer.

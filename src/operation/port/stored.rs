@@ -82,7 +82,6 @@ impl<'a> Columns<'a> {
         self.kept.map(|kept| i64::try_from(kept.stands_in()).unwrap_or(i64::MAX))
     }
 
-    /// The body, if it fits into the row of its claim.
     #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(crate) fn small(&self) -> Option<&'a KeptBody> {
         self.kept.filter(|kept| {
@@ -91,7 +90,6 @@ impl<'a> Columns<'a> {
         })
     }
 
-    /// The body, if it does not fit into the row of its claim.
     #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(crate) fn large(&self) -> Option<&'a KeptBody> {
         if self.small().is_some() { None } else { self.kept }

@@ -44,21 +44,16 @@ pub enum Outcome<R> {
     DontStore(R),
 }
 
-/// How a run without a tag ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Untagged {
-    /// The run ended with an answer of this HTTP status.
     Status(u16),
-    /// The run ended with an error or a panic.
     Failed,
 }
 
 /// What is known of the run besides its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
-    /// The mode in which the key was claimed.
     pub mode: Mode,
-    /// How far the run came.
     pub reached: Reached,
     /// The route's setting [`Route::release_untagged`].
     pub release_untagged: bool,
@@ -76,9 +71,7 @@ pub(crate) enum Reached {
     Started,
     /// The guard was asked to commit, and rolled everything back.
     Undone,
-    /// The outcome of the guard's commit is not known.
     CommitUnknown,
-    /// The guard has committed business rows and outcome together.
     Committed,
 }
 
@@ -125,7 +118,6 @@ impl<R> Outcome<R> {
 }
 
 impl Run {
-    /// A run of this route that came this far.
     pub(crate) fn of(route: &Route, reached: Reached) -> Self {
         Self { mode: route.mode, reached, release_untagged: route.release_untagged }
     }

@@ -41,7 +41,6 @@ use self::table::{Asks, Body, Facts, Seen, judge};
 /// What a request brings to the decision: a key that can be used, or why there is none.
 #[derive(Clone, Copy)]
 pub(crate) enum Asked<'a> {
-    /// No key was sent.
     Keyless,
     /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
     Malformed,
@@ -49,7 +48,6 @@ pub(crate) enum Asked<'a> {
     Unscoped,
     /// A key was sent whose home is another region (M106).
     Elsewhere,
-    /// A request under a key.
     Keyed(&'a Request<'a>),
 }
 
@@ -58,9 +56,7 @@ pub(crate) enum Asked<'a> {
 pub(crate) struct Request<'a> {
     /// The tenant and principal, from verified authentication.
     pub scope: &'a Scope,
-    /// Tenant, operation and key.
     pub identity: &'a Identity,
-    /// The command, for its fingerprint.
     pub command: &'a dyn Canonical,
     /// Which fingerprints of the operation this process reads and writes.
     pub fingerprinter: &'a Fingerprinter,
@@ -71,13 +67,9 @@ pub(crate) struct Request<'a> {
 /// What is known of the key.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum KeyFound<'a> {
-    /// Nothing was read yet.
     NotAsked,
-    /// A request under this key runs in this process.
     Running {
-        /// The principal of the request that runs.
         principal: &'a PrincipalMark,
-        /// The fingerprint of the command that runs.
         fingerprint: &'a Fingerprint,
     },
     /// The store does not answer, or takes no writes.
@@ -92,7 +84,6 @@ pub(crate) enum KeyFound<'a> {
     Record(&'a Record, DbTime),
 }
 
-/// Decides how a request is answered.
 pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Decision {
     judge(table::TABLE, &facts(route, asked, found))
 }

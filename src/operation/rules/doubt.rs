@@ -15,7 +15,6 @@
 use super::problem::Code;
 use super::record::State;
 
-/// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Doubt {
     /// COMMIT was sent after the proof had held, and no answer came. Or the handler failed, and the
@@ -42,7 +41,6 @@ pub enum Look {
     Anothers,
 }
 
-/// What the engine does, and what it answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Aftermath {
     /// The run was committed: answer the stored outcome.
@@ -58,7 +56,6 @@ pub(crate) enum Aftermath {
 }
 
 impl Doubt {
-    /// Decides what follows from what the new connection found.
     pub(crate) fn after(self, look: Look) -> Aftermath {
         match (self, look) {
             (_, Look::Ours(State::InProgress)) => Aftermath::MarkUnknown,

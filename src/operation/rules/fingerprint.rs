@@ -69,9 +69,7 @@ pub struct ParseFingerprintError;
 /// How a stored fingerprint compares with a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Comparison {
-    /// The command is the same as the stored one.
     Equal,
-    /// The command is not the stored one.
     Different,
     /// A newer program wrote the fingerprint: another process can compare it.
     Newer,
@@ -152,7 +150,6 @@ impl Fingerprinter {
         }
     }
 
-    /// The operation whose commands are fingerprinted.
     pub(crate) fn operation(&self) -> &OperationName {
         &self.operation
     }

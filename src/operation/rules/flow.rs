@@ -70,10 +70,8 @@ pub enum Stage {
     Unknown,
 }
 
-/// How a phase ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum PhaseEnd {
-    /// A recovery point is committed.
     RecoveryPoint,
     /// An intent to call a provider is committed, with the exact bytes (O5).
     Intent,

@@ -24,7 +24,6 @@ use super::key::{Key, KeyError, KeyFormat};
 use super::keyring::{Keyring, KeyringError, Kid};
 use crate::text::hex::{hex, unhex};
 
-/// The longest tenant or principal, in bytes.
 pub(crate) const SCOPE_BYTES_MAX: usize = 255;
 
 /// The caller: the tenant to which keys belong, and the principal inside it. From verified
@@ -58,7 +57,6 @@ pub struct PrincipalMark {
 /// Whether the principal of a request is the principal of the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum PrincipalMatch {
-    /// The principals are the same.
     Same,
     /// The principals differ: answered as a mismatch, counted apart, never executed or replayed.
     Other,
@@ -131,7 +129,6 @@ impl Scope {
         PrincipalMark { kid, hash }
     }
 
-    /// Compares this principal with the one that a record stores.
     pub(crate) fn compare(&self, stored: &PrincipalMark, keyring: &Keyring) -> PrincipalMatch {
         match keyring.hash(&stored.kid, &self.principal_message()) {
             None => PrincipalMatch::Unreadable,

@@ -155,7 +155,6 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a fraction and an exponent, if there are any.
     fn tail(&mut self) -> Result<(), JsonError> {
         if matches!(self.peek(), Ok(b'.')) {
             self.at += 1;
@@ -234,7 +233,6 @@ impl Reader<'_> {
         Ok(format!("{{{}}}", members.join(",")))
     }
 
-    /// Reads a string and resolves its quotes and escapes.
     fn string(&mut self) -> Result<String, JsonError> {
         self.expect(b'"')?;
         let mut out = String::new();

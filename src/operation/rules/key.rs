@@ -21,9 +21,7 @@ use uuid::Uuid;
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
-/// The shortest key, in bytes.
 pub(crate) const KEY_BYTES_MIN: usize = 16;
-/// The longest key, in bytes.
 pub(crate) const KEY_BYTES_MAX: usize = 255;
 
 /// The form of key that a route accepts.
@@ -154,7 +152,6 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Removes the optional white space around a header value.
 fn trimmed(mut value: &[u8]) -> &[u8] {
     while let [b' ' | b'\t', rest @ ..] = value {
         value = rest;

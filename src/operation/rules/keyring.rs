@@ -18,7 +18,6 @@ use std::str::FromStr;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-/// The minimum length of a secret in bytes.
 pub(crate) const SECRET_BYTES_MIN: usize = 32;
 
 /// The id of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
@@ -127,12 +126,10 @@ impl Keyring {
         Ok(ring)
     }
 
-    /// The id under which new hashes are written.
     pub(crate) fn write_kid(&self) -> &Kid {
         &self.write
     }
 
-    /// The ids whose hashes can be read.
     pub(crate) fn readable(&self) -> impl Iterator<Item = Kid> {
         std::iter::once(Kid::plain()).chain(self.secrets.keys().cloned())
     }
@@ -143,7 +140,6 @@ impl Keyring {
         Some(hash(keyed, message))
     }
 
-    /// The hash of a message under the id for writing.
     pub(super) fn write(&self, message: &[u8]) -> (Kid, [u8; 32]) {
         (self.write.clone(), hash(self.writer.as_ref(), message))
     }

@@ -9,7 +9,6 @@
 
 use std::time::Duration;
 
-/// The longest wait before jitter.
 pub(crate) const RETRY_AFTER_MAX: u32 = 30;
 
 /// The seconds of `Retry-After` for a wait of about `expected`; `chance` is drawn from 0 to 1. The

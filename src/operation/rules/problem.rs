@@ -89,7 +89,6 @@ pub enum Code {
     OperationFailed,
 }
 
-/// The numbers of gRPC's status codes.
 mod grpc {
     pub(super) const INVALID_ARGUMENT: i32 = 3;
     pub(super) const PERMISSION_DENIED: i32 = 7;
@@ -108,7 +107,6 @@ struct Row {
     grpc: i32,
     retryable: bool,
     key_state: KeyState,
-    /// The minimum wait in seconds, if a wait helps.
     pause: Option<u32>,
 }
 
@@ -168,7 +166,6 @@ const TABLE: [Row; 23] = {
 };
 
 impl Code {
-    /// Every code, in the order of declaration.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         TABLE.iter().map(|row| row.code)
     }
@@ -191,7 +188,6 @@ impl Code {
         self.row().status
     }
 
-    /// The number of the gRPC status.
     pub(crate) fn grpc(self) -> i32 {
         self.row().grpc
     }
@@ -215,11 +211,9 @@ impl Code {
 }
 
 impl KeyState {
-    /// Every state, in the order of declaration.
     pub(crate) const ALL: [Self; 6] =
         [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::NotSaid, Self::Unknown];
 
-    /// The name in a problem body.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Free => "free",

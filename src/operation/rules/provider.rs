@@ -121,17 +121,14 @@ pub enum Settled {
     Failed,
 }
 
-/// The next step for an effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The outcome is proven: continue the flow.
     Settle(Settled),
     /// Send for the first time, or after sends that did not leave us or for which an operator
     /// accepted a duplicate.
     Send,
     /// Send the same bytes under the same key again.
     Resend,
-    /// Ask the provider whether the effect happened.
     Query,
     /// The provider asked for a pause.
     Wait {
@@ -142,7 +139,6 @@ pub(crate) enum Step {
     Operator(Gap),
 }
 
-/// Why only a person can find out the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Gap {
     /// The provider offers neither key nor query.

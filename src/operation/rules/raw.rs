@@ -25,7 +25,6 @@ pub(crate) fn essence(content_type: &str) -> String {
     content_type.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
 }
 
-/// Whether the content type of this essence is JSON.
 pub(crate) fn is_json(essence: &str) -> bool {
     essence == "application/json" || essence.ends_with("+json")
 }
@@ -103,7 +102,6 @@ impl Canonical for RawCommand {
     }
 }
 
-/// Names with values, in this order.
 struct Pairs<'a, V>(&'a [(String, V)]);
 
 struct Pair<'a, V>(&'a (String, V));

@@ -203,7 +203,6 @@ impl Mode {
 }
 
 impl Tombstone {
-    /// Every reason, in the order of declaration.
     pub(crate) const ALL: [Self; 4] = [Self::Oversize, Self::Stream, Self::Withheld, Self::Purged];
 
     /// The name, as it is stored.

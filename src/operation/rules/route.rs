@@ -170,7 +170,6 @@ pub enum RouteError {
 }
 
 impl MismatchStatus {
-    /// The HTTP status: 422, 409 or 400.
     pub(crate) fn status(self) -> u16 {
         match self {
             Self::Unprocessable => 422,

@@ -9,7 +9,6 @@ use super::super::route::WhileRunning;
 pub(crate) enum Decision {
     /// Run without protection: the route has keys off, or optional and the request has none.
     PassThrough,
-    /// The request has no key, and the route needs one.
     KeyRequired,
     /// The key is malformed, or it has no time and the route needs one.
     KeyInvalid,
@@ -19,7 +18,6 @@ pub(crate) enum Decision {
     ScopeRequired,
     /// The record of this key is kept in another region.
     WrongRegion,
-    /// The store does not answer.
     StoreUnavailable,
     /// The record under this digest has another identity, so it must not be changed. This is an
     /// alarm, answered like an unavailable store.
@@ -31,13 +29,11 @@ pub(crate) enum Decision {
     Look,
     /// Insert the record. The process whose insert succeeds executes.
     Claim,
-    /// Answer with what is stored.
     Replay,
     /// Answer with 303 and the resource's location.
     ReplayReference,
     /// Let the route build the answer from the resource. Nothing is executed.
     Reconstruct,
-    /// The operation happened, and its answer is not kept.
     NotRetained,
     /// The first request under this key still runs. Answer 409 at once, 202 with the location of the
     /// operation, or read again after waits, without a connection, up to the route's limit.

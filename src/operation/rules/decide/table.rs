@@ -33,7 +33,6 @@ pub(super) enum Seen {
     Record,
 }
 
-/// What is kept of the answer's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
     Kept,
@@ -44,7 +43,6 @@ pub(super) enum Body {
 /// Declares the columns: for each a field in `Facts`, and a condition that a row may set.
 macro_rules! columns {
     ($($column:ident: $kind:ty,)*) => {
-        /// The facts of one case, one field for each column.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) struct Facts {
             $(pub(super) $column: $kind,)*
@@ -114,7 +112,6 @@ impl Facts {
     };
 }
 
-/// A row: a condition and the decision.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Row {
     pub(super) when: When,
@@ -125,12 +122,10 @@ const fn row(when: When, then: Decision) -> Row {
     Row { when, then }
 }
 
-/// Returns the decision of the first row whose condition holds.
 pub(super) fn judge(table: &[Row], facts: &Facts) -> Decision {
     table.iter().find(|row| row.when.holds(facts)).map_or(Decision::StoreUnavailable, |row| row.then)
 }
 
-/// There is a record, or a run in this process.
 const KNOWN: When = ANY.seen(&[Seen::Record, Seen::Running]);
 /// From the rows that use this on, principal and command are known to be the same.
 const STANDS: When = ANY.seen(&[Seen::Record]);

@@ -102,7 +102,6 @@ impl Answer {
         Self::Status { status, listed: false, in_progress: false, replayed: false, matches, retry_after: None }
     }
 
-    /// What the answer to a send proves.
     pub(crate) fn verdict(self) -> Verdict {
         let wait = |asked: Option<Duration>| Verdict::Wait(asked.unwrap_or(PAUSE).min(PAUSE_MAX));
         match self {
@@ -180,7 +179,6 @@ impl Verdict {
 }
 
 impl QueryAnswer {
-    /// What the answer to a query proves.
     pub(crate) fn verdict(self) -> Verdict {
         match self {
             Self::Done(Matches::ALL) => Verdict::Succeeded,

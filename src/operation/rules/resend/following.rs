@@ -22,9 +22,7 @@ pub(crate) enum Polled {
 /// What the client does after a question for the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum AfterPoll {
-    /// The result is the end of the operation.
     Done,
-    /// Ask again, after a pause.
     Ask,
     /// Send the operation again, after a pause. Its answer is replayed.
     Resend,
