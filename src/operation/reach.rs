@@ -57,12 +57,6 @@ impl Reach {
         }
     }
 
-    /// The error for a caller that needs the store now; `None`: the store answers, as far as is
-    /// known.
-    pub(super) fn error(&self) -> Option<StoreError> {
-        self.away.borrow().as_deref().map(gone)
-    }
-
     /// Runs a call as long as the store answers. The call may be dropped at any moment.
     ///
     /// # Errors
@@ -70,8 +64,8 @@ impl Reach {
     /// the call ends.
     pub(super) async fn within<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         let mut away = self.away.subscribe();
-        if let Some(error) = self.error() {
-            return Err(error);
+        if let Some(why) = away.borrow().as_deref() {
+            return Err(gone(why));
         }
         tokio::select! {
             biased;
