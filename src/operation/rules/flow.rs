@@ -1,16 +1,6 @@
 //! Pure: no I/O, no clock.
 //! The stages of a phased operation, and how a phase may end in each (O9, O13, M32).
 //!
-//! ```text
-//!                recovery-point            intent                 settle             recovery-point
-//!   RECEIVED ------------------> LOCAL ------------> OUTSTANDING --------> SETTLED ----------------> SETTLED
-//!                                                      |      ^              |  |
-//!                                                      |      +--------------|--+ intent, compensate
-//!                                                 lost |        lost         |
-//!                                                      +------> UNKNOWN <----+
-//!   from LOCAL on: SUCCEEDED; FAILED, after an intent only with proof
-//! ```
-//!
 //! The recovery points of a flow (`LOCAL_PAYMENT_CREATED`, `PROVIDER_REQUEST_SENT`,
 //! `PROVIDER_CONFIRMED`) have names that its author gives. Each point belongs to one of these
 //! stages, and the stage decides what a retry or the recovery worker does:

@@ -91,10 +91,9 @@ impl RawCommand {
 
 impl Canonical for RawCommand {
     fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
-        let headers: Vec<_> =
-            self.headers.iter().filter(|(since, _)| *since <= version).map(|(_, line)| line.clone()).collect();
-        writer.field("path", &Pairs(&self.path)).field("query", &Pairs(&self.query));
-        writer.field("contentType", &self.content_type).field("headers", &Pairs(&headers));
+        let headers = self.headers.iter().filter(|(since, _)| *since <= version).map(|(_, line)| line);
+        writer.field("path", &pairs(&self.path)).field("query", &pairs(&self.query));
+        writer.field("contentType", &self.content_type).field("headers", &pairs(headers));
         match &self.body {
             RawBody::Json(text) => writer.field("json", text),
             RawBody::Bytes(bytes) => writer.field("bytes", &Bytes(bytes)),
@@ -102,21 +101,17 @@ impl Canonical for RawCommand {
     }
 }
 
-struct Pairs<'a, V>(&'a [(String, V)]);
+/// A name with its value.
+struct Pair<'a>(&'a str, &'a [u8]);
 
-struct Pair<'a, V>(&'a (String, V));
-
-impl<V: AsRef<[u8]>> FingerprintValue for Pairs<'_, V> {
+impl FingerprintValue for Pair<'_> {
     fn write(&self, out: ValueWriter<'_>) {
-        let pairs: Vec<Pair<'_, V>> = self.0.iter().map(Pair).collect();
-        out.list(&pairs);
+        out.list(&[Bytes(self.0.as_bytes()), Bytes(self.1)]);
     }
 }
 
-impl<V: AsRef<[u8]>> FingerprintValue for Pair<'_, V> {
-    fn write(&self, out: ValueWriter<'_>) {
-        out.list(&[Bytes(self.0.0.as_bytes()), Bytes(self.0.1.as_ref())]);
-    }
+fn pairs<'a, V: AsRef<[u8]> + 'a>(lines: impl IntoIterator<Item = &'a (String, V)>) -> Vec<Pair<'a>> {
+    lines.into_iter().map(|(name, value)| Pair(name, value.as_ref())).collect()
 }
 
 #[cfg(test)]
