@@ -159,12 +159,12 @@ impl<S: Operations + Base> Engine<S> {
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = self.front(endpoint, asking);
         // A request that executes nothing needs no task.
-        let begin = loop {
+        let (begin, unseen) = loop {
             if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
-                break Start::Unseen(begin);
+                break (begin, true);
             }
             match front.turn().await {
-                Turn::Begin(begin) => break Start::Seen(begin),
+                Turn::Begin(begin) => break (begin, false),
                 Turn::Unkeyed => match front.under_own_key() {
                     Some(keyed) => front = keyed,
                     None => return front.no_use_of_keys(),
@@ -177,7 +177,7 @@ impl<S: Operations + Base> Engine<S> {
         let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
         // Made before the future is boxed: a large future would be moved at each step of its start.
         let under_way = execution.front.under_way();
-        match self.attended(self.spawn(Box::pin(execution.run(begin)))).await {
+        match self.attended(self.spawn(Box::pin(execution.run(begin, unseen)))).await {
             Some(Ok(answered)) => answered,
             // The operation continues; the next request with this key finds its outcome.
             None => {
@@ -190,12 +190,6 @@ impl<S: Operations + Base> Engine<S> {
             }
         }
     }
-}
-
-enum Start {
-    Seen(Box<Begin>),
-    /// The key is probably new: the claim is made without a read.
-    Unseen(Box<Begin>),
 }
 
 /// A handler together with its command, for any database.
@@ -239,33 +233,27 @@ struct Execution {
 }
 
 impl Execution {
-    async fn run(mut self, start: Start) -> Answered {
+    /// `unseen`: the key is probably new, and its record was not read.
+    async fn run(mut self, mut begin: Box<Begin>, unseen: bool) -> Answered {
         let engine = self.front.engine().clone();
         let mut place = engine.admission().at_once(self.front.endpoint().operation());
-        let (mut begin, mut claimed) = match start {
-            Start::Seen(begin) => (begin, None),
-            Start::Unseen(begin) => {
-                // Without a place, the record is read instead: a stored answer needs no place.
-                let tried = match &place {
-                    Some(_) => self.claim_unseen(begin).await,
-                    None => {
-                        drop(begin);
-                        Ok(None)
-                    }
-                };
-                match tried {
-                    Ok(Some((begin, tx))) => (begin, Some(tx)),
-                    Ok(None) => {
-                        drop(place.take());
-                        match self.turn().await {
-                            Ok(begin) => (begin, None),
-                            Err(answered) => return *answered,
-                        }
-                    }
+        let mut claimed = None;
+        if unseen {
+            // Without a place, the record is read instead: a stored answer needs no place.
+            if place.is_some() {
+                claimed = match self.claim_unseen(&begin).await {
+                    Ok(claimed) => claimed,
                     Err(error) => return self.front.store_failed("claim", &error),
-                }
+                };
             }
-        };
+            if claimed.is_none() {
+                drop((begin, place.take()));
+                begin = match self.turn().await {
+                    Ok(begin) => begin,
+                    Err(answered) => return *answered,
+                };
+            }
+        }
         loop {
             let held = match place.take() {
                 Some(place) => place,
@@ -302,12 +290,9 @@ impl Execution {
         }))
     }
 
-    /// Makes a claim without a read. Returns `None` if the claim does not execute: take a turn,
-    /// which reads the record.
-    async fn claim_unseen(
-        &mut self,
-        begin: Box<Begin>,
-    ) -> Result<Option<(Box<Begin>, Box<dyn OperationTx>)>, StoreError> {
+    /// Makes a claim without a read. Returns `None` if the claim does not execute: drop `begin` and
+    /// take a turn, which reads the record.
+    async fn claim_unseen(&mut self, begin: &Begin) -> Result<Option<Box<dyn OperationTx>>, StoreError> {
         let engine = self.front.engine();
         let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
@@ -316,11 +301,11 @@ impl Execution {
             Err(StoreError::Unavailable(sqlx::Error::Database(_))) => return Ok(None),
             Err(error) => return Err(error),
         };
-        if !self.front.claimed_unseen(&begin) {
+        if !self.front.claimed_unseen(begin) {
             rolled_back(tx).await;
             return Ok(None);
         }
-        Ok(Some((begin, tx)))
+        Ok(Some(tx))
     }
 
     /// Repeats the attempt while the database returns transient errors (R27), up to [`TRIES_MAX`]
