@@ -62,10 +62,7 @@ fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_versi
     ])
 }
 
-/// Encodes an answer for storage.
-///
-/// # Errors
-/// The error of the sealer; the answer is not stored in plain instead.
+/// Encodes an answer for storage. An answer that cannot be sealed is not stored in plain instead.
 pub(super) fn encode(
     endpoint: &Endpoint,
     sealer: &Sealer,
@@ -107,11 +104,8 @@ pub(super) fn encode(
     Ok(Answer { status: reply.status, schema_version, body, resource })
 }
 
-/// Decodes a stored answer.
-///
-/// # Errors
-/// The error of the sealer: this process does not have the key, or the bytes are not those that
-/// were stored for this request.
+/// Decodes a stored answer. It fails where this process does not have the key, or where the bytes
+/// are not those that were stored for this request.
 pub(super) fn decode(
     endpoint: &Endpoint,
     sealer: &Sealer,

@@ -313,11 +313,8 @@ impl Core {
         ended
     }
 
-    /// Encodes an answer for storage: filtered, and compressed and encrypted where that is set. For
-    /// callers that finish a record themselves: phased operations and guards.
-    ///
-    /// # Errors
-    /// [`SealError`]. Do not store the answer in plain instead.
+    /// Encodes an answer for storage: filtered, and compressed and encrypted where that is set. Where
+    /// it fails, do not store the answer in plain instead.
     pub(crate) fn encode(
         &self,
         endpoint: &Registered,

@@ -57,11 +57,8 @@ impl Reach {
         }
     }
 
-    /// Runs a call as long as the store answers. The call may be dropped at any moment.
-    ///
-    /// # Errors
-    /// The error of the call; [`StoreError::Unavailable`] if the store is away, or goes away before
-    /// the call ends.
+    /// Runs a call as long as the store answers; [`StoreError::Unavailable`] if it does not, or stops
+    /// before the call ends. The call may be dropped at any moment.
     pub(super) async fn within<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         let mut away = self.away.subscribe();
         if let Some(why) = away.borrow().as_deref() {

@@ -111,10 +111,7 @@ impl Sealer {
     }
 
     /// Seals bytes in this context, such as the id of the operation whose command they are. The
-    /// bytes are never compressed.
-    ///
-    /// # Errors
-    /// The error of the cipher; the bytes are not returned in plain instead.
+    /// bytes are never compressed. Where the cipher fails, they are not returned in plain instead.
     pub(crate) fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
         let format = if self.encrypts() { ENCRYPTED } else { 0 };
         let (bytes, kid) = self.encrypt(&associated(&framed(context.iter().copied()), format), bytes)?;
@@ -122,9 +119,6 @@ impl Sealer {
     }
 
     /// Opens bytes that [`Self::seal`] has sealed, with the same context.
-    ///
-    /// # Errors
-    /// [`SealError::UnknownKid`], [`SealError::Broken`], [`SealError::Plain`].
     pub(crate) fn open(&self, context: &[&[u8]], sealed: &Sealed) -> Result<Vec<u8>, SealError> {
         match &sealed.kid {
             None if self.sealed_only => Err(SealError::Plain),

@@ -12,7 +12,7 @@ use crate::operation::rules::retention::Retention;
 /// Up to how many bytes of headers and body an adapter may keep in the row of the claim. A page has
 /// room for several such rows, and the database need not move a row because of it.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-const SMALL_BODY_MAX: usize = 2_048;
+const SMALL_BODY_MAX: u64 = 2_048;
 
 /// The error for a stored value that cannot be read.
 pub(crate) fn corrupt(error: impl std::fmt::Display) -> StoreError {
@@ -84,10 +84,7 @@ impl<'a> Columns<'a> {
 
     #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(crate) fn small(&self) -> Option<&'a KeptBody> {
-        self.kept.filter(|kept| {
-            let headers: usize = kept.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
-            headers + kept.bytes.len() <= SMALL_BODY_MAX
-        })
+        self.kept.filter(|kept| kept.stands_in() <= SMALL_BODY_MAX)
     }
 
     #[cfg(any(feature = "postgres", feature = "mysql"))]

@@ -66,10 +66,7 @@ pub enum JsonFault {
     TooDeep,
 }
 
-/// Returns the canonical text of a document.
-///
-/// # Errors
-/// The first fault of the document, and its offset.
+/// Returns the canonical text of a document, or its first fault.
 pub(crate) fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
     let text =
         std::str::from_utf8(body).map_err(|error| JsonError { at: error.valid_up_to(), fault: JsonFault::NotUtf8 })?;

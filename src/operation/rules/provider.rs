@@ -159,10 +159,7 @@ pub(crate) enum Gap {
 }
 
 impl KeyWindow {
-    /// Checks the window.
-    ///
-    /// # Errors
-    /// No send could be repeated within the window.
+    /// Refuses a window in which no send could be repeated.
     pub(crate) fn validate(self) -> Result<(), KeyWindowError> {
         let Self { retention, max_in_flight } = self;
         if max_in_flight < retention { Ok(()) } else { Err(KeyWindowError { retention, max_in_flight }) }

@@ -51,10 +51,7 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// Checks the lifetimes.
-    ///
-    /// # Errors
-    /// The lifetimes contradict each other.
+    /// Refuses lifetimes that contradict each other.
     pub(crate) fn validate(&self) -> Result<(), RetentionError> {
         if self.ttl.is_zero() {
             Err(RetentionError::NoTtl)
