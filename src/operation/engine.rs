@@ -313,8 +313,8 @@ impl Core {
         ended
     }
 
-    /// Encodes an answer for storage: filtered, and compressed and encrypted where that is set. Where
-    /// it fails, do not store the answer in plain instead.
+    /// Encodes an answer for storage: filtered, and compressed and encrypted where that is set.
+    /// Where it fails, do not store the answer in plain instead.
     pub(crate) fn encode(
         &self,
         endpoint: &Registered,

@@ -57,8 +57,8 @@ impl Reach {
         }
     }
 
-    /// Runs a call as long as the store answers; [`StoreError::Unavailable`] if it does not, or stops
-    /// before the call ends. The call may be dropped at any moment.
+    /// Runs a call as long as the store answers; [`StoreError::Unavailable`] if it does not, or
+    /// stops before the call ends. The call may be dropped at any moment.
     pub(super) async fn within<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         let mut away = self.away.subscribe();
         if let Some(why) = away.borrow().as_deref() {

@@ -35,8 +35,8 @@ pub(crate) enum Decision {
     /// Let the route build the answer from the resource. Nothing is executed.
     Reconstruct,
     NotRetained,
-    /// The first request under this key still runs. Answer 409 at once, 202 with the location of the
-    /// operation, or read again after waits, without a connection, up to the route's limit.
+    /// The first request under this key still runs. Answer 409 at once, or 202 with the location of
+    /// the operation; or wait without a connection and read again, up to the route's limit.
     InProgress(WhileRunning),
     /// Raise the epoch, then execute.
     TakeOver(TakeOver),
