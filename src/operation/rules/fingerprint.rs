@@ -273,18 +273,6 @@ mod tests {
         assert_eq!(plain(1).compare(&plain(2).write(&PAYMENT), &app), Comparison::Different);
     }
 
-    // Shown by: calling each of the three `Different`.
-    #[test]
-    fn o21_what_cannot_be_computed_is_never_called_different() {
-        let newer = plain(2).write(&PAYMENT);
-        let old_program = fingerprinter(1..=1, None, Keyring::plain());
-        assert_eq!(old_program.compare(&newer, &PAYMENT), Comparison::Newer);
-        let older = plain(1).write(&PAYMENT);
-        assert_eq!(fingerprinter(2..=3, None, Keyring::plain()).compare(&older, &PAYMENT), Comparison::TooOld);
-        let keyed = fingerprinter(1..=2, None, ring("k1")).write(&PAYMENT);
-        assert_eq!(plain(2).compare(&keyed, &PAYMENT), Comparison::UnknownKid);
-    }
-
     // Shown by: writing with the newest version, always or where none is set; with the first secret
     // of the ring always.
     #[test]

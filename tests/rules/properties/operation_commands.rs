@@ -306,7 +306,7 @@ proptest! {
     #![proptest_config(super::cases(3_000))]
 
     /// Two processes of different ages and secrets: one stores, the other compares. Shown by:
-    /// comparing under the version that the reader writes.
+    /// comparing under the version that the reader writes; calling what is unreadable different.
     #[test]
     fn o21_whoever_reads_judges_as_the_one_who_wrote_or_says_that_it_cannot(
         writer in Process::any(), reader in Process::any(), fields in any::<[u8; 4]>(), change in prop::option::of(0_usize..4),

@@ -51,15 +51,20 @@ fn first(mode: Mode, state: State) -> Record {
 
 /// The decision on a second request.
 fn second(route: &Route, principal: &str, amount: i64, found: KeyFound<'_>) -> Decision {
-    let (scope, identity, fingerprinter) = (scope(principal), identity(), fingerprinter());
-    let request = Request {
-        scope: &scope,
-        identity: &identity,
-        command: &Payment(amount),
-        fingerprinter: &fingerprinter,
-        over_quota: false,
-    };
-    decide(route, Asked::Keyed(&request), found)
+    under(&identity(), route, principal, amount, false, found)
+}
+
+/// The decision on a request under this key.
+fn under(
+    identity: &Identity,
+    route: &Route,
+    principal: &str,
+    amount: i64,
+    over_quota: bool,
+    found: KeyFound<'_>,
+) -> Decision {
+    let (scope, command, fingerprinter) = (&scope(principal), &Payment(amount), &fingerprinter());
+    decide(route, Asked::Keyed(&Request { scope, identity, command, fingerprinter, over_quota }), found)
 }
 
 fn again(route: &Route, record: &Record, now: i64) -> Decision {
@@ -217,17 +222,9 @@ fn o23_a_key_without_a_record_is_judged_by_its_time_where_late_retries_are_rejec
     }
     let opaque = Key::parse(b"0123456789abcdef", KeyFormat::Opaque).expect("a key");
     let identity = Identity::new(&scope("alice"), "create_payment".parse().expect("a name"), opaque);
-    let (scope, fingerprinter) = (scope("alice"), fingerprinter());
-    let request = Request {
-        scope: &scope,
-        identity: &identity,
-        command: &Payment(1),
-        fingerprinter: &fingerprinter,
-        over_quota: false,
-    };
-    assert_eq!(decide(&reject, Asked::Keyed(&request), bounds(None, made)), Decision::KeyInvalid);
-    let over = Request { over_quota: true, ..request };
-    assert_eq!(decide(&edge(), Asked::Keyed(&over), bounds(None, made)), Decision::QuotaExceeded);
+    let opaque = |route: &Route, over_quota| under(&identity, route, "alice", 1, over_quota, bounds(None, made));
+    assert_eq!(opaque(&reject, false), Decision::KeyInvalid);
+    assert_eq!(opaque(&edge(), true), Decision::QuotaExceeded);
 }
 
 #[test]

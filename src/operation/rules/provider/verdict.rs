@@ -129,33 +129,26 @@ impl Verdict {
     /// The word of the evidence row, for people and lists. The table allows only these words.
     #[must_use]
     pub fn word(self) -> &'static str {
-        match self {
-            Self::Succeeded => "success",
-            Self::Failed => "failure",
-            Self::Refused => "refused",
-            Self::NotSent => "not-sent",
-            Self::Waived => "waived",
-            Self::Wait(_) => "wait",
-            Self::Mismatch => "mismatch",
-            Self::NotFound => "not-found",
-            Self::StoredError => "stored-error",
-            Self::Indefinite => "indefinite",
-        }
+        self.word_and_name().0
     }
 
     /// The name in the bytes of an evidence row, beside which [`Verdict::Wait`] has its pause.
     pub(crate) fn name(self) -> &'static str {
+        self.word_and_name().1
+    }
+
+    fn word_and_name(self) -> (&'static str, &'static str) {
         match self {
-            Self::Succeeded => "succeeded",
-            Self::Failed => "failed",
-            Self::Refused => "refused",
-            Self::NotSent => "not_sent",
-            Self::Waived => "waived",
-            Self::Wait(_) => "wait",
-            Self::Mismatch => "mismatch",
-            Self::NotFound => "not_found",
-            Self::StoredError => "stored_error",
-            Self::Indefinite => "indefinite",
+            Self::Succeeded => ("success", "succeeded"),
+            Self::Failed => ("failure", "failed"),
+            Self::Refused => ("refused", "refused"),
+            Self::NotSent => ("not-sent", "not_sent"),
+            Self::Waived => ("waived", "waived"),
+            Self::Wait(_) => ("wait", "wait"),
+            Self::Mismatch => ("mismatch", "mismatch"),
+            Self::NotFound => ("not-found", "not_found"),
+            Self::StoredError => ("stored-error", "stored_error"),
+            Self::Indefinite => ("indefinite", "indefinite"),
         }
     }
 
