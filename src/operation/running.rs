@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::operation::rules::{Fingerprint, Identity, PrincipalMark};
@@ -25,25 +24,15 @@ pub(super) struct Run {
     pub(super) fingerprint: Fingerprint,
     pub(super) since: Instant,
     pub(super) ended: CancellationToken,
-    /// Whether this is a claim without a read whose result is not known yet. It answers no
-    /// duplicate.
-    tries: AtomicBool,
-    tried: Notify,
+    /// Cancelled once this is a run or has ended. Before that it is a claim without a read, which
+    /// answers no duplicate.
+    known: CancellationToken,
 }
 
 impl Run {
     /// Waits until the result of a claim without a read is known; such a claim is one statement.
     pub(super) async fn known(&self) {
-        let mut tried = std::pin::pin!(self.tried.notified());
-        tried.as_mut().enable();
-        if self.tries.load(Ordering::Acquire) {
-            tried.await;
-        }
-    }
-
-    fn is_known(&self) {
-        self.tries.store(false, Ordering::Release);
-        self.tried.notify_waiters();
+        self.known.cancelled().await;
     }
 }
 
@@ -107,9 +96,11 @@ impl Running {
             fingerprint,
             since: Instant::now(),
             ended: CancellationToken::new(),
-            tries: AtomicBool::new(tries),
-            tried: Notify::new(),
+            known: CancellationToken::new(),
         });
+        if !tries {
+            run.known.cancel();
+        }
         runs.by_key.insert(digest, Arc::clone(&run));
         *runs.by_tenant.entry(identity.tenant().to_owned()).or_default() += 1;
         Ok(Entry { map: self.clone(), digest, tenant: identity.tenant().to_owned(), run, left: AtomicBool::new(false) })
@@ -160,7 +151,7 @@ impl Entry {
 
     /// Notes that the claim has succeeded: this is a run.
     pub(super) fn runs(&self) {
-        self.run.is_known();
+        self.run.known.cancel();
     }
 
     /// Removes the entry before the answer is given, so that a client that repeats the request
@@ -179,7 +170,7 @@ impl Entry {
         }
         drop(runs);
         self.run.ended.cancel();
-        self.run.is_known();
+        self.run.known.cancel();
     }
 }
 
