@@ -15,15 +15,11 @@ pub struct Decimal {
     scale: u32,
 }
 
-/// Why a text is no exact decimal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecimalError {
-    /// The text is not digits with an optional minus and an optional point between digits.
-    /// Exponents are not allowed.
     #[error("not a decimal: write digits, an optional minus and an optional point, such as -12.50")]
     Syntax,
-    /// The text has more than 38 digits.
     #[error("more than 38 digits")]
     TooLong,
 }

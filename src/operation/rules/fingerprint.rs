@@ -61,7 +61,6 @@ pub struct Fingerprint {
     hash: [u8; 32],
 }
 
-/// The stored text is not a fingerprint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a stored fingerprint is not `version:kid:hex` with 64 hexadecimal digits")]
 pub struct ParseFingerprintError;
@@ -89,22 +88,11 @@ pub struct Fingerprinter {
     keyring: Keyring,
 }
 
-/// Settings under which an operation's fingerprints cannot be written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FingerprinterError {
-    /// The version to write is not among those that can be read.
     #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
-    WriteVersion {
-        /// The operation whose setting is wrong.
-        operation: OperationName,
-        /// The value of `write_version`.
-        asked: u32,
-        /// The oldest version that can be written.
-        oldest: u32,
-        /// The newest version that can be written.
-        newest: u32,
-    },
+    WriteVersion { operation: OperationName, asked: u32, oldest: u32, newest: u32 },
 }
 
 impl Fingerprinter {

@@ -64,31 +64,23 @@ pub(crate) enum PrincipalMatch {
     Unreadable,
 }
 
-/// Why a part of an identity cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IdentityError {
-    /// A tenant or principal is empty or too long.
     #[error("a {part} has {bytes} bytes: it needs 1 to 255")]
     Scope {
         /// Which part it is: `tenant` or `principal`.
         part: &'static str,
-        /// The length of the part in bytes.
         bytes: usize,
     },
-    /// The text is not a valid operation name.
     #[error("`{0}` is no name of an operation: use 1 to 128 of A-Z, a-z, 0-9 and _ . / : -")]
     Operation(String),
-    /// A stored part is not text that this program wrote.
     #[error("a stored {0} is not text that this program wrote")]
     Stored(&'static str),
-    /// A stored key is not a valid key.
     #[error("a stored key is none: {0}")]
     Key(#[from] KeyError),
-    /// A stored principal has not the form `kid:hex`.
     #[error("a stored principal is not `kid:hex` with 64 hexadecimal digits")]
     Principal,
-    /// The key id of a stored principal is not valid.
     #[error(transparent)]
     Kid(#[from] KeyringError),
 }

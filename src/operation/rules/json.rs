@@ -32,7 +32,6 @@ const INTEGER_MAX: u64 = (1 << 53) - 1;
 pub struct JsonError {
     /// The offset in bytes.
     pub at: usize,
-    /// What is wrong at that offset.
     pub fault: JsonFault,
 }
 
@@ -40,28 +39,21 @@ pub struct JsonError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JsonFault {
-    /// The bytes are not valid UTF-8.
     #[error("text that is not UTF-8")]
     NotUtf8,
-    /// The document ends too early.
     #[error("an early end")]
     Truncated,
-    /// A character stands where JSON does not allow it.
     #[error("a character that does not belong there")]
     Syntax,
-    /// A string holds half of a surrogate pair.
     #[error("half of a surrogate pair")]
     LoneSurrogate,
-    /// Two members of one object have the same name.
     #[error("a member that the object has already")]
     DuplicateMember,
-    /// A whole number is beyond 2^53 - 1.
     #[error("a whole number beyond 9007199254740991")]
     IntegerTooBig,
     /// A number is beyond what a double can hold: some parsers refuse it, others read infinity.
     #[error("a number beyond 1.8e308")]
     NumberTooBig,
-    /// Arrays and objects are nested deeper than [`DEPTH_MAX`].
     #[error("nesting deeper than 127")]
     TooDeep,
 }

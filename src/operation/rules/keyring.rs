@@ -33,28 +33,17 @@ pub struct Keyring {
     secrets: BTreeMap<Kid, Hmac<Sha256>>,
 }
 
-/// Why a ring of secrets cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyringError {
-    /// The text is not a valid key id.
     #[error("`{0}` is no key id: use 1 to 32 of A-Z, a-z, 0-9 and _ . -")]
     Kid(String),
-    /// A secret was given the id `sha256`, which means "no secret".
     #[error("the key id `sha256` stands for hashes without a secret: choose another name")]
     Reserved,
-    /// The same id was given twice.
     #[error("the key id `{0}` is given twice")]
     Twice(Kid),
-    /// The secret is so short that it can be guessed.
     #[error("the secret of key id `{kid}` has {bytes} bytes: it needs at least 32")]
-    Short {
-        /// The key id of the short secret.
-        kid: Kid,
-        /// The length of the secret in bytes.
-        bytes: usize,
-    },
-    /// There is no secret with the id of `write_kid`.
+    Short { kid: Kid, bytes: usize },
     #[error("`write_kid` is `{0}`, and there is no secret with this id")]
     WriteKid(Kid),
 }

@@ -148,7 +148,6 @@ pub struct Resource {
     pub location: Option<String>,
 }
 
-/// A stored text that is not a known state, mode or tombstone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is no {what} that this program knows")]
 pub struct UnknownName {
