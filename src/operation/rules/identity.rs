@@ -24,7 +24,7 @@ use super::key::{Key, KeyError, KeyFormat};
 use super::keyring::{Keyring, KeyringError, Kid};
 use crate::text::hex::{hex, unhex};
 
-pub(crate) const SCOPE_BYTES_MAX: usize = 255;
+const SCOPE_BYTES_MAX: usize = 255;
 
 /// The caller: the tenant to which keys belong, and the principal inside it. From verified
 /// authentication only.

@@ -18,7 +18,7 @@ use std::str::FromStr;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-pub(crate) const SECRET_BYTES_MIN: usize = 32;
+const SECRET_BYTES_MIN: usize = 32;
 
 /// The id of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]

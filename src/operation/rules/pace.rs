@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-pub(crate) const RETRY_AFTER_MAX: u32 = 30;
+const RETRY_AFTER_MAX: u32 = 30;
 
 /// The seconds of `Retry-After` for a wait of about `expected`; `chance` is drawn from 0 to 1. The
 /// value is rounded up, kept within 1 and 30, and raised by up to a quarter (at least by up to a

@@ -34,7 +34,7 @@ pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 
 /// After this many sends that got a stored server error, sends stop: the provider will not answer
 /// anything else (O7).
-pub(crate) const STORED_ERRORS_MAX: usize = 3;
+const STORED_ERRORS_MAX: usize = 3;
 
 /// How a provider lets us find out whether an effect happened, declared per effect (O6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -277,7 +277,7 @@ pub(super) mod tests {
         mode: Mode,
         state: State,
     ) -> Record {
-        let outcome_at = state.is_terminal().then(|| DbTime::from_millis(10_000));
+        let outcome_at = state.is_terminal().then(|| at(10));
         Record {
             identity,
             principal,
@@ -290,7 +290,7 @@ pub(super) mod tests {
             operation_id: Uuid::from_u128(7),
             attempts: 1,
             parked: false,
-            created_at: DbTime::from_millis(0),
+            created_at: at(0),
             outcome_at,
             expires_at: outcome_at.map(|at| at.after(Duration::from_secs(100))),
             answer: outcome_at.map(|_| answer(StoredBody::Kept, None)),
@@ -302,7 +302,7 @@ pub(super) mod tests {
         StoredAnswer { status: 201, schema_version: 1, body, body_until: None, resource }
     }
 
-    pub(in crate::operation::rules) fn any_record(state: State) -> Record {
+    fn any_record(state: State) -> Record {
         let key = "9b2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b5c";
         let identity = Identity::from_stored(b"acme", b"create_payment", key.as_bytes()).expect("an identity");
         let principal = format!("sha256:{}", "0".repeat(64)).parse().expect("a mark");
@@ -310,7 +310,7 @@ pub(super) mod tests {
         record(identity, principal, fingerprint, Mode::Edge, state)
     }
 
-    fn at(seconds: i64) -> DbTime {
+    pub(in crate::operation::rules) fn at(seconds: i64) -> DbTime {
         DbTime::from_millis(seconds * 1_000)
     }
 

@@ -93,15 +93,12 @@ impl KeyAge {
 
 #[cfg(test)]
 mod tests {
+    use super::super::record::tests::at;
     use super::*;
 
     const SKEW: Duration = Duration::from_secs(60);
     const RETENTION: Retention =
         Retention { ttl: Duration::from_secs(100), body: Duration::from_secs(50), metadata: Duration::from_secs(200) };
-
-    fn at(seconds: i64) -> DbTime {
-        DbTime::from_millis(seconds * 1_000)
-    }
 
     // Shown by: dropping each comparison.
     #[test]

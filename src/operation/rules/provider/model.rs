@@ -9,6 +9,7 @@
 
 use fastrand::Rng;
 
+use super::super::record::tests::at;
 use super::*;
 
 /// Seconds for which the provider keeps a key.
@@ -94,10 +95,6 @@ struct Count {
     wrongly_failed: u32,
     wrongly_succeeded: u32,
     operator: u32,
-}
-
-fn at(seconds: i64) -> DbTime {
-    DbTime::from_millis(seconds * 1_000)
 }
 
 fn charged(status: u16, replayed: bool) -> Answer {

@@ -1,15 +1,12 @@
 //! Pure: no I/O, no clock.
 //! The rules of providers, one test for each. The random histories are in `model.rs`.
 
+use super::super::record::tests::at;
 use super::*;
 
 const WINDOW: KeyWindow = KeyWindow { retention: Duration::from_secs(100), max_in_flight: Duration::from_secs(20) };
 const ALL: [Strategy; 5] =
     [Strategy::Key(WINDOW), Strategy::Query, Strategy::KeyAndQuery(WINDOW), Strategy::None, Strategy::Repeatable];
-
-fn at(seconds: i64) -> DbTime {
-    DbTime::from_millis(seconds * 1_000)
-}
 
 fn sends(begun: u32) -> Sends {
     Sends { first_sent_at: (begun > 0).then(|| at(0)), begun }
