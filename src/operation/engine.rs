@@ -132,16 +132,12 @@ impl<S: Keys> EngineBuilder<S> {
     /// that would run for the first time gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is
     /// stored. Stored answers are still replayed.
     ///
-    /// Each process asks the store at most every five seconds, and only for tenants that begin
-    /// operations. When a query takes longer than a quarter of a second, the process asks less
-    /// often, so that queries take at most a twentieth of the time. Between two queries a tenant
-    /// can exceed the limit by what it stores meanwhile and by what already runs. The limit keeps a
-    /// database from filling over hours; use a rate limit against fast clients. It does not count
-    /// records without a body, which are small, nor the commands of phased operations, which
-    /// [`Self::open_per_tenant_max`] limits while they run.
-    ///
-    /// A guard store does not count bytes: [`Engine::protect`](Core::protect) then returns an
-    /// error.
+    /// Each process asks the store at most every five seconds, less often where a query is slow,
+    /// and only for tenants that begin operations. Until then a tenant can exceed the limit: it
+    /// keeps a database from filling over hours; use a rate limit against fast clients. It does not
+    /// count records without a body, nor the commands of phased operations, which
+    /// [`Self::open_per_tenant_max`] limits while they run. With a guard store, which does not
+    /// count bytes, [`Engine::protect`](Core::protect) returns an error.
     #[must_use]
     pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
         self.stored_bytes_per_tenant_max = Some(bytes);
@@ -357,13 +353,11 @@ impl Core {
     /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
     /// regularly, in as many processes as you like.
     ///
-    /// It also ends abandoned claims, so that a process that died leaves no operation in progress
-    /// if its clients do not return: at most `limit` of each operation. After the end of its lease
-    /// a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN (O11);
-    /// one of mode `bridged` is deleted (O2). Where the route can reconcile, a record that stays
-    /// UNKNOWN is reconciled again after a pause. The pause is as long as the claim was old at the
-    /// last attempt, but at least a lease and at most an hour, so each pause is about twice the one
-    /// before. No handler is called.
+    /// It also ends abandoned claims, at most `limit` of each operation, so that a process that
+    /// died leaves no operation in progress if its clients do not return. After the end of its
+    /// lease a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN
+    /// (O11); one of mode `bridged` is deleted (O2). A record that stays UNKNOWN is reconciled
+    /// again, after pauses that double, from a lease up to an hour. No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.
