@@ -47,7 +47,7 @@ use crate::error::StoreError;
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
 use crate::operation::port::{Fenced, KeptBody, KeyClaim};
-use crate::operation::rules::decide::{Asked, KeyFound, Lost, Request, TakeOver};
+use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
     Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
@@ -410,8 +410,8 @@ impl Front {
         let route = self.endpoint.route();
         let request;
         let asked = match (&self.asking.key, &self.asking.scope, &self.identity) {
-            (KeyGiven::Missing, _, _) => Asked::Keyless,
-            (KeyGiven::Malformed(_), _, _) => Asked::Malformed,
+            (KeyGiven::Missing, _, _) => Err(NoKey::Missing),
+            (KeyGiven::Malformed(_), _, _) => Err(NoKey::Malformed),
             (KeyGiven::Given(_), Some(scope), Some(identity)) if self.home.is_none() => {
                 request = Request {
                     scope,
@@ -420,10 +420,10 @@ impl Front {
                     fingerprinter: self.endpoint.fingerprinter(),
                     over_quota: self.engine.is_over_quota(scope.tenant()),
                 };
-                Asked::Keyed(&request)
+                Ok(&request)
             }
-            (KeyGiven::Given(_), Some(_), _) => Asked::Elsewhere,
-            (KeyGiven::Given(_), None, _) => Asked::Unscoped,
+            (KeyGiven::Given(_), Some(_), _) => Err(NoKey::Elsewhere),
+            (KeyGiven::Given(_), None, _) => Err(NoKey::Unscoped),
         };
         decide(route, asked, found)
     }

@@ -36,23 +36,21 @@ use crate::inbox::rules::horizon::Bounds;
 use crate::time::db_time::DbTime;
 
 pub(crate) use self::decision::{Decision, Lost, TakeOver};
-use self::table::{Asks, Body, Facts, Seen, judge};
+use self::table::{Body, Facts, Seen, judge};
 
-/// What a request brings to the decision: a key that can be used, or why there is none.
-#[derive(Clone, Copy)]
-pub(crate) enum Asked<'a> {
-    Keyless,
+/// Why a request has no key that can be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoKey {
+    Missing,
     /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
     Malformed,
     /// A key was sent, and the caller is not authenticated.
     Unscoped,
     /// A key was sent whose home is another region (M106).
     Elsewhere,
-    Keyed(&'a Request<'a>),
 }
 
 /// A request under a key, with its body read and validated.
-#[derive(Clone, Copy)]
 pub(crate) struct Request<'a> {
     /// The tenant and principal, from verified authentication.
     pub scope: &'a Scope,
@@ -84,32 +82,25 @@ pub(crate) enum KeyFound<'a> {
     Record(&'a Record, DbTime),
 }
 
-pub(crate) fn decide(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Decision {
+pub(crate) fn decide(route: &Route, asked: Result<&Request<'_>, NoKey>, found: KeyFound<'_>) -> Decision {
     judge(table::TABLE, &facts(route, asked, found))
 }
 
 /// Builds the facts for the table. Facts that do not apply keep the most conservative value
 /// ([`Facts::CAREFUL`]).
-fn facts(route: &Route, asked: Asked<'_>, found: KeyFound<'_>) -> Facts {
-    let (asks, request) = match asked {
-        Asked::Keyless => (Asks::Keyless, None),
-        Asked::Malformed => (Asks::Malformed, None),
-        Asked::Unscoped => (Asks::Unscoped, None),
-        Asked::Elsewhere => (Asks::Elsewhere, None),
-        Asked::Keyed(request) => (Asks::Keyed, Some(request)),
-    };
+fn facts(route: &Route, asked: Result<&Request<'_>, NoKey>, found: KeyFound<'_>) -> Facts {
     let mut facts = Facts {
         requirement: route.requirement,
-        asks,
+        no_key: asked.err(),
         while_running: route.while_running,
         after_expiry: route.after_expiry,
         replay: route.replay,
         effects: route.effects,
         reconciles: route.reconciles,
-        over_quota: request.is_none_or(|request| request.over_quota),
+        over_quota: asked.map_or(true, |request| request.over_quota),
         ..Facts::CAREFUL
     };
-    let Some(request) = request else { return facts };
+    let Ok(request) = asked else { return facts };
     let compare = |facts: &mut Facts, principal: &PrincipalMark, fingerprint: &Fingerprint| {
         facts.principal = request.scope.compare(principal, request.fingerprinter.keyring());
         facts.fingerprint = request.fingerprinter.compare(fingerprint, request.command);

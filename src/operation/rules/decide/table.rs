@@ -9,17 +9,8 @@ use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
 use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
+use super::NoKey;
 use super::decision::{Decision, Lost, TakeOver};
-
-/// The kind of a request: the column for [`Asked`](super::Asked).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asks {
-    Keyless,
-    Malformed,
-    Unscoped,
-    Elsewhere,
-    Keyed,
-}
 
 /// What is known of the key: the column for [`KeyFound`](super::KeyFound).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +62,7 @@ macro_rules! columns {
 
 columns! {
     requirement: Requirement,
-    asks: Asks,
+    no_key: Option<NoKey>,
     seen: Seen,
     age: KeyAge,
     over_quota: bool,
@@ -93,7 +84,7 @@ impl Facts {
     /// The most conservative facts: with them nothing may run.
     pub(super) const CAREFUL: Self = Self {
         requirement: Requirement::Required,
-        asks: Asks::Keyless,
+        no_key: Some(NoKey::Missing),
         seen: Seen::Unreachable,
         age: KeyAge::Untimed,
         over_quota: true,
@@ -142,11 +133,11 @@ const REPEAT: Decision = Decision::TakeOver(TakeOver::Repeatable);
 pub(super) const TABLE: &[Row] = &[
     // Before the store is asked.
     row(ANY.requirement(&[Requirement::Off]), Decision::PassThrough),
-    row(ANY.asks(&[Asks::Malformed]), Decision::KeyInvalid),
-    row(ANY.asks(&[Asks::Keyless]).requirement(&[Requirement::Optional]), Decision::PassThrough),
-    row(ANY.asks(&[Asks::Keyless]), Decision::KeyRequired),
-    row(ANY.asks(&[Asks::Unscoped]), Decision::ScopeRequired),
-    row(ANY.asks(&[Asks::Elsewhere]), Decision::WrongRegion),
+    row(ANY.no_key(&[Some(NoKey::Malformed)]), Decision::KeyInvalid),
+    row(ANY.no_key(&[Some(NoKey::Missing)]).requirement(&[Requirement::Optional]), Decision::PassThrough),
+    row(ANY.no_key(&[Some(NoKey::Missing)]), Decision::KeyRequired),
+    row(ANY.no_key(&[Some(NoKey::Unscoped)]), Decision::ScopeRequired),
+    row(ANY.no_key(&[Some(NoKey::Elsewhere)]), Decision::WrongRegion),
     row(ANY.seen(&[Seen::NotAsked]), Decision::Look),
     // The store cannot be used: nothing runs (M60).
     row(ANY.seen(&[Seen::Unreachable]), Decision::StoreUnavailable),

@@ -64,7 +64,7 @@ fn under(
     found: KeyFound<'_>,
 ) -> Decision {
     let (scope, command, fingerprinter) = (&scope(principal), &Payment(amount), &fingerprinter());
-    decide(route, Asked::Keyed(&Request { scope, identity, command, fingerprinter, over_quota }), found)
+    decide(route, Ok(&Request { scope, identity, command, fingerprinter, over_quota }), found)
 }
 
 fn again(route: &Route, record: &Record, now: i64) -> Decision {
@@ -232,17 +232,17 @@ fn m12_m60_what_is_answered_before_and_without_the_store() {
     let required = edge();
     let optional = Route { requirement: Requirement::Optional, ..edge() };
     let off = Route { requirement: Requirement::Off, ..edge() };
-    for (asked, decision) in [
-        (Asked::Keyless, Decision::KeyRequired),
-        (Asked::Malformed, Decision::KeyInvalid),
-        (Asked::Unscoped, Decision::ScopeRequired),
-        (Asked::Elsewhere, Decision::WrongRegion),
+    for (no_key, decision) in [
+        (NoKey::Missing, Decision::KeyRequired),
+        (NoKey::Malformed, Decision::KeyInvalid),
+        (NoKey::Unscoped, Decision::ScopeRequired),
+        (NoKey::Elsewhere, Decision::WrongRegion),
     ] {
-        assert_eq!(decide(&required, asked, KeyFound::NotAsked), decision);
-        assert_eq!(decide(&off, asked, KeyFound::NotAsked), Decision::PassThrough);
+        assert_eq!(decide(&required, Err(no_key), KeyFound::NotAsked), decision);
+        assert_eq!(decide(&off, Err(no_key), KeyFound::NotAsked), Decision::PassThrough);
     }
-    assert_eq!(decide(&optional, Asked::Keyless, KeyFound::NotAsked), Decision::PassThrough);
-    assert_eq!(decide(&optional, Asked::Malformed, KeyFound::NotAsked), Decision::KeyInvalid);
+    assert_eq!(decide(&optional, Err(NoKey::Missing), KeyFound::NotAsked), Decision::PassThrough);
+    assert_eq!(decide(&optional, Err(NoKey::Malformed), KeyFound::NotAsked), Decision::KeyInvalid);
     assert_eq!(second(&required, "alice", 1_000, KeyFound::NotAsked), Decision::Look);
     assert_eq!(second(&required, "alice", 1_000, KeyFound::Unreachable), Decision::StoreUnavailable);
 }

@@ -10,8 +10,8 @@ use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
 use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
-use super::table::{Asks, Body, Facts, Row, Seen, TABLE, judge};
-use super::{Decision, Lost, TakeOver};
+use super::table::{Body, Facts, Row, Seen, TABLE, judge};
+use super::{Decision, Lost, NoKey, TakeOver};
 
 /// Whether the operation's code runs after this decision, if its fenced statement changed the row.
 pub(super) fn executes(decision: Decision) -> bool {
@@ -25,7 +25,8 @@ fn replays(decision: Decision) -> bool {
 }
 
 const REQUIREMENTS: [Requirement; 3] = [Requirement::Off, Requirement::Optional, Requirement::Required];
-const ASKS: [Asks; 5] = [Asks::Keyless, Asks::Malformed, Asks::Unscoped, Asks::Elsewhere, Asks::Keyed];
+const NO_KEYS: [Option<NoKey>; 5] =
+    [Some(NoKey::Missing), Some(NoKey::Malformed), Some(NoKey::Unscoped), Some(NoKey::Elsewhere), None];
 const SEEN: [Seen; 7] =
     [Seen::NotAsked, Seen::Running, Seen::Unreachable, Seen::Busy, Seen::Nothing, Seen::WrongRecord, Seen::Record];
 const AGES: [KeyAge; 4] = [KeyAge::Fine, KeyAge::TooOld, KeyAge::FromTheFuture, KeyAge::Untimed];
@@ -58,7 +59,7 @@ fn digit<T: Copy>(all: &[T], number: &mut usize) -> T {
 fn record_case(number: &mut usize) -> Facts {
     Facts {
         requirement: Requirement::Required,
-        asks: Asks::Keyed,
+        no_key: None,
         seen: Seen::Record,
         age: KeyAge::Fine,
         over_quota: digit(&BOTH, number),
@@ -83,7 +84,7 @@ const RECORD_CASES: usize = 2 * 3 * 5 * 6 * 4 * 2 * 2 * 3 * 3 * 2 * 3 * 2 * 2;
 fn front_case(number: &mut usize, record: Facts) -> Facts {
     Facts {
         requirement: digit(&REQUIREMENTS, number),
-        asks: digit(&ASKS, number),
+        no_key: digit(&NO_KEYS, number),
         seen: digit(&SEEN, number),
         age: digit(&AGES, number),
         over_quota: digit(&BOTH, number),
@@ -106,30 +107,33 @@ fn cases() -> impl Iterator<Item = Facts> {
     fronts.chain(records)
 }
 
+/// Whether a case has a key that counts.
+fn asked(facts: &Facts) -> bool {
+    facts.requirement != Requirement::Off && facts.no_key.is_none()
+}
+
 /// Whether a case has reached a record of the same principal and command.
 fn stands(facts: &Facts) -> bool {
-    let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
     let same = facts.principal == PrincipalMatch::Same && facts.fingerprint == Comparison::Equal;
-    asked && facts.seen == Seen::Record && same
+    asked(facts) && facts.seen == Seen::Record && same
 }
 
 /// Whether a case has a record or a run with which it can be compared.
 fn compared(facts: &Facts) -> bool {
-    let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
-    asked && matches!(facts.seen, Seen::Record | Seen::Running)
+    asked(facts) && matches!(facts.seen, Seen::Record | Seen::Running)
 }
 
 type Property = (&'static str, fn(&Facts, Decision) -> bool);
 
 const PROPERTIES: &[Property] = &[
     ("m12: only a route without keys or with an optional one runs without a key", |facts, decision| {
-        let keyless = facts.asks == Asks::Keyless && facts.requirement == Requirement::Optional;
+        let keyless = facts.no_key == Some(NoKey::Missing) && facts.requirement == Requirement::Optional;
         (decision == Decision::PassThrough) == (facts.requirement == Requirement::Off || keyless)
     }),
     ("m40: only what was read from the store is executed or replayed", |facts, decision| {
-        let read = facts.asks == Asks::Keyed && matches!(facts.seen, Seen::Nothing | Seen::Record);
+        let read = asked(facts) && matches!(facts.seen, Seen::Nothing | Seen::Record);
         let shown = executes(decision) && decision != Decision::PassThrough || replays(decision);
-        !shown || read && facts.requirement != Requirement::Off
+        !shown || read
     }),
     ("o20: another principal gets one answer in every case", |facts, decision| {
         let other = compared(facts) && facts.principal == PrincipalMatch::Other;
@@ -208,10 +212,9 @@ const PROPERTIES: &[Property] = &[
         !runs || decision == Decision::InProgress(facts.while_running)
     }),
     ("o19: an uncommitted claim is waited for or answered with 409", |facts, decision| {
-        let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
         let waits = facts.while_running == WhileRunning::Wait;
         let expected = Decision::InProgress(if waits { WhileRunning::Wait } else { WhileRunning::Conflict });
-        !(asked && facts.seen == Seen::Busy) || decision == expected
+        !(asked(facts) && facts.seen == Seen::Busy) || decision == expected
     }),
     (
         "o23: where late retries are rejected, a key without a record runs only if its time is fine",
@@ -233,8 +236,7 @@ const PROPERTIES: &[Property] = &[
         !unknown || answers
     }),
     ("m60: a store that is away is closed", |facts, decision| {
-        let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
-        let away = asked && facts.seen == Seen::Unreachable;
+        let away = asked(facts) && facts.seen == Seen::Unreachable;
         away == (decision == Decision::StoreUnavailable)
     }),
 ];
