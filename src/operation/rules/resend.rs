@@ -154,8 +154,10 @@ impl Seen {
             16 => 401,
             // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, or a number
             // that is no status: only a reason from the server counts.
-            _ if reason.is_none() => return Self::NoAnswer,
-            _ => reason.map_or(503, Code::status),
+            _ => match reason {
+                Some(code) => code.status(),
+                None => return Self::NoAnswer,
+            },
         };
         Self::Answer { status: http, code: reason, key_state }
     }
