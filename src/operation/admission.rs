@@ -66,10 +66,11 @@ impl Admission {
             return;
         }
         let left = left_to_others(count);
-        if let (1, Some(first)) = (shares.len(), shares.values().next()) {
-            first.free.forget_permits(left as usize);
-        }
         let share = if shares.is_empty() { count } else { count - left };
+        // A new share for the first one too: of the old one, places in use could not be taken away.
+        if shares.len() == 1 {
+            shares.values_mut().for_each(|first| *first = Places::new(share as usize));
+        }
         shares.insert(operation.clone(), Places::new(share as usize));
     }
 
@@ -172,7 +173,8 @@ mod tests {
         assert!(admission.place(&one).await.is_some());
     }
 
-    // Shown by: no shares; a share of the first operation that stays as it was.
+    // Shown by: no shares; a share of the first operation that stays as it was, or loses only the
+    // places that are free.
     #[tokio::test]
     async fn of_several_operations_none_takes_all_places() {
         let admission = Admission::new(Some(10));
@@ -180,8 +182,8 @@ mod tests {
         admission.shared_by(&one);
         let alone: Vec<Place> = std::iter::from_fn(|| admission.at_once(&one)).collect();
         assert_eq!(alone.len(), 8, "alone it has them all");
-        drop(alone);
         admission.shared_by(&two);
+        drop(alone);
         let slow: Vec<Place> = std::iter::from_fn(|| admission.at_once(&one)).collect();
         let others: Vec<Place> = std::iter::from_fn(|| admission.at_once(&two)).collect();
         assert_eq!((slow.len(), others.len()), (6, 2));
