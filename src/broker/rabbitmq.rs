@@ -108,7 +108,7 @@ impl Broker for RabbitBroker {
 
     fn places(&self, subscription: &Subscription) -> Vec<String> {
         let queues = |topic: &String| topology::queues(&self.config, subscription, topic);
-        subscription.topics.iter().flat_map(queues).map(|queue| queue.name).collect()
+        subscription.topics.iter().flat_map(queues).collect()
     }
 
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {

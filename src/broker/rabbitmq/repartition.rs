@@ -21,7 +21,7 @@ use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
-use super::topology::{QueueName, Topology, durable, hash_exchange, queues};
+use super::topology::{Topology, durable, hash_exchange, queues};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
@@ -50,14 +50,14 @@ pub(super) async fn other_layout(
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
-) -> Result<Vec<QueueName>, BrokerError> {
+) -> Result<Vec<String>, BrokerError> {
     let numbered = numbered(subscription, topic, topology).await?;
     let wanted = topology.config.partitions as usize;
     if wanted == 1 {
         return Ok(numbered);
     }
-    let plain = QueueName { topic: topic.to_owned(), name: subscription.queue(topic) };
-    if topology.queue_as_it_stands(&plain.name).await?.is_some() {
+    let plain = subscription.queue(topic);
+    if topology.queue_as_it_stands(&plain).await?.is_some() {
         return Ok(vec![plain]);
     }
     // The hash exchange is declared after all its queues. Fewer queues without it are the rest of a
@@ -75,7 +75,7 @@ async fn numbered(
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
-) -> Result<Vec<QueueName>, BrokerError> {
+) -> Result<Vec<String>, BrokerError> {
     let queue = subscription.queue(topic);
     let mut found = Vec::new();
     loop {
@@ -83,7 +83,7 @@ async fn numbered(
         if topology.queue_as_it_stands(&name).await?.is_none() {
             return Ok(found);
         }
-        found.push(QueueName { topic: topic.to_owned(), name });
+        found.push(name);
     }
 }
 
@@ -94,7 +94,7 @@ fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
 }
 
 /// The error for a consumer of the configured number while queues of another number exist.
-pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[QueueName], ready: u64) -> BrokerError {
+pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[String], ready: u64) -> BrokerError {
     BrokerError::Refused(format!(
         "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; \
          set partitions = {} again, or change the number with `oncebox queues repartition`",
@@ -105,8 +105,8 @@ pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[QueueName], r
 }
 
 /// Describes the queues of another number for people.
-pub(super) fn described(topic: &str, other: &[QueueName], ready: u64) -> String {
-    let names: Vec<String> = other.iter().map(|queue| format!("`{}`", queue.name)).collect();
+pub(super) fn described(topic: &str, other: &[String], ready: u64) -> String {
+    let names: Vec<String> = other.iter().map(|queue| format!("`{queue}`")).collect();
     let (what, names) = (if names.len() == 1 { "queue" } else { "queues" }, names.join(", "));
     format!("topic `{topic}` has the {what} {names} of partitions = {} with {ready} ready messages", other.len())
 }
@@ -150,7 +150,7 @@ pub(super) async fn step(
         }
     }
     for queue in &old {
-        topology.delete_queue(&queue.name).await?;
+        topology.delete_queue(queue).await?;
     }
     if old.len() > 1 {
         topology.delete_exchange(&hash_exchange(subscription, topic)).await?;
@@ -163,13 +163,13 @@ pub(super) async fn step(
 async fn unbind(
     subscription: &Subscription,
     topic: &str,
-    old: &[QueueName],
+    old: &[String],
     topology: &mut Topology<'_>,
 ) -> Result<(), BrokerError> {
     let channel = topology.channel().await?;
     let (exchange, nothing) = (topology.config.exchange.as_str(), FieldTable::default());
     if topology.config.partitions > 1 {
-        let queue = old[0].name.as_str();
+        let queue = old[0].as_str();
         let unbound = channel.queue_unbind(queue.into(), exchange.into(), topic.into(), nothing);
         return Ok(topology.link.ask("queue.unbind", unbound).await?);
     }
@@ -184,10 +184,10 @@ async fn unbind(
 }
 
 /// The sums of ready messages and of consumers over these queues.
-pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> Result<(u64, u64), BrokerError> {
+pub(super) async fn left(queues: &[String], topology: &mut Topology<'_>) -> Result<(u64, u64), BrokerError> {
     let (mut ready, mut consumers) = (0, 0);
     for queue in queues {
-        if let Some(found) = topology.queue_as_it_stands(&queue.name).await? {
+        if let Some(found) = topology.queue_as_it_stands(queue).await? {
             ready += u64::from(found.ready);
             consumers += u64::from(found.consumers);
         }

@@ -144,7 +144,7 @@ impl RabbitSubscriber {
             let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
             guard.link.ask("basic.qos", qos).await?;
             let consume = channel.basic_consume(
-                queue.name.as_str().into(),
+                queue.as_str().into(),
                 "".into(),
                 BasicConsumeOptions::default(),
                 FieldTable::default(),
@@ -152,7 +152,7 @@ impl RabbitSubscriber {
             let consumer = guard.link.ask("basic.consume", consume).await?;
             let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
             guard.sources.push(Source {
-                id: PartitionId { place: Arc::from(queue.name), partition: 0, generation },
+                id: PartitionId { place: Arc::from(queue), partition: 0, generation },
                 channel,
                 consumer,
                 prefetch,

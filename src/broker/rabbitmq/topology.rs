@@ -30,13 +30,6 @@ const CONSISTENT_HASH: &str = "x-consistent-hash";
 /// The remedy where the plugin is missing.
 pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
 
-/// One queue of a subscription.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct QueueName {
-    pub(super) topic: String,
-    pub(super) name: String,
-}
-
 /// What the server tells about a queue.
 #[derive(Debug, Clone)]
 pub(super) struct QueueState {
@@ -47,12 +40,11 @@ pub(super) struct QueueState {
 }
 
 /// The names of a topic's queues: one, or `partitions` of them behind the hash exchange.
-pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: &str) -> Vec<QueueName> {
+pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: &str) -> Vec<String> {
     let queue = subscription.queue(topic);
-    let named = |name: String| QueueName { topic: topic.to_owned(), name };
     match config.partitions {
-        1 => vec![named(queue)],
-        many => (0..many).map(|at| named(format!("{queue}.{at}"))).collect(),
+        1 => vec![queue],
+        many => (0..many).map(|at| format!("{queue}.{at}")).collect(),
     }
 }
 
@@ -144,7 +136,7 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
+    ) -> Result<Vec<(String, QueueState)>, BrokerError> {
         let other = repartition::other_layout(subscription, topic, self).await?;
         if other.is_empty() {
             return self.bind_layout(subscription, topic, unlimited).await;
@@ -161,11 +153,11 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
+    ) -> Result<Vec<(String, QueueState)>, BrokerError> {
         let queues = queues(self.config, subscription, topic);
         let mut found = Vec::with_capacity(queues.len());
         for queue in queues {
-            let state = self.queue(&queue.name, unlimited).await?;
+            let state = self.queue(&queue, unlimited).await?;
             found.push((queue, state));
         }
         Ok(found)
@@ -177,12 +169,12 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
+    ) -> Result<Vec<(String, QueueState)>, BrokerError> {
         let config = self.config;
         let found = self.declare_queues(subscription, topic, unlimited).await?;
         if config.partitions == 1 {
             for (queue, _) in &found {
-                self.bind_queue(&queue.name, &config.exchange, topic).await?;
+                self.bind_queue(queue, &config.exchange, topic).await?;
             }
             return Ok(found);
         }
@@ -191,7 +183,7 @@ impl<'l> Topology<'l> {
         self.accept(declared, &hash, "hash exchange").await?;
         for (queue, _) in &found {
             // The routing key of a binding to a hash exchange is a weight.
-            self.bind_queue(&queue.name, &hash, "1").await?;
+            self.bind_queue(queue, &hash, "1").await?;
         }
         // Bound last: a message before that would be hashed over some queues only.
         let channel = self.channel().await?;
@@ -212,7 +204,7 @@ impl<'l> Topology<'l> {
         for subscription in subscriptions {
             for topic in &subscription.topics {
                 for queue in queues(self.config, subscription, topic) {
-                    self.delete_queue(&queue.name).await?;
+                    self.delete_queue(&queue).await?;
                 }
                 if self.config.partitions > 1 {
                     self.delete_exchange(&hash_exchange(subscription, topic)).await?;
@@ -398,12 +390,9 @@ mod tests {
     fn r30_queue_names_are_those_of_the_interface() {
         let mut config = RabbitConfig::new("amqp://h");
         let subscription = Subscription::new("ledger", vec!["payments".into()]);
-        let names = |config: &RabbitConfig| -> Vec<String> {
-            queues(config, &subscription, "payments").into_iter().map(|queue| queue.name).collect()
-        };
-        assert_eq!(names(&config), ["payments.ledger"]);
+        assert_eq!(queues(&config, &subscription, "payments"), ["payments.ledger"]);
         config.partitions = 2;
-        assert_eq!(names(&config), ["payments.ledger.0", "payments.ledger.1"]);
+        assert_eq!(queues(&config, &subscription, "payments"), ["payments.ledger.0", "payments.ledger.1"]);
         assert_eq!(hash_exchange(&subscription, "payments"), "payments.ledger.hash");
     }
 }
