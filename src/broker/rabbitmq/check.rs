@@ -27,7 +27,7 @@ pub(super) async fn check(
     let names: Vec<String> = servers.iter().map(ToString::to_string).collect();
     let mut findings = vec![finding_version(version, &names.join(", "))];
     let mut waiting = Vec::new();
-    if let Some(server) = servers.iter().find(|server| !server.tls && !is_loopback(&server.host)) {
+    if let Some(server) = servers.iter().find(|server| !server.tls() && !is_loopback(server.host())) {
         let detail = format!("the connection to {server} is not encrypted, and the password goes over it");
         findings.push(BrokerFinding::weaker("rabbitmq tls", detail, "use amqps://"));
     }
@@ -56,7 +56,7 @@ pub(super) async fn check(
         }
     }
     look_again(waiting, &mut topology, &mut findings).await?;
-    findings.push(policies(&servers[0].vhost));
+    findings.push(policies(&servers[0].0.vhost));
     link.close().await;
     if config.partitions > 1 {
         findings.push(plugin(config).await?);
