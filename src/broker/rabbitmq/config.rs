@@ -126,8 +126,8 @@ impl RabbitConfig {
         if !(1..=64).contains(&self.channels) || self.publish_window == 0 || self.prefetch == 0 {
             return refused("channels: 1 to 64; publish_window and prefetch: at least 1");
         }
-        if self.in_flight_bytes_max == 0 {
-            return refused("in_flight_bytes_max: at least 1");
+        if self.held_bytes_max == 0 || self.in_flight_bytes_max == 0 {
+            return refused("held_bytes_max and in_flight_bytes_max: at least 1");
         }
         Ok(())
     }
@@ -293,9 +293,15 @@ mod tests {
             let error = RabbitConfig::new(url).validate().unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }
-        let mut config = RabbitConfig::new("amqp://h");
-        config.partitions = 0;
-        assert!(config.validate().unwrap_err().to_string().contains("partitions"));
+        let zero = |name: &str, setting: fn(&mut RabbitConfig)| {
+            let mut config = RabbitConfig::new("amqp://h");
+            config.validate().unwrap();
+            setting(&mut config);
+            assert!(config.validate().unwrap_err().to_string().contains(name), "{name}");
+        };
+        zero("partitions", |config| config.partitions = 0);
+        // `send` would wait for ever.
+        zero("held_bytes_max", |config| config.held_bytes_max = 0);
         assert!(!format!("{:?}", RabbitConfig::new("amqp://u:secret@h")).contains("secret"));
     }
 }
