@@ -503,22 +503,14 @@ fn poll_on_a_thread(
     stop: CancellationToken,
 ) -> Result<CancellationToken, BrokerError> {
     let producer = Arc::clone(producer);
-    let ended = CancellationToken::new();
-    let says_so = ended.clone().drop_guard();
-    let run = move || {
-        let _says_so = says_so;
+    blocking::on_a_thread("kafka producer", move || {
         while !stop.is_cancelled() {
             producer.poll(POLL);
         }
         // A question may still run on another thread that may wait. Then that thread holds the last
         // reference and destroys the producer.
         drop(producer);
-    };
-    std::thread::Builder::new()
-        .name("kafka producer".to_owned())
-        .spawn(run)
-        .map(|_| ended)
-        .map_err(|error| BrokerError::Session(format!("a thread for the kafka producer: {error}")))
+    })
 }
 
 #[cfg(test)]
