@@ -107,7 +107,7 @@ impl Broker for RabbitBroker {
     }
 
     fn places(&self, subscription: &Subscription) -> Vec<String> {
-        let queues = |topic: &String| topology::queues(&self.config, subscription, topic);
+        let queues = |topic: &String| topology::queues(&self.config, &subscription.queue(topic));
         subscription.topics.iter().flat_map(queues).collect()
     }
 

@@ -37,14 +37,15 @@ pub(super) async fn check(
     }
     for subscription in subscriptions {
         for topic in &subscription.topics {
-            for queue in queues(config, subscription, topic) {
-                let (finding, ready) = queue_finding(subscription, topic, &queue, version, &mut topology).await?;
-                waiting.extend(ready.map(|ready| (findings.len(), queue, ready)));
+            let queue = subscription.queue(topic);
+            for one in queues(config, &queue) {
+                let (finding, ready) = queue_finding(subscription, topic, &one, version, &mut topology).await?;
+                waiting.extend(ready.map(|ready| (findings.len(), one, ready)));
                 findings.push(finding);
             }
             findings.extend(other_layout(subscription, topic, &mut topology).await?);
             if config.partitions > 1 {
-                let hash = hash_exchange(subscription, topic);
+                let hash = hash_exchange(&queue);
                 if !topology.exchange_exists(&hash).await? {
                     findings.push(BrokerFinding::weaker(
                         format!("exchange {hash}"),
@@ -163,7 +164,7 @@ async fn other_layout(
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<Option<BrokerFinding>, BrokerError> {
-    let other = repartition::other_layout(subscription, topic, topology).await?;
+    let other = repartition::other_layout(&subscription.queue(topic), topology).await?;
     if other.is_empty() {
         return Ok(None);
     }

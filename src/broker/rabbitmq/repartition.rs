@@ -21,7 +21,7 @@ use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
-use super::topology::{Topology, durable, hash_exchange, queues};
+use super::topology::{Topology, durable, hash_exchange};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
@@ -46,37 +46,27 @@ pub enum Repartition {
 }
 
 /// The existing queues of another number. Empty if there are none.
-pub(super) async fn other_layout(
-    subscription: &Subscription,
-    topic: &str,
-    topology: &mut Topology<'_>,
-) -> Result<Vec<String>, BrokerError> {
-    let numbered = numbered(subscription, topic, topology).await?;
+pub(super) async fn other_layout(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String>, BrokerError> {
+    let numbered = numbered(queue, topology).await?;
     let wanted = topology.config.partitions as usize;
     if wanted == 1 {
         return Ok(numbered);
     }
-    let plain = subscription.queue(topic);
-    if topology.queue_as_it_stands(&plain).await?.is_some() {
-        return Ok(vec![plain]);
+    if topology.queue_as_it_stands(queue).await?.is_some() {
+        return Ok(vec![queue.to_owned()]);
     }
     // The hash exchange is declared after all its queues. Fewer queues without it are the rest of a
     // start that was interrupted.
     let is_other = match numbered.len() {
         0 => false,
-        fewer if fewer < wanted => topology.exchange_exists(&hash_exchange(subscription, topic)).await?,
+        fewer if fewer < wanted => topology.exchange_exists(&hash_exchange(queue)).await?,
         more => more > wanted,
     };
     Ok(if is_other { numbered } else { Vec::new() })
 }
 
 /// The numbered queues that exist, in the order of their numbers.
-async fn numbered(
-    subscription: &Subscription,
-    topic: &str,
-    topology: &mut Topology<'_>,
-) -> Result<Vec<String>, BrokerError> {
-    let queue = subscription.queue(topic);
+async fn numbered(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String>, BrokerError> {
     let mut found = Vec::new();
     loop {
         let name = format!("{queue}.{}", found.len());
@@ -89,8 +79,8 @@ async fn numbered(
 
 /// The name of the exchange that exists while queues of this number are drained. It routes nothing:
 /// its existence tells consumers of the old number to go on and not to bind their queues again.
-fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
-    format!("{}.draining.{from}", subscription.queue(topic))
+fn draining(queue: &str, from: usize) -> String {
+    format!("{queue}.draining.{from}")
 }
 
 /// The error for a consumer of the configured number while queues of another number exist.
@@ -118,8 +108,8 @@ pub(super) async fn step(
     unlimited: bool,
     topology: &mut Topology<'_>,
 ) -> Result<Repartition, BrokerError> {
-    let wanted = topology.config.partitions;
-    let old = other_layout(subscription, topic, topology).await?;
+    let (queue, wanted) = (subscription.queue(topic), topology.config.partitions);
+    let old = other_layout(&queue, topology).await?;
     if old.is_empty() {
         return Ok(Repartition::Done);
     }
@@ -130,16 +120,16 @@ pub(super) async fn step(
             old.len()
         )));
     }
-    if is_draining(subscription, topic, topology).await? {
+    if is_draining(&queue, topology).await? {
         return Err(BrokerError::Refused(format!(
             "topic `{topic}` is on its way from partitions = {wanted} to {}; finish that first",
             old.len()
         )));
     }
-    let marker = draining(subscription, topic, old.len());
+    let marker = draining(&queue, old.len());
     topology.declare_exchange(&marker, lapin::ExchangeKind::Fanout, durable(), FieldTable::default()).await?;
     topology.bind_layout(subscription, topic, unlimited).await?;
-    unbind(subscription, topic, &old, topology).await?;
+    unbind(topic, &queue, topology).await?;
     for look in 0..2 {
         if look > 0 {
             tokio::time::sleep(BETWEEN_LOOKS).await;
@@ -149,31 +139,25 @@ pub(super) async fn step(
             return Ok(Repartition::Draining { from: old.len(), ready, consumers });
         }
     }
-    for queue in &old {
-        topology.delete_queue(queue).await?;
+    for one in &old {
+        topology.delete_queue(one).await?;
     }
     if old.len() > 1 {
-        topology.delete_exchange(&hash_exchange(subscription, topic)).await?;
+        topology.delete_exchange(&hash_exchange(&queue)).await?;
     }
     topology.delete_exchange(&marker).await?;
     Ok(Repartition::Done)
 }
 
 /// Unbinds the old queues, so that they get no more messages.
-async fn unbind(
-    subscription: &Subscription,
-    topic: &str,
-    old: &[String],
-    topology: &mut Topology<'_>,
-) -> Result<(), BrokerError> {
+async fn unbind(topic: &str, queue: &str, topology: &mut Topology<'_>) -> Result<(), BrokerError> {
     let channel = topology.channel().await?;
     let (exchange, nothing) = (topology.config.exchange.as_str(), FieldTable::default());
     if topology.config.partitions > 1 {
-        let queue = old[0].as_str();
         let unbound = channel.queue_unbind(queue.into(), exchange.into(), topic.into(), nothing);
         return Ok(topology.link.ask("queue.unbind", unbound).await?);
     }
-    let hash = hash_exchange(subscription, topic);
+    let hash = hash_exchange(queue);
     if !topology.exchange_exists(&hash).await? {
         return Ok(());
     }
@@ -196,11 +180,7 @@ pub(super) async fn left(queues: &[String], topology: &mut Topology<'_>) -> Resu
 }
 
 /// Whether queues of the configured number are drained for a change to another number.
-pub(super) async fn is_draining(
-    subscription: &Subscription,
-    topic: &str,
-    topology: &mut Topology<'_>,
-) -> Result<bool, BrokerError> {
-    let marker = draining(subscription, topic, queues(topology.config, subscription, topic).len());
+pub(super) async fn is_draining(queue: &str, topology: &mut Topology<'_>) -> Result<bool, BrokerError> {
+    let marker = draining(queue, topology.config.partitions as usize);
     Ok(topology.exchange_exists(&marker).await?)
 }

@@ -39,18 +39,18 @@ pub(super) struct QueueState {
     pub(super) limit_as_it_stands: bool,
 }
 
-/// The names of a topic's queues: one, or `partitions` of them behind the hash exchange.
-pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: &str) -> Vec<String> {
-    let queue = subscription.queue(topic);
+/// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the hash
+/// exchange.
+pub(super) fn queues(config: &RabbitConfig, queue: &str) -> Vec<String> {
     match config.partitions {
-        1 => vec![queue],
+        1 => vec![queue.to_owned()],
         many => (0..many).map(|at| format!("{queue}.{at}")).collect(),
     }
 }
 
-/// The name of the hash exchange in front of a topic's queues.
-pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String {
-    format!("{}.hash", subscription.queue(topic))
+/// The name of the hash exchange in front of several queues.
+pub(super) fn hash_exchange(queue: &str) -> String {
+    format!("{queue}.hash")
 }
 
 /// Declares things on one connection. The server closes the channel of a refused declaration, so
@@ -137,24 +137,20 @@ impl<'l> Topology<'l> {
         topic: &str,
         unlimited: bool,
     ) -> Result<Vec<(String, QueueState)>, BrokerError> {
-        let other = repartition::other_layout(subscription, topic, self).await?;
+        let queue = subscription.queue(topic);
+        let other = repartition::other_layout(&queue, self).await?;
         if other.is_empty() {
             return self.bind_layout(subscription, topic, unlimited).await;
         }
-        if !repartition::is_draining(subscription, topic, self).await? {
+        if !repartition::is_draining(&queue, self).await? {
             let (ready, _) = repartition::left(&other, self).await?;
             return Err(repartition::refused(self.config, topic, &other, ready));
         }
-        self.declare_queues(subscription, topic, unlimited).await
+        self.declare_queues(&queue, unlimited).await
     }
 
-    async fn declare_queues(
-        &mut self,
-        subscription: &Subscription,
-        topic: &str,
-        unlimited: bool,
-    ) -> Result<Vec<(String, QueueState)>, BrokerError> {
-        let queues = queues(self.config, subscription, topic);
+    async fn declare_queues(&mut self, queue: &str, unlimited: bool) -> Result<Vec<(String, QueueState)>, BrokerError> {
+        let queues = queues(self.config, queue);
         let mut found = Vec::with_capacity(queues.len());
         for queue in queues {
             let state = self.queue(&queue, unlimited).await?;
@@ -170,15 +166,15 @@ impl<'l> Topology<'l> {
         topic: &str,
         unlimited: bool,
     ) -> Result<Vec<(String, QueueState)>, BrokerError> {
-        let config = self.config;
-        let found = self.declare_queues(subscription, topic, unlimited).await?;
+        let (config, queue) = (self.config, subscription.queue(topic));
+        let found = self.declare_queues(&queue, unlimited).await?;
         if config.partitions == 1 {
             for (queue, _) in &found {
                 self.bind_queue(queue, &config.exchange, topic).await?;
             }
             return Ok(found);
         }
-        let hash = hash_exchange(subscription, topic);
+        let hash = hash_exchange(&queue);
         let declared = self.declare_exchange(&hash, hash_kind(), durable(), hash_arguments()).await;
         self.accept(declared, &hash, "hash exchange").await?;
         for (queue, _) in &found {
@@ -203,11 +199,12 @@ impl<'l> Topology<'l> {
     pub(super) async fn remove(&mut self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         for subscription in subscriptions {
             for topic in &subscription.topics {
-                for queue in queues(self.config, subscription, topic) {
-                    self.delete_queue(&queue).await?;
+                let queue = subscription.queue(topic);
+                for one in queues(self.config, &queue) {
+                    self.delete_queue(&one).await?;
                 }
                 if self.config.partitions > 1 {
-                    self.delete_exchange(&hash_exchange(subscription, topic)).await?;
+                    self.delete_exchange(&hash_exchange(&queue)).await?;
                 }
             }
         }
@@ -389,10 +386,10 @@ mod tests {
     #[test]
     fn r30_queue_names_are_those_of_the_interface() {
         let mut config = RabbitConfig::new("amqp://h");
-        let subscription = Subscription::new("ledger", vec!["payments".into()]);
-        assert_eq!(queues(&config, &subscription, "payments"), ["payments.ledger"]);
+        let queue = Subscription::new("ledger", vec!["payments".into()]).queue("payments");
+        assert_eq!(queues(&config, &queue), ["payments.ledger"]);
         config.partitions = 2;
-        assert_eq!(queues(&config, &subscription, "payments"), ["payments.ledger.0", "payments.ledger.1"]);
-        assert_eq!(hash_exchange(&subscription, "payments"), "payments.ledger.hash");
+        assert_eq!(queues(&config, &queue), ["payments.ledger.0", "payments.ledger.1"]);
+        assert_eq!(hash_exchange(&queue), "payments.ledger.hash");
     }
 }
