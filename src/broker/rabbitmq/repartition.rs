@@ -113,10 +113,11 @@ pub(super) async fn step(
     if old.is_empty() {
         return Ok(Repartition::Done);
     }
-    if old.len() > 1 && wanted > 1 {
+    // Also where one of several queues is left: the hash exchange still routes to it.
+    if wanted > 1 && old[0] != queue {
         return Err(BrokerError::Refused(format!(
-            "topic `{topic}` has {} queues and partitions = {wanted}: both numbers use the same names; go to partitions = 1 \
-             first, then to {wanted}",
+            "the number of numbered queues of topic `{topic}` is {} and partitions = {wanted}: both use the same names; \
+             go to partitions = 1 first, then to {wanted}",
             old.len()
         )));
     }
