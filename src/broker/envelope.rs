@@ -4,7 +4,7 @@
 //! Promise: what [`headers`] writes, [`arrive`] reads back unchanged. Headers of other producers
 //! are kept as they are and cause no error.
 //!
-//! Not here: Kafka's own records and AMQP properties (see their adapters).
+//! Not here: writing Kafka's own records, and AMQP properties (see their adapters).
 
 use chrono::{DateTime, Utc};
 
@@ -38,7 +38,7 @@ pub fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)>
 pub fn arrive(
     key: Option<Vec<u8>>,
     headers: Vec<(String, Vec<u8>)>,
-    payload: Vec<u8>,
+    payload: Option<Vec<u8>>,
     appended_at: Option<DateTime<Utc>>,
     coordinates: Coordinates,
 ) -> Arrived {
@@ -55,7 +55,7 @@ pub fn arrive(
         content_type: text(CONTENT_TYPE),
         key,
         headers,
-        payload: Some(payload),
+        payload,
         coordinates,
     }
 }

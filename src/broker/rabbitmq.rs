@@ -107,8 +107,8 @@ impl Broker for RabbitBroker {
     }
 
     fn places(&self, subscription: &Subscription) -> Vec<String> {
-        let queues = |topic: &String| topology::queues(&self.config, subscription, topic);
-        subscription.topics.iter().flat_map(queues).map(|queue| queue.name).collect()
+        let queues = |topic: &String| topology::queues(&self.config, &subscription.queue(topic));
+        subscription.topics.iter().flat_map(queues).collect()
     }
 
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {

@@ -3,31 +3,12 @@
 use std::time::{Duration, Instant};
 
 use crate::kit::*;
-use oncebox::broker::{Broker, Event, Subscriber};
+use oncebox::broker::{Broker, Subscriber};
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
-
-#[tokio::test]
-async fn what_is_acknowledged_does_not_come_again_and_the_rest_does() {
-    let Some(kafka) = Kafka::with_topic("what_is_acknowledged_does_not_come_again_and_the_rest_does", 1).await else {
-        return;
-    };
-    let rows = (0..10).map(|n| message(&kafka.topic, Some("k"), n.to_string())).collect();
-    publish_all(&kafka.broker(), rows).await;
-    let subscription = kafka.subscription(&unique("group"));
-    let mut first = kafka.broker().subscriber(&subscription).await.unwrap();
-    assert_eq!(assigned(&mut first).await.len(), 1);
-    let deliveries = receive(&mut first, 10).await;
-    acknowledge(&mut first, &deliveries[..6]).await;
-    first.close().await;
-    let mut second = kafka.broker().subscriber(&subscription).await.unwrap();
-    let rest = receive(&mut second, 4).await;
-    assert_eq!(texts(&rest), ["6", "7", "8", "9"]);
-    second.close().await;
-}
 
 #[tokio::test]
 async fn acknowledgements_are_committed_while_the_subscriber_runs() {
@@ -60,28 +41,6 @@ fn committed(kafka: &Kafka, group: &str) -> Option<i64> {
     }
 }
 
-// Shown: with `is_held` always false, all 500 come at once.
-#[tokio::test]
-async fn g11_no_more_than_the_bound_is_in_flight() {
-    let Some(kafka) = Kafka::with_topic("g11_no_more_than_the_bound_is_in_flight", 2).await else { return };
-    publish_all(&kafka.broker(), (0..500).map(|n| message(&kafka.topic, Some(&n.to_string()), "x")).collect()).await;
-    let mut subscription = kafka.subscription(&unique("group"));
-    subscription.in_flight_max = 20;
-    let mut subscriber = kafka.broker().subscriber(&subscription).await.unwrap();
-    let mut open = receive(&mut subscriber, 20).await;
-    assert_eq!(open.len(), 20);
-    let more = tokio::time::timeout(Duration::from_millis(700), subscriber.next()).await;
-    assert!(more.is_err(), "{more:?}");
-    let mut count = open.len();
-    while count < 500 {
-        acknowledge(&mut subscriber, &std::mem::take(&mut open)).await;
-        open = receive(&mut subscriber, 1).await;
-        count += open.len();
-        assert!(open.len() <= 20);
-    }
-    subscriber.close().await;
-}
-
 // Shown: with `poll` left out while partitions are paused, the member is thrown out after 6 s and
 // everything comes again.
 #[tokio::test]
@@ -99,36 +58,6 @@ async fn a_slow_handler_does_not_cost_the_membership() {
     acknowledge(&mut subscriber, &slow).await;
     let next = receive(&mut subscriber, 5).await;
     assert_eq!(texts(&next)[0], "5");
-    subscriber.close().await;
-}
-
-#[tokio::test]
-async fn a_paused_subscriber_gets_nothing_and_goes_on_where_it_stopped() {
-    let Some(kafka) = Kafka::with_topic("a_paused_subscriber_gets_nothing_and_goes_on_where_it_stopped", 1).await
-    else {
-        return;
-    };
-    let broker = kafka.broker();
-    let mut subscriber = broker.subscriber(&kafka.subscription(&unique("group"))).await.unwrap();
-    assigned(&mut subscriber).await;
-    publish_all(&broker, vec![message(&kafka.topic, None, "0")]).await;
-    receive(&mut subscriber, 1).await;
-    subscriber.pause(true);
-    // Until the thread has heard of it, something may still come.
-    let mut came = 1;
-    let mut quiet = false;
-    while !quiet {
-        publish_all(&broker, vec![message(&kafka.topic, None, "x")]).await;
-        match tokio::time::timeout(Duration::from_millis(500), subscriber.next()).await {
-            Ok(Ok(Event::Deliveries(deliveries))) => came += deliveries.len(),
-            Ok(other) => panic!("{other:?}"),
-            Err(_) => quiet = true,
-        }
-        assert!(came < 10, "it is not paused");
-    }
-    subscriber.pause(false);
-    let offsets: Vec<i64> = receive(&mut subscriber, 1).await.iter().map(|delivery| delivery.sequence).collect();
-    assert_eq!(offsets[0], came as i64);
     subscriber.close().await;
 }
 

@@ -9,28 +9,6 @@ use oncebox::broker::{Broker, Receipt, Refusal, TopicState};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
-#[tokio::test]
-async fn what_is_published_stands_in_the_topic_as_cloudevents() {
-    let Some(kafka) = Kafka::with_topic("what_is_published_stands_in_the_topic_as_cloudevents", 1).await else {
-        return;
-    };
-    let sent = message(&kafka.topic, Some("acc-7"), "hello");
-    let receipts = publish_all(&kafka.broker(), vec![sent.clone()]).await;
-    assert_eq!(receipts, [Receipt::Offset { partition: 0, offset: 0 }]);
-    let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
-    assert_eq!(found.len(), 1);
-    let found = &found[0];
-    assert_eq!(found.id, Some(sent.id.to_string()));
-    assert_eq!(found.kind.as_deref(), Some("test.made"));
-    assert_eq!(found.source.as_deref(), Some("oncebox"));
-    assert_eq!(found.time, Some(sent.created_at));
-    assert_eq!(found.content_type.as_deref(), Some("text/plain"));
-    assert_eq!(found.key.as_deref(), Some(b"acc-7".as_slice()));
-    assert_eq!(found.payload.as_deref(), Some(b"hello".as_slice()));
-    assert!(found.headers.contains(&("tenant".to_owned(), b"t1".to_vec())));
-    assert!(found.headers.contains(&("ce_partitionkey".to_owned(), b"acc-7".to_vec())));
-}
-
 /// Shown to fail on the code before: the record had the clock of the publishing process, and a
 /// process whose clock was a day ahead was refused by the broker, message by message.
 #[tokio::test]
@@ -54,19 +32,6 @@ async fn a_record_has_the_time_of_its_row_and_one_that_the_broker_does_not_take_
     let Err(Refusal::Destination(why)) = &settled[0].outcome else { panic!("{settled:?}") };
     assert!(why.contains("clocks"), "{why}");
     publisher.close().await;
-}
-
-#[tokio::test]
-async fn keyless_empty_and_large_messages_keep_their_bytes() {
-    let Some(kafka) = Kafka::with_topic("keyless_empty_and_large_messages_keep_their_bytes", 1).await else { return };
-    let large: Vec<u8> = (0..200_000_u32).map(|n| (n % 251) as u8).collect();
-    let rows = vec![message(&kafka.topic, None, ""), message(&kafka.topic, Some("k"), large.clone())];
-    publish_all(&kafka.broker(), rows).await;
-    let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
-    assert_eq!(found[0].key, None);
-    assert_eq!(found[0].payload.as_deref(), Some(b"".as_slice()), "zero bytes, not null");
-    assert!(!found[0].headers.iter().any(|(name, _)| name == "ce_partitionkey"));
-    assert_eq!(found[1].payload, Some(large));
 }
 
 #[tokio::test]
@@ -329,31 +294,6 @@ async fn g11_the_client_holds_a_bounded_number_of_rows_and_waits_instead_of_fail
     kafka.config.publish_bytes_max = 1_000;
     let rows = (0..100).map(|n| message(&kafka.topic, Some(&n.to_string()), vec![b'x'; 2_000])).collect();
     assert_eq!(publish_all(&kafka.broker(), rows).await.len(), 100);
-}
-
-#[tokio::test]
-async fn settle_loses_no_outcome_when_it_is_dropped() {
-    let Some(kafka) = Kafka::with_topic("settle_loses_no_outcome_when_it_is_dropped", 3).await else { return };
-    let mut publisher = kafka.broker().publisher().await.unwrap();
-    let mut settled = Vec::new();
-    for round in 0..50_u64 {
-        let rows = (0..20).map(|n| (round * 20 + n, message(&kafka.topic, None, "x"))).collect();
-        publisher.send(rows).await.unwrap();
-        tokio::select! {
-            biased;
-            () = tokio::task::yield_now() => {}
-            outcome = publisher.settle(&mut settled) => outcome.unwrap(),
-        }
-    }
-    let left = 1_000 - settled.len();
-    settled.extend(outcomes(&mut publisher, left).await);
-    let mut tags: Vec<u64> = settled.iter().map(|row| row.tag).collect();
-    tags.sort_unstable();
-    assert_eq!(tags, (0..1_000).collect::<Vec<_>>());
-    settled.clear();
-    publisher.settle(&mut settled).await.unwrap();
-    assert!(settled.is_empty(), "returns at once where nothing is in flight");
-    publisher.close().await;
 }
 
 // The vectors are those of Apache Kafka's own test of `Utils.murmur2`; the Java client takes

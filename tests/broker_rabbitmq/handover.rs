@@ -6,7 +6,6 @@
 //! comes after.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use futures_util::FutureExt;
 use oncebox::broker::{Broker, Delivery, Event, Subscriber};
@@ -124,38 +123,6 @@ async fn acknowledgements_are_cumulative_and_told_twice_or_too_far_do_no_harm() 
     assert_eq!(numbers(&rest), [12, 13, 14, 15, 16, 17, 18, 19, 99]);
     assert_ne!(rest[0].source, source, "another channel is another generation");
     again.close().await;
-    corner.finish().await;
-}
-
-#[tokio::test]
-async fn what_is_in_flight_is_bounded_and_a_pause_hands_nothing_out() {
-    let Some(corner) = Corner::of("what_is_in_flight_is_bounded").await else { return };
-    let broker = corner.broker();
-    let mut subscription = corner.subscription();
-    subscription.in_flight_max = 10;
-    let mut subscriber = broker.subscriber(&subscription).await.unwrap();
-    publish(&broker, numbered(&corner.topic, 1, 35)).await;
-    let mut seen = receive(&mut *subscriber, 10).await;
-    assert_eq!(seen.len(), 10);
-    let quiet = tokio::time::timeout(Duration::from_millis(300), subscriber.next()).await;
-    assert!(quiet.is_err(), "more than in_flight_max: {quiet:?}");
-    // Paused: room is made and messages come, and none is handed out.
-    subscriber.pause(true);
-    subscriber.acknowledge(&seen[9].source.clone(), seen[9].sequence).await.unwrap();
-    let quiet = tokio::time::timeout(Duration::from_millis(300), subscriber.next()).await;
-    assert!(quiet.is_err(), "handed out while paused: {quiet:?}");
-    subscriber.pause(false);
-    while seen.len() < 35 {
-        let Event::Deliveries(more) = tokio::time::timeout(SOON, subscriber.next()).await.unwrap().unwrap() else {
-            panic!("only deliveries")
-        };
-        seen.extend(more);
-        let last = seen.last().unwrap();
-        subscriber.acknowledge(&last.source.clone(), last.sequence).await.unwrap();
-    }
-    assert_eq!(numbers(&seen), (0..35).collect::<Vec<_>>());
-    assert!(subscriber.caught_up().await.unwrap());
-    subscriber.close().await;
     corner.finish().await;
 }
 

@@ -126,23 +126,6 @@ async fn r20_given_up_by_name_a_nack_reorders() {
     corner.finish().await;
 }
 
-#[tokio::test]
-async fn r20_a_key_is_taken_in_order_and_its_rows_on_one_channel() {
-    let Some(corner) = Corner::of("r20_a_key_is_taken_in_order").await else { return };
-    corner.queue_of(&corner.queue(), &corner.topic, &[]).await;
-    let mut publisher = corner.broker().publisher().await.unwrap();
-    let settled = send_all(&mut *publisher, numbered(&corner.topic, 7, 500)).await;
-    assert!(settled.iter().all(|one| one.outcome == Ok(Receipt::Confirm)), "{settled:?}");
-    assert_eq!(settled.iter().map(|one| one.tag).collect::<BTreeSet<_>>().len(), 500);
-    let mut log = Vec::new();
-    while let Some(one) = corner.take(&corner.queue()).await {
-        log.push(one);
-    }
-    assert!(log.len() == 500 && in_order(&log));
-    publisher.close().await;
-    corner.finish().await;
-}
-
 // Shown to fail: settling by the confirm that a return came on gave wrong tags at once; settling by
 // the returned id, but believing each confirm as it comes (`collect` with one confirm at a time,
 // `believe` without `lane.returned.is_empty() || lane.in_flight == 0`), failed 3 times of 3.
@@ -341,27 +324,6 @@ async fn a_message_that_amqp_cannot_carry_is_refused_for_what_it_is() {
     }
     let settled = send_all(&mut *publisher, vec![(6, message(&corner.topic, Some("bad"), 6))]).await;
     assert_eq!(settled[0].outcome, Ok(Receipt::Confirm));
-    publisher.close().await;
-    corner.clean(&[&queue]).await;
-}
-
-#[tokio::test]
-async fn settle_loses_nothing_when_it_is_dropped_and_returns_when_nothing_is_in_flight() {
-    let Some(corner) = Corner::of("settle_loses_nothing_when_it_is_dropped").await else { return };
-    let queue = corner.queue();
-    corner.queue_of(&queue, &corner.topic, &[]).await;
-    let mut publisher = corner.broker().publisher().await.unwrap();
-    let mut settled = Vec::new();
-    publisher.settle(&mut settled).await.unwrap();
-    assert!(settled.is_empty());
-    publisher.send(numbered(&corner.topic, 3, 300)).await.unwrap();
-    let start = Instant::now();
-    while settled.len() < 300 {
-        assert!(start.elapsed() < SOON, "{} of 300", settled.len());
-        // Dropped at its first or second poll, again and again.
-        let _ = tokio::time::timeout(Duration::from_micros(200), publisher.settle(&mut settled)).await;
-    }
-    assert_eq!(settled.iter().map(|one| one.tag).collect::<BTreeSet<_>>().len(), 300);
     publisher.close().await;
     corner.clean(&[&queue]).await;
 }

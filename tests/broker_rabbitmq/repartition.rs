@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use lapin::options::ExchangeDeleteOptions;
+use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig, Repartition};
 use oncebox::broker::{Broker, Subscriber};
 use oncebox::error::BrokerError;
@@ -84,6 +84,22 @@ async fn a_start_that_was_broken_off_between_its_queues_is_no_other_number() {
     ];
     corner.queue_of(&format!("{}.0", corner.queue()), "nothing", &quorum).await;
     with(&corner, 4).subscriber(&corner.subscription()).await.unwrap().close().await;
+    clean(&corner).await;
+}
+
+/// It fails where the number of queues alone is looked at: the queue that is left is then deleted
+/// while messages come into it.
+#[tokio::test]
+async fn of_several_queues_one_that_is_left_is_not_taken_for_the_only_queue_and_deleted() {
+    let Some(corner) = Corner::of("of_several_queues_one_that_is_left").await else { return };
+    let (broker, subscription) = (with(&corner, 2), corner.subscription());
+    broker.subscriber(&subscription).await.unwrap().close().await;
+    let [left, gone] = [0, 1].map(|at| format!("{}.{at}", corner.queue()));
+    corner.channel.queue_delete(gone.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    let refused = broker.repartition(&subscription, &corner.topic).await.unwrap_err().to_string();
+    assert!(refused.contains("go to partitions = 1 first"), "{refused}");
+    publish(&broker, vec![(0, message(&corner.topic, Some("k"), 7))]).await;
+    assert_eq!(corner.take(&left).await, Some(("k".into(), 7)));
     clean(&corner).await;
 }
 

@@ -232,7 +232,7 @@ impl Writer {
         let trimmed = async {
             let mut write = log.begin(connection).await?;
             let age = log.config.retention.unwrap_or(Duration::MAX);
-            let rows = retention::trim(&mut write.tx, age, retention::ROWS).await;
+            let rows = retention::trim(&mut write.tx, age).await;
             let rows = rows.map_err(|error| log.failed("delete old rows from", &error))?;
             log.commit(write).await.map(|()| rows)
         };

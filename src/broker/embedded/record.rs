@@ -134,7 +134,7 @@ fn arrive(row: &SqliteRow, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
     Ok(envelope::arrive(
         row.try_get(1)?,
         headers.into_iter().map(|(name, value)| (name, value.into_bytes())).collect(),
-        row.try_get(3)?,
+        Some(row.try_get(3)?),
         DateTime::from_timestamp_millis(row.try_get(4)?),
         Coordinates {
             place: range.topic.to_owned(),

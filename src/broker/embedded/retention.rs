@@ -13,10 +13,10 @@ use sqlx::sqlite::SqliteConnection;
 use super::record::position;
 
 /// Most rows that one call of `trim` deletes from one partition.
-pub(super) const ROWS: i64 = 1_000;
+const ROWS_MAX: i64 = 1_000;
 
 /// Deletes one batch in the caller's transaction. Returns the number of deleted rows.
-pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration, rows_max: i64) -> Result<u64, sqlx::Error> {
+pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration) -> Result<u64, sqlx::Error> {
     let partitions: Vec<(i64, i64, i64)> = sqlx::query_as(
         "select p.partition_id, p.first_offset, min(l.committed) from topic_partition p join lease l using (partition_id) \
          group by p.partition_id having min(l.committed) > p.first_offset",
@@ -33,7 +33,7 @@ pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration, rows_max: i64
         .bind(age)
         .bind(position(partition_id, first))
         .bind(position(partition_id, handled))
-        .bind(rows_max)
+        .bind(ROWS_MAX)
         .fetch_all(&mut *tx)
         .await?;
         let old = rows.iter().take_while(|(_, old)| *old).count();

@@ -1,9 +1,9 @@
-//! Runs the blocking calls of librdkafka on threads that may wait.
+//! Runs the blocking calls of librdkafka on threads that may wait, and its pollers on their own.
 //!
 //! Promise: no executor thread waits for the broker. A wrong password ends the wait early;
 //! librdkafka itself would try again until the deadline.
 //!
-//! Not here: the threads that poll (`publisher`, `poller`).
+//! Not here: polling (`publisher`, `poller`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use rdkafka::metadata::Metadata;
 use rdkafka::producer::{BaseProducer, Producer};
 use rdkafka::{ClientConfig, ClientContext};
 use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
 
 use super::client;
 use super::config::KafkaConfig;
@@ -43,6 +44,22 @@ pub(super) async fn run<T: Send + 'static>(
         Ok(answer) => answer,
         Err(error) => Err(BrokerError::Session(format!("a call of the kafka client failed: {error}"))),
     }
+}
+
+/// Runs work on a thread of its own. The token is cancelled when the thread has ended, also by a
+/// panic.
+pub(super) fn on_a_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<CancellationToken, BrokerError> {
+    let ended = CancellationToken::new();
+    let says_so = ended.clone().drop_guard();
+    let run = move || {
+        let _says_so = says_so;
+        work();
+    };
+    std::thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(run)
+        .map(|_| ended)
+        .map_err(|error| BrokerError::Session(format!("a thread for the {name}: {error}")))
 }
 
 /// Waits until a broker answers, refuses this client, or `OPEN_DEADLINE` passes.

@@ -5,11 +5,11 @@
 //!
 //! Not here: our own settings, which are refused before any connection (`config`, `properties`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 
-use rdkafka::metadata::Metadata;
+use rdkafka::metadata::MetadataTopic;
 
 use super::blocking::{self, Asker};
 use super::client::ASK_DEADLINE;
@@ -42,8 +42,9 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
     let mut present = Vec::new();
     for topic in topics {
         let metadata = asker.metadata(Some(topic))?;
-        match topology::state(topology::find(&metadata, topic)) {
-            TopicState::Ready => present.push((topic, copies(&metadata, topic))),
+        let found = topology::find(&metadata, topic);
+        match topology::state(found) {
+            TopicState::Ready => present.push((topic, found.map_or(0, copies))),
             TopicState::NotReady(reason) => findings.push(BrokerFinding::weaker(
                 format!("kafka topic {topic}"),
                 format!("cannot be used: {reason}; what is published to it is held, its consumers wait"),
@@ -52,17 +53,13 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
         }
     }
     let names: BTreeSet<&str> = present.iter().map(|(topic, _)| *topic).collect();
-    let settings = if names.is_empty() { Ok(Default::default()) } else { topology::settings(config, &names) };
-    match settings {
-        Ok(settings) => {
-            for (topic, copies) in present {
-                match settings.get(topic) {
-                    Some(settings) => findings.extend(of_topic(config, topic, copies, settings)),
-                    None => findings.push(unreadable(topic)),
-                }
-            }
+    let settings =
+        if names.is_empty() { BTreeMap::new() } else { topology::settings(config, &names).unwrap_or_default() };
+    for (topic, copies) in present {
+        match settings.get(topic) {
+            Some(settings) => findings.extend(of_topic(config, topic, copies, settings)),
+            None => findings.push(unreadable(topic)),
         }
-        Err(_) => findings.extend(names.into_iter().map(unreadable)),
     }
     for some in subscriptions.chunks(GROUPS_AT_ONCE) {
         findings.extend(of_groups(config, &asker, some));
@@ -98,9 +95,8 @@ fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, Broke
 }
 
 /// The smallest number of copies that a partition of the topic has.
-fn copies(metadata: &Metadata, name: &str) -> usize {
-    let partitions = topology::find(metadata, name).map_or(&[][..], |topic| topic.partitions());
-    partitions.iter().map(|partition| partition.replicas().len()).min().unwrap_or(0)
+fn copies(topic: &MetadataTopic) -> usize {
+    topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0)
 }
 
 fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSettings) -> Vec<BrokerFinding> {

@@ -168,12 +168,9 @@ impl Reports {
         match level {
             // These lines repeat errors that librdkafka also reports to `error`, which sorts them.
             _ if matches!(facility, "FAIL" | "ERROR" | "CONFWARN") => tracing::debug!(facility, line, "librdkafka"),
-            RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
-                tracing::warn!(facility, line, "librdkafka");
-            }
-            RDKafkaLogLevel::Warning => tracing::warn!(facility, line, "librdkafka"),
             RDKafkaLogLevel::Notice | RDKafkaLogLevel::Info => tracing::debug!(facility, line, "librdkafka"),
             RDKafkaLogLevel::Debug => tracing::trace!(facility, line, "librdkafka"),
+            _ => tracing::warn!(facility, line, "librdkafka"),
         }
     }
 }

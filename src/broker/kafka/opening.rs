@@ -9,9 +9,9 @@
 //! Promise: until Kafka has taken a row on a partition, one row with a key is in flight there. No
 //! I/O, no clock.
 //!
-//! Rows without a key do not wait, because they have no order. Kafka may so take a later one while
-//! the client still has an earlier one to send again. The client then reports the earlier one as
-//! delivered, but without an offset, and `window` takes that for no proof.
+//! Rows without a key do not wait, because they have no order. So Kafka may take a later one while
+//! the client still has to send an earlier one again. The client then reports the earlier one as
+//! delivered, but without an offset, and for `window` that is no proof.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};

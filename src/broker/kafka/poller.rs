@@ -273,12 +273,7 @@ impl MemberContext {
                 }
             }
         }
-        let end = Instant::now() + COMMIT_PATIENCE;
-        while commit_now(consumer, shared, &shared.unconfirmed(Some(revoked))) == Committed::Later
-            && Instant::now() < end
-        {
-            std::thread::sleep(COMMIT_AGAIN);
-        }
+        commit_now(consumer, shared, Some(revoked), || std::thread::sleep(COMMIT_AGAIN));
         shared.assignment().remove(revoked);
     }
 }
@@ -303,34 +298,35 @@ fn offsets(positions: &[Position]) -> KafkaResult<TopicPartitionList> {
     Ok(list)
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum Committed {
-    Done,
-    /// The group is rebalancing. The same commit is accepted after it.
-    Later,
-}
-
-fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &PollerState, positions: &[Position]) -> Committed {
+/// Commits what is acknowledged: of these partitions, or of all. While the group rebalances it
+/// pauses and tries again, because the same commit is accepted afterwards.
+fn commit_now(
+    consumer: &BaseConsumer<MemberContext>,
+    shared: &PollerState,
+    of: Option<&[(String, i32)]>,
+    pause: impl Fn(),
+) {
     use RDKafkaErrorCode as Code;
-    if positions.is_empty() {
-        return Committed::Done;
-    }
-    match offsets(positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) {
-        Ok(()) => {
+    let end = Instant::now() + COMMIT_PATIENCE;
+    loop {
+        let positions = shared.unconfirmed(of);
+        if positions.is_empty() {
+            return;
+        }
+        let Err(error) = offsets(&positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) else {
             let mut assignment = shared.assignment();
-            for (topic, partition, next) in positions {
+            for (topic, partition, next) in &positions {
                 assignment.committed(topic, *partition, *next, true);
             }
-            Committed::Done
+            return;
+        };
+        tracing::debug!(%error, "kafka offsets were not committed");
+        let code = error.rdkafka_error_code();
+        // After another error the next owner gets duplicates, which the inbox knows.
+        if !matches!(code, Some(Code::RebalanceInProgress | Code::IllegalGeneration)) || Instant::now() >= end {
+            return;
         }
-        Err(error) => {
-            tracing::debug!(%error, "kafka offsets were not committed");
-            match error.rdkafka_error_code() {
-                Some(Code::RebalanceInProgress | Code::IllegalGeneration) => Committed::Later,
-                // The next owner gets duplicates, which the inbox knows.
-                _ => Committed::Done,
-            }
-        }
+        pause();
     }
 }
 
@@ -385,12 +381,9 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             break;
         }
     }
-    let end = Instant::now() + COMMIT_PATIENCE;
-    while commit_now(&consumer, shared, &shared.unconfirmed(None)) == Committed::Later && Instant::now() < end {
-        // Polls, so that the rebalance can finish. What is delivered meanwhile comes again to the
-        // next owner.
-        drop(consumer.poll(COMMIT_AGAIN));
-    }
+    // Polls, so that a rebalance can finish. What is delivered meanwhile comes again to the next
+    // owner.
+    commit_now(&consumer, shared, None, || drop(consumer.poll(COMMIT_AGAIN)));
     // Leaving the group calls `revoke` on this thread.
     shared.close();
     drop(consumer);

@@ -41,15 +41,16 @@ enum Rule {
     Between(i64, i64),
     /// The user may give this property no value at all.
     Never,
-    /// Our own configuration has a setting for it.
-    UseInstead,
 }
 
-use Rule::{Between, Never, Only, UseInstead};
+use Rule::{Between, Never, Only};
+
+const TRUE: Rule = Only(&["true", "t", "1"]);
+const FALSE: Rule = Only(&["false", "f", "0"]);
 
 const RULES: &[(&str, Rule, &str)] = &[
     // Order and completeness of what is published.
-    ("enable.idempotence", Only(&["true", "t", "1"]), "without it a retry reorders messages of a key"),
+    ("enable.idempotence", TRUE, "without it a retry reorders messages of a key"),
     ("acks", Only(&["all", "-1"]), "less than all replicas in sync would make a delivery report no proof"),
     ("message.timeout.ms", Only(&["0"]), "a message that times out is overtaken by later ones of its key"),
     ("message.send.max.retries", Never, "a message that runs out of retries is overtaken by later ones of its key"),
@@ -63,17 +64,17 @@ const RULES: &[(&str, Rule, &str)] = &[
     ("queuing.strategy", Only(&["fifo"]), "it reorders messages"),
     (
         "enable.gapless.guarantee",
-        Only(&["true", "t", "1"]),
+        TRUE,
         "without it the client goes on behind a message that was refused, and later ones of its key overtake it",
     ),
-    ("delivery.report.only.error", Only(&["false", "f", "0"]), "a message is proven by its delivery report only"),
-    ("allow.auto.create.topics", Only(&["false", "f", "0"]), "topics are created with `create_topics` only, or by you"),
+    ("delivery.report.only.error", FALSE, "a message is proven by its delivery report only"),
+    ("allow.auto.create.topics", FALSE, "topics are created with `create_topics` only, or by you"),
     ("transactional.id", Never, "effects commit in the database; Kafka transactions are not used"),
     ("transaction.timeout.ms", Never, "Kafka transactions are not used"),
     ("test.mock.num.brokers", Never, "a mock broker loses everything when the program ends"),
     // Nothing is acknowledged or skipped without the inbox.
-    ("enable.auto.commit", Only(&["false", "f", "0"]), "an offset is committed only after the database commit"),
-    ("enable.auto.offset.store", Only(&["false", "f", "0"]), "an offset is stored only after the database commit"),
+    ("enable.auto.commit", FALSE, "an offset is committed only after the database commit"),
+    ("enable.auto.offset.store", FALSE, "an offset is stored only after the database commit"),
     ("offset.store.method", Only(&["broker"]), "offsets are kept by the broker"),
     (
         "auto.offset.reset",
@@ -81,12 +82,8 @@ const RULES: &[(&str, Rule, &str)] = &[
         "anything else skips messages when a group has no offset; the inbox knows what was handled",
     ),
     ("isolation.level", Only(&["read_committed"]), "messages of aborted transactions must not be handled"),
-    ("check.crcs", Only(&["true", "t", "1"]), "a message damaged on its way must not be handled"),
-    (
-        "enable.partition.eof",
-        Only(&["true", "t", "1"]),
-        "the end of a partition is how `--until-idle` knows that it caught up",
-    ),
+    ("check.crcs", TRUE, "a message damaged on its way must not be handled"),
+    ("enable.partition.eof", TRUE, "the end of a partition is how `--until-idle` knows that it caught up"),
     (
         "partition.assignment.strategy",
         Only(&["cooperative-sticky"]),
@@ -99,29 +96,29 @@ const RULES: &[(&str, Rule, &str)] = &[
     // Security.
     (
         "enable.ssl.certificate.verification",
-        Only(&["true", "t", "1"]),
+        TRUE,
         "the broker's certificate is always verified; name its CA with `ca_file`",
     ),
     ("ssl.endpoint.identification.algorithm", Only(&["https"]), "the broker's host name is always verified"),
-    ("enable.sasl.oauthbearer.unsecure.jwt", Only(&["false", "f", "0"]), "anybody can make an unsigned token"),
+    ("enable.sasl.oauthbearer.unsecure.jwt", FALSE, "anybody can make an unsigned token"),
     // Properties that our own settings would override.
-    ("bootstrap.servers", UseInstead, "name the servers in `[broker] url`"),
-    ("security.protocol", UseInstead, "the scheme of `[broker] url` decides: `kafka://` or `kafkas://` (TLS)"),
-    ("sasl.username", UseInstead, "name the user in `[broker] url`"),
-    ("sasl.password", UseInstead, "give the password in `[broker] url`"),
-    ("sasl.mechanisms", UseInstead, "use `[broker.kafka] sasl_mechanism`"),
-    ("ssl.ca.location", UseInstead, "use `[broker] ca_file`"),
-    ("client.id", UseInstead, "it is `KafkaConfig::client_id`, which only a program in Rust sets"),
-    ("group.id", UseInstead, "the group is the consumer's name, or its setting `group`"),
-    ("session.timeout.ms", UseInstead, "use `[broker.kafka] session_timeout`"),
+    ("bootstrap.servers", Never, "name the servers in `[broker] url`"),
+    ("security.protocol", Never, "the scheme of `[broker] url` decides: `kafka://` or `kafkas://` (TLS)"),
+    ("sasl.username", Never, "name the user in `[broker] url`"),
+    ("sasl.password", Never, "give the password in `[broker] url`"),
+    ("sasl.mechanisms", Never, "use `[broker.kafka] sasl_mechanism`"),
+    ("ssl.ca.location", Never, "use `[broker] ca_file`"),
+    ("client.id", Never, "it is `KafkaConfig::client_id`, which only a program in Rust sets"),
+    ("group.id", Never, "the group is the consumer's name, or its setting `group`"),
+    ("session.timeout.ms", Never, "use `[broker.kafka] session_timeout`"),
     (
         "queue.buffering.max.messages",
-        UseInstead,
+        Never,
         "it follows from `KafkaConfig::publish_rows_max`, which only a program in Rust sets",
     ),
     (
         "queue.buffering.max.kbytes",
-        UseInstead,
+        Never,
         "it follows from `KafkaConfig::publish_bytes_max`, which only a program in Rust sets",
     ),
     ("statistics.interval.ms", Never, "nothing reads librdkafka's statistics; the metrics are oncebox's own"),
@@ -170,7 +167,7 @@ impl Rule {
         match self {
             Only(values) => values.iter().any(|allowed| allowed.eq_ignore_ascii_case(value)),
             Between(low, high) => value.parse().is_ok_and(|number: i64| (*low..=*high).contains(&number)),
-            Never | UseInstead => false,
+            Never => false,
         }
     }
 }

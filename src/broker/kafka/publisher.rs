@@ -165,24 +165,14 @@ impl KafkaPublisher {
         }
     }
 
-    /// Forgets refused topics: each must be seen in the metadata again before it is used, and its
-    /// limits may have changed. Called also when the session is dropped: the sessions of a process
+    /// Forgets topics that changed: each must be seen in the metadata again before it is used, with
+    /// its limits and partitions. Called also when the session is dropped: the sessions of a process
     /// share what they know about limits.
-    fn distrust_refused_topics(&mut self) {
-        for refused in self.session.window.refused_topics() {
-            if self.ready.remove(&refused) {
-                self.limits.forget(&refused);
+    fn distrust_changed_topics(&mut self) {
+        for topic in self.session.window.changed_topics() {
+            if self.ready.remove(&topic) {
+                self.limits.forget(&topic);
             }
-        }
-        for outgrown in self.session.window.take_outgrown() {
-            // Its partitions are counted again before its next row.
-            self.ready.remove(&outgrown);
-        }
-        for too_small in self.session.window.take_too_small() {
-            // The topic's limits are read again, so that the next message that is too large is
-            // refused before it is sent.
-            self.ready.remove(&too_small);
-            self.limits.forget(&too_small);
         }
     }
 
@@ -273,7 +263,7 @@ impl Publisher for KafkaPublisher {
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
         // Before a refusal is forgiven: it also settles what waits behind the refused row.
         self.go_on();
-        self.distrust_refused_topics();
+        self.distrust_changed_topics();
         self.session.window.forgive_topics(topics);
         let mut unseen: Vec<String> = topics.iter().filter(|topic| !self.ready.contains(*topic)).cloned().collect();
         if unseen.is_empty() {
@@ -303,7 +293,7 @@ impl Publisher for KafkaPublisher {
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
         self.go_on();
-        self.distrust_refused_topics();
+        self.distrust_changed_topics();
         self.session.window.forget_what_is_known();
         for (at, (tag, message)) in rows.into_iter().enumerate() {
             if at % ROWS_PER_TURN == ROWS_PER_TURN - 1 {
@@ -485,7 +475,7 @@ fn tell_of_growth(Grown { topic, before, now }: &Grown) {
 
 impl Drop for KafkaPublisher {
     fn drop(&mut self) {
-        self.distrust_refused_topics();
+        self.distrust_changed_topics();
     }
 }
 
@@ -503,22 +493,14 @@ fn poll_on_a_thread(
     stop: CancellationToken,
 ) -> Result<CancellationToken, BrokerError> {
     let producer = Arc::clone(producer);
-    let ended = CancellationToken::new();
-    let says_so = ended.clone().drop_guard();
-    let run = move || {
-        let _says_so = says_so;
+    blocking::on_a_thread("kafka producer", move || {
         while !stop.is_cancelled() {
             producer.poll(POLL);
         }
         // A question may still run on another thread that may wait. Then that thread holds the last
         // reference and destroys the producer.
         drop(producer);
-    };
-    std::thread::Builder::new()
-        .name("kafka producer".to_owned())
-        .spawn(run)
-        .map(|_| ended)
-        .map_err(|error| BrokerError::Session(format!("a thread for the kafka producer: {error}")))
+    })
 }
 
 #[cfg(test)]

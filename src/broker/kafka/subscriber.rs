@@ -61,9 +61,7 @@ impl KafkaSubscriber {
             tracing::warn!(%error, "kafka topics could not be created; the consumer waits for them");
         }
         let (open, asking) = (Arc::clone(&shared), Arc::clone(config));
-        let ended = CancellationToken::new();
-        let says_so = ended.clone().drop_guard();
-        let consumer = blocking::run(move || {
+        let (consumer, ended) = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| properties::refused(&error))?;
             let serve = || poller::serve(&consumer, &open);
@@ -73,15 +71,8 @@ impl KafkaSubscriber {
             consumer.subscribe(&names).map_err(|error| BrokerError::Session(format!("subscribing: {error}")))?;
             let consumer = Arc::new(consumer);
             let weak = Arc::downgrade(&consumer);
-            let run = move || {
-                let _says_so = says_so;
-                poller::run(consumer, &open);
-            };
-            std::thread::Builder::new()
-                .name("kafka consumer".to_owned())
-                .spawn(run)
-                .map_err(|error| BrokerError::Session(format!("a thread for the kafka consumer: {error}")))?;
-            Ok(weak)
+            let ended = blocking::on_a_thread("kafka consumer", move || poller::run(consumer, &open))?;
+            Ok((weak, ended))
         })
         .await?;
         Ok(Self { shared, events, consumer, ended, config: Arc::clone(config), unbegun: Vec::new() })

@@ -97,7 +97,7 @@ impl TopicLimits {
             partitions.insert(topic.to_owned(), now);
             return None;
         };
-        // Fewer are those of a broker that did not hear of the change yet.
+        // A broker that has not heard of the change yet still tells fewer.
         let grown = (*before < now).then(|| Grown { topic: topic.to_owned(), before: *before, now });
         *before = now.max(*before);
         grown

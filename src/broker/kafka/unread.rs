@@ -3,8 +3,9 @@
 //! Promise: a check changes nothing and does not join the group.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use chrono::Utc;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::message::Message;
@@ -98,12 +99,11 @@ impl<'a> Looker<'a> {
         if before.iter().any(got_on) {
             return None;
         }
+        let now = Utc::now().timestamp_millis();
         before.iter().find_map(|one| {
-            let millis =
-                (*written.get(&(one.topic.clone(), one.partition))?).and_then(|millis| u64::try_from(millis).ok());
-            let age = millis
-                .and_then(|millis| SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_millis(millis)).ok());
-            let age = age.map(|age| format!(", the first written {} s ago", age.as_secs())).unwrap_or_default();
+            let written = *written.get(&(one.topic.clone(), one.partition))?;
+            let age = written.map(|millis| now.saturating_sub(millis)).filter(|age| *age >= 0);
+            let age = age.map(|age| format!(", the first written {} s ago", age / 1_000)).unwrap_or_default();
             Some(format!("{one} are not acknowledged{age}"))
         })
     }

@@ -203,14 +203,14 @@ impl PublishWindow {
         state.refused_topics.retain(|topic, (refused, _)| *refused == now || !topics.contains(topic));
     }
 
-    /// Takes the topics that were found to have more partitions than was learned.
-    pub(super) fn take_outgrown(&self) -> Vec<String> {
-        self.state().opening.take_outgrown()
-    }
-
-    /// Takes the topics that have refused a message as too large since the last call.
-    pub(super) fn take_too_small(&self) -> Vec<String> {
-        std::mem::take(&mut self.state().too_small)
+    /// The topics that must be seen in the metadata again before their next row: they refused a row
+    /// as a destination or as too large, or have more partitions than was learned.
+    pub(super) fn changed_topics(&self) -> Vec<String> {
+        let mut state = self.state();
+        let mut topics = std::mem::take(&mut state.too_small);
+        topics.extend(state.opening.take_outgrown());
+        topics.extend(state.refused_topics.keys().cloned());
+        topics
     }
 
     /// Whether a row was refused since `forget_refusal`.
@@ -261,11 +261,6 @@ impl PublishWindow {
         state.has_refused = true;
         drop(state);
         self.changed.notify_one();
-    }
-
-    /// The topics that refused messages as destinations.
-    pub(super) fn refused_topics(&self) -> Vec<String> {
-        self.state().refused_topics.keys().cloned().collect()
     }
 
     /// Settles a row that never got a slot.
@@ -494,7 +489,7 @@ mod tests {
             assert_eq!(window.stands_behind("t", key), Some(Refusal::Destination("gone".into())));
         }
         assert_eq!(window.stands_behind("u", None), None);
-        assert_eq!(window.refused_topics(), ["t"]);
+        assert_eq!(window.changed_topics(), ["t"]);
     }
 
     /// It fails where one flag serves all keys: the key stays refused as long as others are.

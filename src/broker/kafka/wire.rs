@@ -12,7 +12,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use chrono::{DateTime, Datelike, Timelike, Utc};
 use rdkafka::message::{BorrowedHeaders, BorrowedMessage, Header, Headers, Message, OwnedHeaders};
 
-use crate::message::wire::{CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time, parse_time};
+use crate::broker::envelope;
+use crate::message::wire::{CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time};
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
 /// The headers of a row. Allocates nothing but librdkafka's own memory, once per header.
@@ -71,28 +72,13 @@ fn fast_time(time: DateTime<Utc>, buffer: &mut [u8; TIME_LENGTH]) -> Option<&str
 
 /// Reads a record: key, payload, headers and envelope.
 pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
-    let headers = record.headers().map(read_headers).unwrap_or_default();
-    let text = |name: &str| {
-        let (_, value) = headers.iter().find(|(other, _)| other.eq_ignore_ascii_case(name))?;
-        String::from_utf8(value.clone()).ok()
-    };
-    let record_time = || record.timestamp().to_millis().and_then(DateTime::from_timestamp_millis);
-    Arrived {
-        topic: record.topic().to_owned(),
-        key: record.key().map(<[u8]>::to_vec),
-        payload: record.payload().map(<[u8]>::to_vec),
-        id: text(KAFKA.id),
-        kind: text(KAFKA.kind),
-        source: text(KAFKA.source),
-        time: text(KAFKA.time).and_then(|time| parse_time(&time)).or_else(record_time),
-        content_type: text(CONTENT_TYPE),
-        coordinates: Coordinates {
-            place: record.topic().to_owned(),
-            partition: record.partition(),
-            offset: record.offset(),
-        },
-        headers,
-    }
+    envelope::arrive(
+        record.key().map(<[u8]>::to_vec),
+        record.headers().map(read_headers).unwrap_or_default(),
+        record.payload().map(<[u8]>::to_vec),
+        record.timestamp().to_millis().and_then(DateTime::from_timestamp_millis),
+        Coordinates { place: record.topic().to_owned(), partition: record.partition(), offset: record.offset() },
+    )
 }
 
 fn read_headers(headers: &BorrowedHeaders) -> Vec<(String, Vec<u8>)> {

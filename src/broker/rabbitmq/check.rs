@@ -6,7 +6,7 @@
 use super::config::RabbitConfig;
 use super::repartition;
 use super::socket::Link;
-use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
+use super::topology::{ENABLE_PLUGIN, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
 use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
@@ -27,7 +27,7 @@ pub(super) async fn check(
     let names: Vec<String> = servers.iter().map(ToString::to_string).collect();
     let mut findings = vec![finding_version(version, &names.join(", "))];
     let mut waiting = Vec::new();
-    if let Some(server) = servers.iter().find(|server| !server.tls && !is_loopback(&server.host)) {
+    if let Some(server) = servers.iter().find(|server| !server.tls() && !is_loopback(server.host())) {
         let detail = format!("the connection to {server} is not encrypted, and the password goes over it");
         findings.push(BrokerFinding::weaker("rabbitmq tls", detail, "use amqps://"));
     }
@@ -37,14 +37,15 @@ pub(super) async fn check(
     }
     for subscription in subscriptions {
         for topic in &subscription.topics {
-            for queue in queues(config, subscription, topic) {
-                let (finding, ready) = queue_finding(subscription, &queue, version, &mut topology).await?;
-                waiting.extend(ready.map(|ready| (findings.len(), queue.name.clone(), ready)));
+            let queue = subscription.queue(topic);
+            for one in queues(config, &queue) {
+                let (finding, ready) = queue_finding(subscription, topic, &one, version, &mut topology).await?;
+                waiting.extend(ready.map(|ready| (findings.len(), one, ready)));
                 findings.push(finding);
             }
             findings.extend(other_layout(subscription, topic, &mut topology).await?);
             if config.partitions > 1 {
-                let hash = hash_exchange(subscription, topic);
+                let hash = hash_exchange(&queue);
                 if !topology.exchange_exists(&hash).await? {
                     findings.push(BrokerFinding::weaker(
                         format!("exchange {hash}"),
@@ -56,7 +57,7 @@ pub(super) async fn check(
         }
     }
     look_again(waiting, &mut topology, &mut findings).await?;
-    findings.push(policies(&servers[0].vhost));
+    findings.push(policies(&servers[0].0.vhost));
     link.close().await;
     if config.partitions > 1 {
         findings.push(plugin(config).await?);
@@ -128,23 +129,24 @@ async fn look_again(
 /// The finding for a queue, and its number of ready messages where it has consumers and messages.
 async fn queue_finding(
     subscription: &Subscription,
-    queue: &QueueName,
+    topic: &str,
+    queue: &str,
     version: &ServerVersion,
     topology: &mut Topology<'_>,
 ) -> Result<(BrokerFinding, Option<u32>), BrokerError> {
-    let name = format!("queue {}", queue.name);
-    let Some(seen) = topology.queue_as_it_stands(&queue.name).await? else {
-        let detail = format!("not there yet: what is published to `{}` has no route", queue.topic);
+    let name = format!("queue {queue}");
+    let Some(seen) = topology.queue_as_it_stands(queue).await? else {
+        let detail = format!("not there yet: what is published to `{topic}` has no route");
         let remedy = "start the consumer, which declares and binds it";
         return Ok((BrokerFinding::weaker(name, detail, remedy), None));
     };
     let ready = (seen.consumers > 0 && seen.ready > 0).then_some(seen.ready);
     let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
-    let finding = match topology.queue(&queue.name, version.limits_deliveries()).await {
+    let finding = match topology.queue(queue, version.limits_deliveries()).await {
         Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => {
             let detail =
                 format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away");
-            BrokerFinding::refused(name, detail, unlimited(&queue.name))
+            BrokerFinding::refused(name, detail, unlimited(queue))
         }
         Ok(_) if seen.consumers == 0 && seen.ready > 0 => {
             let remedy = format!("start the consumer `{}`", subscription.consumer);
@@ -162,7 +164,7 @@ async fn other_layout(
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<Option<BrokerFinding>, BrokerError> {
-    let other = repartition::other_layout(subscription, topic, topology).await?;
+    let other = repartition::other_layout(&subscription.queue(topic), topology).await?;
     if other.is_empty() {
         return Ok(None);
     }

@@ -107,7 +107,7 @@ impl RabbitConfig {
     pub(crate) fn validate(&self) -> Result<(), BrokerError> {
         let servers = self.servers()?;
         let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));
-        if self.ca_file.is_some() && !servers.iter().all(|server| server.tls) {
+        if self.ca_file.is_some() && !servers.iter().all(Server::tls) {
             return Err(BrokerError::Refused("`ca_file` is for TLS: use `amqps://` in the broker URL".to_owned()));
         }
         let short = |text: &str| (1..=127).contains(&text.len());
@@ -126,8 +126,8 @@ impl RabbitConfig {
         if !(1..=64).contains(&self.channels) || self.publish_window == 0 || self.prefetch == 0 {
             return refused("channels: 1 to 64; publish_window and prefetch: at least 1");
         }
-        if self.in_flight_bytes_max == 0 {
-            return refused("in_flight_bytes_max: at least 1");
+        if self.held_bytes_max == 0 || self.in_flight_bytes_max == 0 {
+            return refused("held_bytes_max and in_flight_bytes_max: at least 1");
         }
         Ok(())
     }
@@ -205,7 +205,7 @@ impl RabbitConfig {
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("no host".to_owned()))?;
         let host = decode(host.trim_start_matches('[').trim_end_matches(']'))?;
         let port = url.port().unwrap_or_else(|| scheme.default_port());
-        let user = match url.username() {
+        let username = match url.username() {
             "" => "guest".to_owned(),
             name => decode(name)?,
         };
@@ -215,17 +215,12 @@ impl RabbitConfig {
             path => decode(&path[1..])?,
         };
         let heartbeat = u16::try_from(self.heartbeat.as_secs().max(1)).unwrap_or(u16::MAX);
-        let uri = AMQPUri {
+        Ok(Server(AMQPUri {
             scheme,
-            authority: AMQPAuthority {
-                userinfo: AMQPUserInfo { username: user.clone(), password },
-                host: host.clone(),
-                port,
-            },
-            vhost: vhost.clone(),
+            authority: AMQPAuthority { userinfo: AMQPUserInfo { username, password }, host, port },
+            vhost,
             query: AMQPQueryString { heartbeat: Some(heartbeat), ..AMQPQueryString::default() },
-        };
-        Ok(Server { tls: matches!(uri.scheme, AMQPScheme::AMQPS), host, port, user, vhost, uri })
+        }))
     }
 }
 
@@ -243,18 +238,21 @@ impl fmt::Debug for RabbitConfig {
 
 /// One server of the URL. No `Debug`, because it contains the password.
 #[derive(Clone)]
-pub(super) struct Server {
-    pub(super) tls: bool,
-    pub(super) host: String,
-    pub(super) port: u16,
-    pub(super) user: String,
-    pub(super) vhost: String,
-    pub(super) uri: AMQPUri,
+pub(super) struct Server(pub(super) AMQPUri);
+
+impl Server {
+    pub(super) fn tls(&self) -> bool {
+        self.0.scheme == AMQPScheme::AMQPS
+    }
+
+    pub(super) fn host(&self) -> &str {
+        &self.0.authority.host
+    }
 }
 
 impl fmt::Display for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{} (vhost `{}`)", self.host, self.port, self.vhost)
+        write!(f, "{}:{} (vhost `{}`)", self.host(), self.0.authority.port, self.0.vhost)
     }
 }
 
@@ -267,17 +265,17 @@ mod tests {
     fn a_url_is_taken_apart_as_people_write_it() {
         let server = |url: &str| RabbitConfig::new(url).servers().map(|mut servers| servers.remove(0));
         let plain = server("amqp://app:p%40ss@rabbit.example:5673/pay%2fments").unwrap();
-        assert_eq!((plain.host.as_str(), plain.port, plain.vhost.as_str()), ("rabbit.example", 5673, "pay/ments"));
-        assert_eq!(plain.uri.authority.userinfo.password, "p@ss");
+        assert_eq!(plain.to_string(), "rabbit.example:5673 (vhost `pay/ments`)");
+        assert_eq!(plain.0.authority.userinfo.password, "p@ss");
         for slash in ["amqp://h", "amqp://h/", "amqp://h/%2f", "amqp://h/%2F"] {
-            assert_eq!(server(slash).unwrap().vhost, "/", "{slash}");
+            assert_eq!(server(slash).unwrap().0.vhost, "/", "{slash}");
         }
         let tls = server("amqps://h").unwrap();
-        assert!(tls.tls && tls.port == 5671);
-        assert_eq!(server("amqp://[::1]:5672/").unwrap().host, "::1");
+        assert!(tls.tls() && tls.0.authority.port == 5671);
+        assert_eq!(server("amqp://[::1]:5672/").unwrap().host(), "::1");
         let three = RabbitConfig::new("amqps://app:p%40ss@a,b:1,[::1]/v").servers().unwrap();
         let shown: Vec<String> =
-            three.iter().map(|server| format!("{server} {}", server.uri.authority.userinfo.password)).collect();
+            three.iter().map(|server| format!("{server} {}", server.0.authority.userinfo.password)).collect();
         assert_eq!(shown, ["a:5671 (vhost `v`) p@ss", "b:1 (vhost `v`) p@ss", "::1:5671 (vhost `v`) p@ss"]);
     }
 
@@ -295,9 +293,15 @@ mod tests {
             let error = RabbitConfig::new(url).validate().unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }
-        let mut config = RabbitConfig::new("amqp://h");
-        config.partitions = 0;
-        assert!(config.validate().unwrap_err().to_string().contains("partitions"));
+        let zero = |name: &str, setting: fn(&mut RabbitConfig)| {
+            let mut config = RabbitConfig::new("amqp://h");
+            config.validate().unwrap();
+            setting(&mut config);
+            assert!(config.validate().unwrap_err().to_string().contains(name), "{name}");
+        };
+        zero("partitions", |config| config.partitions = 0);
+        // `send` would wait for ever.
+        zero("held_bytes_max", |config| config.held_bytes_max = 0);
         assert!(!format!("{:?}", RabbitConfig::new("amqp://u:secret@h")).contains("secret"));
     }
 }

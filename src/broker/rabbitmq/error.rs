@@ -126,7 +126,7 @@ pub(super) fn connecting(error: &lapin::Error, server: &Server) -> BrokerError {
     match reply(error) {
         Some((ACCESS_REFUSED, _)) => BrokerError::Unauthorised(format!(
             "RabbitMQ at {server} did not accept the name and password of user `{}`",
-            server.user
+            server.0.authority.userinfo.username
         )),
         Some((NOT_ALLOWED, text)) if text.contains("limit") => {
             BrokerError::Unavailable(format!("RabbitMQ at {server}: {text}"))

@@ -21,7 +21,7 @@ use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
-use super::topology::{QueueName, Topology, durable, hash_exchange, queues};
+use super::topology::{Topology, durable, hash_exchange};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
@@ -46,55 +46,45 @@ pub enum Repartition {
 }
 
 /// The existing queues of another number. Empty if there are none.
-pub(super) async fn other_layout(
-    subscription: &Subscription,
-    topic: &str,
-    topology: &mut Topology<'_>,
-) -> Result<Vec<QueueName>, BrokerError> {
-    let numbered = numbered(subscription, topic, topology).await?;
+pub(super) async fn other_layout(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String>, BrokerError> {
+    let numbered = numbered(queue, topology).await?;
     let wanted = topology.config.partitions as usize;
     if wanted == 1 {
         return Ok(numbered);
     }
-    let plain = QueueName { topic: topic.to_owned(), name: subscription.queue(topic) };
-    if topology.queue_as_it_stands(&plain.name).await?.is_some() {
-        return Ok(vec![plain]);
+    if topology.queue_as_it_stands(queue).await?.is_some() {
+        return Ok(vec![queue.to_owned()]);
     }
     // The hash exchange is declared after all its queues. Fewer queues without it are the rest of a
     // start that was interrupted.
     let is_other = match numbered.len() {
         0 => false,
-        fewer if fewer < wanted => topology.exchange_exists(&hash_exchange(subscription, topic)).await?,
+        fewer if fewer < wanted => topology.exchange_exists(&hash_exchange(queue)).await?,
         more => more > wanted,
     };
     Ok(if is_other { numbered } else { Vec::new() })
 }
 
 /// The numbered queues that exist, in the order of their numbers.
-async fn numbered(
-    subscription: &Subscription,
-    topic: &str,
-    topology: &mut Topology<'_>,
-) -> Result<Vec<QueueName>, BrokerError> {
-    let queue = subscription.queue(topic);
+async fn numbered(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String>, BrokerError> {
     let mut found = Vec::new();
     loop {
         let name = format!("{queue}.{}", found.len());
         if topology.queue_as_it_stands(&name).await?.is_none() {
             return Ok(found);
         }
-        found.push(QueueName { topic: topic.to_owned(), name });
+        found.push(name);
     }
 }
 
 /// The name of the exchange that exists while queues of this number are drained. It routes nothing:
 /// its existence tells consumers of the old number to go on and not to bind their queues again.
-fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
-    format!("{}.draining.{from}", subscription.queue(topic))
+fn draining(queue: &str, from: usize) -> String {
+    format!("{queue}.draining.{from}")
 }
 
 /// The error for a consumer of the configured number while queues of another number exist.
-pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[QueueName], ready: u64) -> BrokerError {
+pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[String], ready: u64) -> BrokerError {
     BrokerError::Refused(format!(
         "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; \
          set partitions = {} again, or change the number with `oncebox queues repartition`",
@@ -105,8 +95,8 @@ pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[QueueName], r
 }
 
 /// Describes the queues of another number for people.
-pub(super) fn described(topic: &str, other: &[QueueName], ready: u64) -> String {
-    let names: Vec<String> = other.iter().map(|queue| format!("`{}`", queue.name)).collect();
+pub(super) fn described(topic: &str, other: &[String], ready: u64) -> String {
+    let names: Vec<String> = other.iter().map(|queue| format!("`{queue}`")).collect();
     let (what, names) = (if names.len() == 1 { "queue" } else { "queues" }, names.join(", "));
     format!("topic `{topic}` has the {what} {names} of partitions = {} with {ready} ready messages", other.len())
 }
@@ -118,28 +108,29 @@ pub(super) async fn step(
     unlimited: bool,
     topology: &mut Topology<'_>,
 ) -> Result<Repartition, BrokerError> {
-    let wanted = topology.config.partitions;
-    let old = other_layout(subscription, topic, topology).await?;
+    let (queue, wanted) = (subscription.queue(topic), topology.config.partitions);
+    let old = other_layout(&queue, topology).await?;
     if old.is_empty() {
         return Ok(Repartition::Done);
     }
-    if old.len() > 1 && wanted > 1 {
+    // Also where one of several queues is left: the hash exchange still routes to it.
+    if wanted > 1 && old[0] != queue {
         return Err(BrokerError::Refused(format!(
-            "topic `{topic}` has {} queues and partitions = {wanted}: both numbers use the same names; go to partitions = 1 \
-             first, then to {wanted}",
+            "the number of numbered queues of topic `{topic}` is {} and partitions = {wanted}: both use the same names; \
+             go to partitions = 1 first, then to {wanted}",
             old.len()
         )));
     }
-    if is_draining(subscription, topic, topology).await? {
+    if is_draining(&queue, topology).await? {
         return Err(BrokerError::Refused(format!(
             "topic `{topic}` is on its way from partitions = {wanted} to {}; finish that first",
             old.len()
         )));
     }
-    let marker = draining(subscription, topic, old.len());
+    let marker = draining(&queue, old.len());
     topology.declare_exchange(&marker, lapin::ExchangeKind::Fanout, durable(), FieldTable::default()).await?;
     topology.bind_layout(subscription, topic, unlimited).await?;
-    unbind(subscription, topic, &old, topology).await?;
+    unbind(topic, &queue, topology).await?;
     for look in 0..2 {
         if look > 0 {
             tokio::time::sleep(BETWEEN_LOOKS).await;
@@ -149,31 +140,25 @@ pub(super) async fn step(
             return Ok(Repartition::Draining { from: old.len(), ready, consumers });
         }
     }
-    for queue in &old {
-        topology.delete_queue(&queue.name).await?;
+    for one in &old {
+        topology.delete_queue(one).await?;
     }
     if old.len() > 1 {
-        topology.delete_exchange(&hash_exchange(subscription, topic)).await?;
+        topology.delete_exchange(&hash_exchange(&queue)).await?;
     }
     topology.delete_exchange(&marker).await?;
     Ok(Repartition::Done)
 }
 
 /// Unbinds the old queues, so that they get no more messages.
-async fn unbind(
-    subscription: &Subscription,
-    topic: &str,
-    old: &[QueueName],
-    topology: &mut Topology<'_>,
-) -> Result<(), BrokerError> {
+async fn unbind(topic: &str, queue: &str, topology: &mut Topology<'_>) -> Result<(), BrokerError> {
     let channel = topology.channel().await?;
     let (exchange, nothing) = (topology.config.exchange.as_str(), FieldTable::default());
     if topology.config.partitions > 1 {
-        let queue = old[0].name.as_str();
         let unbound = channel.queue_unbind(queue.into(), exchange.into(), topic.into(), nothing);
         return Ok(topology.link.ask("queue.unbind", unbound).await?);
     }
-    let hash = hash_exchange(subscription, topic);
+    let hash = hash_exchange(queue);
     if !topology.exchange_exists(&hash).await? {
         return Ok(());
     }
@@ -184,10 +169,10 @@ async fn unbind(
 }
 
 /// The sums of ready messages and of consumers over these queues.
-pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> Result<(u64, u64), BrokerError> {
+pub(super) async fn left(queues: &[String], topology: &mut Topology<'_>) -> Result<(u64, u64), BrokerError> {
     let (mut ready, mut consumers) = (0, 0);
     for queue in queues {
-        if let Some(found) = topology.queue_as_it_stands(&queue.name).await? {
+        if let Some(found) = topology.queue_as_it_stands(queue).await? {
             ready += u64::from(found.ready);
             consumers += u64::from(found.consumers);
         }
@@ -196,11 +181,7 @@ pub(super) async fn left(queues: &[QueueName], topology: &mut Topology<'_>) -> R
 }
 
 /// Whether queues of the configured number are drained for a change to another number.
-pub(super) async fn is_draining(
-    subscription: &Subscription,
-    topic: &str,
-    topology: &mut Topology<'_>,
-) -> Result<bool, BrokerError> {
-    let marker = draining(subscription, topic, queues(topology.config, subscription, topic).len());
+pub(super) async fn is_draining(queue: &str, topology: &mut Topology<'_>) -> Result<bool, BrokerError> {
+    let marker = draining(queue, topology.config.partitions as usize);
     Ok(topology.exchange_exists(&marker).await?)
 }

@@ -71,15 +71,15 @@ impl Link {
             }
             _ => return Err(BrokerError::Session("a fresh socket is not plain".to_owned())),
         };
-        if server.tls {
+        if server.tls() {
             let connector = connector(config.ca_file.as_deref())?;
-            stream = stream.into_rustls(&connector, &server.host).await.map_err(|error| untrusted(&error, server))?;
+            stream = stream.into_rustls(&connector, server.host()).await.map_err(|error| untrusted(&error, server))?;
         }
         // The library gets the stream from a function that it could call again. There is only one
         // stream, so a second call fails.
         let once = Mutex::new(Some(stream));
         let connection = Connection::connector(
-            server.uri.clone(),
+            server.0.clone(),
             runtime,
             async move |_, _| {
                 let taken = once.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
@@ -132,7 +132,7 @@ impl std::fmt::Debug for Link {
 
 /// Looks up the addresses of the server.
 pub(super) async fn resolve(server: &Server) -> Result<Vec<SocketAddr>, BrokerError> {
-    match tokio::net::lookup_host((server.host.as_str(), server.port)).await {
+    match tokio::net::lookup_host((server.host(), server.0.authority.port)).await {
         Ok(addresses) => Ok(addresses.collect()),
         Err(error) => Err(BrokerError::Unavailable(format!("the host of RabbitMQ at {server}: {error}"))),
     }

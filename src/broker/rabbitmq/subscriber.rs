@@ -85,22 +85,10 @@ impl InFlight {
     }
 }
 
-/// Keeps the order of dropping: the socket is cut first, then the library's handles are dropped
-/// (R29).
-struct Guard {
-    link: Arc<Link>,
-    sources: Vec<Source>,
-}
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        self.link.cut();
-    }
-}
-
 /// The connection of one consumer, with a source for each of its queues.
 pub(super) struct RabbitSubscriber {
-    guard: Guard,
+    link: Arc<Link>,
+    sources: Vec<Source>,
     config: RabbitConfig,
     consumer: String,
     in_flight: InFlight,
@@ -126,44 +114,10 @@ impl RabbitSubscriber {
         unlimited: bool,
     ) -> Result<Self, BrokerError> {
         let link = Link::open(config, &format!("oncebox consumer {}", subscription.consumer)).await?;
-        let mut guard = Guard { link: Arc::new(link), sources: Vec::new() };
-        let mut queues = Vec::new();
-        let mut topology = Topology::new(&guard.link, config);
-        // The publisher declares it in the same way, so that either may start first, and other
-        // producers need no publisher of ours.
-        topology.exchange().await?;
-        for topic in &subscription.topics {
-            queues.extend(topology.subscribe(subscription, topic, unlimited).await?);
-        }
-        drop(topology);
-        let share = (subscription.in_flight_max / queues.len().max(1)).max(1);
-        let prefetch =
-            config.bearable(&subscription.consumer, u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch));
-        for (queue, found) in queues {
-            let channel = guard.link.channel().await?;
-            let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
-            guard.link.ask("basic.qos", qos).await?;
-            let consume = channel.basic_consume(
-                queue.name.as_str().into(),
-                "".into(),
-                BasicConsumeOptions::default(),
-                FieldTable::default(),
-            );
-            let consumer = guard.link.ask("basic.consume", consume).await?;
-            let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
-            guard.sources.push(Source {
-                id: PartitionId { place: Arc::from(queue.name), partition: 0, generation },
-                channel,
-                consumer,
-                prefetch,
-                delivered: 0,
-                acknowledged: 0,
-                in_flight: VecDeque::new(),
-                expected: u64::from(found.ready),
-            });
-        }
-        Ok(Self {
-            guard,
+        // Made before its sources, so that its drop cuts the socket also where one of them fails.
+        let mut subscriber = Self {
+            link: Arc::new(link),
+            sources: Vec::new(),
             config: config.clone(),
             consumer: subscription.consumer.clone(),
             in_flight: InFlight::default(),
@@ -175,14 +129,52 @@ impl RabbitSubscriber {
             look: None,
             suspected: false,
             last_look: None,
-        })
+        };
+        let link = &subscriber.link;
+        let mut queues = Vec::new();
+        let mut topology = Topology::new(link, config);
+        // The publisher declares it in the same way, so that either may start first, and other
+        // producers need no publisher of ours.
+        topology.exchange().await?;
+        for topic in &subscription.topics {
+            queues.extend(topology.subscribe(subscription, topic, unlimited).await?);
+        }
+        drop(topology);
+        let share = (subscription.in_flight_max / queues.len().max(1)).max(1);
+        let prefetch =
+            config.bearable(&subscription.consumer, u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch));
+        for (queue, found) in queues {
+            let channel = link.channel().await?;
+            let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
+            link.ask("basic.qos", qos).await?;
+            let consume = channel.basic_consume(
+                queue.as_str().into(),
+                "".into(),
+                BasicConsumeOptions::default(),
+                FieldTable::default(),
+            );
+            let consumer = link.ask("basic.consume", consume).await?;
+            let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+            subscriber.sources.push(Source {
+                id: PartitionId { place: Arc::from(queue), partition: 0, generation },
+                channel,
+                consumer,
+                prefetch,
+                delivered: 0,
+                acknowledged: 0,
+                in_flight: VecDeque::new(),
+                expected: u64::from(found.ready),
+            });
+        }
+        subscriber.last_delivery = Instant::now();
+        Ok(subscriber)
     }
 
     /// Takes what has arrived, from all queues in turn, until `max` deliveries are waiting.
     fn take(&mut self, context: &mut Context<'_>, max: usize) -> Result<(), BrokerError> {
-        let count = self.guard.sources.len();
+        let count = self.sources.len();
         for step in 0..count {
-            let source = &mut self.guard.sources[(self.turn + step) % count];
+            let source = &mut self.sources[(self.turn + step) % count];
             while self.waiting.len() < max {
                 match Pin::new(&mut source.consumer).poll_next(context) {
                     Poll::Pending => break,
@@ -221,9 +213,9 @@ impl RabbitSubscriber {
     /// may have got them. If a queue has no ready messages, they are all delivered. A second
     /// request on the same channel is answered after them, so that they have then arrived here.
     async fn look_at_what_is_left(&mut self) -> Result<(), BrokerError> {
-        let link = &self.guard.link;
-        let mut left = Vec::with_capacity(self.guard.sources.len());
-        for source in &self.guard.sources {
+        let link = &self.link;
+        let mut left = Vec::with_capacity(self.sources.len());
+        for source in &self.sources {
             if source.expected == 0 {
                 left.push(false);
                 continue;
@@ -238,7 +230,7 @@ impl RabbitSubscriber {
             left.push(!empty);
         }
         self.take(&mut Context::from_waker(Waker::noop()), usize::MAX)?;
-        for (source, left) in self.guard.sources.iter_mut().zip(left) {
+        for (source, left) in self.sources.iter_mut().zip(left) {
             if !left {
                 source.expected = 0;
             }
@@ -259,14 +251,14 @@ impl RabbitSubscriber {
 
     /// Asks, after a long silence, whether the server is there and still knows this consumer.
     fn look_at_quiet_queues(&mut self) {
-        let places = self.guard.sources.iter().map(|source| Arc::clone(&source.id.place)).collect();
-        self.look = Some(Box::pin(ask(Arc::clone(&self.guard.link), self.config.clone(), places)));
+        let places = self.sources.iter().map(|source| Arc::clone(&source.id.place)).collect();
+        self.look = Some(Box::pin(ask(Arc::clone(&self.link), self.config.clone(), places)));
     }
 
     /// Judges what the server told about the quiet queues.
     fn judge_quiet_queues(&mut self, found: Found) -> Result<(), BrokerError> {
         let mut stuck = None;
-        for (source, found) in self.guard.sources.iter().zip(found) {
+        for (source, found) in self.sources.iter().zip(found) {
             let place = &source.id.place;
             let found = found.ok_or_else(|| BrokerError::Destination(format!("queue `{place}` is gone")))?;
             if found.consumers == 0 {
@@ -285,6 +277,13 @@ impl RabbitSubscriber {
                 Ok(())
             }
         }
+    }
+}
+
+impl Drop for RabbitSubscriber {
+    /// Cuts the socket before the library's handles are dropped (R29).
+    fn drop(&mut self) {
+        self.link.cut();
     }
 }
 
@@ -349,7 +348,7 @@ impl Subscriber for RabbitSubscriber {
     async fn next(&mut self) -> Result<Event, BrokerError> {
         if !self.assigned {
             self.assigned = true;
-            return Ok(Event::Assigned(self.guard.sources.iter().map(|source| source.id.clone()).collect()));
+            return Ok(Event::Assigned(self.sources.iter().map(|source| source.id.clone()).collect()));
         }
         loop {
             let quiet = match self.look {
@@ -384,7 +383,7 @@ impl Subscriber for RabbitSubscriber {
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
-        let Some(source) = self.guard.sources.iter_mut().find(|known| known.id == *source) else { return Ok(()) };
+        let Some(source) = self.sources.iter_mut().find(|known| known.id == *source) else { return Ok(()) };
         let through = u64::try_from(through).unwrap_or(0);
         if through > source.delivered {
             return Err(BrokerError::Session(format!(
@@ -405,7 +404,7 @@ impl Subscriber for RabbitSubscriber {
     }
 
     async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
-        let Some(source) = self.guard.sources.iter_mut().find(|known| known.id == *source) else { return };
+        let Some(source) = self.sources.iter_mut().find(|known| known.id == *source) else { return };
         for tag in sequences.iter().filter_map(|sequence| u64::try_from(*sequence).ok()) {
             let Some(weight) = source.give_up_one(tag) else { continue };
             self.in_flight.rows -= 1;
@@ -424,23 +423,23 @@ impl Subscriber for RabbitSubscriber {
         if !self.assigned {
             return Ok(false);
         }
-        if self.guard.sources.iter().any(|source| source.expected > 0)
+        if self.sources.iter().any(|source| source.expected > 0)
             && self.last_look.is_none_or(|at| at.elapsed() >= CAUGHT_UP_PAUSE)
         {
             self.last_look = Some(Instant::now());
             self.look_at_what_is_left().await?;
         }
-        Ok(self.waiting.is_empty() && self.guard.sources.iter().all(|source| source.expected == 0))
+        Ok(self.waiting.is_empty() && self.sources.iter().all(|source| source.expected == 0))
     }
 
     async fn close(self: Box<Self>) {
-        for source in &self.guard.sources {
+        for source in &self.sources {
             // Any request with an answer: the answer shows that the server has processed the
             // acknowledgements before it on this channel.
             let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
             let _ = within(self.config.close_deadline, "basic.qos", answered).await;
         }
         // `connection.close` would requeue prefetched messages out of order (R29).
-        self.guard.link.cut();
+        self.link.cut();
     }
 }

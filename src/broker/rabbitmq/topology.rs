@@ -30,13 +30,6 @@ const CONSISTENT_HASH: &str = "x-consistent-hash";
 /// The remedy where the plugin is missing.
 pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
 
-/// One queue of a subscription.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct QueueName {
-    pub(super) topic: String,
-    pub(super) name: String,
-}
-
 /// What the server tells about a queue.
 #[derive(Debug, Clone)]
 pub(super) struct QueueState {
@@ -46,19 +39,18 @@ pub(super) struct QueueState {
     pub(super) limit_as_it_stands: bool,
 }
 
-/// The names of a topic's queues: one, or `partitions` of them behind the hash exchange.
-pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: &str) -> Vec<QueueName> {
-    let queue = subscription.queue(topic);
-    let named = |name: String| QueueName { topic: topic.to_owned(), name };
+/// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the hash
+/// exchange.
+pub(super) fn queues(config: &RabbitConfig, queue: &str) -> Vec<String> {
     match config.partitions {
-        1 => vec![named(queue)],
-        many => (0..many).map(|at| named(format!("{queue}.{at}"))).collect(),
+        1 => vec![queue.to_owned()],
+        many => (0..many).map(|at| format!("{queue}.{at}")).collect(),
     }
 }
 
-/// The name of the hash exchange in front of a topic's queues.
-pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String {
-    format!("{}.hash", subscription.queue(topic))
+/// The name of the hash exchange in front of several queues.
+pub(super) fn hash_exchange(queue: &str) -> String {
+    format!("{queue}.hash")
 }
 
 /// Declares things on one connection. The server closes the channel of a refused declaration, so
@@ -144,28 +136,24 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
-        let other = repartition::other_layout(subscription, topic, self).await?;
+    ) -> Result<Vec<(String, QueueState)>, BrokerError> {
+        let queue = subscription.queue(topic);
+        let other = repartition::other_layout(&queue, self).await?;
         if other.is_empty() {
             return self.bind_layout(subscription, topic, unlimited).await;
         }
-        if !repartition::is_draining(subscription, topic, self).await? {
+        if !repartition::is_draining(&queue, self).await? {
             let (ready, _) = repartition::left(&other, self).await?;
             return Err(repartition::refused(self.config, topic, &other, ready));
         }
-        self.declare_queues(subscription, topic, unlimited).await
+        self.declare_queues(&queue, unlimited).await
     }
 
-    async fn declare_queues(
-        &mut self,
-        subscription: &Subscription,
-        topic: &str,
-        unlimited: bool,
-    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
-        let queues = queues(self.config, subscription, topic);
+    async fn declare_queues(&mut self, queue: &str, unlimited: bool) -> Result<Vec<(String, QueueState)>, BrokerError> {
+        let queues = queues(self.config, queue);
         let mut found = Vec::with_capacity(queues.len());
         for queue in queues {
-            let state = self.queue(&queue.name, unlimited).await?;
+            let state = self.queue(&queue, unlimited).await?;
             found.push((queue, state));
         }
         Ok(found)
@@ -177,21 +165,21 @@ impl<'l> Topology<'l> {
         subscription: &Subscription,
         topic: &str,
         unlimited: bool,
-    ) -> Result<Vec<(QueueName, QueueState)>, BrokerError> {
-        let config = self.config;
-        let found = self.declare_queues(subscription, topic, unlimited).await?;
+    ) -> Result<Vec<(String, QueueState)>, BrokerError> {
+        let (config, queue) = (self.config, subscription.queue(topic));
+        let found = self.declare_queues(&queue, unlimited).await?;
         if config.partitions == 1 {
             for (queue, _) in &found {
-                self.bind_queue(&queue.name, &config.exchange, topic).await?;
+                self.bind_queue(queue, &config.exchange, topic).await?;
             }
             return Ok(found);
         }
-        let hash = hash_exchange(subscription, topic);
+        let hash = hash_exchange(&queue);
         let declared = self.declare_exchange(&hash, hash_kind(), durable(), hash_arguments()).await;
         self.accept(declared, &hash, "hash exchange").await?;
         for (queue, _) in &found {
             // The routing key of a binding to a hash exchange is a weight.
-            self.bind_queue(&queue.name, &hash, "1").await?;
+            self.bind_queue(queue, &hash, "1").await?;
         }
         // Bound last: a message before that would be hashed over some queues only.
         let channel = self.channel().await?;
@@ -211,11 +199,12 @@ impl<'l> Topology<'l> {
     pub(super) async fn remove(&mut self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         for subscription in subscriptions {
             for topic in &subscription.topics {
-                for queue in queues(self.config, subscription, topic) {
-                    self.delete_queue(&queue.name).await?;
+                let queue = subscription.queue(topic);
+                for one in queues(self.config, &queue) {
+                    self.delete_queue(&one).await?;
                 }
                 if self.config.partitions > 1 {
-                    self.delete_exchange(&hash_exchange(subscription, topic)).await?;
+                    self.delete_exchange(&hash_exchange(&queue)).await?;
                 }
             }
         }
@@ -397,13 +386,10 @@ mod tests {
     #[test]
     fn r30_queue_names_are_those_of_the_interface() {
         let mut config = RabbitConfig::new("amqp://h");
-        let subscription = Subscription::new("ledger", vec!["payments".into()]);
-        let names = |config: &RabbitConfig| -> Vec<String> {
-            queues(config, &subscription, "payments").into_iter().map(|queue| queue.name).collect()
-        };
-        assert_eq!(names(&config), ["payments.ledger"]);
+        let queue = Subscription::new("ledger", vec!["payments".into()]).queue("payments");
+        assert_eq!(queues(&config, &queue), ["payments.ledger"]);
         config.partitions = 2;
-        assert_eq!(names(&config), ["payments.ledger.0", "payments.ledger.1"]);
-        assert_eq!(hash_exchange(&subscription, "payments"), "payments.ledger.hash");
+        assert_eq!(queues(&config, &queue), ["payments.ledger.0", "payments.ledger.1"]);
+        assert_eq!(hash_exchange(&queue), "payments.ledger.hash");
     }
 }

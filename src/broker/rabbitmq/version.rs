@@ -46,9 +46,9 @@ async fn greet(config: &RabbitConfig, server: &Server) -> Result<ServerVersion, 
     let unavailable = |error: std::io::Error| BrokerError::Unavailable(format!("RabbitMQ at {server}: {error}"));
     let runtime = lapin::runtime::default_runtime().map_err(|error| BrokerError::Session(error.to_string()))?;
     let mut stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
-    if server.tls {
+    if server.tls() {
         let connector = connector(config.ca_file.as_deref())?;
-        stream = stream.into_rustls(&connector, &server.host).await.map_err(|error| untrusted(&error, server))?;
+        stream = stream.into_rustls(&connector, server.host()).await.map_err(|error| untrusted(&error, server))?;
     }
     stream.write_all(b"AMQP\0\0\x09\x01").await.map_err(unavailable)?;
     stream.flush().await.map_err(unavailable)?;

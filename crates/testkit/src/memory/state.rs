@@ -142,13 +142,7 @@ impl State {
         rows.map(|(offset, record)| {
             let coordinates = Coordinates { place: topic.to_owned(), partition: number, offset };
             let Record { key, headers, payload, appended_at } = record.clone();
-            let tombstone = payload.is_none();
-            let mut arrived =
-                adapter::arrive(key, headers, payload.unwrap_or_default(), Some(appended_at), coordinates);
-            if tombstone {
-                arrived.payload = None;
-            }
-            arrived
+            adapter::arrive(key, headers, payload, Some(appended_at), coordinates)
         })
         .collect()
     }
