@@ -50,7 +50,7 @@ pub(super) struct Pump<'a> {
     turned_at: Instant,
     looked_at: Duration,
     settled: Vec<Settled>,
-    checkpoint_at: Instant,
+    pub(super) checkpoint_at: Instant,
     pub(super) read_at: Instant,
     /// When a read last found something.
     found_at: Instant,

@@ -34,8 +34,8 @@ const TRIES_SHOWN: u32 = 2;
 /// trials create the topics: a Kafka broker that has just created hundreds takes messages late, and
 /// everything would wait.
 const MADE_AT_ONCE: usize = 8;
-/// How long a session waits for topics to be created; the renewal of its lease and all other topics
-/// wait too. After it the rows are held, and the trials find out.
+/// How long a session waits for topics to be created; all other topics wait too. After it the rows
+/// are held, and the trials find out.
 const MADE_MAX: Duration = Duration::from_secs(2);
 /// A publisher for trials that was not used for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
