@@ -416,6 +416,36 @@ async fn marks_that_fail_are_shown_until_one_is_made_also_where_another_wait_end
     .await;
 }
 
+/// Shown by: a session that ends for it (each next one was ready until its own tidy failed); a next
+/// try that does nothing, and so counts as one that succeeded.
+#[tokio::test]
+async fn an_outbox_that_cannot_be_tidied_is_shown_until_it_is_and_ends_no_session() {
+    on_postgres("an_outbox_that_cannot_be_tidied", |world| async move {
+        world
+            .run(
+                "alter function oncebox.attach_outbox_range(bigint, bigint, bigint) rename to hidden;
+                 update oncebox.setting set value = 20 where name = 'outbox_ranges_ahead'",
+            )
+            .await;
+        let relay = world.relay(relay_options());
+        eventually("shown", SOON, || async { world.says("could not be tidied").then_some(()) }).await;
+        let (began, epoch) = (Instant::now(), world.status().await.shards[0].epoch);
+        // Long enough for two more tries.
+        eventually("not ready all the time", SOON, || async {
+            assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+            (began.elapsed() > Duration::from_secs(12)).then_some(())
+        })
+        .await;
+        world.enqueue("t", &["a1"]).await;
+        world.until_published("t", &["a1"]).await;
+        assert_eq!(world.status().await.shards[0].epoch, epoch, "no session ended");
+        world.run("alter function oncebox.hidden(bigint, bigint, bigint) rename to attach_outbox_range").await;
+        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        relay.end().await.unwrap();
+    })
+    .await;
+}
+
 /// Shown by: a session that ends for each failure that is no refusal (each next one ended in the
 /// same way, and no topic got anything).
 #[tokio::test]
