@@ -560,3 +560,22 @@ async fn a_trial_while_the_broker_is_blocked_says_so_and_calls_no_topic_silent()
     world.until_status("nothing is held", |status| status.held + status.pending == 0).await;
     relay.end().await.unwrap();
 }
+
+/// Shown by: taking it for a broker that does not say whether the topic is there.
+#[tokio::test]
+async fn a_trial_that_gets_no_answer_while_the_broker_is_blocked_calls_no_topic_silent() {
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("stuck", true);
+    world.enqueue("stuck", &["a1"]).await;
+    let broker = Troubled { creation: Creation::Hangs, ..Troubled::new(&world.broker) };
+    let relay = world.relay_to(Arc::new(broker), RelayOptions { declare_topics: true, ..relay_options() });
+    world.until_status("held", |status| status.held == 1).await;
+    world.broker.faults().block(Some("memory alarm"));
+    eventually("the cause", SOON, || async {
+        let reasons = world.store.texts("select reason from oncebox_outbox_dead").await;
+        assert!(!reasons.iter().any(|reason| reason.contains("does not say")), "{reasons:?}");
+        reasons.first().is_some_and(|reason| reason.contains("memory alarm")).then_some(())
+    })
+    .await;
+    relay.end().await.unwrap();
+}

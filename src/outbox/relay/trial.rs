@@ -197,6 +197,13 @@ enum Said {
     },
 }
 
+impl Said {
+    /// No answer in time. A broker that says that it takes nothing at all makes no topic silent.
+    fn nothing(blocked: Option<String>, silent: String) -> Self {
+        blocked.map_or(Self::Silent(silent), |why| Self::Blocked(format!("the broker is blocked: {why}")))
+    }
+}
+
 impl Trials {
     pub(super) fn new(broker: &Arc<dyn Broker>, options: &RelayOptions) -> Self {
         let (declare, every) = (options.declare_topics, options.probe);
@@ -367,9 +374,9 @@ impl Trier {
                 return self.give(Answer::Over);
             }
             Err(_) => {
-                self.publisher = None;
-                let why = || Said::Silent("the broker does not say whether it is there".to_owned());
-                topics.iter().for_each(|topic| self.say(topic, None, why()));
+                let blocked = self.publisher.take().and_then(|publisher| publisher.blocked());
+                let said = Said::nothing(blocked, "the broker does not say whether it is there".to_owned());
+                topics.iter().for_each(|topic| self.say(topic, None, said.clone()));
                 return self.give(Answer::Over);
             }
         };
@@ -422,14 +429,11 @@ impl Trier {
                 return;
             }
             Ok(Err(error)) => Said::Lost { alone, why: error.to_string() },
-            Err(_) => match publisher.blocked() {
-                // The broker says that it takes nothing at all, so this topic is not silent.
-                Some(why) => Said::Blocked(format!("the broker is blocked: {why}")),
-                None => {
-                    let limit = humantime::format_duration(TRIAL_MAX);
-                    Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
-                }
-            },
+            Err(_) => {
+                let limit = humantime::format_duration(TRIAL_MAX);
+                let silent = format!("it has neither taken nor refused a message within {limit}");
+                Said::nothing(publisher.blocked(), silent)
+            }
         };
         for (position, topic) in left.into_values() {
             self.say(&topic, Some(position), said.clone());
