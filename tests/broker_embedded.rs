@@ -513,6 +513,35 @@ async fn check_says_that_a_group_with_members_stands_still() {
     subscriber.close().await;
 }
 
+/// Shown by: showing it only when the wait for the file is over; a close that waits as long; a
+/// writer that does not ask, once it has the file, whether its session still stands (its row came
+/// twice).
+#[tokio::test]
+async fn a_publisher_that_waits_for_the_file_says_so_ends_in_time_and_then_writes_nothing() {
+    let embedded = Embedded::new();
+    let config = EmbeddedConfig { busy_timeout: 10 * PATIENCE, ..EmbeddedConfig::new(embedded.file()) };
+    let broker = open(config).await;
+    publish_some(&broker, 1).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    let mut holder = outside(&embedded.file()).await;
+    sqlx::raw_sql("begin immediate").execute(&mut holder).await.unwrap();
+    let row = message(Some("k"), b"late");
+    publisher.send(vec![(0, row.clone())]).await.unwrap();
+    let blocked = async {
+        while publisher.blocked().is_none() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, blocked).await.expect("it says that the file is in use");
+    tokio::time::timeout(PATIENCE, publisher.close()).await.expect("it does not wait for the file");
+    sqlx::raw_sql("rollback").execute(&mut holder).await.unwrap();
+    let mut next = broker.publisher().await.unwrap();
+    publish(next.as_mut(), vec![row]).await;
+    next.close().await;
+    let late = |arrived: &oncebox::message::Arrived| arrived.payload.as_deref() == Some(b"late".as_slice());
+    assert_eq!(broker.read_all("t").await.unwrap().iter().filter(|arrived| late(arrived)).count(), 1);
+}
+
 /// Shown by: waiting for room that only a write makes (it waited for as long as the file was held).
 #[tokio::test]
 async fn while_the_file_takes_nothing_a_send_does_not_wait_for_room_and_the_publisher_says_why() {

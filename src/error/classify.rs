@@ -92,15 +92,10 @@ pub(crate) fn is_untrusted(error: &sqlx::Error) -> bool {
     }
 }
 
-#[cfg(feature = "tls")]
+/// Whether rustls refused the certificate. Its words are compared and not its type, because a
+/// service may bring the rustls of its own sqlx where the feature `tls` is off.
 fn is_untrusted_io(error: &std::io::Error) -> bool {
-    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
-    matches!(inner, Some(rustls::Error::InvalidCertificate(_)))
-}
-
-#[cfg(not(feature = "tls"))]
-fn is_untrusted_io(_: &std::io::Error) -> bool {
-    false
+    error.to_string().starts_with("invalid peer certificate")
 }
 
 /// Whether the connection or the database is gone for now.
@@ -257,6 +252,24 @@ mod tests {
         assert_eq!(of_tls(said(), true), said());
         let words = of_tls(said(), false);
         assert!(words.starts_with(&said()) && words.contains("the feature `tls` of oncebox"), "{words}");
+    }
+
+    // Shown by: comparing the type, which this crate knows with the feature `tls` only.
+    #[test]
+    fn s1_a_certificate_that_is_not_trusted_is_recognised_whoever_brings_tls() {
+        let io = |said: String| sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::InvalidData, said));
+        let refused = io("invalid peer certificate: UnknownIssuer".to_owned());
+        assert!(is_untrusted(&refused) && words(&refused).contains("set `ca_file`"), "{}", words(&refused));
+        assert!(!is_untrusted(&io("received corrupt message".to_owned())));
+    }
+
+    // Shown by: other words of rustls than those that are compared.
+    #[cfg(feature = "tls")]
+    #[test]
+    fn s1_rustls_says_so_in_the_words_that_are_compared() {
+        let refused = rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer);
+        let refused = std::io::Error::new(std::io::ErrorKind::InvalidData, refused);
+        assert!(is_untrusted(&sqlx::Error::Io(refused)));
     }
 
     #[test]

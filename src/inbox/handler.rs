@@ -25,7 +25,8 @@ type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
 /// procedure that commits). Where it does, the consumer finds out and stores the messages as dead.
 /// Two limits remain. If the process dies between that COMMIT and the dead rows, the messages of a
 /// batch are lost: their inbox rows are committed, so they come again as duplicates, and nothing
-/// tells of what the handler did not do. (A message that waited for its retry is dead already.)
+/// tells of what the handler did not do. (A message that waited for its retry is dead already, and
+/// SQLite turns such a COMMIT into a rollback.)
 /// Under the policy `skip` the next message of the key may run while such a handler still runs.
 pub struct HandlerTx<'t, S: Store> {
     connection: &'t mut Connection<S>,

@@ -107,6 +107,8 @@ impl Memory {
 const TOPICS: &str = "topics";
 /// The name of the health trouble of a relay that has many open gaps.
 const GAPS: &str = "gaps";
+/// The name of the health trouble of a relay that cannot tidy its outbox.
+const HOUSEKEEPING: &str = "housekeeping";
 /// After so many sessions in a row that ended in doubt without a mark, the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;
 
@@ -231,7 +233,7 @@ impl Relay {
                 Ok(LeaseAnswer::HeldBy { owner, left }) => {
                     self.health.set(&self.part, PartState::Standby(format!("{owner} has the lease")));
                     // These are now the other owner's to show.
-                    for trouble in [TOPICS, GAPS] {
+                    for trouble in [TOPICS, GAPS, HOUSEKEEPING] {
                         self.health.trouble(&self.part, trouble, None);
                     }
                     // That owner draws its own conclusions. An operator may redrive a row that ours

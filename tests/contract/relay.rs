@@ -149,6 +149,30 @@ async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_ov
     relay.end().await.unwrap();
 }
 
+/// Shown by: no renewal while rows are handed over (the other one took the lease, and would have
+/// waited for the same broker).
+#[tokio::test]
+async fn g9_a_client_that_takes_no_rows_costs_the_relay_no_lease() {
+    let world = sqlite().await;
+    world.broker.faults().take_no_rows(true);
+    let lease = Duration::from_secs(6);
+    let relay = world.relay(RelayOptions { lease, ..relay_options() });
+    world.enqueue("t", &["a1"]).await;
+    eventually("it waits", SOON, || async { world.says("client does not answer").then_some(()) }).await;
+    let began = std::time::Instant::now();
+    let other = LeaseRequest::new("other", lease);
+    eventually("more than a lease is over", SOON, || async {
+        let answer = world.store.open(&other).await.unwrap();
+        assert!(matches!(answer, LeaseAnswer::HeldBy { .. }), "{answer:?}");
+        (began.elapsed() > lease * 3 / 2).then_some(())
+    })
+    .await;
+    world.broker.faults().take_no_rows(false);
+    world.until_published("t", &["a1"]).await;
+    world.until_status("marked", |status| status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
 /// Shown to fail: without the mark of a stop both rows were still pending.
 #[tokio::test]
 async fn a_stop_marks_what_was_proven_and_gives_the_lease_back() {

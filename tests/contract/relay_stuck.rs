@@ -416,6 +416,36 @@ async fn marks_that_fail_are_shown_until_one_is_made_also_where_another_wait_end
     .await;
 }
 
+/// Shown by: a session that ends for it (each next one was ready until its own tidy failed); a next
+/// try that does nothing, and so counts as one that succeeded.
+#[tokio::test]
+async fn an_outbox_that_cannot_be_tidied_is_shown_until_it_is_and_ends_no_session() {
+    on_postgres("an_outbox_that_cannot_be_tidied", |world| async move {
+        world
+            .run(
+                "alter function oncebox.attach_outbox_range(bigint, bigint, bigint) rename to hidden;
+                 update oncebox.setting set value = 20 where name = 'outbox_ranges_ahead'",
+            )
+            .await;
+        let relay = world.relay(relay_options());
+        eventually("shown", SOON, || async { world.says("could not be tidied").then_some(()) }).await;
+        let (began, epoch) = (Instant::now(), world.status().await.shards[0].epoch);
+        // Long enough for two more tries.
+        eventually("not ready all the time", SOON, || async {
+            assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+            (began.elapsed() > Duration::from_secs(12)).then_some(())
+        })
+        .await;
+        world.enqueue("t", &["a1"]).await;
+        world.until_published("t", &["a1"]).await;
+        assert_eq!(world.status().await.shards[0].epoch, epoch, "no session ended");
+        world.run("alter function oncebox.hidden(bigint, bigint, bigint) rename to attach_outbox_range").await;
+        eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        relay.end().await.unwrap();
+    })
+    .await;
+}
+
 /// Shown by: a session that ends for each failure that is no refusal (each next one ended in the
 /// same way, and no topic got anything).
 #[tokio::test]
@@ -528,5 +558,24 @@ async fn a_trial_while_the_broker_is_blocked_says_so_and_calls_no_topic_silent()
     faults.block(None);
     world.until_published("t", &["a1"]).await;
     world.until_status("nothing is held", |status| status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: taking it for a broker that does not say whether the topic is there.
+#[tokio::test]
+async fn a_trial_that_gets_no_answer_while_the_broker_is_blocked_calls_no_topic_silent() {
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("stuck", true);
+    world.enqueue("stuck", &["a1"]).await;
+    let broker = Troubled { creation: Creation::Hangs, ..Troubled::new(&world.broker) };
+    let relay = world.relay_to(Arc::new(broker), RelayOptions { declare_topics: true, ..relay_options() });
+    world.until_status("held", |status| status.held == 1).await;
+    world.broker.faults().block(Some("memory alarm"));
+    eventually("the cause", SOON, || async {
+        let reasons = world.store.texts("select reason from oncebox_outbox_dead").await;
+        assert!(!reasons.iter().any(|reason| reason.contains("does not say")), "{reasons:?}");
+        reasons.first().is_some_and(|reason| reason.contains("memory alarm")).then_some(())
+    })
+    .await;
     relay.end().await.unwrap();
 }

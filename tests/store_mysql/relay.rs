@@ -211,6 +211,28 @@ async fn r10_between_few_and_many_runs_in_flight_every_other_row_is_read_once() 
     }
 }
 
+// Shown to fail: by asking for the rows of no position, which waits for the table of held rows.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_that_lists_positions_and_finds_none_that_is_new_asks_for_no_rows() {
+    let Some(db) = Db::new("a_read_that_lists_positions_and_finds_none_that_is_new_asks_for_no_rows").await else {
+        return;
+    };
+    let (mut app, mut writer) = (db.app().await, db.app().await);
+    let mut late = writer.begin().await.unwrap();
+    for run in 0..64 {
+        enqueue(&mut app, text("t", "a", &format!("early {run}"))).await.unwrap();
+        enqueue(&mut *late, text("t", "b", &format!("late {run}"))).await.unwrap();
+    }
+    let mut session = db.session("a").await;
+    assert_eq!(session.read(1_000).await.unwrap().rows.len(), 64);
+    execute(&mut app, "lock tables oncebox_outbox_dead write").await;
+    let none = tokio::time::timeout(Duration::from_secs(10), session.read(1_000)).await;
+    execute(&mut app, "unlock tables").await;
+    let none = none.expect("it waits for the table of held rows").unwrap();
+    assert!(none.saw_all && none.rows.is_empty(), "{none:?}");
+    late.rollback().await.unwrap();
+}
+
 // Shown to fail: by a read that finds nothing and counts as one of small rows (each doubled the
 // limit, and the next large rows cost a connection).
 #[tokio::test(flavor = "multi_thread")]

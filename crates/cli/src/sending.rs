@@ -5,12 +5,13 @@ use std::time::Duration;
 use chrono::Utc;
 use uuid::Uuid;
 
+use oncebox::BrokerError;
 use oncebox::app::{AnyBroker, AppError};
 use oncebox::message::{NewMessage, OutgoingMessage};
 
 /// How many messages are handed over at once.
 const TOGETHER: usize = 1_000;
-/// How long the broker may have no room, or leave all messages unanswered.
+/// How long the broker may open no session, have no room, or leave all messages unanswered.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A message as a relay would have read it from the outbox.
@@ -28,12 +29,19 @@ pub(super) async fn send_all(broker: &AnyBroker, messages: &[OutgoingMessage]) -
     send_within(broker, messages, PATIENCE).await
 }
 
-/// Sends messages. The broker may have no room, or be silent, for at most `patience`.
+/// Sends messages. The broker may open no session, have no room, or be silent, each for at most
+/// `patience`.
 async fn send_within(broker: &AnyBroker, messages: &[OutgoingMessage], patience: Duration) -> Result<(), AppError> {
-    let mut publisher = broker.publisher().await?;
-    if let Some(first) = messages.first() {
-        publisher.topic(&first.topic).await?;
-    }
+    let opening = async {
+        let mut publisher = broker.publisher().await?;
+        if let Some(first) = messages.first() {
+            publisher.topic(&first.topic).await?;
+        }
+        Ok::<_, BrokerError>(publisher)
+    };
+    let opened = tokio::time::timeout(patience, opening).await;
+    let mut publisher =
+        opened.map_err(|_| AppError::failed(format!("the broker opened no session within {patience:?}")))??;
     for (at, some) in messages.chunks(TOGETHER).enumerate() {
         let rows = some.iter().enumerate().map(|(n, row)| ((at * TOGETHER + n) as u64, row.clone()));
         let taken = tokio::time::timeout(patience, publisher.send(rows.collect())).await;
@@ -86,6 +94,18 @@ mod tests {
         send_all(&broker, &[message("small"), message("small")]).await.unwrap();
         let refused = send_all(&broker, &[message("small"), message(&"x".repeat((64 << 20) + 1))]).await.unwrap_err();
         assert!(refused.message.contains("refused") && refused.message.contains("bytes"), "{refused}");
+    }
+
+    /// Another process has the turn at the file. Shown to fail: by an opening without a limit (it
+    /// waited for as long as the broker itself does).
+    #[tokio::test]
+    async fn a_broker_that_opens_no_session_ends_the_wait_for_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let broker = broker(&directory).await;
+        let turn = std::fs::File::open(format!("{}.lock", file(&directory))).unwrap();
+        let _turn = tokio::task::spawn_blocking(move || turn.lock().map(|()| turn)).await.unwrap().unwrap();
+        let error = send_within(&broker, &[message("small")], Duration::from_millis(500)).await.unwrap_err();
+        assert!(error.message.contains("opened no session"), "{error}");
     }
 
     /// The file is held, and the writer waits for it, so that what was sent keeps its room. Shown

@@ -4,7 +4,8 @@
 //! appended in the order in which they were sent, so that the log has a prefix of the session
 //! (R15). When a row itself is refused, later rows of its key are not appended (`Refusal::Behind`)
 //! until the runtime has received the refusal. While the file takes nothing (its disk is full,
-//! another process holds it), the broker is blocked: the rows wait, and no message is at fault.
+//! another process holds it), the broker is blocked: the rows wait, and no message is at fault. A
+//! session that has ended writes nothing more, also where its writer waits for the file just then.
 //!
 //! Not here: missing topics. A topic is created with its first row.
 
@@ -18,7 +19,7 @@ use sqlx::sqlite::SqliteConnection;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::Instant;
 
-use super::log::Log;
+use super::log::{Log, WriteTx};
 use super::record::{self, NewRecord, partition_hash, position};
 use super::retention;
 use super::topology::{self, Topic};
@@ -37,6 +38,11 @@ const TRIM_EVERY: Duration = Duration::from_secs(30);
 
 /// How often a write is tried again while the file takes nothing.
 const BLOCKED_RETRY: Duration = Duration::from_millis(250);
+/// A longer wait for the file is shown: the broker is blocked. It is less than the second after
+/// which the relay may call a topic silent.
+const WAIT_SHOWN: Duration = Duration::from_millis(800);
+/// How long the end of a session waits for a commit that is under way.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 
 type Outcomes = Result<Vec<Settled>, BrokerError>;
 
@@ -159,9 +165,9 @@ impl Publisher for EmbeddedPublisher {
     }
 
     async fn close(self: Box<Self>) {
-        let Self { rows, writer, log, .. } = *self;
-        drop(rows);
-        if tokio::time::timeout(log.config.busy_timeout, writer).await.is_err() {
+        let Self { rows, settled, writer, .. } = *self;
+        drop((rows, settled));
+        if tokio::time::timeout(CLOSE_DEADLINE, writer).await.is_err() {
             tracing::warn!("the embedded publisher did not end in time");
         }
     }
@@ -228,9 +234,9 @@ impl Writer {
 
     /// Deletes a batch of old rows. Returns when to do so again. An error does not end the session.
     async fn trim(&mut self) -> Instant {
-        let Self { log, connection, .. } = self;
+        let Self { log, connection, blocks, .. } = self;
         let trimmed = async {
-            let mut write = log.begin(connection).await?;
+            let mut write = begin(log, connection, blocks).await?;
             let age = log.config.retention.unwrap_or(Duration::MAX);
             let rows = retention::trim(&mut write.tx, age).await;
             let rows = rows.map_err(|error| log.failed("delete old rows from", &error))?;
@@ -273,9 +279,14 @@ impl Writer {
 
     /// Appends rows in one transaction, in their order.
     async fn append(&mut self, Append { places, records }: &mut Append) -> Outcomes {
-        let Self { log, connection, topics, .. } = self;
+        let Self { log, connection, topics, answers, blocks } = self;
         let failed = |error: sqlx::Error| log.failed("append to", &error);
-        let mut write = log.begin(connection).await?;
+        let mut write = begin(log, connection, blocks).await?;
+        // From here on the turn is ours. A session that ended before has no say any more: the next
+        // one may have written these rows already.
+        if answers.is_closed() {
+            return Err(BrokerError::Session("the session has ended".to_owned()));
+        }
         let mut settled = Vec::with_capacity(records.len());
         let mut partitions: HashMap<i64, Vec<usize>> = HashMap::new();
         for (index, (tag, topic, hash)) in places.iter().enumerate() {
@@ -311,4 +322,30 @@ impl Writer {
         log.appended.send_modify(|count| *count += 1);
         Ok(settled)
     }
+}
+
+/// Begins a transaction. While it waits for long, the broker is blocked.
+async fn begin<'c>(
+    log: &Log,
+    connection: &'c mut SqliteConnection,
+    blocks: &watch::Sender<Option<String>>,
+) -> Result<WriteTx<'c>, BrokerError> {
+    let mut begun = std::pin::pin!(log.begin(connection));
+    if let Ok(begun) = tokio::time::timeout(WAIT_SHOWN, begun.as_mut()).await {
+        return begun;
+    }
+    let why = format!("the broker file `{}` is in use", log.config.path.display());
+    // A reason that a failed write gave says more, and stays.
+    let is_ours = blocks.send_if_modified(|shown| {
+        if shown.is_some() {
+            return false;
+        }
+        *shown = Some(why);
+        true
+    });
+    let begun = begun.await;
+    if is_ours {
+        blocks.send_replace(None);
+    }
+    begun
 }

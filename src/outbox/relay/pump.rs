@@ -50,7 +50,7 @@ pub(super) struct Pump<'a> {
     turned_at: Instant,
     looked_at: Duration,
     settled: Vec<Settled>,
-    checkpoint_at: Instant,
+    pub(super) checkpoint_at: Instant,
     pub(super) read_at: Instant,
     /// When a read last found something.
     found_at: Instant,
@@ -240,7 +240,7 @@ impl<'a> Pump<'a> {
         }
         if self.tidied_at.elapsed() >= TIDY {
             self.tidied_at = Instant::now();
-            self.session.tidy().await?;
+            self.tidy().await?;
             self.show_gaps().await?;
             self.look_at_dead().await?;
         }
@@ -368,6 +368,20 @@ impl<'a> Pump<'a> {
         } else if weight > 2 * target {
             self.rows_max = (self.rows_max / 2).max(1);
         }
+    }
+
+    /// Tidies the outbox. A failure that does not pass by itself keeps no message from being sent,
+    /// so the session goes on; the failure is shown until a tidy succeeds.
+    async fn tidy(&mut self) -> Result<(), Doubt> {
+        let trouble = match self.session.tidy().await {
+            Ok(()) => None,
+            Err(error @ (StoreError::Other(_) | StoreError::Corrupt(_) | StoreError::Refused(_))) => {
+                Some(Trouble::Stops(format!("the outbox could not be tidied: {error}")))
+            }
+            Err(error) => return Err(error.into()),
+        };
+        self.relay.health.trouble(&self.relay.part, super::HOUSEKEEPING, trouble);
+        Ok(())
     }
 
     /// Shows open gaps, whose number is bounded (R9): a warning from half of the bound on, and not

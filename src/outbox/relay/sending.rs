@@ -15,10 +15,12 @@ use super::ending::{Doubt, Ending, Of, Refused};
 use super::pump::{DRAIN_MAX, Pump};
 use super::trial;
 use crate::broker::{Refusal, TopicState};
+use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
-use crate::outbox::port::Diversion;
+use crate::outbox::port::{Diversion, Mark, RelaySession};
 use crate::outbox::rules::diversion::{Diverted, DivertedRow};
+use crate::time::lease::Lease;
 
 /// A row that was read, and that a checkpoint has followed, and that is not sent yet.
 #[derive(Debug)]
@@ -85,7 +87,10 @@ impl Pump<'_> {
         }
         if !out.is_empty() {
             let limit = self.relay.options.publish_stall;
-            let Ok(sent) = tokio::time::timeout(limit, self.publisher.send(out)).await else {
+            let sending = tokio::time::timeout(limit, self.publisher.send(out));
+            let lease = self.relay.options.lease;
+            let sent = renewing(self.session.as_mut(), &mut self.checkpoint_at, lease, sending).await?;
+            let Ok(sent) = sent else {
                 let why = format!("the broker's client is full for {}", humantime::format_duration(limit));
                 let topics = self.silent_topics().into_iter().map(|(topic, _)| topic).collect();
                 return Err(Doubt::Silent { topics, overtaken: self.window.is_overtaken(), why });
@@ -111,7 +116,9 @@ impl Pump<'_> {
         }
         let unknown: Vec<String> = unknown.into_iter().collect();
         let (broker, declare) = (self.relay.broker.as_ref(), self.relay.options.declare_topics);
-        let states = trial::see(broker, self.publisher.as_mut(), &unknown, declare).await;
+        let seeing = trial::see(broker, self.publisher.as_mut(), &unknown, declare);
+        let lease = self.relay.options.lease;
+        let states = renewing(self.session.as_mut(), &mut self.checkpoint_at, lease, seeing).await?;
         let mut not_ready = HashMap::new();
         for (topic, state) in unknown.into_iter().zip(states.map_err(|error| self.broken(&error))?) {
             match state {
@@ -322,5 +329,24 @@ impl Pump<'_> {
         self.memory.alone.remove(&position);
         self.memory.progress = true;
         self.stand_aside(row, diversion);
+    }
+}
+
+/// Waits for the broker's client, and renews the lease meanwhile. Otherwise a client that is full
+/// would cost the lease, and the next owner would wait for the same broker.
+async fn renewing<T>(
+    session: &mut dyn RelaySession,
+    checkpoint_at: &mut Instant,
+    lease: Duration,
+    client: impl Future<Output = T>,
+) -> Result<T, StoreError> {
+    let mut client = std::pin::pin!(client);
+    loop {
+        let renewal = *checkpoint_at + Lease::renewed_after(lease);
+        if let Ok(done) = tokio::time::timeout_at(renewal, client.as_mut()).await {
+            return Ok(done);
+        }
+        session.checkpoint(Mark::default()).await?;
+        *checkpoint_at = Instant::now();
     }
 }

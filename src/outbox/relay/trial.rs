@@ -34,8 +34,8 @@ const TRIES_SHOWN: u32 = 2;
 /// trials create the topics: a Kafka broker that has just created hundreds takes messages late, and
 /// everything would wait.
 const MADE_AT_ONCE: usize = 8;
-/// How long a session waits for topics to be created; the renewal of its lease and all other topics
-/// wait too. After it the rows are held, and the trials find out.
+/// How long a session waits for topics to be created; all other topics wait too. After it the rows
+/// are held, and the trials find out.
 const MADE_MAX: Duration = Duration::from_secs(2);
 /// A publisher for trials that was not used for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
@@ -195,6 +195,13 @@ enum Said {
         alone: bool,
         why: String,
     },
+}
+
+impl Said {
+    /// No answer in time. A broker that says that it takes nothing at all makes no topic silent.
+    fn nothing(blocked: Option<String>, silent: String) -> Self {
+        blocked.map_or(Self::Silent(silent), |why| Self::Blocked(format!("the broker is blocked: {why}")))
+    }
 }
 
 impl Trials {
@@ -367,9 +374,9 @@ impl Trier {
                 return self.give(Answer::Over);
             }
             Err(_) => {
-                self.publisher = None;
-                let why = || Said::Silent("the broker does not say whether it is there".to_owned());
-                topics.iter().for_each(|topic| self.say(topic, None, why()));
+                let blocked = self.publisher.take().and_then(|publisher| publisher.blocked());
+                let said = Said::nothing(blocked, "the broker does not say whether it is there".to_owned());
+                topics.iter().for_each(|topic| self.say(topic, None, said.clone()));
                 return self.give(Answer::Over);
             }
         };
@@ -422,14 +429,11 @@ impl Trier {
                 return;
             }
             Ok(Err(error)) => Said::Lost { alone, why: error.to_string() },
-            Err(_) => match publisher.blocked() {
-                // The broker says that it takes nothing at all, so this topic is not silent.
-                Some(why) => Said::Blocked(format!("the broker is blocked: {why}")),
-                None => {
-                    let limit = humantime::format_duration(TRIAL_MAX);
-                    Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
-                }
-            },
+            Err(_) => {
+                let limit = humantime::format_duration(TRIAL_MAX);
+                let silent = format!("it has neither taken nor refused a message within {limit}");
+                Said::nothing(publisher.blocked(), silent)
+            }
         };
         for (position, topic) in left.into_values() {
             self.say(&topic, Some(position), said.clone());

@@ -275,6 +275,9 @@ impl MySqlSession {
             sqlx::query_as(POSITIONS).bind(i64::try_from(limit).unwrap_or(i64::MAX)).all(&self.pool).await?;
         let new = found.iter().map(|(position,)| *position).filter(|position| !self.in_flight.contains(position));
         let positions: Vec<i64> = new.take(rows_max).collect();
+        if positions.is_empty() {
+            return Ok((Vec::new(), found.len() >= limit));
+        }
         let (rows, cut) = self.rows(sqlx::query(ROWS).bind(number_list(positions.iter().copied()))).await?;
         // They were committed when their positions were read, and only this session deletes them.
         if rows.len() != positions.len() && !cut {

@@ -113,12 +113,14 @@ pub(super) async fn tidy_outbox(
     if waits && last_value < tidied.make_from {
         return Ok(());
     }
+    // What fails below is tried again by the next call: it must not look tidied until then.
+    tidied.not_before = None;
+    let mut again = LOOK_EVERY;
     let state = raw_sql(OUTBOX_STATE).one(&mut *connection).await?;
     let (scanned_to, rows, ahead) = (state.try_get(0)?, state.try_get::<i64, _>(1)?, state.try_get::<i64, _>(2)?);
     let (retention, default_bytes): (i64, i64) = (state.try_get(3)?, state.try_get(4)?);
     let last_value: i64 = state.try_get(5)?;
     let Some(rate) = tidied.rate(last_value) else { return Ok(()) };
-    tidied.not_before = Some(Instant::now() + LOOK_EVERY);
     let ranges = outbox_ranges(connection).await?;
     let top = ranges.last().map_or(1, |range| range.to);
     let plan = Plan::new(top, last_value, rows, ahead, rate);
@@ -136,7 +138,7 @@ pub(super) async fn tidy_outbox(
     } else {
         for (from, to) in &plan.missing {
             if !attempt(connection, &attach(*from, *to)).await? {
-                tidied.not_before = Some(Instant::now() + AGAIN_AFTER);
+                again = AGAIN_AFTER;
                 tidied.make_from = i64::MAX;
                 break;
             }
@@ -144,9 +146,11 @@ pub(super) async fn tidy_outbox(
         }
     }
     if free_proven(connection, &ranges, scanned_to, retention).await? {
-        tidied.not_before = Some(Instant::now() + AGAIN_AFTER);
+        again = AGAIN_AFTER;
     }
-    drop_emptied(connection, tidied, &ranges, scanned_to).await
+    drop_emptied(connection, tidied, &ranges, scanned_to).await?;
+    tidied.not_before = Some(Instant::now() + again);
+    Ok(())
 }
 
 async fn outbox_ranges(connection: &mut Bounded<Postgres>) -> Result<Vec<OutboxRange>, StoreError> {

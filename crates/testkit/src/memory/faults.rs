@@ -37,6 +37,7 @@ pub(super) struct Switches {
     on_publish: Vec<(Fault, Matcher)>,
     away: Option<String>,
     pub(super) blocked: Option<String>,
+    pub(super) full: bool,
     pub(super) receipts_held: bool,
     pub(super) accept_after_refusal: bool,
     pub(super) topics_must_exist: bool,
@@ -126,6 +127,12 @@ impl Faults {
     /// The broker takes nothing for now, as with a memory alarm. Rows wait, nothing fails.
     pub fn block(&self, reason: Option<&str>) {
         self.set(|faults| faults.blocked = reason.map(str::to_owned));
+    }
+
+    /// The client takes no rows until this is switched off: `send` waits, as where its buffer is
+    /// full.
+    pub fn take_no_rows(&self, full: bool) {
+        self.set(|faults| faults.full = full);
     }
 
     /// Rows are appended, but their outcomes are held back until this is switched off.

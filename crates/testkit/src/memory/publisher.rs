@@ -143,6 +143,13 @@ impl Publisher for MemoryPublisher {
         if std::mem::take(&mut self.is_known) {
             self.broken_keys.clear();
         }
+        loop {
+            self.changes.mark_unchanged();
+            let full = self.shared.look(|state| state.faults.full);
+            if !full || self.changes.changed().await.is_err() {
+                break;
+            }
+        }
         self.waiting.extend(rows);
         // The error is returned by `settle`.
         let _ = self.work();
