@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::mysql::MySqlDatabaseError;
+use sqlx::mysql::{MySqlDatabaseError, MySqlQueryResult};
 use sqlx::{MySql, MySqlPool};
 
 use super::bounded::BoundedPool;
@@ -85,6 +85,14 @@ fn number(error: &sqlx::Error) -> Option<u16> {
 /// Whether the key of a row that was to be inserted is there already.
 fn is_duplicate(error: &sqlx::Error) -> bool {
     number(error) == Some(1062)
+}
+
+/// Whether a row was inserted; false where its key is there already.
+fn inserted(outcome: sqlx::Result<MySqlQueryResult>) -> sqlx::Result<bool> {
+    match outcome {
+        Err(error) if is_duplicate(&error) => Ok(false),
+        outcome => outcome.map(|_| true),
+    }
 }
 
 /// Whether another transaction has a row locked, and the statement was not to wait: 1205 on

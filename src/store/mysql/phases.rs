@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 use super::inbox::START_HANDLER;
 use super::operations::{Held, SHORT_WAIT, USUAL_WAIT, finish, staked};
-use super::{MySqlStore, is_duplicate, is_locked};
+use super::{MySqlStore, inserted, is_locked};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
@@ -94,11 +94,7 @@ async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool,
     }
     let mark =
         query("insert into oncebox_operation_phase (operation_id, epoch, began_at) values (?, ?, utc_timestamp(6))");
-    match mark.bind(&id).bind(driven.epoch).run(transaction).await {
-        Ok(_) => Ok(true),
-        Err(error) if is_duplicate(&error) => Ok(false),
-        Err(error) => Err(error),
-    }
+    inserted(mark.bind(&id).bind(driven.epoch).run(transaction).await)
 }
 
 fn unproven(error: StoreError) -> StoreError {

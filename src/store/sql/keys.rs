@@ -15,7 +15,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::versions::Versions;
-use crate::operation::rules::{Identity, OperationName, Record};
+use crate::operation::rules::{Identity, Mode, OperationName, Record};
 use crate::store::base::Base;
 
 /// A transaction of our own that can end a record.
@@ -42,8 +42,8 @@ pub(in crate::store) trait KeyStore: SqlStore + Base {
     /// Keeps the promises of [`Keys::find`].
     async fn look(&self, identity: &Identity) -> Result<Look, StoreError>;
 
-    /// Keeps the promises of [`Keys::claim`].
-    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError>;
+    /// Inserts a claim in a transaction of its own; false where the key has a record.
+    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError>;
 
     /// A transaction of our own in which an outcome can be written.
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError>;
@@ -87,7 +87,13 @@ impl<S: KeyStore> Keys for S {
     }
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
-        self.claim_key(claim, basis).await
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        let owned = claim.owned(basis);
+        let is_claimed = match records::renewal(claim, basis, &owned) {
+            None => self.insert_claim(claim, &owned).await?,
+            Some(renewal) => records::renew(self, claim, basis, renewal).await?,
+        };
+        Ok(if is_claimed { Claimed::Owned(owned) } else { Claimed::Refused })
     }
 
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {

@@ -9,13 +9,12 @@
 
 use std::time::Duration;
 
-use super::{Row, Session, SqlStore, Statement, sql, words};
+use super::{Row, Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
 use crate::operation::port::stored::{corrupt, unpack};
-use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owned};
+use crate::operation::port::{Basis, Fenced, KeptBody, KeyClaim, Look, OperationStats, Owned};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
 use crate::operation::rules::{Identity, OperationName, Record, State};
-use crate::store::statements::Dialect;
 use crate::time::db_time::{DbTime, micros_of};
 use crate::time::lease::Lease;
 
@@ -120,20 +119,74 @@ const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = '
     {micros min(case when r.state = 'IN_PROGRESS' then r.{my: open_since}{pg lite: created_at} end)}, {micros {now}}, \
     count(case when r.state = 'UNKNOWN_REQUIRES_RECOVERY' then 1 end) from {piece requests} where {piece open}";
 
-/// The condition that a record must still meet for a claim on this basis; none for a claim that
-/// inserts the record.
-pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'static str> {
-    let holds = match basis {
-        Basis::New => return None,
-        Basis::TakeOver(_) | Basis::Reconcile(_) => {
-            "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and {piece lease is over}) \
-              or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
-        }
-        Basis::Reclaim(_) => "state = 'FAILED_RETRYABLE' and expires_at >= {clock} and {piece no late end}",
-        Basis::Late(_) => "state = 'FAILED_RETRYABLE' and expires_at >= {clock}",
-        Basis::Anew(_) => "expires_at < {clock}",
+/// Claims a record that was read before, where the condition still holds. `created_at` comes before
+/// `outcome_at`, whose former value it needs: MySQL sets from left to right. With `:lock`, on
+/// PostgreSQL, it also tries the advisory lock of the key, and returns the id of the transaction.
+macro_rules! renew {
+    ($holds:literal) => {
+        concat!(
+            "update oncebox.idempotency_request \
+             set principal = :principal, fingerprint = :fingerprint, mode = :mode, state = 'IN_PROGRESS', epoch = :epoch, \
+               owner = :owner, lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, generation = :generation, \
+               operation_id = :operation, attempts = :attempts, \
+               created_at = case when outcome_at is null then created_at else {clock} end, updated_at = {clock}, \
+               outcome_at = null, expires_at = null, answer_status = null, schema_version = null, body = null, \
+               body_expires_at = null, {pg my: body_headers = null, body_bytes = null, body_format = null, body_kid = null,} \
+               kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
+             where key_digest = :digest and epoch = :epoch - 1 and ",
+            $holds,
+            "{pg: {if lock: and (select pg_try_advisory_xact_lock(:lock)) returning pg_current_xact_id()::text}}"
+        )
     };
-    Some(words(holds, dialect))
+}
+
+/// The statement of a claim that renews a record; none for one that inserts it.
+pub(in crate::store) fn renewal(claim: &KeyClaim, basis: Basis<'_>, owned: &Owned) -> Option<Statement> {
+    let text = match basis {
+        Basis::New => return None,
+        Basis::TakeOver(_) | Basis::Reconcile(_) => renew!(
+            "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and {piece lease is over}) \
+              or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge')) "
+        ),
+        Basis::Reclaim(_) => {
+            renew!("state = 'FAILED_RETRYABLE' and expires_at >= {clock} and {piece no late end} ")
+        }
+        Basis::Late(_) => renew!("state = 'FAILED_RETRYABLE' and expires_at >= {clock} "),
+        Basis::Anew(_) => renew!("expires_at < {clock} "),
+    };
+    let renewal = sql(text)
+        .bind("digest", &claim.identity.digest()[..])
+        .bind("principal", claim.principal.to_string())
+        .bind("fingerprint", claim.fingerprint.to_string())
+        .bind("mode", claim.mode.as_str())
+        .bind("epoch", owned.epoch)
+        .bind("owner", owned.owner)
+        // Without an owner the transaction itself owns the claim, and needs no lease.
+        .bind("lease", owned.owner.map(|_| claim.lease))
+        .bind("generation", owned.generation)
+        .bind("operation", owned.operation_id)
+        .bind("attempts", owned.attempts);
+    Some(renewal)
+}
+
+/// Renews a record in a transaction of its own; false where it has changed. The row is locked first,
+/// so that the condition sees the lease and the evidence of late runs as they are.
+pub(super) async fn renew(
+    store: &dyn SqlStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    renewal: Statement,
+) -> Result<bool, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    lock(session, &claim.identity).await?;
+    if session.run(renewal).await? == 0 {
+        transaction.rollback().await?;
+        return Ok(false);
+    }
+    forget_runs(session, basis).await?;
+    transaction.commit().await?;
+    Ok(true)
 }
 
 /// How many columns the piece `look` has.
@@ -216,7 +269,7 @@ pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option
 }
 
 /// Locks the record of a key, where there is one.
-pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identity) -> Result<(), StoreError> {
+pub(super) async fn lock(session: &mut dyn Session, identity: &Identity) -> Result<(), StoreError> {
     session.rows(locking(identity)).await.map(drop)
 }
 
@@ -333,7 +386,7 @@ pub(super) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationSta
 
 /// Where a completed key is used anew, deletes the evidence of its late runs: it agrees with the
 /// outcome, so there is no conflict to keep.
-pub(in crate::store) async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
+async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
     const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
     match basis {
         Basis::Anew(seen) if seen.state == State::Completed => {

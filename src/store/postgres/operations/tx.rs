@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::super::connect::BEGIN;
 use super::super::door::checked;
 use super::super::{PostgresStore, code};
-use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
+use super::{CLAIM, Within, find, finish, insert};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -17,8 +17,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::Mode;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::{Session, records, sql};
-use crate::store::statements::Dialect;
+use crate::store::sql::{Session, Statement, records, sql};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -26,8 +25,8 @@ pub(in crate::store) struct PostgresOperationTx {
     held: Held,
     owned: Owned,
     claim: KeyClaim,
-    /// The condition under which the claim renews a record; see [`records::renewal`].
-    holds: Option<&'static str>,
+    /// The statement that renewed a record, where the claim did so; see [`records::renewal`].
+    renewal: Option<Statement>,
 }
 
 /// A transaction, and what proves later that it has not ended.
@@ -73,10 +72,10 @@ pub(super) async fn begin(
     let (owned, savepoint) = (claim.owned(basis), savepoint_name());
     let tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
     let begun = staked_in(tx, claim, basis, &owned).await?;
-    let holds = records::renewal(basis, Dialect::Postgres);
+    let renewal = records::renewal(claim, basis, &owned);
     Ok(begun.map(|(tx, token)| {
         let held = Held { tx, token, savepoint };
-        PostgresOperationTx { held, owned, claim: claim.clone(), holds }
+        PostgresOperationTx { held, owned, claim: claim.clone(), renewal }
     }))
 }
 
@@ -92,7 +91,7 @@ pub(super) async fn begin_unseen(
         return Ok(None);
     };
     let held = Held { tx, token, savepoint };
-    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), holds: None }))
+    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), renewal: None }))
 }
 
 /// A transaction that holds the claim, and its id.
@@ -120,7 +119,7 @@ async fn staked_in(
         // taken without waiting.
         tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?;
     }
-    if let Some(token) = stake(&mut tx, claim, records::renewal(basis, Dialect::Postgres), owned).await? {
+    if let Some(token) = stake(&mut tx, claim, records::renewal(claim, basis, owned), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
     // A new statement sees what was committed meanwhile.
@@ -133,18 +132,14 @@ async fn staked_in(
 async fn stake(
     tx: &mut Bounded<Postgres>,
     claim: &KeyClaim,
-    holds: Option<&'static str>,
+    renewal: Option<Statement>,
     owned: &Owned,
 ) -> Result<Option<String>, StoreError> {
-    let claiming = match holds {
-        None => insert(CLAIM, claim, owned),
-        Some(holds) => renew(
-            &format!("{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text"),
-            claim,
-            owned,
-        ),
-    };
-    let row = claiming.bind(claim.identity.lock_number()).optional(tx).await?;
+    let lock = claim.identity.lock_number();
+    if let Some(renewal) = renewal {
+        return tx.rows(renewal.bind("lock", lock)).await?.first().map(|row| row.get(0)).transpose();
+    }
+    let row = insert(CLAIM, claim, owned).bind(lock).optional(tx).await?;
     Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
@@ -197,7 +192,7 @@ impl OperationTx for PostgresOperationTx {
         }
         // The rollback took the claim and its lock back too, and another transaction may have
         // claimed.
-        match stake(&mut self.held.tx, &self.claim, self.holds, &self.owned).await? {
+        match stake(&mut self.held.tx, &self.claim, self.renewal.clone(), &self.owned).await? {
             Some(token) if token == self.held.token => Ok(Proof::Same),
             _ => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction has claimed the key".into()))),
         }
