@@ -86,18 +86,6 @@ impl KeyStore for MySqlStore {
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
         Ok(Box::new(self.pool.begin(START).await?))
     }
-
-    async fn end_claim(
-        &self,
-        owned: &Owned,
-        outcome: &RunOutcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        let fenced = finish(&mut transaction, &owned.into(), outcome, retention).await?;
-        transaction.commit().await?;
-        Ok(fenced)
-    }
 }
 
 impl Bridged for MySqlConnection {

@@ -18,7 +18,7 @@ use sqlx::{PgConnection, Postgres};
 use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
-pub(super) use self::tx::{Held, proved_by, staked, undo};
+pub(super) use self::tx::{Held, staked};
 
 use super::{PostgresStore, code};
 use crate::error::StoreError;

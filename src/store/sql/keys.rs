@@ -49,8 +49,17 @@ pub(in crate::store) trait KeyStore: SqlStore + Base {
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError>;
 
     /// Keeps the promises of [`Keys::finish`].
-    async fn end_claim(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention)
-    -> Result<Fenced, StoreError>;
+    async fn end_claim(
+        &self,
+        owned: &Owned,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_outcome().await?;
+        let fenced = transaction.finish_record(&owned.into(), outcome, retention).await?;
+        transaction.commit().await?;
+        Ok(fenced)
+    }
 
     /// Frees large bodies by their partitions, where the database has partitions, and returns how
     /// many it deleted otherwise.

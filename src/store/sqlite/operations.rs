@@ -90,18 +90,6 @@ impl KeyStore for SqliteStore {
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
         Ok(Box::new(self.write().await?))
     }
-
-    async fn end_claim(
-        &self,
-        owned: &Owned,
-        outcome: &RunOutcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
-        let mut write = self.write().await?;
-        let fenced = finish(write.connection(), &owned.into(), outcome, retention).await?;
-        write.commit().await?;
-        Ok(fenced)
-    }
 }
 
 impl SqliteStore {

@@ -53,6 +53,38 @@ impl Held {
         self.token = raw_sql(AssertSqlSafe(hold)).one(&mut self.tx).await?.try_get(0)?;
         Ok(())
     }
+
+    /// Rolls back to the savepoint. Returns `Ended` where the savepoint is gone.
+    pub(in crate::store::postgres) async fn undo(&mut self) -> Result<Proof, StoreError> {
+        let undo = AssertSqlSafe(format!("rollback to savepoint {}", self.savepoint));
+        match raw_sql(undo).run(&mut self.tx).await {
+            Ok(_) => Ok(Proof::Same),
+            // No such savepoint; no transaction; or an aborted transaction without this savepoint.
+            Err(error) if matches!(code(&error).as_deref(), Some("3B001" | "25P01" | "25P02")) => Ok(Proof::Ended),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Finds out what an error of our own statement proves. The error may have come before the
+    /// statement compared the transaction's id. The savepoint tells whether the transaction is still
+    /// there: a handler may have ended it, run statements that committed at once, and begun another
+    /// (O1).
+    ///
+    /// # Errors
+    /// The given error where the transaction is still ours. Where the check fails too, the given
+    /// error if it is transient, else that of the check. 25P02 with the savepoint in place is no
+    /// error but [`Proof::Aborted`]: an earlier statement failed and the handler swallowed its
+    /// error, so COMMIT would roll back without an error.
+    pub(in crate::store::postgres) async fn proved_by(&mut self, error: StoreError) -> Result<Proof, StoreError> {
+        let swallowed = matches!(&error, StoreError::Other(error) if code(error).as_deref() == Some("25P02"));
+        match self.undo().await {
+            Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
+            Ok(Proof::Same) => Err(error),
+            Ok(ended) => Ok(ended),
+            // Nothing is proven, so the failure is not the handler's.
+            Err(lost) => Err(if error.is_transient() { error } else { lost }),
+        }
+    }
 }
 
 fn savepoint_name() -> String {
@@ -143,38 +175,6 @@ async fn stake(
     Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
-/// Rolls back to the savepoint. Returns `Ended` where the savepoint is gone.
-pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, StoreError> {
-    let undo = AssertSqlSafe(format!("rollback to savepoint {}", held.savepoint));
-    match raw_sql(undo).run(&mut held.tx).await {
-        Ok(_) => Ok(Proof::Same),
-        // No such savepoint; no transaction; or an aborted transaction without this savepoint.
-        Err(error) if matches!(code(&error).as_deref(), Some("3B001" | "25P01" | "25P02")) => Ok(Proof::Ended),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Finds out what an error of our own statement proves. The error may have come before the
-/// statement compared the transaction's id. The savepoint tells whether the transaction is still
-/// there: a handler may have ended it, run statements that committed at once, and begun another
-/// (O1).
-///
-/// # Errors
-/// The given error where the transaction is still ours. Where the check fails too, the given error
-/// if it is transient, else that of the check. 25P02 with the savepoint in place is no error but
-/// [`Proof::Aborted`]: an earlier statement failed and the handler swallowed its error, so COMMIT
-/// would roll back without an error.
-pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
-    let swallowed = matches!(&error, StoreError::Other(error) if code(error).as_deref() == Some("25P02"));
-    match undo(held).await {
-        Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
-        Ok(Proof::Same) => Err(error),
-        Ok(ended) => Ok(ended),
-        // Nothing is proven, so the failure is not the handler's.
-        Err(lost) => Err(if error.is_transient() { error } else { lost }),
-    }
-}
-
 #[async_trait]
 impl OperationTx for PostgresOperationTx {
     fn owned(&self) -> &Owned {
@@ -186,7 +186,7 @@ impl OperationTx for PostgresOperationTx {
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        let proof = undo(&mut self.held).await?;
+        let proof = self.held.undo().await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
@@ -206,13 +206,13 @@ impl OperationTx for PostgresOperationTx {
     ) -> Result<Proof, StoreError> {
         let messages = match checked(messages) {
             Ok(messages) => messages,
-            Err(error) => return proved_by(&mut self.held, error).await,
+            Err(error) => return self.held.proved_by(error).await,
         };
         let within = Within { token: &self.held.token, messages: &messages };
         match finish(&mut self.held.tx, &(&self.owned).into(), outcome, retention, Some(within)).await {
             Ok(Fenced::Done) => Ok(Proof::Same),
             Ok(Fenced::LostOwnership) => Ok(Proof::Ended),
-            Err(error) => proved_by(&mut self.held, error).await,
+            Err(error) => self.held.proved_by(error).await,
         }
     }
 
