@@ -47,8 +47,6 @@ pub(in crate::store) mod inbox;
 #[cfg(feature = "operations")]
 mod key_operator;
 #[cfg(feature = "operations")]
-pub(in crate::store) mod keys;
-#[cfg(feature = "operations")]
 mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;

@@ -26,7 +26,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
+use crate::store::sql::records::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 

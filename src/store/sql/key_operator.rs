@@ -7,8 +7,8 @@
 use uuid::Uuid;
 
 use super::audit::Act;
-use super::keys::{KeyStore, OutcomeTransaction};
 use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
+use super::records::{KeyStore, OutcomeTransaction};
 use super::{Session, Transaction, live, records, sql};
 use crate::error::StoreError;
 use crate::operation::port::phases::{Phases, StoredOperation, no_record};

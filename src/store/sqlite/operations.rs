@@ -28,7 +28,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
-use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
+use crate::store::sql::records::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{Session, records, words};
 use crate::store::statements::Dialect;
 
