@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::list::{self, FoundMessage, FoundRow};
+use super::list::{self, ConsumerRow, FoundMessage, FoundRow};
 use super::{id, name};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
@@ -107,11 +107,8 @@ pub(super) async fn act(
                 let message = &found.message;
                 request(session, dialect, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
             }
-            FoundRow::Consumer { .. } if *act == OperatorAct::Bury => Some(Redriven::Waits),
-            FoundRow::Consumer { sequence, key, headers } => {
-                let row = ConsumerRow { sequence: *sequence, key: key.as_deref(), headers };
-                row.carry_out(session, &found.message, act).await?
-            }
+            FoundRow::Consumer(_) if *act == OperatorAct::Bury => Some(Redriven::Waits),
+            FoundRow::Consumer(row) => row.carry_out(session, &found.message, act).await?,
         };
         // The row changed since it was found, or has a request already: it is left out of the
         // result.
@@ -141,11 +138,11 @@ fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext)
 /// Makes a consumer's message dead. False where a process has its lease, or another copy is dead
 /// already.
 async fn bury(session: &mut dyn Session, dialect: Dialect, found: &FoundMessage) -> Result<bool, StoreError> {
-    let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
-    if !session.rows(sql(DEAD_COPY).bind("sequence", *sequence)).await?.is_empty() {
+    let FoundRow::Consumer(row) = &found.row else { return Ok(false) };
+    if !session.rows(sql(DEAD_COPY).bind("sequence", row.sequence)).await?.is_empty() {
         return Ok(false);
     }
-    Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", *sequence)).await? == 1)
+    Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", row.sequence)).await? == 1)
 }
 
 /// Writes a request for the owner of the shard. False where the row is not dead any more, or has a
@@ -177,14 +174,7 @@ async fn request(
     Ok(session.run(request).await? == 1)
 }
 
-/// A row of a consumer that an act changes.
-struct ConsumerRow<'a> {
-    sequence: i64,
-    key: Option<&'a [u8]>,
-    headers: &'a [(String, Vec<u8>)],
-}
-
-impl ConsumerRow<'_> {
+impl ConsumerRow {
     /// Carries out the act at once; none where the row is not dead any more.
     async fn carry_out(
         &self,
@@ -194,7 +184,7 @@ impl ConsumerRow<'_> {
     ) -> Result<Option<Redriven>, StoreError> {
         let Some(row) = session.first(sql(DEAD).bind("sequence", self.sequence)).await? else { return Ok(None) };
         let (consumer, own) = (ConsumerId(row.get(0)?), row.get(1)?);
-        let lane = self.key.map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
+        let lane = self.key.as_deref().map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
         let (id, hash) = match act {
             OperatorAct::Bury | OperatorAct::Discard => {
                 self.discard(session, consumer, lane).await?;
@@ -221,8 +211,7 @@ impl ConsumerRow<'_> {
         lane: Option<Uuid>,
     ) -> Result<(), StoreError> {
         session.run(sql(DELETE).bind("sequence", self.sequence)).await?;
-        wake(session, consumer, lane.map(Uuid::into_bytes).as_slice()).await?;
-        Ok(())
+        wake(session, consumer, lane.map(Uuid::into_bytes).as_slice()).await
     }
 
     /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
@@ -251,12 +240,12 @@ impl ConsumerRow<'_> {
         id: Uuid,
         payload: Option<&[u8]>,
     ) -> Result<Uuid, StoreError> {
-        let mut headers = self.headers.to_vec();
+        let mut headers = self.headers.clone();
         headers.retain(|(name, _)| name != CAUSATION);
         headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
         let hash = Uuid::from_bytes(content_hash(
             &message.topic,
-            self.key,
+            self.key.as_deref(),
             &message.kind,
             message.content_type.as_deref(),
             payload.unwrap_or(&message.payload),

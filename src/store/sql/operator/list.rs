@@ -153,7 +153,14 @@ pub(in crate::store) struct FoundMessage {
 #[derive(Debug)]
 pub(super) enum FoundRow {
     Outbox { position: i64, age: Duration, headers: Headers },
-    Consumer { sequence: i64, key: Option<Vec<u8>>, headers: Vec<(String, Vec<u8>)> },
+    Consumer(ConsumerRow),
+}
+
+#[derive(Debug)]
+pub(super) struct ConsumerRow {
+    pub(super) sequence: i64,
+    pub(super) key: Option<Vec<u8>>,
+    pub(super) headers: Vec<(String, Vec<u8>)>,
 }
 
 /// A search in outbox and consumers.
@@ -425,7 +432,7 @@ fn of_consumer(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreErr
         payload: row.get(14)?,
         content_type: row.get_foreign(15)?,
     };
-    Ok(FoundMessage { message, row: FoundRow::Consumer { sequence, key, headers } })
+    Ok(FoundMessage { message, row: FoundRow::Consumer(ConsumerRow { sequence, key, headers }) })
 }
 
 fn history(json: &str) -> Result<Vec<HistoryEntry>, StoreError> {
