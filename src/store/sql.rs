@@ -23,6 +23,7 @@
 //! | `{piece NAME}` | a text that several texts share, from [`pieces`] |
 //! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try appended |
 //! | `{if name: ..}` | the words inside, if the value is true or not null or not empty |
+//! | `{unless name: ..}` | the words inside, if it is not, or no value is bound |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
 //! A list is bound as an array on PostgreSQL. Elsewhere it is a JSON array, with ids and bytes in
@@ -261,13 +262,15 @@ struct Written {
 /// because sqlx requires that of statements that it keeps prepared.
 static WRITTEN: LazyLock<Mutex<WrittenTexts>> = LazyLock::new(Mutex::default);
 
-/// The key: the text, the database, and for each bound value whether it is given.
+/// The key: the text, the database, and for each bound value whether it is given, after a leading 1:
+/// the same text may be bound with more or fewer values.
 type WrittenTexts = HashMap<(&'static str, u8, u64), Arc<Written>>;
 
 fn written(statement: &Statement, dialect: Dialect) -> Arc<Written> {
     let given = |bits, (_, value): &(_, Value)| bits << 1 | u64::from(value.is_given());
-    // Without an `{if ..}` the text is the same whatever is given.
-    let given = if statement.text.contains("{if ") { statement.values.iter().fold(0, given) } else { 0 };
+    // Without these words the text is the same whatever is given.
+    let depends = statement.text.contains("{if ") || statement.text.contains("{unless ");
+    let given = if depends { statement.values.iter().fold(1, given) } else { 0 };
     let mut all = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
     let written = all.entry((statement.text, dialect as u8, given)).or_insert_with(|| {
         let (text, names) = write(statement, dialect);
@@ -337,7 +340,11 @@ impl Writing<'_> {
                 self.write(inside.trim_start());
             }
         } else if let Some((name, inside)) = word.strip_prefix("if ").and_then(|word| word.split_once(':')) {
-            if self.values.iter().any(|(bound, value)| *bound == name && value.is_given()) {
+            if self.is_given(name) {
+                self.write(inside.trim_start());
+            }
+        } else if let Some((name, inside)) = word.strip_prefix("unless ").and_then(|word| word.split_once(':')) {
+            if !self.is_given(name) {
                 self.write(inside.trim_start());
             }
         } else if let Some(name) = word.strip_prefix("span ") {
@@ -402,6 +409,10 @@ impl Writing<'_> {
                 _ => "{unknown word}",
             });
         }
+    }
+
+    fn is_given(&self, name: &str) -> bool {
+        self.values.iter().any(|(bound, value)| *bound == name && value.is_given())
     }
 
     fn around(&mut self, before: &'static str, inside: &'static str, after: &'static str) {
@@ -583,11 +594,12 @@ mod tests {
     fn what_is_only_for_a_given_value_is_written_only_with_it() {
         let text = |statement: Statement, dialect| statement.in_words_of(dialect).expect("all is bound").0;
         let of = |only: Option<i64>| {
-            sql("select {key} from t where {if only: n = :only and }{pg lite: 1 = 1}{my: true}").bind("only", only)
+            sql("select {key} from t where {if only: n = :only}{unless only: n is null} and {pg lite: 1 = 1}{my: true}")
+                .bind("only", only)
         };
         assert_eq!(text(of(Some(1)), Dialect::Postgres), "select key from t where n = $1 and 1 = 1");
-        assert_eq!(text(of(None), Dialect::Postgres), "select key from t where 1 = 1");
-        assert_eq!(text(of(None), Dialect::MySql), "select `key` from t where true");
+        assert_eq!(text(of(None), Dialect::Postgres), "select key from t where n is null and 1 = 1");
+        assert_eq!(text(of(None), Dialect::MySql), "select `key` from t where n is null and true");
         assert_eq!(text(of(Some(1)), Dialect::Sqlite), "select key from t where n = ?1 and 1 = 1");
     }
 

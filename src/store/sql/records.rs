@@ -82,12 +82,11 @@ macro_rules! open_of_mode {
 }
 
 /// The page is found first, among the records of the operation without an outcome. Each of its
-/// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
-/// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
-/// last change is the last time that it was asked for. The pause after it is as long as the time
-/// from the claim of the key to that change, within the bounds `:least` and `:most`. A page also
-/// reads records that it does not return, but only such as run (`lost`) or changed within the
-/// longest pause (`unknown`).
+/// records is then read by its key. It has abandoned claims; with `:unknown`, records whose outcome
+/// is unknown and that are due to be asked for. Whoever asks changes the record, so the last change
+/// is the last time that it was asked for. The pause after it is as long as the time from the claim
+/// of the key to that change, within the bounds `:least` and `:most`. A page also reads records that
+/// it does not return, but only such as run, or with `:unknown` changed within the longest pause.
 ///
 /// The record that was left alone for longest comes first: without an order the same records would
 /// fill each page, and the others would never be reached. A change that lies ahead of the clock was
@@ -95,7 +94,7 @@ macro_rules! open_of_mode {
 /// record is not left alone until the clock has caught up (R22).
 const OPEN_PAGE: &str = concat!(
     "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
-    (select key_digest from ({if lost: ",
+    (select key_digest from ({unless unknown: ",
     open_of_mode!("IN_PROGRESS", "edge", "{piece lease is over}"),
     " union all ",
     open_of_mode!("IN_PROGRESS", "bridged", "{piece lease is over}"),
@@ -473,7 +472,7 @@ pub(in crate::store) fn open_of(
     limit: u32,
 ) -> Statement {
     let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", limit);
-    let of = of.bind("lost", pauses.is_none()).bind("unknown", pauses.is_some());
+    let of = of.bind("unknown", pauses.is_some());
     of.bind("least", pauses.map(|(least, _)| micros_of(least))).bind("most", pauses.map(|(_, most)| micros_of(most)))
 }
 

@@ -56,7 +56,7 @@ update oncebox.waiting set message_id = :new_id, id_text = :id_text, content_has
 /// Inserts the inbox row; without it a second copy would be new. (On MySQL `ignore` hides no other
 /// error here: the values have fixed lengths.)
 const INBOX_ROW: &str = "\
-insert {my: ignore }into oncebox.{pg: {if is_timed: inbox_timed}{if is_untimed: inbox_untimed}}{my lite: inbox} \
+insert {my: ignore }into oncebox.inbox{pg: {if is_timed: _timed}{unless is_timed: _untimed}} \
        (consumer_id, message_id, content_hash{my: , batch_token}{my lite: , received_at}) \
 values (:consumer, :message_id, :hash{my: , :token}{my lite: , {now}}) {pg lite: on conflict do nothing}";
 
@@ -66,7 +66,7 @@ select content_hash = :hash from oncebox.inbox where consumer_id = :consumer and
 const MAKE_DUE: &str = "\
 update oncebox.waiting set state = 'waiting', reason = null, dead_at = null, lease = null, attempts = 0, \
        {pg: holds = false, }{my: dead_hash = null, lane_id = :lane, }{lite: blocks = lane_id is not null, }\
-       due_at = {if is_head: {now}}{if is_behind: null} \
+       due_at = {unless is_behind: {now}}{if is_behind: null} \
  where sequence = :sequence";
 
 /// The first row of a key that orders it (waiting, or dead and holding), optionally before or after
@@ -224,7 +224,7 @@ impl ConsumerRow {
         lane: Option<Uuid>,
     ) -> Result<(), StoreError> {
         let is_behind = of_lane(session, consumer, lane, Some(self.sequence), None).await?.is_some();
-        let due = sql(MAKE_DUE).bind("is_head", !is_behind).bind("is_behind", is_behind);
+        let due = sql(MAKE_DUE).bind("is_behind", is_behind);
         session.run(due.bind("lane", lane).bind("sequence", self.sequence)).await?;
         if !is_behind && let Some(next) = of_lane(session, consumer, lane, None, Some(self.sequence)).await? {
             session.run(sql(NOT_DUE).bind("sequence", next)).await?;
@@ -287,7 +287,7 @@ async fn inbox_row(
 ) -> Result<Option<bool>, StoreError> {
     let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
     let of = |text| sql(text).bind("consumer", consumer).bind("message_id", id).bind("hash", hash);
-    let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("is_untimed", !is_timed).bind("token", Uuid::now_v7());
+    let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("token", Uuid::now_v7());
     if session.run(insert).await? == 1 {
         return Ok(None);
     }

@@ -70,7 +70,7 @@ macro_rules! of_consumers {
     () => {
         "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
  where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
-   {if stands: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
+   {unless is_dead: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
                    and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1})} \
    {if heads: and w.sequence {in ints :heads} }{if numbers: and w.sequence {in ints :numbers} }{if id: and w.message_id = :id }\
    {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
@@ -280,7 +280,6 @@ impl<'a> Look<'a> {
             .bind("is_dead", state == DeadState::Dead)
             .bind("is_held", state == DeadState::Held)
             .bind("is_waiting", state == DeadState::Waiting)
-            .bind("stands", state != DeadState::Dead)
             .bind("heads", heads)
             .bind("numbers", self.sequences.clone())
             .bind("id", self.filter.message_id)
