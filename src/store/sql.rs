@@ -69,7 +69,7 @@ use chrono::{DateTime, Utc};
 use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
-pub(in crate::store) use self::row::{Column, Row};
+pub(in crate::store) use self::row::{Column, Row, boxed};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::store::statements::Dialect;
@@ -484,6 +484,11 @@ fn closing(inside: &str) -> usize {
 
 /// The rows of an answer.
 pub(in crate::store) type Rows = Vec<Box<dyn Row>>;
+
+/// A new name of a savepoint, which no handler can use by chance.
+pub(in crate::store) fn savepoint_name() -> String {
+    format!("oncebox_{}", Uuid::now_v7().simple())
+}
 
 /// A connection that runs statements.
 pub(in crate::store) trait Session: Send {

@@ -33,6 +33,7 @@ use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
+use crate::store::sql::savepoint_name;
 use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
 
@@ -465,11 +466,6 @@ fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
         now: DbTime::from_micros(row.try_get(1)?),
         id_skew: Duration::from_secs(row.try_get::<i64, _>(2)?.unsigned_abs()),
     })
-}
-
-/// A random name, which no handler can use by chance.
-pub(super) fn savepoint_name() -> String {
-    format!("oncebox_{}", hex(&token()))
 }
 
 /// Insert, warnings, rows, bounds of ages, whether any key is blocked at all, and savepoint in one

@@ -20,6 +20,7 @@ use uuid::Uuid;
 pub(super) use self::finish::{Within, finish};
 pub(super) use self::tx::{Held, staked};
 
+use super::connect::BEGIN;
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operation::port::{
@@ -90,7 +91,7 @@ impl KeyStore for PostgresStore {
     }
 
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
-        Ok(Box::new(self.transaction().await?))
+        Ok(Box::new(self.pool.begin(BEGIN).await?))
     }
 
     async fn end_claim(

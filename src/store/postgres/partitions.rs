@@ -440,7 +440,7 @@ impl PostgresStore {
             }
             *look_at = Some(Instant::now() + 6 * LOOK_EVERY);
         }
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         let state = raw_sql(INBOX_STATE).one(&mut connection).await?;
         let (default_bytes, is_closed): (i64, bool) = (state.try_get(0)?, state.try_get(1)?);
         if is_closed {
@@ -493,7 +493,7 @@ impl PostgresStore {
     }
 
     async fn beside(&self, default: &str, outside: &str, attach: &str) -> Result<(), StoreError> {
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         let alone = format!("select pg_try_advisory_lock({BESIDE})");
         if !raw_sql(AssertSqlSafe(alone)).one(&mut connection).await?.try_get::<bool, _>(0)? {
             connection.close().await;

@@ -52,7 +52,7 @@ impl PhaseStore for PostgresStore {
     }
 
     async fn begin_held(&self) -> Result<Box<dyn HeldPhase>, StoreError> {
-        Ok(PostgresPhase::boxed(self.transaction().await?, String::new()))
+        Ok(PostgresPhase::boxed(self.pool.begin(BEGIN).await?, String::new()))
     }
 
     /// Returns `Unended` where another transaction holds a mark and has not ended.

@@ -88,7 +88,7 @@ select distinct transactionid::text::bigint from pg_locks
 #[async_trait]
 impl Outbox for PostgresStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         raw_sql(AssertSqlSafe(settings(self.server_timeout()))).run(&mut connection).await?;
         let taken = sqlx::query(TAKE)
             .bind(request.shard)

@@ -78,7 +78,7 @@ impl Schema for PostgresStore {
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         // The connection does not go back to the pool, so the lock ends with it in any case. A
         // migration, and the wait for another migrator, have no time limit.
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         // Hides the notices "already exists, skipping", which are normal for repeatable migrations.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
         sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;

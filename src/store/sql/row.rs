@@ -51,6 +51,11 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError>;
 }
 
+/// The rows of an answer, as each database reads them.
+pub(in crate::store) fn boxed(rows: Vec<impl Row + 'static>) -> super::Rows {
+    rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect()
+}
+
 /// A type that a column is read as.
 pub(in crate::store) trait Column: Sized {
     /// The value, where it is not null.

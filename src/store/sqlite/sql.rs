@@ -16,7 +16,7 @@ use super::write::Write;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;
-use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value, boxed};
 use crate::store::statements::Dialect;
 
 impl Row for SqliteRow {
@@ -80,8 +80,7 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
 }
 
 async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Result<Rows, StoreError> {
-    let rows = bound(statement)?.fetch_all(connection).await?;
-    Ok(rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect())
+    Ok(boxed(bound(statement)?.fetch_all(connection).await?))
 }
 
 async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {

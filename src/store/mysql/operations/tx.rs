@@ -5,7 +5,7 @@ use std::any::Any;
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
-use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
+use super::super::inbox::{NO_SAVEPOINT, START_HANDLER};
 use super::super::{MySqlStore, inserted, is_locked, number};
 use super::{INSERT_AT_ONCE, find, finish, insert};
 use crate::error::StoreError;
@@ -15,7 +15,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::State;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::{Session, records};
+use crate::store::sql::{Session, records, savepoint_name};
 
 /// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
 /// the claim is made. MariaDB has one, but takes the same path, so that the tests of both cover it.

@@ -26,7 +26,7 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
 /// Empties and drops partitions whose time is over, makes ranges ahead, and deletes expired bodies
 /// from DEFAULT; returns the number of these.
 pub(super) async fn free_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
-    let mut connection = store.dedicated().await?;
+    let mut connection = store.pool.dedicated().await?;
     let mut top = 0;
     for row in sqlx::query(RANGES).all(&mut connection).await? {
         let (name, end): (String, i64) = (row.try_get(0)?, row.try_get(1)?);

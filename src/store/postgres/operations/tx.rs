@@ -4,7 +4,6 @@ use std::any::Any;
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
-use uuid::Uuid;
 
 use super::super::connect::BEGIN;
 use super::super::door::checked;
@@ -17,7 +16,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::Mode;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::{Session, Statement, records, sql};
+use crate::store::sql::{Session, Statement, records, savepoint_name, sql};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -87,10 +86,6 @@ impl Held {
     }
 }
 
-fn savepoint_name() -> String {
-    format!("oncebox_{}", Uuid::now_v7().simple())
-}
-
 /// Begins with a savepoint, tries the lock, and claims. Where the claim is refused, the transaction
 /// is ended before this returns.
 ///
@@ -133,7 +128,7 @@ pub(in crate::store::postgres) async fn staked(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
-    staked_in(store.transaction().await?, claim, basis, owned).await
+    staked_in(store.pool.begin(BEGIN).await?, claim, basis, owned).await
 }
 
 const LOCK_FREE: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock free}";
