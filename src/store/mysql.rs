@@ -38,7 +38,7 @@ use sqlx::{MySql, MySqlPool};
 
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
-use crate::store::base::Base;
+use crate::store::base::{Base, StoreOptions};
 use crate::store::{Duties, Store};
 use crate::text::hex::hex;
 
@@ -58,8 +58,16 @@ impl Base for MySqlStore {
 
     const NAME: &'static str = "mysql";
 
-    async fn connect(options: &crate::store::base::StoreOptions) -> Result<Self, StoreError> {
-        Self::connect(options).await
+    /// Connects once, so that errors show at once, and makes the pool.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
+    /// server is not there yet.
+    ///
+    /// # Cancel safety
+    /// Nothing is left behind.
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        connect::connect(options).await
     }
 
     fn pool(&self) -> &MySqlPool {
@@ -117,8 +125,8 @@ use without_transactions;
 const HISTORY_MAX: u32 = 50;
 
 /// A JSON list of hexadecimal strings, for `json_table`.
-fn hex_list<'a>(items: impl IntoIterator<Item = &'a [u8]>) -> String {
-    let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(item))).collect();
+fn hex_list(items: impl IntoIterator<Item = [u8; 16]>) -> String {
+    let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(&item))).collect();
     format!("[{}]", items.join(","))
 }
 
@@ -156,7 +164,8 @@ mod tests {
 
     #[test]
     fn bytes_stand_in_lists_as_digits() {
-        assert_eq!(hex_list([&[0x00, 0xff][..], &[0x1a][..]]), r#"["00ff","1a"]"#);
+        let (one, other) = ("00".repeat(16), "1a".repeat(16));
+        assert_eq!(hex_list([[0x00; 16], [0x1a; 16]]), format!(r#"["{one}","{other}"]"#));
         assert_eq!(number_list([3, -1]), "[3,-1]");
     }
 }

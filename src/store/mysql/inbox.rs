@@ -96,6 +96,14 @@ const WORKS: &str = "\
 select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net') \
   from information_schema.processlist where id = ?";
 
+/// From `from` on: the rows `i` of some ids, each found by the primary key.
+macro_rules! of_ids {
+    () => {
+        "json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
+         straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id)"
+    };
+}
+
 #[async_trait]
 impl OwnInbox for MySqlStore {
     const PURGES_BY_KEY: bool = false;
@@ -128,26 +136,20 @@ impl OwnInbox for MySqlStore {
         if ids.is_empty() {
             return Ok(HashSet::new());
         }
-        let found = sqlx::query_scalar(
-            "select i.message_id from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id)",
-        )
-        .bind(id_list(ids))
-        .bind(consumer.0)
-        .all(&self.pool)
-        .await?;
+        let found = sqlx::query_scalar(concat!("select i.message_id from ", of_ids!()))
+            .bind(id_list(ids))
+            .bind(consumer.0)
+            .all(&self.pool)
+            .await?;
         Ok(found.into_iter().map(MessageId::from_uuid).collect())
     }
 
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
-        let locked = sqlx::query(
-            "select 1 from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) for update nowait",
-        )
-        .bind(id_list(ids))
-        .bind(consumer.0)
-        .all(&self.pool)
-        .await;
+        let locked = sqlx::query(concat!("select 1 from ", of_ids!(), " for update nowait"))
+            .bind(id_list(ids))
+            .bind(consumer.0)
+            .all(&self.pool)
+            .await;
         match locked {
             Ok(_) => Ok(false),
             Err(error) if is_locked(&error) => Ok(true),
@@ -161,8 +163,7 @@ impl OwnInbox for MySqlStore {
 }
 
 fn id_list(ids: &[MessageId]) -> String {
-    let ids: Vec<[u8; 16]> = ids.iter().map(|id| id.bytes()).collect();
-    hex_list(ids.iter().map(<[u8; 16]>::as_slice))
+    hex_list(ids.iter().map(|id| id.bytes()))
 }
 
 #[async_trait]
@@ -237,15 +238,12 @@ impl InboxTx for MySqlInboxTx {
         if ids.is_empty() {
             return Ok(());
         }
-        sqlx::query(
-            "delete i from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) where i.batch_token = ?",
-        )
-        .bind(id_list(ids))
-        .bind(self.consumer.0)
-        .bind(self.token.as_slice())
-        .run(&mut self.transaction)
-        .await?;
+        sqlx::query(concat!("delete i from ", of_ids!(), " where i.batch_token = ?"))
+            .bind(id_list(ids))
+            .bind(self.consumer.0)
+            .bind(self.token.as_slice())
+            .run(&mut self.transaction)
+            .await?;
         self.ours.retain(|id| !ids.contains(id));
         Ok(())
     }
@@ -450,7 +448,7 @@ async fn standing(
            on true",
     )
     .bind(consumer.0)
-    .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
+    .bind(hex_list(lanes.iter().copied()))
     .bind(consumer.0)
     .all(connection)
     .await?;
