@@ -282,8 +282,8 @@ async fn delete_page(
     Ok(attempt(connection, &delete).await? && count == PAGE)
 }
 
-/// Drops the oldest emptied partition where there are many. DETACH locks the whole table for a
-/// moment, so it is rare and waits only briefly.
+/// Drops the oldest emptied partition where there are many. This is rare, because it locks the
+/// whole table for a moment.
 async fn drop_emptied(
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
@@ -295,15 +295,20 @@ async fn drop_emptied(
         return Ok(());
     }
     let name = &emptied[0].name;
-    let detach = format!(
-        "set local lock_timeout = '50ms'; alter table oncebox.outbox detach partition oncebox.{name}; drop table oncebox.{name}"
-    );
-    if attempt(connection, &detach).await? {
+    if attempt(connection, &dropping("outbox", name)).await? {
         tracing::debug!(name, "dropped an emptied outbox partition");
     } else {
         tidied.drop_not_before = Some(Instant::now() + 60 * AGAIN_AFTER);
     }
     Ok(())
+}
+
+/// Drops a partition. DETACH locks the whole table, so it waits only briefly.
+pub(super) fn dropping(table: &str, partition: &str) -> String {
+    format!(
+        "set local lock_timeout = '50ms'; alter table oncebox.{table} detach partition oncebox.{partition}; \
+         drop table oncebox.{partition}"
+    )
 }
 
 /// Runs statements in one transaction with short lock waits. Returns false where they could not run

@@ -5,7 +5,7 @@
 use sqlx::Row;
 
 use super::super::PostgresStore;
-use super::super::partitions::attempt;
+use super::super::partitions::{attempt, dropping};
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
 
@@ -35,11 +35,7 @@ pub(super) async fn free_bodies(store: &PostgresStore, limit: u32) -> Result<u64
         if is_over && !is_empty {
             attempt(&mut connection, &format!("truncate oncebox.{name}")).await?;
         } else if is_over {
-            let drop = format!(
-                "set local lock_timeout = '50ms'; alter table oncebox.idempotency_body detach partition oncebox.{name}; \
-                 drop table oncebox.{name}"
-            );
-            attempt(&mut connection, &drop).await?;
+            attempt(&mut connection, &dropping("idempotency_body", &name)).await?;
         }
     }
     let day = 86_400;
