@@ -287,6 +287,52 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
     (writing.text, writing.names)
 }
 
+/// The short words: what each becomes on PostgreSQL, MySQL and SQLite, where `~` is what stands
+/// behind the word. The first entry that fits is meant.
+///
+/// `now` is the start of the statement: an index cannot be used to compare a time with the running
+/// clock. SQLite needs no lock: a transaction that writes has that of the whole file.
+const WORDS: [(&str, [&str; 3]); 14] = [
+    ("now", ["statement_timestamp()", "utc_timestamp(6)", NOW_LITE]),
+    ("clock", ["clock_timestamp()", "utc_timestamp(6)", NOW_LITE]),
+    (
+        "micros ~",
+        [
+            "(extract(epoch from ~) * 1000000)::bigint",
+            "timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ~)",
+            "(~) * 1000",
+        ],
+    ),
+    (
+        "age ~",
+        [
+            "(extract(epoch from clock_timestamp() - ~) * 1000000)::bigint",
+            "timestampdiff(microsecond, ~, utc_timestamp(6))",
+            "(cast(round(unixepoch('subsec') * 1000) as integer) - ~) * 1000",
+        ],
+    ),
+    ("span ~", ["~ * interval '1 microsecond'", "interval ~ microsecond", "~"]),
+    ("lease", ["lease_seconds", "lease_seconds", "lease_ms"]),
+    (
+        "lease of ~",
+        [
+            "~.lease_seconds * interval '1 second'",
+            "interval round(~.lease_seconds * 1000000) microsecond",
+            "~.lease_ms",
+        ],
+    ),
+    ("lease ~", ["~ / 1e6", "~ / 1e6", "~"]),
+    ("key", ["key", "`key`", "key"]),
+    ("lock", ["for update", "for update", ""]),
+    ("lock free", ["for update skip locked", "for update skip locked", ""]),
+    ("or update ~", ["on conflict (~) do update set", "on duplicate key update", "on conflict (~) do update set"]),
+    ("new ~", ["excluded.~", "values(~)", "excluded.~"]),
+    ("greatest", ["greatest", "greatest", "max"]),
+];
+
+/// The clock of SQLite, in milliseconds.
+const NOW_LITE: &str = "cast(round(unixepoch('subsec') * 1000) as integer)";
+
 /// A text that is being written.
 struct Writing<'a> {
     dialect: Dialect,
@@ -329,12 +375,11 @@ impl Writing<'_> {
 
     /// Writes what a word in braces becomes.
     fn word(&mut self, word: &'static str) {
-        use Dialect::{MySql, Postgres, Sqlite};
         if let Some((of, inside)) = word.split_once(':').filter(|(of, _)| of.split(' ').all(is_a_database)) {
             let own = match self.dialect {
-                Postgres => "pg",
-                MySql => "my",
-                Sqlite => "lite",
+                Dialect::Postgres => "pg",
+                Dialect::MySql => "my",
+                Dialect::Sqlite => "lite",
             };
             if of.split(' ').any(|of| of == own) {
                 self.write(inside.trim_start());
@@ -347,68 +392,29 @@ impl Writing<'_> {
             if !self.is_given(name) {
                 self.write(inside.trim_start());
             }
-        } else if let Some(name) = word.strip_prefix("span ") {
-            match self.dialect {
-                Postgres => self.around("", name, " * interval '1 microsecond'"),
-                MySql => self.around("interval ", name, " microsecond"),
-                Sqlite => self.write(name),
-            }
-        } else if let Some(alias) = word.strip_prefix("lease of ") {
-            match self.dialect {
-                Postgres => self.around("", alias, ".lease_seconds * interval '1 second'"),
-                MySql => self.around("interval round(", alias, ".lease_seconds * 1000000) microsecond"),
-                Sqlite => self.around("", alias, ".lease_ms"),
-            }
-        } else if let Some(name) = word.strip_prefix("lease ") {
-            self.around("", name, if self.dialect == Sqlite { "" } else { " / 1e6" });
-        } else if let Some(time) = word.strip_prefix("micros ") {
-            match self.dialect {
-                Postgres => self.around("(extract(epoch from ", time, ") * 1000000)::bigint"),
-                MySql => self.around("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", time, ")"),
-                Sqlite => self.around("(", time, ") * 1000"),
-            }
-        } else if let Some(time) = word.strip_prefix("age ") {
-            match self.dialect {
-                Postgres => self.around("(extract(epoch from clock_timestamp() - ", time, ") * 1000000)::bigint"),
-                MySql => self.around("timestampdiff(microsecond, ", time, ", utc_timestamp(6))"),
-                Sqlite => self.around("(cast(round(unixepoch('subsec') * 1000) as integer) - ", time, ") * 1000"),
-            }
         } else if let Some((of, list)) = word.strip_prefix("in ").and_then(|word| word.split_once(' ')) {
             self.one_of(of, list);
-        } else if let Some(keys) = word.strip_prefix("or update ") {
-            match self.dialect {
-                Postgres | Sqlite => self.around("on conflict (", keys, ") do update set"),
-                MySql => self.text.push_str("on duplicate key update"),
-            }
-        } else if let Some(column) = word.strip_prefix("new ") {
-            match self.dialect {
-                Postgres | Sqlite => self.around("excluded.", column, ""),
-                MySql => self.around("values(", column, ")"),
-            }
         } else if let Some((history, attempt)) = word.strip_prefix("history ").and_then(|word| word.rsplit_once(' ')) {
             self.history(history, attempt);
-        } else if self.longer_word(word).is_none() {
-            self.write(match (word, self.dialect) {
-                // The start of the statement: an index cannot be used to compare a time with the
-                // running clock.
-                ("now", Postgres) => "statement_timestamp()",
-                ("clock", Postgres) => "clock_timestamp()",
-                ("now" | "clock", MySql) => "utc_timestamp(6)",
-                ("now" | "clock", Sqlite) => "cast(round(unixepoch('subsec') * 1000) as integer)",
-                ("greatest", Postgres | MySql) => "greatest",
-                ("greatest", Sqlite) => "max",
-                ("lease", Postgres | MySql) => "lease_seconds",
-                ("lease", Sqlite) => "lease_ms",
-                ("key", MySql) => "`key`",
-                ("key", _) => "key",
-                ("lock", Postgres | MySql) => "for update",
-                ("lock free", Postgres | MySql) => "for update skip locked",
-                // Not needed: the transaction has the write lock of the whole file.
-                ("lock" | "lock free", Sqlite) => "",
-                // Found by a test, which writes every piece for every database.
-                _ => "{unknown word}",
-            });
+        } else if self.short_word(word).or_else(|| self.longer_word(word)).is_none() {
+            // Found by a test, which writes every piece for every database.
+            self.text.push_str("{unknown word}");
         }
+    }
+
+    /// Writes a word of [`WORDS`]; returns none where it is none of them.
+    fn short_word(&mut self, word: &'static str) -> Option<()> {
+        let inside_of = |name: &str| match name.strip_suffix('~') {
+            Some(begin) => word.strip_prefix(begin),
+            None => (word == name).then_some(""),
+        };
+        let (text, inside) =
+            WORDS.iter().find_map(|(name, texts)| Some((texts[self.dialect as usize], inside_of(name)?)))?;
+        match text.split_once('~') {
+            Some((before, after)) => self.around(before, inside, after),
+            None => self.text.push_str(text),
+        }
+        Some(())
     }
 
     fn is_given(&self, name: &str) -> bool {
