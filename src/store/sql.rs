@@ -287,52 +287,6 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
     (writing.text, writing.names)
 }
 
-/// The short words: what each becomes on PostgreSQL, MySQL and SQLite, where `~` is what stands
-/// behind the word. The first entry that fits is meant.
-///
-/// `now` is the start of the statement: an index cannot be used to compare a time with the running
-/// clock. SQLite needs no lock: a transaction that writes has that of the whole file.
-const WORDS: [(&str, [&str; 3]); 14] = [
-    ("now", ["statement_timestamp()", "utc_timestamp(6)", NOW_LITE]),
-    ("clock", ["clock_timestamp()", "utc_timestamp(6)", NOW_LITE]),
-    (
-        "micros ~",
-        [
-            "(extract(epoch from ~) * 1000000)::bigint",
-            "timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ~)",
-            "(~) * 1000",
-        ],
-    ),
-    (
-        "age ~",
-        [
-            "(extract(epoch from clock_timestamp() - ~) * 1000000)::bigint",
-            "timestampdiff(microsecond, ~, utc_timestamp(6))",
-            "(cast(round(unixepoch('subsec') * 1000) as integer) - ~) * 1000",
-        ],
-    ),
-    ("span ~", ["~ * interval '1 microsecond'", "interval ~ microsecond", "~"]),
-    ("lease", ["lease_seconds", "lease_seconds", "lease_ms"]),
-    (
-        "lease of ~",
-        [
-            "~.lease_seconds * interval '1 second'",
-            "interval round(~.lease_seconds * 1000000) microsecond",
-            "~.lease_ms",
-        ],
-    ),
-    ("lease ~", ["~ / 1e6", "~ / 1e6", "~"]),
-    ("key", ["key", "`key`", "key"]),
-    ("lock", ["for update", "for update", ""]),
-    ("lock free", ["for update skip locked", "for update skip locked", ""]),
-    ("or update ~", ["on conflict (~) do update set", "on duplicate key update", "on conflict (~) do update set"]),
-    ("new ~", ["excluded.~", "values(~)", "excluded.~"]),
-    ("greatest", ["greatest", "greatest", "max"]),
-];
-
-/// The clock of SQLite, in milliseconds.
-const NOW_LITE: &str = "cast(round(unixepoch('subsec') * 1000) as integer)";
-
 /// A text that is being written.
 struct Writing<'a> {
     dialect: Dialect,
@@ -400,21 +354,6 @@ impl Writing<'_> {
             // Found by a test, which writes every piece for every database.
             self.text.push_str("{unknown word}");
         }
-    }
-
-    /// Writes a word of [`WORDS`]; returns none where it is none of them.
-    fn short_word(&mut self, word: &'static str) -> Option<()> {
-        let inside_of = |name: &str| match name.strip_suffix('~') {
-            Some(begin) => word.strip_prefix(begin),
-            None => (word == name).then_some(""),
-        };
-        let (text, inside) =
-            WORDS.iter().find_map(|(name, texts)| Some((texts[self.dialect as usize], inside_of(name)?)))?;
-        match text.split_once('~') {
-            Some((before, after)) => self.around(before, inside, after),
-            None => self.text.push_str(text),
-        }
-        Some(())
     }
 
     fn is_given(&self, name: &str) -> bool {
