@@ -153,11 +153,6 @@ fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX / 4).min(i64::MAX / 4)
 }
 
-/// 16 bytes that are unique to one batch, claim or savepoint.
-fn token() -> [u8; 16] {
-    uuid::Uuid::now_v7().into_bytes()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

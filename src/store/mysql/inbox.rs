@@ -21,8 +21,9 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
+use uuid::Uuid;
 
-use super::{MySqlStore, hex, hex_list, is_locked, number, sixteen, token};
+use super::{MySqlStore, hex, hex_list, is_locked, number, sixteen};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
@@ -52,6 +53,7 @@ pub(super) struct MySqlInboxTx {
     /// Used to ask about `transaction` where its own connection does not answer.
     pool: BoundedPool<MySql>,
     consumer: ConsumerId,
+    /// Marks the rows of this batch.
     token: [u8; 16],
     savepoint: Option<String>,
     session: Option<ServerSession>,
@@ -120,7 +122,7 @@ impl OwnInbox for MySqlStore {
             transaction,
             pool,
             consumer,
-            token: token(),
+            token: Uuid::now_v7().into_bytes(),
             savepoint: None,
             session: None,
             began: Instant::now(),
@@ -196,7 +198,7 @@ impl InboxTx for MySqlInboxTx {
 
         let mut found = HashMap::with_capacity(rows.rows.len());
         for row in &rows.rows {
-            let id: uuid::Uuid = row.try_get(0)?;
+            let id: Uuid = row.try_get(0)?;
             let hash = sixteen("content_hash", row.try_get::<&[u8], _>(1)?)?;
             let is_new = row.try_get::<&[u8], _>(2)? == self.token;
             if is_new {
@@ -526,7 +528,7 @@ mod tests {
     #[test]
     fn the_packet_of_a_batch_of_a_hundred_is_one_record_of_tls() {
         let entries: Vec<_> = (0..100).map(|_| InboxEntry { id: MessageId::new(), hash: [7; 16] }).collect();
-        let text = admit_statements(ConsumerId(i32::MAX), &entries, token(), &savepoint_name());
+        let text = admit_statements(ConsumerId(i32::MAX), &entries, [7; 16], &savepoint_name());
         assert!(text.len() < 1 << 14, "{}", text.len());
     }
 

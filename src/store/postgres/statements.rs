@@ -20,7 +20,9 @@ use super::connect::BEGIN;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::bounded::Ask;
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, first_word, names, written};
+use crate::store::statements::{
+    Dialect, Piece, SetError, SqlValue, Statements, first_word, names, set_if_read, written,
+};
 use crate::text::hex::hex;
 
 /// A statement whose parameters are text, each cast to the type that the server determined.
@@ -104,15 +106,7 @@ impl Statements for PostgresStore {
         // Without a message the block does nothing, but the server reads it.
         let block = sqlx::query(set.run).bind(set.block);
         let nobody = set.parameters.iter().fold(block, |query, _| query.bind(Vec::<String>::new()));
-        let read = nobody.run(&mut connection).await;
-        match read.map_err(StoreError::from) {
-            Ok(_) => Ok(Some(set)),
-            Err(error) if error.is_transient() => Err(error),
-            Err(error) => {
-                tracing::debug!(%error, "the statements of a handler run message by message");
-                Ok(None)
-            }
-        }
+        set_if_read(set, nobody.run(&mut connection).await.map(drop))
     }
 
     async fn execute_set(
