@@ -262,8 +262,8 @@ struct Written {
 /// because sqlx requires that of statements that it keeps prepared.
 static WRITTEN: LazyLock<Mutex<WrittenTexts>> = LazyLock::new(Mutex::default);
 
-/// The key: the text, the database, and for each bound value whether it is given, after a leading 1:
-/// the same text may be bound with more or fewer values.
+/// The key: the text, the database, and for each bound value whether it is given, after a leading
+/// 1: the same text may be bound with more or fewer values.
 type WrittenTexts = HashMap<(&'static str, u8, u64), Arc<Written>>;
 
 fn written(statement: &Statement, dialect: Dialect) -> Arc<Written> {

@@ -101,8 +101,8 @@ pub trait Statements: Base {
     ) -> impl Future<Output = Result<(), SetError>> + Send;
 }
 
-/// What [`Statements::prepare_set`] gives for a set that the server was asked to read: none where it
-/// refuses the statements in this form.
+/// What [`Statements::prepare_set`] gives for a set that the server was asked to read: none where
+/// it refuses the statements in this form.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) fn set_if_read<S>(set: S, read: sqlx::Result<()>) -> Result<Option<S>, StoreError> {
     match read.map_err(StoreError::from) {

@@ -1,9 +1,10 @@
-//! The words that become a text: short ones, by a table, and the two longer ones, `{piece NAME}` and
-//! `{each ..}`. Pieces are texts that several statements share; `each` stands for the rows of a table
-//! that a list names. The macro [`exact_rows`] is for such rows where exactly they are to be locked.
+//! The words that become a text: short ones, by a table, and the two longer ones, `{piece NAME}`
+//! and `{each ..}`. Pieces are texts that several statements share; `each` stands for the rows of a
+//! table that a list names. The macro [`exact_rows`] is for such rows where exactly they are to be
+//! locked.
 //!
-//! Guarantee: every piece can be written for every database. Not here: the words that decide what is
-//! written, `{if ..}` and the databases (`sql`).
+//! Guarantee: every piece can be written for every database. Not here: the words that decide what
+//! is written, `{if ..}` and the databases (`sql`).
 
 use super::Writing;
 use crate::store::statements::Dialect;

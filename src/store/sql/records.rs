@@ -4,8 +4,8 @@
 //! everything that was committed until then, and the current time. Every change compares the epoch
 //! that was read before (O4).
 //!
-//! Not here: the claim of a new key and the outcome, which are on the hot path, so each database has
-//! its own ([`KeyStore`]); the purge (`expiry`).
+//! Not here: the claim of a new key and the outcome, which are on the hot path, so each database
+//! has its own ([`KeyStore`]); the purge (`expiry`).
 
 use std::time::Duration;
 
@@ -85,8 +85,9 @@ macro_rules! open_of_mode {
 /// records is then read by its key. It has abandoned claims; with `:unknown`, records whose outcome
 /// is unknown and that are due to be asked for. Whoever asks changes the record, so the last change
 /// is the last time that it was asked for. The pause after it is as long as the time from the claim
-/// of the key to that change, within the bounds `:least` and `:most`. A page also reads records that
-/// it does not return, but only such as run, or with `:unknown` changed within the longest pause.
+/// of the key to that change, within the bounds `:least` and `:most`. A page also reads records
+/// that it does not return, but only such as run, or with `:unknown` changed within the longest
+/// pause.
 ///
 /// The record that was left alone for longest comes first: without an order the same records would
 /// fill each page, and the others would never be reached. A change that lies ahead of the clock was
@@ -343,8 +344,8 @@ pub(in crate::store) fn renewal(claim: &KeyClaim, basis: Basis<'_>, owned: &Owne
     Some(renewal)
 }
 
-/// Renews a record in a transaction of its own; false where it has changed. The row is locked first,
-/// so that the condition sees the lease and the evidence of late runs as they are.
+/// Renews a record in a transaction of its own; false where it has changed. The row is locked
+/// first, so that the condition sees the lease and the evidence of late runs as they are.
 async fn renew(
     store: &dyn SqlStore,
     claim: &KeyClaim,

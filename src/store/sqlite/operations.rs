@@ -93,7 +93,8 @@ impl KeyStore for SqliteStore {
 }
 
 impl SqliteStore {
-    /// Runs the insert of a claim in a transaction of its own, and returns how many rows it inserted.
+    /// Runs the insert of a claim in a transaction of its own, and returns how many rows it
+    /// inserted.
     async fn run_insert(&self, insert: Query<'_>) -> Result<u64, StoreError> {
         let mut write = self.write().await?;
         let done = insert.execute(write.connection()).await?;

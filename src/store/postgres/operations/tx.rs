@@ -65,9 +65,9 @@ impl Held {
     }
 
     /// Finds out what an error of our own statement proves. The error may have come before the
-    /// statement compared the transaction's id. The savepoint tells whether the transaction is still
-    /// there: a handler may have ended it, run statements that committed at once, and begun another
-    /// (O1).
+    /// statement compared the transaction's id. The savepoint tells whether the transaction is
+    /// still there: a handler may have ended it, run statements that committed at once, and begun
+    /// another (O1).
     ///
     /// # Errors
     /// The given error where the transaction is still ours. Where the check fails too, the given
