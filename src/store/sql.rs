@@ -287,7 +287,6 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
     (writing.text, writing.names)
 }
 
-/// A text that is being written.
 struct Writing<'a> {
     dialect: Dialect,
     values: &'a [(&'static str, Value)],
@@ -427,7 +426,6 @@ fn closing(inside: &str) -> usize {
     inside.len()
 }
 
-/// The rows of an answer.
 pub(in crate::store) type Rows = Vec<Box<dyn Row>>;
 
 /// A new name of a savepoint, which no handler can use by chance.
@@ -437,7 +435,6 @@ pub(in crate::store) fn savepoint_name() -> String {
 
 /// A connection that runs statements.
 pub(in crate::store) trait Session: Send {
-    /// The rows of an answer.
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>>;
 
     /// Runs a statement and returns how many rows it changed.
@@ -483,10 +480,8 @@ pub(in crate::store) trait Transaction: Send {
 
 /// A database that these texts run on.
 pub(in crate::store) trait SqlStore: Send + Sync {
-    /// Which database it is.
     fn dialect(&self) -> Dialect;
 
-    /// A connection for reads.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 
     /// A transaction for writes.

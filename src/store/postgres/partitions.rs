@@ -76,7 +76,6 @@ impl Tidied {
     }
 }
 
-/// A range partition of the outbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OutboxRange {
     name: String,

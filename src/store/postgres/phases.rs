@@ -25,7 +25,6 @@ const SHORT_WAIT: &str = "set local lock_timeout = '100ms'";
 /// The SQLSTATE of a lock timeout.
 const LOCKED: &str = "55P03";
 
-/// The transaction of a phase.
 #[derive(Debug)]
 struct PostgresPhase {
     held: Held,

@@ -65,7 +65,6 @@ impl Buckets {
     }
 }
 
-/// The limits of one read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Bounds {
     pub(super) rows: usize,
@@ -81,7 +80,6 @@ impl Bounds {
     }
 }
 
-/// The result of one read.
 #[derive(Debug)]
 pub(super) struct NewRows {
     pub(super) xmin: u64,

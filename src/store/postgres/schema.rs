@@ -112,7 +112,6 @@ fn text(migration: &MigrationText) -> String {
     )
 }
 
-/// Reads which migrations were applied.
 async fn applied(connection: &mut Bounded<Postgres>) -> Result<History, StoreError> {
     let there: bool =
         sqlx::query_scalar("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?;

@@ -16,16 +16,12 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     /// The name of a column, for errors.
     fn column_name(&self, at: usize) -> &str;
 
-    /// A column that holds a whole number.
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError>;
 
-    /// A column that holds text.
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError>;
 
-    /// A column that holds bytes.
     fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// A column that holds a truth value.
     fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
         Ok(self.get_int(at)?.map(|value| value != 0))
     }

@@ -19,7 +19,6 @@ use crate::operation::rules::retention::Retention;
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore};
 
-/// The transaction of a phase.
 #[derive(Debug)]
 struct SqlitePhase {
     write: Write,

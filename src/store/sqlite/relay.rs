@@ -60,7 +60,6 @@ pub(super) struct SqliteSession {
     window: VecDeque<Batch>,
 }
 
-/// A batch of the window.
 #[derive(Debug)]
 struct Batch {
     number: u64,

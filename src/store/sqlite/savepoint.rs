@@ -13,12 +13,10 @@ use crate::store::sql::savepoint_name;
 pub(super) struct Savepoint(String);
 
 impl Savepoint {
-    /// One that is not set yet.
     pub(super) fn new() -> Self {
         Self(savepoint_name())
     }
 
-    /// Sets the savepoint in the transaction.
     pub(super) async fn set(&self, write: &mut Write) -> Result<(), StoreError> {
         raw_sql(AssertSqlSafe(format!("savepoint {}", self.0))).execute(write.connection()).await?;
         Ok(())

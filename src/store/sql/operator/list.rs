@@ -163,7 +163,6 @@ pub(super) struct ConsumerRow {
     pub(super) headers: Vec<(String, Vec<u8>)>,
 }
 
-/// A search in outbox and consumers.
 struct Look<'a> {
     dialect: Dialect,
     filter: &'a DeadFilter,

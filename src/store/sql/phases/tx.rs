@@ -19,7 +19,6 @@ use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::{Session, Statement, sql};
 
-/// A transaction in which one phase runs.
 #[derive(Debug)]
 pub(super) struct SqlPhaseTx {
     held: Box<dyn HeldPhase>,
