@@ -548,6 +548,15 @@ mod tests {
         assert_eq!(text(of(Some(1)), Dialect::Sqlite), "select key from t where n = ?1 and 1 = 1");
     }
 
+    // Without the leading 1 both have the same key, and the second text is the first one.
+    #[test]
+    fn a_text_with_more_values_is_not_taken_for_one_with_fewer() {
+        let text = |statement: Statement| statement.in_words_of(Dialect::Sqlite).expect("all is bound").0;
+        let of = |one: Option<i64>| sql("select {if one: 'one'}{if other: 'other'}").bind("one", one);
+        assert_eq!(text(of(Some(1))), "select 'one'");
+        assert_eq!(text(of(None).bind("other", 2_i64)), "select 'other'");
+    }
+
     #[test]
     fn lists_are_arrays_or_json() {
         let text =

@@ -82,8 +82,8 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
     }
 
     /// Called when the statement that moves the operation changed no row, or failed with an error:
-    /// returns what that proves of the transaction. Without a token nothing more: [`Self::prove`]
-    /// has looked before.
+    /// returns what that proves of the transaction. A database without a token learns nothing new
+    /// here: [`Self::prove`] has looked before.
     ///
     /// # Errors
     /// The given error, where the transaction is still ours.
