@@ -20,7 +20,14 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// then run one handler at a time, and for a shorter time, unless their options say otherwise.
     const HAS_ONE_WRITER: bool = false;
 
-    /// Connects. Never migrates; a SQLite file that is missing is an error unless `create` is set.
+    /// Connects once, so that errors show at once, and makes the pool. Never migrates.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
+    /// server is not there yet.
+    ///
+    /// # Cancel safety
+    /// Nothing is left behind.
     async fn connect(options: &StoreOptions) -> Result<Self, StoreError>;
 
     /// The pool that all work of this process shares.

@@ -107,7 +107,6 @@ remote!("postgres", sqlx::Postgres, "select (not pg_is_in_recovery())::int::bigi
 // MariaDB returns a word from version 12 on, not a number.
 remote!("mysql", sqlx::MySql, "select cast(@@global.read_only in ('0', 'OFF') as signed)");
 
-/// A pool of bounded connections.
 #[derive(Debug)]
 pub(super) struct BoundedPool<Db: Remote> {
     pool: Pool<Db>,
@@ -260,7 +259,6 @@ enum Held<Db: Database> {
     Own(Db::Connection),
 }
 
-/// The state of a bounded connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Rests,

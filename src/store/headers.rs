@@ -54,12 +54,11 @@ mod tests {
 
     #[test]
     fn headers_keep_their_order_and_every_character() {
-        let headers: Headers =
-            [("z", "1"), ("a\"\\", "\u{1}\n ü \u{2028}"), ("m", "")].map(|(a, b)| (a.to_owned(), b.to_owned())).into();
+        let headers: Headers = [("z", "1"), ("a\"\\", "tab\t\"\\\u{1}\n ü \u{2028}"), ("m", "")]
+            .map(|(a, b)| (a.to_owned(), b.to_owned()))
+            .into();
         assert_eq!(parse_headers(&headers_json(&headers).unwrap()).unwrap(), headers);
         assert_eq!(headers_json(&Vec::new()), None);
-        let others: Headers = [("z", "1"), ("a", "tab\t\"ä\\"), ("m", "")].map(|(n, v)| (n.into(), v.into())).into();
-        assert_eq!(parse_headers(&headers_json(&others).unwrap()).unwrap(), others);
         assert_eq!(parse_headers("{ \"b\" : \"1\", \"a\":\"2\" }").unwrap().len(), 2);
         assert!(parse_headers("{\"a\":1}").is_err());
     }

@@ -33,12 +33,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::mysql::MySqlDatabaseError;
+use sqlx::mysql::{MySqlDatabaseError, MySqlQueryResult};
 use sqlx::{MySql, MySqlPool};
 
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
-use crate::store::base::Base;
+use crate::store::base::{Base, StoreOptions};
 use crate::store::{Duties, Store};
 use crate::text::hex::hex;
 
@@ -58,8 +58,8 @@ impl Base for MySqlStore {
 
     const NAME: &'static str = "mysql";
 
-    async fn connect(options: &crate::store::base::StoreOptions) -> Result<Self, StoreError> {
-        Self::connect(options).await
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        connect::connect(options).await
     }
 
     fn pool(&self) -> &MySqlPool {
@@ -87,6 +87,14 @@ fn is_duplicate(error: &sqlx::Error) -> bool {
     number(error) == Some(1062)
 }
 
+/// Whether a row was inserted; false where its key is there already.
+fn inserted(outcome: sqlx::Result<MySqlQueryResult>) -> sqlx::Result<bool> {
+    match outcome {
+        Err(error) if is_duplicate(&error) => Ok(false),
+        outcome => outcome.map(|_| true),
+    }
+}
+
 /// Whether another transaction has a row locked, and the statement was not to wait: 1205 on
 /// MariaDB, 3572 on MySQL.
 fn is_locked(error: &sqlx::Error) -> bool {
@@ -109,8 +117,8 @@ use without_transactions;
 const HISTORY_MAX: u32 = 50;
 
 /// A JSON list of hexadecimal strings, for `json_table`.
-fn hex_list<'a>(items: impl IntoIterator<Item = &'a [u8]>) -> String {
-    let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(item))).collect();
+fn hex_list(items: impl IntoIterator<Item = [u8; 16]>) -> String {
+    let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(&item))).collect();
     format!("[{}]", items.join(","))
 }
 
@@ -137,18 +145,14 @@ fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX / 4).min(i64::MAX / 4)
 }
 
-/// 16 bytes that are unique to one batch, claim or savepoint.
-fn token() -> [u8; 16] {
-    uuid::Uuid::now_v7().into_bytes()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn bytes_stand_in_lists_as_digits() {
-        assert_eq!(hex_list([&[0x00, 0xff][..], &[0x1a][..]]), r#"["00ff","1a"]"#);
+        let (one, other) = ("00".repeat(16), "1a".repeat(16));
+        assert_eq!(hex_list([[0x00; 16], [0x1a; 16]]), format!(r#"["{one}","{other}"]"#));
         assert_eq!(number_list([3, -1]), "[3,-1]");
     }
 }

@@ -72,14 +72,6 @@ impl Base for PostgresStore {
 
     const NAME: &'static str = "postgres";
 
-    /// Connects once, so that errors show at once, and makes the pool.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
-    /// server is not there yet.
-    ///
-    /// # Cancel safety
-    /// Nothing is left behind.
     async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
         connect::connect(options).await
     }

@@ -23,6 +23,7 @@
 //! | `{piece NAME}` | a text that several texts share, from [`pieces`] |
 //! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try appended |
 //! | `{if name: ..}` | the words inside, if the value is true or not null or not empty |
+//! | `{unless name: ..}` | the words inside, if it is not, or no value is bound |
 //! | `{pg: ..}`, `{my: ..}`, `{lite: ..}` | words of one database only; `{pg lite: ..}` of two |
 //!
 //! A list is bound as an array on PostgreSQL. Elsewhere it is a JSON array, with ids and bytes in
@@ -47,8 +48,6 @@ pub(in crate::store) mod inbox;
 #[cfg(feature = "operations")]
 mod key_operator;
 #[cfg(feature = "operations")]
-pub(in crate::store) mod keys;
-#[cfg(feature = "operations")]
 mod live;
 pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
@@ -70,7 +69,7 @@ use chrono::{DateTime, Utc};
 use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
-pub(in crate::store) use self::row::{Column, Row};
+pub(in crate::store) use self::row::{Column, Row, boxed};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::store::statements::Dialect;
@@ -263,13 +262,15 @@ struct Written {
 /// because sqlx requires that of statements that it keeps prepared.
 static WRITTEN: LazyLock<Mutex<WrittenTexts>> = LazyLock::new(Mutex::default);
 
-/// The key: the text, the database, and for each bound value whether it is given.
+/// The key: the text, the database, and for each bound value whether it is given, after a leading
+/// 1: the same text may be bound with more or fewer values.
 type WrittenTexts = HashMap<(&'static str, u8, u64), Arc<Written>>;
 
 fn written(statement: &Statement, dialect: Dialect) -> Arc<Written> {
     let given = |bits, (_, value): &(_, Value)| bits << 1 | u64::from(value.is_given());
-    // Without an `{if ..}` the text is the same whatever is given.
-    let given = if statement.text.contains("{if ") { statement.values.iter().fold(0, given) } else { 0 };
+    // Without these words the text is the same whatever is given.
+    let depends = statement.text.contains("{if ") || statement.text.contains("{unless ");
+    let given = if depends { statement.values.iter().fold(1, given) } else { 0 };
     let mut all = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
     let written = all.entry((statement.text, dialect as u8, given)).or_insert_with(|| {
         let (text, names) = write(statement, dialect);
@@ -286,7 +287,6 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
     (writing.text, writing.names)
 }
 
-/// A text that is being written.
 struct Writing<'a> {
     dialect: Dialect,
     values: &'a [(&'static str, Value)],
@@ -328,82 +328,35 @@ impl Writing<'_> {
 
     /// Writes what a word in braces becomes.
     fn word(&mut self, word: &'static str) {
-        use Dialect::{MySql, Postgres, Sqlite};
         if let Some((of, inside)) = word.split_once(':').filter(|(of, _)| of.split(' ').all(is_a_database)) {
             let own = match self.dialect {
-                Postgres => "pg",
-                MySql => "my",
-                Sqlite => "lite",
+                Dialect::Postgres => "pg",
+                Dialect::MySql => "my",
+                Dialect::Sqlite => "lite",
             };
             if of.split(' ').any(|of| of == own) {
                 self.write(inside.trim_start());
             }
         } else if let Some((name, inside)) = word.strip_prefix("if ").and_then(|word| word.split_once(':')) {
-            if self.values.iter().any(|(bound, value)| *bound == name && value.is_given()) {
+            if self.is_given(name) {
                 self.write(inside.trim_start());
             }
-        } else if let Some(name) = word.strip_prefix("span ") {
-            match self.dialect {
-                Postgres => self.around("", name, " * interval '1 microsecond'"),
-                MySql => self.around("interval ", name, " microsecond"),
-                Sqlite => self.write(name),
-            }
-        } else if let Some(alias) = word.strip_prefix("lease of ") {
-            match self.dialect {
-                Postgres => self.around("", alias, ".lease_seconds * interval '1 second'"),
-                MySql => self.around("interval round(", alias, ".lease_seconds * 1000000) microsecond"),
-                Sqlite => self.around("", alias, ".lease_ms"),
-            }
-        } else if let Some(name) = word.strip_prefix("lease ") {
-            self.around("", name, if self.dialect == Sqlite { "" } else { " / 1e6" });
-        } else if let Some(time) = word.strip_prefix("micros ") {
-            match self.dialect {
-                Postgres => self.around("(extract(epoch from ", time, ") * 1000000)::bigint"),
-                MySql => self.around("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", time, ")"),
-                Sqlite => self.around("(", time, ") * 1000"),
-            }
-        } else if let Some(time) = word.strip_prefix("age ") {
-            match self.dialect {
-                Postgres => self.around("(extract(epoch from clock_timestamp() - ", time, ") * 1000000)::bigint"),
-                MySql => self.around("timestampdiff(microsecond, ", time, ", utc_timestamp(6))"),
-                Sqlite => self.around("(cast(round(unixepoch('subsec') * 1000) as integer) - ", time, ") * 1000"),
+        } else if let Some((name, inside)) = word.strip_prefix("unless ").and_then(|word| word.split_once(':')) {
+            if !self.is_given(name) {
+                self.write(inside.trim_start());
             }
         } else if let Some((of, list)) = word.strip_prefix("in ").and_then(|word| word.split_once(' ')) {
             self.one_of(of, list);
-        } else if let Some(keys) = word.strip_prefix("or update ") {
-            match self.dialect {
-                Postgres | Sqlite => self.around("on conflict (", keys, ") do update set"),
-                MySql => self.text.push_str("on duplicate key update"),
-            }
-        } else if let Some(column) = word.strip_prefix("new ") {
-            match self.dialect {
-                Postgres | Sqlite => self.around("excluded.", column, ""),
-                MySql => self.around("values(", column, ")"),
-            }
         } else if let Some((history, attempt)) = word.strip_prefix("history ").and_then(|word| word.rsplit_once(' ')) {
             self.history(history, attempt);
-        } else if self.longer_word(word).is_none() {
-            self.write(match (word, self.dialect) {
-                // The start of the statement: an index cannot be used to compare a time with the
-                // running clock.
-                ("now", Postgres) => "statement_timestamp()",
-                ("clock", Postgres) => "clock_timestamp()",
-                ("now" | "clock", MySql) => "utc_timestamp(6)",
-                ("now" | "clock", Sqlite) => "cast(round(unixepoch('subsec') * 1000) as integer)",
-                ("greatest", Postgres | MySql) => "greatest",
-                ("greatest", Sqlite) => "max",
-                ("lease", Postgres | MySql) => "lease_seconds",
-                ("lease", Sqlite) => "lease_ms",
-                ("key", MySql) => "`key`",
-                ("key", _) => "key",
-                ("lock", Postgres | MySql) => "for update",
-                ("lock free", Postgres | MySql) => "for update skip locked",
-                // Not needed: the transaction has the write lock of the whole file.
-                ("lock" | "lock free", Sqlite) => "",
-                // Found by a test, which writes every piece for every database.
-                _ => "{unknown word}",
-            });
+        } else if self.short_word(word).or_else(|| self.longer_word(word)).is_none() {
+            // Found by a test, which writes every piece for every database.
+            self.text.push_str("{unknown word}");
         }
+    }
+
+    fn is_given(&self, name: &str) -> bool {
+        self.values.iter().any(|(bound, value)| *bound == name && value.is_given())
     }
 
     fn around(&mut self, before: &'static str, inside: &'static str, after: &'static str) {
@@ -473,12 +426,15 @@ fn closing(inside: &str) -> usize {
     inside.len()
 }
 
-/// The rows of an answer.
 pub(in crate::store) type Rows = Vec<Box<dyn Row>>;
+
+/// A new name of a savepoint, which no handler can use by chance.
+pub(in crate::store) fn savepoint_name() -> String {
+    format!("oncebox_{}", Uuid::now_v7().simple())
+}
 
 /// A connection that runs statements.
 pub(in crate::store) trait Session: Send {
-    /// The rows of an answer.
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>>;
 
     /// Runs a statement and returns how many rows it changed.
@@ -524,10 +480,8 @@ pub(in crate::store) trait Transaction: Send {
 
 /// A database that these texts run on.
 pub(in crate::store) trait SqlStore: Send + Sync {
-    /// Which database it is.
     fn dialect(&self) -> Dialect;
 
-    /// A connection for reads.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 
     /// A transaction for writes.
@@ -585,12 +539,22 @@ mod tests {
     fn what_is_only_for_a_given_value_is_written_only_with_it() {
         let text = |statement: Statement, dialect| statement.in_words_of(dialect).expect("all is bound").0;
         let of = |only: Option<i64>| {
-            sql("select {key} from t where {if only: n = :only and }{pg lite: 1 = 1}{my: true}").bind("only", only)
+            sql("select {key} from t where {if only: n = :only}{unless only: n is null} and {pg lite: 1 = 1}{my: true}")
+                .bind("only", only)
         };
         assert_eq!(text(of(Some(1)), Dialect::Postgres), "select key from t where n = $1 and 1 = 1");
-        assert_eq!(text(of(None), Dialect::Postgres), "select key from t where 1 = 1");
-        assert_eq!(text(of(None), Dialect::MySql), "select `key` from t where true");
+        assert_eq!(text(of(None), Dialect::Postgres), "select key from t where n is null and 1 = 1");
+        assert_eq!(text(of(None), Dialect::MySql), "select `key` from t where n is null and true");
         assert_eq!(text(of(Some(1)), Dialect::Sqlite), "select key from t where n = ?1 and 1 = 1");
+    }
+
+    // Without the leading 1 both have the same key, and the second text is the first one.
+    #[test]
+    fn a_text_with_more_values_is_not_taken_for_one_with_fewer() {
+        let text = |statement: Statement| statement.in_words_of(Dialect::Sqlite).expect("all is bound").0;
+        let of = |one: Option<i64>| sql("select {if one: 'one'}{if other: 'other'}").bind("one", one);
+        assert_eq!(text(of(Some(1))), "select 'one'");
+        assert_eq!(text(of(None).bind("other", 2_i64)), "select 'other'");
     }
 
     #[test]

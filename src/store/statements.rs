@@ -100,3 +100,17 @@ pub trait Statements: Base {
         values: &[BTreeMap<String, SqlValue>],
     ) -> impl Future<Output = Result<(), SetError>> + Send;
 }
+
+/// What [`Statements::prepare_set`] gives for a set that the server was asked to read: none where
+/// it refuses the statements in this form.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) fn set_if_read<S>(set: S, read: sqlx::Result<()>) -> Result<Option<S>, StoreError> {
+    match read.map_err(StoreError::from) {
+        Ok(()) => Ok(Some(set)),
+        Err(error) if error.is_transient() => Err(error),
+        Err(error) => {
+            tracing::debug!(%error, "the statements of a handler run message by message");
+            Ok(None)
+        }
+    }
+}

@@ -52,7 +52,6 @@ impl Moved {
     }
 }
 
-/// What is wrong with a host.
 enum Wrong {
     Standby,
     Silent(Duration),
@@ -127,7 +126,6 @@ impl<Db: Remote> Hosts<Db> {
         Ok(())
     }
 
-    /// Whether there is more than one.
     pub(in crate::store) fn are_several(&self) -> bool {
         self.all.len() > 1
     }

@@ -21,44 +21,35 @@ use crate::store::bounded::{BoundedPool, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
 
-impl MySqlStore {
-    /// Connects once, so that errors show at once, and makes the pool.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
-    /// server is not there yet.
-    ///
-    /// # Cancel safety
-    /// Nothing is left behind.
-    pub(crate) async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
-        let mut hosts = hosts(options)?;
-        let connect_options = hosts.choose().await?.clone();
-        let are_several = hosts.are_several();
-        let timeouts = Timeouts::above(options.handler_timeout);
-        let answer_timeout = options.answer_timeout.unwrap_or(timeouts.answer);
-        let session = session_settings(&timeouts);
-        let (at_connect, at_release) = (format!("{session}{REMEMBER_ROLE}"), format!("rollback; {session}"));
-        let reset = reset(&connect_options);
-        let pool = pool_options(options.connections_max, answer_timeout, &hosts)
-            // Below `wait_timeout`, so that the pool closes an idle connection before the server
-            // does.
-            .idle_timeout(options.handler_timeout)
-            .after_connect(move |connection: &mut MySqlConnection, _| {
-                let session = at_connect.clone();
-                Box::pin(async move {
-                    connection.execute(AssertSqlSafe(session)).await?;
-                    Hosts::<MySql>::refuse_standby(are_several, connection).await
-                })
+/// Connects once, and makes the pool.
+pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreError> {
+    let mut hosts = hosts(options)?;
+    let connect_options = hosts.choose().await?.clone();
+    let are_several = hosts.are_several();
+    let timeouts = Timeouts::above(options.handler_timeout);
+    let answer_timeout = options.answer_timeout.unwrap_or(timeouts.answer);
+    let session = session_settings(&timeouts);
+    let (at_connect, at_release) = (format!("{session}{REMEMBER_ROLE}"), format!("rollback; {session}"));
+    let reset = reset(&connect_options);
+    let pool = pool_options(options.connections_max, answer_timeout, &hosts)
+        // Below `wait_timeout`, so that the pool closes an idle connection before the server
+        // does.
+        .idle_timeout(options.handler_timeout)
+        .after_connect(move |connection: &mut MySqlConnection, _| {
+            let session = at_connect.clone();
+            Box::pin(async move {
+                connection.execute(AssertSqlSafe(session)).await?;
+                Hosts::<MySql>::refuse_standby(are_several, connection).await
             })
-            .after_release(move |connection: &mut MySqlConnection, _| {
-                let session = at_release.clone();
-                Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
-            })
-            .connect_lazy_with(connect_options);
-        let lock_wait = lock_wait(options.handler_timeout);
-        let statement_max = timeouts.statement;
-        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, Some(reset), hosts), lock_wait, statement_max })
-    }
+        })
+        .after_release(move |connection: &mut MySqlConnection, _| {
+            let session = at_release.clone();
+            Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
+        })
+        .connect_lazy_with(connect_options);
+    let lock_wait = lock_wait(options.handler_timeout);
+    let statement_max = timeouts.statement;
+    Ok(MySqlStore { pool: BoundedPool::new(pool, answer_timeout, Some(reset), hosts), lock_wait, statement_max })
 }
 
 /// Reads the hosts out of the URL.

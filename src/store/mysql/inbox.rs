@@ -21,8 +21,9 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
+use uuid::Uuid;
 
-use super::{MySqlStore, hex, hex_list, is_locked, number, sixteen, token};
+use super::{MySqlStore, hex, hex_list, is_locked, number, sixteen};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
@@ -33,6 +34,7 @@ use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
+use crate::store::sql::savepoint_name;
 use crate::store::sql::waiting::{self, Buried};
 use crate::time::db_time::DbTime;
 
@@ -51,6 +53,7 @@ pub(super) struct MySqlInboxTx {
     /// Used to ask about `transaction` where its own connection does not answer.
     pool: BoundedPool<MySql>,
     consumer: ConsumerId,
+    /// Marks the rows of this batch.
     token: [u8; 16],
     savepoint: Option<String>,
     session: Option<ServerSession>,
@@ -95,6 +98,14 @@ const WORKS: &str = "\
 select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net') \
   from information_schema.processlist where id = ?";
 
+/// From `from` on: the rows `i` of some ids, each found by the primary key.
+macro_rules! of_ids {
+    () => {
+        "json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
+         straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id)"
+    };
+}
+
 #[async_trait]
 impl OwnInbox for MySqlStore {
     const PURGES_BY_KEY: bool = false;
@@ -111,7 +122,7 @@ impl OwnInbox for MySqlStore {
             transaction,
             pool,
             consumer,
-            token: token(),
+            token: Uuid::now_v7().into_bytes(),
             savepoint: None,
             session: None,
             began: Instant::now(),
@@ -127,26 +138,20 @@ impl OwnInbox for MySqlStore {
         if ids.is_empty() {
             return Ok(HashSet::new());
         }
-        let found = sqlx::query_scalar(
-            "select i.message_id from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id)",
-        )
-        .bind(id_list(ids))
-        .bind(consumer.0)
-        .all(&self.pool)
-        .await?;
+        let found = sqlx::query_scalar(concat!("select i.message_id from ", of_ids!()))
+            .bind(id_list(ids))
+            .bind(consumer.0)
+            .all(&self.pool)
+            .await?;
         Ok(found.into_iter().map(MessageId::from_uuid).collect())
     }
 
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
-        let locked = sqlx::query(
-            "select 1 from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) for update nowait",
-        )
-        .bind(id_list(ids))
-        .bind(consumer.0)
-        .all(&self.pool)
-        .await;
+        let locked = sqlx::query(concat!("select 1 from ", of_ids!(), " for update nowait"))
+            .bind(id_list(ids))
+            .bind(consumer.0)
+            .all(&self.pool)
+            .await;
         match locked {
             Ok(_) => Ok(false),
             Err(error) if is_locked(&error) => Ok(true),
@@ -160,8 +165,7 @@ impl OwnInbox for MySqlStore {
 }
 
 fn id_list(ids: &[MessageId]) -> String {
-    let ids: Vec<[u8; 16]> = ids.iter().map(|id| id.bytes()).collect();
-    hex_list(ids.iter().map(<[u8; 16]>::as_slice))
+    hex_list(ids.iter().map(|id| id.bytes()))
 }
 
 #[async_trait]
@@ -194,7 +198,7 @@ impl InboxTx for MySqlInboxTx {
 
         let mut found = HashMap::with_capacity(rows.rows.len());
         for row in &rows.rows {
-            let id: uuid::Uuid = row.try_get(0)?;
+            let id: Uuid = row.try_get(0)?;
             let hash = sixteen("content_hash", row.try_get::<&[u8], _>(1)?)?;
             let is_new = row.try_get::<&[u8], _>(2)? == self.token;
             if is_new {
@@ -236,15 +240,12 @@ impl InboxTx for MySqlInboxTx {
         if ids.is_empty() {
             return Ok(());
         }
-        sqlx::query(
-            "delete i from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) where i.batch_token = ?",
-        )
-        .bind(id_list(ids))
-        .bind(self.consumer.0)
-        .bind(self.token.as_slice())
-        .run(&mut self.transaction)
-        .await?;
+        sqlx::query(concat!("delete i from ", of_ids!(), " where i.batch_token = ?"))
+            .bind(id_list(ids))
+            .bind(self.consumer.0)
+            .bind(self.token.as_slice())
+            .run(&mut self.transaction)
+            .await?;
         self.ours.retain(|id| !ids.contains(id));
         Ok(())
     }
@@ -449,7 +450,7 @@ async fn standing(
            on true",
     )
     .bind(consumer.0)
-    .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
+    .bind(hex_list(lanes.iter().copied()))
     .bind(consumer.0)
     .all(connection)
     .await?;
@@ -465,11 +466,6 @@ fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
         now: DbTime::from_micros(row.try_get(1)?),
         id_skew: Duration::from_secs(row.try_get::<i64, _>(2)?.unsigned_abs()),
     })
-}
-
-/// A random name, which no handler can use by chance.
-pub(super) fn savepoint_name() -> String {
-    format!("oncebox_{}", hex(&token()))
 }
 
 /// Insert, warnings, rows, bounds of ages, whether any key is blocked at all, and savepoint in one
@@ -532,7 +528,7 @@ mod tests {
     #[test]
     fn the_packet_of_a_batch_of_a_hundred_is_one_record_of_tls() {
         let entries: Vec<_> = (0..100).map(|_| InboxEntry { id: MessageId::new(), hash: [7; 16] }).collect();
-        let text = admit_statements(ConsumerId(i32::MAX), &entries, token(), &savepoint_name());
+        let text = admit_statements(ConsumerId(i32::MAX), &entries, [7; 16], &savepoint_name());
         assert!(text.len() < 1 << 14, "{}", text.len());
     }
 

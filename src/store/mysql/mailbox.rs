@@ -6,7 +6,7 @@
 
 use sqlx::MySqlConnection;
 
-use super::is_duplicate;
+use super::inserted;
 use crate::email::port::NewEmail;
 use crate::error::StoreError;
 
@@ -28,7 +28,7 @@ pub(super) async fn queue(connection: &mut MySqlConnection, email: &NewEmail) ->
             )));
         }
     }
-    let inserted = sqlx::query(
+    let outcome = sqlx::query(
         "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, lease, attempts, created_at) \
          values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",
     )
@@ -38,9 +38,5 @@ pub(super) async fn queue(connection: &mut MySqlConnection, email: &NewEmail) ->
     .bind(&email.body)
     .execute(connection)
     .await;
-    match inserted {
-        Ok(_) => Ok(true),
-        Err(error) if is_duplicate(&error) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
+    Ok(inserted(outcome)?)
 }

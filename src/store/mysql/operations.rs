@@ -12,21 +12,21 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::mysql::MySqlArguments;
-use sqlx::{AssertSqlSafe, MySql, MySqlConnection};
+use sqlx::{MySql, MySqlConnection};
 
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::{MySqlStore, START, is_duplicate, number};
+use super::{MySqlStore, START, inserted, number};
 use crate::error::StoreError;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
+use crate::store::sql::records::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
@@ -47,18 +47,6 @@ const INSERT: &str = insert!();
 /// Inserts the claim of a transactional operation. It does not wait for a lock on MariaDB, and at
 /// most the one second that [`tx`] sets on MySQL (O17).
 const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
-
-/// Claims a record that was read before. The condition that must still hold is appended. MySQL
-/// assigns from left to right: `created_at` is before `outcome_at`, whose former value it needs.
-const RENEW: &str = "update oncebox_idempotency_request \
-    set principal = ?, fingerprint = ?, mode = ?, state = 'IN_PROGRESS', epoch = epoch + 1, owner = ?, \
-        lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, lease_seconds = ?, generation = ?, \
-        operation_id = ?, attempts = ?, created_at = if(outcome_at is null, created_at, utc_timestamp(6)), \
-        updated_at = utc_timestamp(6), outcome_at = null, expires_at = null, \
-        answer_status = null, schema_version = null, body = null, body_expires_at = null, body_headers = null, \
-        body_bytes = null, body_format = null, body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, \
-        resource_location = null, error_code = null \
-  where key_digest = ? and epoch = ? and ";
 
 const FINISH: &str = "update oncebox_idempotency_request \
     set state = ?, owner = null, lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6), \
@@ -91,47 +79,12 @@ impl KeyStore for MySqlStore {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
-    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
-        claim.requires(&[Mode::Bridged, Mode::Edge])?;
-        let owned = claim.owned(basis);
-        if let Basis::TakeOver(_) | Basis::Reconcile(_) | Basis::Reclaim(_) | Basis::Anew(_) = basis {
-            return self.claim_locked(claim, basis, owned).await;
-        }
-        let mut connection = self.pool.acquire().await?;
-        let staked = stake(&mut connection, INSERT, claim, basis, &owned).await?;
-        Ok(if staked { Claimed::Owned(owned) } else { Claimed::Refused })
+    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
+        Ok(inserted(insert(INSERT, claim, State::InProgress, owned).run(&self.pool).await)?)
     }
 
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
         Ok(Box::new(self.pool.begin(START).await?))
-    }
-
-    async fn end_claim(
-        &self,
-        owned: &Owned,
-        outcome: &RunOutcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        let fenced = finish(&mut transaction, &owned.into(), outcome, retention).await?;
-        transaction.commit().await?;
-        Ok(fenced)
-    }
-}
-
-impl MySqlStore {
-    /// Claims under the lock of the row, so that the condition sees the lease and the evidence of
-    /// late runs.
-    async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        records::lock(&mut transaction, &claim.identity).await?;
-        if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
-            records::forget_runs(&mut transaction, basis).await?;
-            transaction.commit().await?;
-            return Ok(Claimed::Owned(owned));
-        }
-        transaction.rollback().await?;
-        Ok(Claimed::Refused)
     }
 }
 
@@ -174,12 +127,8 @@ impl Operations for MySqlStore {
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
-        let state = State::UnknownRequiresRecovery;
-        match insert(INSERT, claim, state, &unowned).run(&self.pool).await {
-            Ok(_) => Ok(Fenced::Done),
-            Err(error) if is_duplicate(&error) => Ok(Fenced::LostOwnership),
-            Err(error) => Err(error.into()),
-        }
+        let insert = insert(INSERT, claim, State::UnknownRequiresRecovery, &unowned);
+        Ok(Fenced::rows(inserted(insert.run(&self.pool).await)?.into()))
     }
 
     async fn begin_operation(
@@ -202,37 +151,6 @@ async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Res
         .one(connection)
         .await?;
     records::look_and_body_of(&row)
-}
-
-/// Inserts the claim with `statement`, or renews a record. Returns false where the key has a
-/// record, or one that must not be renewed.
-async fn stake(
-    connection: &mut Bounded<sqlx::MySql>,
-    statement: &'static str,
-    claim: &KeyClaim,
-    basis: Basis<'_>,
-    owned: &Owned,
-) -> Result<bool, sqlx::Error> {
-    let Some(holds) = records::renewal(basis, Dialect::MySql) else {
-        return match insert(statement, claim, State::InProgress, owned).run(connection).await {
-            Ok(_) => Ok(true),
-            Err(error) if is_duplicate(&error) => Ok(false),
-            Err(error) => Err(error),
-        };
-    };
-    let renew = sqlx::query(AssertSqlSafe(format!("{RENEW}{holds}")))
-        .bind(claim.principal.to_string())
-        .bind(claim.fingerprint.to_string())
-        .bind(claim.mode.as_str())
-        .bind(owned.owner)
-        .bind(lease(claim, owned))
-        .bind(lease(claim, owned))
-        .bind(owned.generation)
-        .bind(owned.operation_id)
-        .bind(owned.attempts)
-        .bind(claim.identity.digest().to_vec())
-        .bind(owned.epoch - 1);
-    Ok(renew.run(connection).await?.rows_affected() == 1)
 }
 
 /// The seconds of the lease. None where the transaction itself owns the claim.

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
+use async_trait::async_trait;
 
 use super::MySqlStore;
 use crate::error::StoreError;
@@ -25,30 +25,29 @@ select cast(t.trx_mysql_thread_id as char), coalesce(left(t.trx_query, 100), '')
  where t.trx_state = 'LOCK WAIT' and p.db = database() and timestampdiff(second, t.trx_wait_started, now()) >= ? \
  order by t.trx_wait_started limit 20";
 
+#[async_trait]
 impl OperatorSql for MySqlStore {
     /// Connections that wait for a lock. The server tells what they wait for, not always who holds
     /// it.
-    fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
-        Box::pin(async move {
-            let mut connection = self.pool.acquire().await?;
-            let mut waits = Vec::new();
-            for sql in [TABLE_WAITS, ROW_WAITS] {
-                let waiting: Vec<(String, String, f64, String)> =
-                    match sqlx::query_as(sql).bind(longer_than.as_secs()).all(&mut connection).await {
-                        Ok(waiting) => waiting,
-                        // Most accounts do not have this right: then no row waits are listed.
-                        Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
-                        Err(error) => return Err(error.into()),
-                    };
-                for (connection, statement, seconds, holder) in waiting {
-                    waits.push(LockWait { connection, statement, seconds, holders: vec![holder] });
-                }
+    async fn waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        let mut waits = Vec::new();
+        for sql in [TABLE_WAITS, ROW_WAITS] {
+            let waiting: Vec<(String, String, f64, String)> =
+                match sqlx::query_as(sql).bind(longer_than.as_secs()).all(&mut connection).await {
+                    Ok(waiting) => waiting,
+                    // Most accounts do not have this right: then no row waits are listed.
+                    Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
+                    Err(error) => return Err(error.into()),
+                };
+            for (connection, statement, seconds, holder) in waiting {
+                waits.push(LockWait { connection, statement, seconds, holders: vec![holder] });
             }
-            Ok(waits)
-        })
+        }
+        Ok(waits)
     }
 
-    fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        Box::pin(super::check::positions::mend(&self.pool, context))
+    async fn mend_positions(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
+        super::check::positions::mend(&self.pool, context).await
     }
 }

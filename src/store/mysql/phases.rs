@@ -7,19 +7,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, Row, query, raw_sql};
-use uuid::Uuid;
 
 use super::inbox::START_HANDLER;
 use super::operations::{Held, SHORT_WAIT, USUAL_WAIT, finish, staked};
-use super::{MySqlStore, is_duplicate, is_locked};
+use super::{MySqlStore, inserted, is_locked};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
-use crate::operation::port::{Basis, Begun, KeyClaim, Owned, RecordFence, RunOutcome};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::Session;
-use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
+use crate::store::sql::phases::{HeldPhase, PhaseStore};
 
 /// Errors after which InnoDB may have ended the transaction by itself: a lock timeout (where the
 /// server is set so), a deadlock (also of XA and of group replication), a record that changed since
@@ -94,11 +93,7 @@ async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool,
     }
     let mark =
         query("insert into oncebox_operation_phase (operation_id, epoch, began_at) values (?, ?, utc_timestamp(6))");
-    match mark.bind(&id).bind(driven.epoch).run(transaction).await {
-        Ok(_) => Ok(true),
-        Err(error) if is_duplicate(&error) => Ok(false),
-        Err(error) => Err(error),
-    }
+    inserted(mark.bind(&id).bind(driven.epoch).run(transaction).await)
 }
 
 fn unproven(error: StoreError) -> StoreError {
@@ -143,24 +138,13 @@ impl HeldPhase for MySqlPhase {
         self.held.prove("release").await
     }
 
-    fn token(&self) -> Option<&str> {
-        None
-    }
-
-    /// Adds nothing: `prove` has checked the savepoint before.
-    async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
-        failed.map_or(Ok(Proof::Same), Err)
-    }
-
     async fn end_record(
         &mut self,
-        operation_id: Uuid,
         record: &RecordFence,
         outcome: &RunOutcome,
         retention: &Retention,
-    ) -> Result<(), StoreError> {
-        let finished = finish(&mut self.held.transaction, record, outcome, retention).await?;
-        same_times(&mut self.held.transaction, operation_id, finished).await
+    ) -> Result<Fenced, StoreError> {
+        finish(&mut self.held.transaction, record, outcome, retention).await
     }
 
     async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {

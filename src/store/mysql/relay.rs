@@ -58,10 +58,9 @@ const RUN_MIN: usize = 64;
 #[derive(Debug)]
 pub(super) struct MySqlSession {
     pool: BoundedPool<MySql>,
-    epoch: i64,
-    /// The revision that this session wrote last. Another one in the row means that another process
-    /// wrote (R7).
-    revision: i64,
+    /// Epoch and revision as this session wrote them last. Others in the row mean that another
+    /// process wrote (R7).
+    fence: Fence,
     length: Duration,
     /// The batches of the window that are not marked, each with its positions.
     window: BTreeMap<u64, Vec<i64>>,
@@ -101,13 +100,13 @@ impl Outbox for MySqlStore {
                 return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
             }
         }
-        let (epoch, revision) = (epoch + 1, revision + 1);
+        let fence = Fence { epoch: epoch + 1, revision: revision + 1 };
         sqlx::query(
             "update oncebox_shard set epoch = ?, revision = ?, owner = ?, \
              lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? where shard_id = ?",
         )
-        .bind(epoch)
-        .bind(revision)
+        .bind(fence.epoch)
+        .bind(fence.revision)
         .bind(&request.owner)
         .bind(micros(request.length))
         .bind(request.length.as_secs_f64())
@@ -117,8 +116,7 @@ impl Outbox for MySqlStore {
         transaction.commit().await?;
         Ok(LeaseAnswer::Taken(Box::new(MySqlSession {
             pool: self.pool.clone(),
-            epoch,
-            revision,
+            fence,
             length: request.length,
             window: BTreeMap::new(),
             in_flight: BTreeSet::new(),
@@ -176,12 +174,12 @@ impl RelaySession for MySqlSession {
              scanned_to = greatest(scanned_to, ?), updated_at = if(?, utc_timestamp(6), updated_at) \
              where shard_id = 0 and epoch = ? and revision = ?",
         )
-        .bind(self.revision + 1)
+        .bind(self.fence.revision + 1)
         .bind(micros(self.length))
         .bind(proven.iter().copied().max().unwrap_or(0))
         .bind(mark.through.is_some())
-        .bind(self.epoch)
-        .bind(self.revision)
+        .bind(self.fence.epoch)
+        .bind(self.fence.revision)
         .run(&mut transaction)
         .await?;
         if written.rows_affected() != 1 {
@@ -194,7 +192,7 @@ impl RelaySession for MySqlSession {
         delete_proven(&mut transaction, &proven).await?;
         transaction.commit().await?;
 
-        self.revision += 1;
+        self.fence.revision += 1;
         if let Some(through) = mark.through {
             self.window.retain(|batch, _| *batch > through);
             proven.iter().for_each(|position| {
@@ -233,8 +231,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
-        let mine = Fence { epoch: self.epoch, revision: self.revision };
-        match Session::run(&mut self.pool.acquire().await?, outbox::release(0, mine)).await? {
+        match Session::run(&mut self.pool.acquire().await?, outbox::release(0, self.fence)).await? {
             1 => Ok(()),
             _ => Err(self.fenced("another owner wrote")),
         }
@@ -243,13 +240,12 @@ impl RelaySession for MySqlSession {
 
 impl MySqlSession {
     fn fenced(&self, why: &str) -> StoreError {
-        StoreError::Fenced(format!("epoch {} of the outbox has ended: {why}", self.epoch))
+        StoreError::Fenced(format!("epoch {} of the outbox has ended: {why}", self.fence.epoch))
     }
 
     fn is_ours(&self, row: &MySqlRow) -> Result<(), StoreError> {
         let seen = Fence { epoch: row.try_get("epoch")?, revision: row.try_get("revision")? };
-        let mine = Fence { epoch: self.epoch, revision: self.revision };
-        mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
+        self.fence.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
     }
 
     /// Reads the first rows outside these runs, which are in flight. Returns true where there may

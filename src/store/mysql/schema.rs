@@ -79,7 +79,6 @@ impl Schema for MySqlStore {
     }
 }
 
-/// Reads which migrations were applied.
 pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
     let applied = "select version, serves_from from oncebox_migration order by version";
     let found: sqlx::Result<Vec<(i64, i64)>> = sqlx::query_as(applied).all(connection).await;

@@ -10,7 +10,7 @@ use super::message::{arrived_from_json, arrived_to_json};
 use super::{MySqlStore, START};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value, boxed};
 use crate::store::statements::Dialect;
 
 impl Row for MySqlRow {
@@ -75,10 +75,6 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
             query.bind(list.as_json_list())
         }
     }))
-}
-
-fn boxed(rows: Vec<MySqlRow>) -> Rows {
-    rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect()
 }
 
 impl Session for Bounded<MySql> {

@@ -27,7 +27,7 @@ use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 use super::{MySqlStore, number, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, written};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, set_if_read, written};
 
 /// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;
@@ -138,15 +138,7 @@ impl Statements for MySqlStore {
         let set = MySqlSet::new(statements);
         let mut connection = self.pool.acquire().await?;
         let trial = block(&set.statements, &[BTreeMap::new(), BTreeMap::new()], 1);
-        let prepared = connection.prepare(AssertSqlSafe(trial)).await.map(drop);
-        match prepared.map_err(StoreError::from) {
-            Ok(()) => Ok(Some(set)),
-            Err(error) if error.is_transient() => Err(error),
-            Err(error) => {
-                tracing::debug!(%error, "the statements of a handler run message by message");
-                Ok(None)
-            }
-        }
+        set_if_read(set, connection.prepare(AssertSqlSafe(trial)).await.map(drop))
     }
 
     async fn execute_set(

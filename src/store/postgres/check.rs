@@ -12,7 +12,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::{Finding, LOST_AT_FAILOVER};
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
-    let mut connection = store.dedicated().await?;
+    let mut connection = store.pool.dedicated().await?;
     let mut findings = vec![server_version(&mut connection).await?];
     findings.extend(server_settings(&mut connection).await?);
     findings.push(standbys(&mut connection).await?);
@@ -100,7 +100,7 @@ fn synchronous(standbys: i64, names: &str, commit: &str) -> Finding {
 async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let mark = uuid::Uuid::now_v7().to_string();
     let remedy = "connect to the server directly, or to a pooler in session mode";
-    let mut other = store.dedicated().await?;
+    let mut other = store.pool.dedicated().await?;
     for _ in 0..3 {
         sqlx::query("select set_config('oncebox.probe', $1, false)").bind(&mark).run(&mut *connection).await?;
         let probe = "select current_setting('oncebox.probe', true)";

@@ -15,7 +15,7 @@ use super::PostgresStore;
 use crate::error::{StoreError, redact};
 use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
-use crate::store::bounded::{Bounded, BoundedPool, pool_options};
+use crate::store::bounded::{BoundedPool, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
 
@@ -52,16 +52,6 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
 }
 
 impl PostgresStore {
-    /// A connection inside a transaction.
-    pub(super) async fn transaction(&self) -> Result<Bounded<Postgres>, StoreError> {
-        Ok(self.pool.begin(BEGIN).await?)
-    }
-
-    /// A connection outside of the pool, for a relay session: it is not shared and not given back.
-    pub(super) async fn dedicated(&self) -> Result<Bounded<Postgres>, StoreError> {
-        Ok(self.pool.dedicated().await?)
-    }
-
     /// How long the server lets a session be idle inside a transaction, or wait for a lock.
     pub(super) fn server_timeout(&self) -> Duration {
         self.handler_timeout + MARGIN

@@ -50,7 +50,7 @@ select $2 + row_number() over (order by position), bucket, message_id, topic, ke
 /// Repairs the sequence, or on a dry run describes the repair. Returns nothing where the sequence
 /// is sound.
 pub(super) async fn sequence(store: &PostgresStore, context: &ActContext) -> Result<Vec<String>, StoreError> {
-    let mut connection = store.dedicated().await?;
+    let mut connection = store.pool.dedicated().await?;
     connection.begin(BEGIN).await?;
     let mended = within(&mut connection, context).await;
     match &mended {

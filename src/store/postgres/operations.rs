@@ -14,21 +14,22 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::postgres::PgArguments;
-use sqlx::{AssertSqlSafe, PgConnection, Postgres};
+use sqlx::{PgConnection, Postgres};
 use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
-pub(super) use self::tx::{Held, proved_by, staked, undo};
+pub(super) use self::tx::{Held, staked};
 
+use super::connect::BEGIN;
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
+use crate::store::sql::records::{KeyStore, OutcomeTransaction};
 use crate::store::sql::{records, words};
 use crate::store::statements::Dialect;
 
@@ -62,16 +63,6 @@ const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant
                  else pg_try_advisory_xact_lock($9) end \
      on conflict do nothing returning pg_current_xact_id()::text";
 
-/// Claims a record that was read before. The condition that must still hold is appended.
-const RENEW: &str = "update oncebox.idempotency_request \
-    set principal = $2, fingerprint = $3, mode = $4, state = 'IN_PROGRESS', epoch = $5, owner = $6, \
-        lease_until = clock_timestamp() + $7 * interval '1 second', lease_seconds = $7, generation = $8, operation_id = $9, \
-        attempts = $10, created_at = case when outcome_at is null then created_at else clock_timestamp() end, \
-        updated_at = clock_timestamp(), outcome_at = null, expires_at = null, answer_status = null, \
-        schema_version = null, body = null, body_expires_at = null, body_headers = null, body_bytes = null, body_format = null, \
-        body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
-  where key_digest = $1 and epoch = $5 - 1 and ";
-
 #[async_trait]
 impl OutcomeTransaction for Bounded<Postgres> {
     async fn finish_record(
@@ -94,28 +85,13 @@ impl KeyStore for PostgresStore {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
-    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
-        claim.requires(&[Mode::Bridged, Mode::Edge])?;
-        let owned = claim.owned(basis);
-        if let Basis::Reclaim(_) | Basis::Anew(_) = basis {
-            return self.claim_locked(claim, basis, owned).await;
-        }
-        let mut connection = self.pool.acquire().await?;
-        let changed = match records::renewal(basis, Dialect::Postgres) {
-            None => {
-                insert(INSERT, claim, &owned)
-                    .bind(owned.owner)
-                    .bind(seconds(claim, &owned))
-                    .run(&mut connection)
-                    .await?
-            }
-            Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut connection).await?,
-        };
-        Ok(if changed.rows_affected() == 1 { Claimed::Owned(owned) } else { Claimed::Refused })
+    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
+        let insert = insert(INSERT, claim, owned).bind(owned.owner).bind(claim.lease.as_secs_f64());
+        Ok(insert.run(&self.pool).await?.rows_affected() == 1)
     }
 
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
-        Ok(Box::new(self.transaction().await?))
+        Ok(Box::new(self.pool.begin(BEGIN).await?))
     }
 
     async fn end_claim(
@@ -129,22 +105,6 @@ impl KeyStore for PostgresStore {
 
     async fn free_bodies(&self, limit: u32) -> Result<u64, StoreError> {
         expiry::free_bodies(self, limit).await
-    }
-}
-
-impl PostgresStore {
-    /// Claims under the lock of the row, so that the condition sees the evidence of late runs.
-    async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
-        let mut tx = self.transaction().await?;
-        records::lock(&mut tx, &claim.identity).await?;
-        let holds = records::renewal(basis, Dialect::Postgres).unwrap_or("false");
-        if renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut tx).await?.rows_affected() == 1 {
-            records::forget_runs(&mut tx, basis).await?;
-            tx.commit().await?;
-            return Ok(Claimed::Owned(owned));
-        }
-        tx.rollback().await?;
-        Ok(Claimed::Refused)
     }
 }
 
@@ -217,11 +177,6 @@ async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> 
     records::look_and_body_of(&row)
 }
 
-/// The seconds of the lease. None where the transaction itself owns the claim.
-fn seconds(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
-    owned.owner.map(|_| claim.lease.as_secs_f64())
-}
-
 /// Binds the values that every claim has. The caller may bind more.
 fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
     let identity = &claim.identity;
@@ -234,18 +189,4 @@ fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Qu
         .bind(claim.fingerprint.to_string())
         .bind(claim.mode.as_str())
         .bind(owned.operation_id)
-}
-
-fn renew<'q>(statement: &str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
-    sqlx::query(AssertSqlSafe(statement.to_owned()))
-        .bind(claim.identity.digest().to_vec())
-        .bind(claim.principal.to_string())
-        .bind(claim.fingerprint.to_string())
-        .bind(claim.mode.as_str())
-        .bind(owned.epoch)
-        .bind(owned.owner)
-        .bind(seconds(claim, owned))
-        .bind(owned.generation)
-        .bind(owned.operation_id)
-        .bind(i32::try_from(owned.attempts).unwrap_or(i32::MAX))
 }

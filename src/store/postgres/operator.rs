@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
+use async_trait::async_trait;
 
 use super::PostgresStore;
 use crate::error::StoreError;
@@ -21,17 +21,16 @@ select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - c
    and coalesce(l.since, w.query_start) < clock_timestamp() - $1 * interval '1 second'
  order by 3 desc limit 20";
 
+#[async_trait]
 impl OperatorSql for PostgresStore {
-    fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
-        Box::pin(async move {
-            let waits: Vec<(String, String, f64, Vec<String>)> =
-                sqlx::query_as(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
-            let wait = |(connection, statement, seconds, holders)| LockWait { connection, statement, seconds, holders };
-            Ok(waits.into_iter().map(wait).collect())
-        })
+    async fn waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
+        let waits: Vec<(String, String, f64, Vec<String>)> =
+            sqlx::query_as(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
+        let wait = |(connection, statement, seconds, holders)| LockWait { connection, statement, seconds, holders };
+        Ok(waits.into_iter().map(wait).collect())
     }
 
-    fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        Box::pin(super::mend::sequence(self, context))
+    async fn mend_positions(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
+        super::mend::sequence(self, context).await
     }
 }

@@ -76,7 +76,6 @@ impl Tidied {
     }
 }
 
-/// A range partition of the outbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct OutboxRange {
     name: String,
@@ -286,8 +285,8 @@ async fn delete_page(
     Ok(attempt(connection, &delete).await? && count == PAGE)
 }
 
-/// Drops the oldest emptied partition where there are many. DETACH locks the whole table for a
-/// moment, so it is rare and waits only briefly.
+/// Drops the oldest emptied partition where there are many. This is rare, because it locks the
+/// whole table for a moment.
 async fn drop_emptied(
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
@@ -299,15 +298,20 @@ async fn drop_emptied(
         return Ok(());
     }
     let name = &emptied[0].name;
-    let detach = format!(
-        "set local lock_timeout = '50ms'; alter table oncebox.outbox detach partition oncebox.{name}; drop table oncebox.{name}"
-    );
-    if attempt(connection, &detach).await? {
+    if attempt(connection, &dropping("outbox", name)).await? {
         tracing::debug!(name, "dropped an emptied outbox partition");
     } else {
         tidied.drop_not_before = Some(Instant::now() + 60 * AGAIN_AFTER);
     }
     Ok(())
+}
+
+/// Drops a partition. DETACH locks the whole table, so it waits only briefly.
+pub(super) fn dropping(table: &str, partition: &str) -> String {
+    format!(
+        "set local lock_timeout = '50ms'; alter table oncebox.{table} detach partition oncebox.{partition}; \
+         drop table oncebox.{partition}"
+    )
 }
 
 /// Runs statements in one transaction with short lock waits. Returns false where they could not run
@@ -444,7 +448,7 @@ impl PostgresStore {
             }
             *look_at = Some(Instant::now() + 6 * LOOK_EVERY);
         }
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         let state = raw_sql(INBOX_STATE).one(&mut connection).await?;
         let (default_bytes, is_closed): (i64, bool) = (state.try_get(0)?, state.try_get(1)?);
         if is_closed {
@@ -497,7 +501,7 @@ impl PostgresStore {
     }
 
     async fn beside(&self, default: &str, outside: &str, attach: &str) -> Result<(), StoreError> {
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         let alone = format!("select pg_try_advisory_lock({BESIDE})");
         if !raw_sql(AssertSqlSafe(alone)).one(&mut connection).await?.try_get::<bool, _>(0)? {
             connection.close().await;

@@ -6,19 +6,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, query, query_scalar};
-use uuid::Uuid;
 
 use super::connect::BEGIN;
-use super::operations::{Held, Within, finish, proved_by, staked, undo};
+use super::operations::{Held, Within, finish, staked};
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
-use crate::operation::port::{Basis, Begun, KeyClaim, Owned, RecordFence, RunOutcome};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::Session;
-use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
+use crate::store::sql::phases::{HeldPhase, PhaseStore};
 
 /// A transaction that is about to end usually ends within this time. Another one may never end, and
 /// must not occupy a connection until then.
@@ -26,7 +25,6 @@ const SHORT_WAIT: &str = "set local lock_timeout = '100ms'";
 /// The SQLSTATE of a lock timeout.
 const LOCKED: &str = "55P03";
 
-/// The transaction of a phase.
 #[derive(Debug)]
 struct PostgresPhase {
     held: Held,
@@ -53,7 +51,7 @@ impl PhaseStore for PostgresStore {
     }
 
     async fn begin_held(&self) -> Result<Box<dyn HeldPhase>, StoreError> {
-        Ok(PostgresPhase::boxed(self.transaction().await?, String::new()))
+        Ok(PostgresPhase::boxed(self.pool.begin(BEGIN).await?, String::new()))
     }
 
     /// Returns `Unended` where another transaction holds a mark and has not ended.
@@ -91,7 +89,7 @@ impl HeldPhase for PostgresPhase {
     }
 
     async fn undo(&mut self) -> Result<Proof, StoreError> {
-        undo(&mut self.held).await
+        self.held.undo().await
     }
 
     /// Always `Same`: the statement that moves the operation compares the id itself.
@@ -105,7 +103,7 @@ impl HeldPhase for PostgresPhase {
 
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
         if let Some(error) = failed {
-            return proved_by(&mut self.held, error).await;
+            return self.held.proved_by(error).await;
         }
         let same = query_scalar("select coalesce($1 = pg_current_xact_id_if_assigned()::text, false)");
         let is_same: bool = same.bind(self.held.token.clone()).one(&mut self.held.tx).await?;
@@ -114,14 +112,12 @@ impl HeldPhase for PostgresPhase {
 
     async fn end_record(
         &mut self,
-        operation_id: Uuid,
         record: &RecordFence,
         outcome: &RunOutcome,
         retention: &Retention,
-    ) -> Result<(), StoreError> {
+    ) -> Result<Fenced, StoreError> {
         let within = Some(Within::token(&self.held.token));
-        let finished = finish(&mut self.held.tx, record, outcome, retention, within).await?;
-        same_times(&mut self.held.tx, operation_id, finished).await
+        finish(&mut self.held.tx, record, outcome, retention, within).await
     }
 
     async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {

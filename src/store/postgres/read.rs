@@ -27,6 +27,7 @@ use crate::outbox::port::OutboxRow;
 use crate::outbox::rules::gaps::{GapSet, ReadPlan};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::headers::parse_headers;
+use crate::time::lease::Fence;
 
 /// The columns of a message, in the order that [`message_of`] reads.
 pub(super) const CONTENT: [&str; 10] = [
@@ -64,7 +65,6 @@ impl Buckets {
     }
 }
 
-/// The limits of one read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Bounds {
     pub(super) rows: usize,
@@ -80,12 +80,10 @@ impl Bounds {
     }
 }
 
-/// The result of one read.
 #[derive(Debug)]
 pub(super) struct NewRows {
     pub(super) xmin: u64,
-    pub(super) epoch: i64,
-    pub(super) revision: i64,
+    pub(super) fence: Fence,
     pub(super) last_value: i64,
     /// Positions of all shards, in the order of the answer.
     pub(super) positions: Vec<i64>,
@@ -172,8 +170,7 @@ fn add(found: &mut Option<NewRows>, row: &PgRow, buckets: Buckets, bounds: Bound
         Some(found) => found,
         None => found.insert(NewRows {
             xmin: row.try_get_unchecked::<i64, _>(0)?.unsigned_abs(),
-            epoch: row.try_get_unchecked(1)?,
-            revision: row.try_get_unchecked(2)?,
+            fence: Fence { epoch: row.try_get_unchecked(1)?, revision: row.try_get_unchecked(2)? },
             last_value: row.try_get_unchecked(3)?,
             positions: Vec::with_capacity(bounds.rows.min(1_024)),
             rows: Vec::new(),

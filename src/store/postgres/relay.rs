@@ -88,7 +88,7 @@ select distinct transactionid::text::bigint from pg_locks
 #[async_trait]
 impl Outbox for PostgresStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         raw_sql(AssertSqlSafe(settings(self.server_timeout()))).run(&mut connection).await?;
         let taken = sqlx::query(TAKE)
             .bind(request.shard)
@@ -108,13 +108,12 @@ impl Outbox for PostgresStore {
             .try_get::<&str, _>(3)?
             .parse()
             .map_err(|error| StoreError::Corrupt(format!("the gaps of shard {}: {error}", request.shard)))?;
-        let fence: i64 = row.try_get(6)?;
+        let xact: i64 = row.try_get(6)?;
         Ok(LeaseAnswer::Taken(Box::new(PostgresSession {
             shard: request.shard,
             buckets: Buckets { from: row.try_get(4)?, to: row.try_get(5)? },
-            epoch: row.try_get(0)?,
-            revision: row.try_get(1)?,
-            cursor: GapCursor::start(row.try_get(2)?, &gaps, fence.unsigned_abs(), RANGES_MAX),
+            fence: Fence { epoch: row.try_get(0)?, revision: row.try_get(1)? },
+            cursor: GapCursor::start(row.try_get(2)?, &gaps, xact.unsigned_abs(), RANGES_MAX),
             decided_to: row.try_get(7)?,
             store: self.clone(),
             connection,
@@ -160,8 +159,8 @@ pub(super) struct PostgresSession {
     connection: Bounded<Postgres>,
     shard: i32,
     buckets: Buckets,
-    epoch: i64,
-    revision: i64,
+    /// Epoch and revision as this session wrote them last.
+    fence: Fence,
     cursor: GapCursor,
     began: Instant,
     /// The batches of this session that have rows, each with its batch number in the cursor.
@@ -183,9 +182,7 @@ impl RelaySession for PostgresSession {
         let bounds = Bounds { rows: self.limit(rows_max), bytes: self.read_bytes };
         let found = read(&mut self.connection, self.shard, self.buckets, &plan, bounds).await?;
         let found = found.ok_or_else(|| StoreError::Fenced(format!("shard {} is gone", self.shard)))?;
-        let mine = Fence { epoch: self.epoch, revision: self.revision };
-        mine.check(Fence { epoch: found.epoch, revision: found.revision })
-            .map_err(|lost| StoreError::Fenced(format!("shard {}: {lost}", self.shard)))?;
+        self.fence.check(found.fence).map_err(|lost| StoreError::Fenced(format!("shard {}: {lost}", self.shard)))?;
         if self.cursor.is_ahead_of(found.last_value) {
             return Err(StoreError::Refused(format!(
                 "sequence behind cursor: the last position drawn is {}, shard {} has read up to {}; new messages would never be \
@@ -225,7 +222,7 @@ impl RelaySession for PostgresSession {
             None => self.cursor.mark_idle(),
         };
         let query = sqlx::query(if moved.is_some() { CHECKPOINT_AND_MARK } else { CHECKPOINT });
-        let mut query = query.bind(self.shard).bind(self.epoch).bind(self.revision);
+        let mut query = query.bind(self.shard).bind(self.fence.epoch).bind(self.fence.revision);
         if let Some(moved) = &moved {
             query = query.bind(moved.scanned_to).bind(moved.gaps.to_string());
         }
@@ -244,13 +241,13 @@ impl RelaySession for PostgresSession {
         let Some(row) = made else {
             return Err(StoreError::Fenced(format!(
                 "shard {} is not at epoch {} and revision {} any more",
-                self.shard, self.epoch, self.revision
+                self.shard, self.fence.epoch, self.fence.revision
             )));
         };
-        let fence: i64 = row.try_get(0)?;
-        self.revision += 1;
+        let xact: i64 = row.try_get(0)?;
+        self.fence.revision += 1;
         let now = self.now();
-        self.cursor.on_checkpoint(ticket, fence.unsigned_abs(), now).map_err(|error| doubt(&error))?;
+        self.cursor.on_checkpoint(ticket, xact.unsigned_abs(), now).map_err(|error| doubt(&error))?;
         if let Some(moved) = moved {
             while self.batches.front().is_some_and(|(_, number)| *number <= moved.batch) {
                 self.batches.pop_front();
@@ -290,8 +287,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn release(mut self: Box<Self>) -> Result<(), StoreError> {
-        let mine = Fence { epoch: self.epoch, revision: self.revision };
-        let released = Session::run(&mut self.connection, outbox::release(self.shard, mine)).await?;
+        let released = Session::run(&mut self.connection, outbox::release(self.shard, self.fence)).await?;
         self.connection.close().await;
         match released {
             1 => Ok(()),

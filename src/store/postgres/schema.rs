@@ -78,7 +78,7 @@ impl Schema for PostgresStore {
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         // The connection does not go back to the pool, so the lock ends with it in any case. A
         // migration, and the wait for another migrator, have no time limit.
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         // Hides the notices "already exists, skipping", which are normal for repeatable migrations.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
         sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;
@@ -112,7 +112,6 @@ fn text(migration: &MigrationText) -> String {
     )
 }
 
-/// Reads which migrations were applied.
 async fn applied(connection: &mut Bounded<Postgres>) -> Result<History, StoreError> {
     let there: bool =
         sqlx::query_scalar("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?;

@@ -7,10 +7,11 @@ use sqlx::{Postgres, query};
 use uuid::Uuid;
 
 use super::PostgresStore;
+use super::connect::BEGIN;
 use super::text::{restored, stored};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value, boxed};
 use crate::store::statements::Dialect;
 use crate::text::hex::hex;
 use crate::time::db_time::micros_of;
@@ -72,24 +73,20 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
         Value::Id(value) => query.bind(*value),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) | Value::SentAt(value) => query.bind(*value),
-        Value::Foreign(value) => query.bind(value.as_deref().map(escaped)),
+        Value::Foreign(value) => query.bind(value.as_deref().map(stored)),
         Value::Headers(headers) => query.bind(json_of(headers)),
         Value::Span(value) => query.bind(value.map(micros_of)),
         Value::Ints(list) => query.bind(list.clone()),
         Value::Ids(list) => query.bind(list.clone()),
         Value::ManyBytes(list) => query.bind(list.clone()),
         Value::Texts(list) => query.bind(list.clone()),
-        Value::Foreigns(list) => query.bind(list.iter().map(|text| escaped(text)).collect::<Vec<_>>()),
+        Value::Foreigns(list) => query.bind(list.iter().map(|text| stored(text)).collect::<Vec<_>>()),
     }))
-}
-
-fn escaped(text: &str) -> String {
-    stored(text).into_owned()
 }
 
 /// Pairs of name and value as JSON, the value in hexadecimal digits.
 fn json_of(headers: &[(String, Vec<u8>)]) -> String {
-    let pairs: Vec<[String; 2]> = headers.iter().map(|(name, value)| [escaped(name), hex(value)]).collect();
+    let pairs: Vec<[String; 2]> = headers.iter().map(|(name, value)| [stored(name), hex(value)]).collect();
     serde_json::json!(pairs).to_string()
 }
 
@@ -102,10 +99,6 @@ impl Session for PgConnection {
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
         Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
     }
-}
-
-fn boxed(rows: Vec<PgRow>) -> Rows {
-    rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect()
 }
 
 impl Session for Bounded<Postgres> {
@@ -142,7 +135,7 @@ impl SqlStore for PostgresStore {
     }
 
     fn begin_sql(&self) -> BoxFuture<'_, Result<Box<dyn Transaction>, StoreError>> {
-        Box::pin(async move { Ok(Box::new(self.transaction().await?) as Box<dyn Transaction>) })
+        Box::pin(async move { Ok(Box::new(self.pool.begin(BEGIN).await?) as Box<dyn Transaction>) })
     }
 
     fn run_alone(&self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {

@@ -16,10 +16,13 @@ use sqlx::postgres::{PgArguments, PgDatabaseError};
 use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
 
 use super::PostgresStore;
+use super::connect::BEGIN;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::bounded::Ask;
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, first_word, names, written};
+use crate::store::statements::{
+    Dialect, Piece, SetError, SqlValue, Statements, first_word, names, set_if_read, written,
+};
 use crate::text::hex::hex;
 
 /// A statement whose parameters are text, each cast to the type that the server determined.
@@ -56,7 +59,7 @@ impl Statements for PostgresStore {
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<PostgresStatement, StoreError> {
         // A dedicated connection: its prepared statements end with it, and nobody else gets them.
-        let mut connection = self.dedicated().await?;
+        let mut connection = self.pool.dedicated().await?;
         let plain = written(pieces, |number, _| format!("${number}"));
         let prepared = connection.prepare(AssertSqlSafe(plain)).await?;
         let returns_rows = !prepared.columns().is_empty();
@@ -98,20 +101,12 @@ impl Statements for PostgresStore {
 
     async fn prepare_set(&self, statements: &[PostgresStatement]) -> Result<Option<PostgresSet>, StoreError> {
         let Some(set) = block(statements) else { return Ok(None) };
-        let mut connection = self.dedicated().await?;
-        connection.begin("begin").await?;
+        let mut connection = self.pool.dedicated().await?;
+        connection.begin(BEGIN).await?;
         // Without a message the block does nothing, but the server reads it.
         let block = sqlx::query(set.run).bind(set.block);
         let nobody = set.parameters.iter().fold(block, |query, _| query.bind(Vec::<String>::new()));
-        let read = nobody.run(&mut connection).await;
-        match read.map_err(StoreError::from) {
-            Ok(_) => Ok(Some(set)),
-            Err(error) if error.is_transient() => Err(error),
-            Err(error) => {
-                tracing::debug!(%error, "the statements of a handler run message by message");
-                Ok(None)
-            }
-        }
+        set_if_read(set, nobody.run(&mut connection).await.map(drop))
     }
 
     async fn execute_set(

@@ -42,7 +42,6 @@ pub(super) async fn read(
     rows.iter().map(|row| entry(&**row)).collect()
 }
 
-/// The values of an audit row.
 pub(super) struct Act<'a> {
     pub(super) name: &'static str,
     /// What the act was on: `outbox`, a consumer or an operation. On PostgreSQL an act on a message
@@ -57,7 +56,6 @@ pub(super) struct Act<'a> {
     pub(super) document: serde_json::Value,
 }
 
-/// Writes the row of an act.
 pub(super) async fn write(
     session: &mut dyn Session,
     dialect: Dialect,

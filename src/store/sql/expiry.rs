@@ -105,7 +105,6 @@ pub(super) async fn raise_bound(
     session.run(bound).await.map(drop)
 }
 
-/// The records that one purge deletes.
 #[derive(Default)]
 struct Batch {
     digests: Vec<Vec<u8>>,

@@ -7,31 +7,28 @@ impl Writing<'_> {
     /// Writes a history, oldest first, with the error `:error` appended; at 50 errors the oldest
     /// goes.
     pub(super) fn history(&mut self, history: &'static str, attempt: &'static str) {
-        let [full, shorter, whole, before, end] = match self.dialect {
-            Dialect::Postgres => [
-                "case when jsonb_array_length(",
-                ") >= 50 then ",
-                " - 0 else ",
-                " end || jsonb_build_object('at', clock_timestamp(), 'attempt', (",
-                ")::integer, 'error', :error::text)",
-            ],
-            Dialect::MySql => [
-                "json_array_append(case when json_length(",
-                ") >= 50 then json_remove(",
-                ", '$[0]') else ",
-                " end, '$', json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ",
-                ", 'error', :error))",
-            ],
-            Dialect::Sqlite => [
-                "json_insert(case when json_array_length(",
-                ") >= 50 then json_remove(",
-                ", '$[0]') else ",
-                " end, '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', ",
-                ", 'error', :error))",
-            ],
+        // `~` is the history, `@` the number of the try.
+        let text = match self.dialect {
+            Dialect::Postgres => {
+                "case when jsonb_array_length(~) >= 50 then ~ - 0 else ~ end || \
+                 jsonb_build_object('at', clock_timestamp(), 'attempt', (@)::integer, 'error', :error::text)"
+            }
+            Dialect::MySql => {
+                "json_array_append(case when json_length(~) >= 50 then json_remove(~, '$[0]') else ~ end, '$', \
+                 json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', @, 'error', :error))"
+            }
+            Dialect::Sqlite => {
+                "json_insert(case when json_array_length(~) >= 50 then json_remove(~, '$[0]') else ~ end, '$[#]', \
+                 json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', @, 'error', :error))"
+            }
         };
-        for part in [full, history, shorter, history, whole, history, before, attempt, end] {
-            self.write(part);
+        for part in text.split_inclusive(['~', '@']) {
+            self.write(part.trim_end_matches(['~', '@']));
+            match part.chars().next_back() {
+                Some('~') => self.write(history),
+                Some('@') => self.write(attempt),
+                _ => {}
+            }
         }
     }
 }

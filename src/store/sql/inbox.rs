@@ -1,22 +1,25 @@
-//! The part of the inbox that does not run for every batch, on every database: consumers and dead
-//! messages here; attempts, assignments and the purge in files of their own.
+//! The part of the inbox that does not run for every batch, on every database.
 //!
-//! Guarantees: a consumer keeps its number, and its id rule changes only when an operator accepts
-//! that (R31). Not here: what runs for every batch, which each database implements itself
-//! ([`OwnInbox`]).
+//! Guarantees:
+//!
+//! * A consumer keeps its number, and its id rule changes only when an operator accepts that (R31).
+//! * Tries are counted in transactions of their own (R26), and their rows are deleted once the
+//!   message has its inbox row.
+//! * Only the current owner of a partition changes its position or closes its row.
+//!
+//! Not here: what runs for every batch, which each database implements itself ([`OwnInbox`]).
 
-mod assignment;
-mod attempts;
 pub(in crate::store) mod purge;
 
 use std::collections::HashSet;
 use std::fmt::Debug;
 
 use async_trait::async_trait;
+use uuid::Uuid;
 
-pub(in crate::store) use self::attempts::clear as clear_attempts;
+use super::message::error_text;
 use super::outbox::skipped;
-use super::{Session, SqlStore, sql};
+use super::{Session, SqlStore, Statement, foreign, sql};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, ConsumerSpec, Holding, Inbox, InboxTx, Opened, Purged};
 use crate::inbox::rules::horizon::Bounds;
@@ -73,6 +76,92 @@ pub(in crate::store) const STORED: &str = "\
         {if all: union all select 1 from oncebox.waiting where consumer_id = :consumer and state = 'waiting'}) s} \
  limit 1 offset :skipped";
 
+/// The table of the rows `a` of the messages `:ids`; on MySQL joined with the list of ids.
+macro_rules! rows {
+    () => {
+        "{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
+           on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a}"
+    };
+}
+
+/// Which rows of `rows!` are of the messages `:ids`. On MySQL the join has found only these.
+macro_rules! are_meant {
+    () => {
+        "{my: true}{pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids}}"
+    };
+}
+
+/// Behind FROM: the rows `a` of the messages `:ids`; further conditions follow.
+macro_rules! of_ids {
+    () => {
+        concat!(rows!(), " where ", are_meant!())
+    };
+}
+
+const COUNT: &str = "insert into oncebox.attempt (consumer_id, message_id, attempts, history, updated_at) \
+    values (:consumer, :id, :counts, '[]', {clock}) \
+    {or update consumer_id, message_id} \
+    attempts = oncebox.attempt.attempts + :counts, updated_at = {clock}";
+
+const NOTE: &str = "update oncebox.attempt set history = {history history attempts} \
+    where consumer_id = :consumer and message_id = :id";
+
+const COUNTED: &str = "select attempts from oncebox.attempt where consumer_id = :consumer and message_id = :id";
+
+const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id, attempts, history, updated_at) \
+    select :consumer, {pg: l.id}{my: unhex(l.id)}{lite: unhex(l.value)}, 1, '[]'{pg: ::jsonb}, {clock} \
+      from {pg: unnest(:ids) l (id)}{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) l}{lite: json_each(:ids) l} \
+     where true \
+    {or update consumer_id, message_id} \
+    attempts = {greatest}(oncebox.attempt.attempts, 1)";
+
+const TAKE_BACK: &str = concat!(
+    "{pg: /* planned anew */ }update ",
+    rows!(),
+    " set attempts = a.attempts - 1, updated_at = {clock} where ",
+    are_meant!(),
+    " and a.attempts > 0"
+);
+
+/// Deletes rows without a counted try and without an error. Otherwise only the success of a counted
+/// try would delete them.
+const FORGET_EMPTY: &str = concat!(
+    "{pg: /* planned anew */ }delete {my: a} from ",
+    of_ids!(),
+    " and a.attempts = 0 and {pg lite: a.history = '[]'}{my: json_length(a.history) = 0}"
+);
+
+const COUNTED_OF: &str =
+    concat!("{pg: /* planned anew */ }select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
+
+const HANDLED: &str = "{pg: /* planned anew */ }select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
+      {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \
+    where a.consumer_id = :consumer limit :most";
+
+/// Deletes exact rows: a range would wait for a transaction that is counting a try.
+const FORGET: &str = concat!("{pg: /* planned anew */ }delete {my: a} from ", of_ids!());
+
+/// Inserts the row, closed and without an owner, if it is not there. Of two processes the second
+/// waits here for the first, and then reads what that wrote.
+const KNOW: &str = "insert into oncebox.assignment (consumer_id, topic, partition_no, state, changed_at) \
+    values (:consumer, :topic, :partition, 'closed', {clock}) \
+    {pg lite: on conflict (consumer_id, topic, partition_no) do nothing}{my: on duplicate key update state = state}";
+
+const STOOD: &str = "select a.state = 'open', a.topic_id, a.next_offset, \
+      coalesce(a.id_rule <> (select c.id_rule from oncebox.consumer c where c.consumer_id = a.consumer_id), false) \
+    from oncebox.assignment a where a.consumer_id = :consumer and a.topic = :topic and a.partition_no = :partition {lock}";
+
+const OPEN: &str = "update oncebox.assignment set state = 'open', owner = :owner, changed_at = {clock} \
+    where consumer_id = :consumer and topic = :topic and partition_no = :partition";
+
+const KEEP: &str = "update oncebox.assignment set topic_id = :topic_id, next_offset = :next, changed_at = {clock}, \
+      id_rule = (select c.id_rule from oncebox.consumer c where c.consumer_id = :consumer) \
+    where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
+
+const CLOSE: &str = "update oncebox.assignment set state = 'closed', owner = null, changed_at = {clock} \
+      {if next: , topic_id = :topic_id, next_offset = :next} \
+    where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
+
 async fn has_stored<S: OwnInbox>(store: &S, consumer: ConsumerId, rows: usize, all: bool) -> Result<bool, StoreError> {
     let last = sql(STORED).bind("consumer", consumer).bind("skipped", skipped(rows)).bind("all", all);
     Ok(!store.reader().await?.rows(last).await?.is_empty())
@@ -109,7 +198,13 @@ impl<S: OwnInbox> Inbox for S {
     }
 
     async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
-        attempts::forget(self, consumer, rows_max).await
+        let handled = sql(HANDLED).bind("consumer", consumer).bind("most", rows_max);
+        let handled: Vec<Uuid> = self.reader().await?.column(handled).await?;
+        if handled.is_empty() {
+            return Ok(0);
+        }
+        let ids: Vec<MessageId> = handled.into_iter().map(MessageId::from_uuid).collect();
+        self.run_alone(of_many(FORGET, consumer, &ids)).await
     }
 
     async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
@@ -131,15 +226,25 @@ impl<S: OwnInbox> Inbox for S {
     }
 
     async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
-        attempts::count(self, consumer, id, true, None).await
+        count(self, consumer, id, true, None).await
     }
 
     async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
-        attempts::count_first(self, consumer, ids).await
+        if !ids.is_empty() {
+            self.run_alone(of_many(COUNT_FIRST, consumer, ids)).await?;
+        }
+        Ok(())
     }
 
     async fn take_back_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
-        attempts::take_back(self, consumer, ids).await
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let mut transaction = self.begin_sql().await?;
+        for text in [TAKE_BACK, FORGET_EMPTY] {
+            transaction.session().run(of_many(text, consumer, ids)).await?;
+        }
+        transaction.commit().await
     }
 
     async fn failed_attempt(
@@ -149,19 +254,40 @@ impl<S: OwnInbox> Inbox for S {
         error: &str,
         counted: bool,
     ) -> Result<u32, StoreError> {
-        attempts::count(self, consumer, id, counted, Some(error)).await
+        count(self, consumer, id, counted, Some(error)).await
     }
 
     async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
-        attempts::counted(self, consumer, ids).await
+        if ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let rows = self.reader().await?.rows(of_many(COUNTED_OF, consumer, ids)).await?;
+        rows.iter().map(|row| Ok((MessageId::from_uuid(row.get(0)?), row.get(1)?))).collect()
     }
 
     async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
-        assignment::open(self, consumer, holding).await
+        let mut transaction = self.begin_sql().await?;
+        let session = transaction.session();
+        session.run(of_partition(KNOW, consumer, holding)).await?;
+        let stood = session.only(of_partition(STOOD, consumer, holding)).await?;
+        let (topic_id, next): (_, Option<i64>) = (stood.get_opt(1)?, stood.get_opt(2)?);
+        let position = next.map(|next| Position { topic_id, next });
+        let opened = Opened { was_open: stood.get(0)?, position, has_new_ids: stood.get(3)? };
+        session.run(of_partition(OPEN, consumer, holding)).await?;
+        transaction.commit().await?;
+        Ok(opened)
     }
 
     async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
-        assignment::keep_positions(self, consumer, positions).await
+        if positions.is_empty() {
+            return Ok(());
+        }
+        let mut transaction = self.begin_sql().await?;
+        for (holding, position) in positions {
+            let keep = at(of_partition(KEEP, consumer, holding), Some(position));
+            transaction.session().run(keep).await?;
+        }
+        transaction.commit().await
     }
 
     async fn close_assignment(
@@ -170,7 +296,7 @@ impl<S: OwnInbox> Inbox for S {
         holding: &Holding,
         position: Option<&Position>,
     ) -> Result<(), StoreError> {
-        assignment::close(self, consumer, holding, position).await
+        self.run_alone(at(of_partition(CLOSE, consumer, holding), position)).await.map(drop)
     }
 }
 
@@ -194,4 +320,61 @@ async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<Cons
         session.run(sql(ACCEPT).bind("consumer", consumer).bind("rule", &spec.id_rule)).await?;
     }
     Ok(consumer)
+}
+
+fn of_one(text: &'static str, consumer: ConsumerId, id: MessageId) -> Statement {
+    sql(text).bind("consumer", consumer).bind("id", id.uuid())
+}
+
+fn of_many(text: &'static str, consumer: ConsumerId, ids: &[MessageId]) -> Statement {
+    let mut ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
+    // Sorted: two processes with the same ids wait for each other instead of deadlocking; and one
+    // statement cannot change a row twice.
+    ids.sort_unstable();
+    ids.dedup();
+    sql(text).bind("consumer", consumer).bind("ids", ids)
+}
+
+/// Counts a try, or stores its error, or both; returns how many tries are counted.
+async fn count(
+    store: &dyn SqlStore,
+    consumer: ConsumerId,
+    id: MessageId,
+    counts: bool,
+    error: Option<&str>,
+) -> Result<u32, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    session.run(of_one(COUNT, consumer, id).bind("counts", i64::from(counts))).await?;
+    if let Some(error) = error {
+        session.run(of_one(NOTE, consumer, id).bind("error", error_text(error))).await?;
+    }
+    let attempts = session.one(of_one(COUNTED, consumer, id)).await?;
+    transaction.commit().await?;
+    Ok(attempts)
+}
+
+/// Deletes the attempt rows of messages that are handled or stored.
+pub(in crate::store) async fn clear_attempts(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    ids: &[MessageId],
+) -> Result<(), StoreError> {
+    if !ids.is_empty() {
+        session.run(of_many(FORGET, consumer, ids)).await?;
+    }
+    Ok(())
+}
+
+fn of_partition(text: &'static str, consumer: ConsumerId, holding: &Holding) -> Statement {
+    sql(text)
+        .bind("consumer", consumer)
+        .bind("topic", foreign(&holding.topic))
+        .bind("partition", holding.partition)
+        .bind("owner", holding.owner)
+}
+
+fn at(statement: Statement, position: Option<&Position>) -> Statement {
+    let topic_id = position.and_then(|position| position.topic_id.as_ref());
+    statement.bind("topic_id", topic_id).bind("next", position.map(|position| position.next))
 }

@@ -7,8 +7,8 @@
 use uuid::Uuid;
 
 use super::audit::Act;
-use super::keys::{KeyStore, OutcomeTransaction};
 use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
+use super::records::{KeyStore, OutcomeTransaction};
 use super::{Session, Transaction, live, records, sql};
 use crate::error::StoreError;
 use crate::operation::port::phases::{Phases, StoredOperation, no_record};
@@ -25,17 +25,17 @@ use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
 const KEYS: &str = "select {piece look}, r.key_digest from (select {clock} as at) as n \
-    cross join {if open: {piece requests}}{if any: oncebox.idempotency_request as r} \
+    cross join {if open: {piece requests}}{unless open: oncebox.idempotency_request as r} \
     left join oncebox.idempotency_purge as p on p.operation = r.operation \
     left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
-    where r.key_digest between :least and :greatest {if paged: and r.key_digest > :after} {if open: and {piece open}} \
+    where r.key_digest between :least and :greatest {if after: and r.key_digest > :after} {if open: and {piece open}} \
       {if tenant: and r.tenant = :tenant} {if operation: and r.operation = :operation} {if state: and r.state = :state} \
       {if expired: and r.expires_at < n.at} {if older: and r.created_at < n.at - {span :older}} \
       {if forgettable: and r.outcome_at is not null \
         and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id) \
         and (r.state = 'COMPLETED' or not exists (select 1 from oncebox.operation_evidence e \
              where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success'))} \
-    order by {if whole: r.created_at,} r.key_digest limit :limit";
+    order by {unless after: r.created_at,} r.key_digest limit :limit";
 
 const OPERATIONS: &str = "select o.operation_id from oncebox.operation as o \
     {if tenant: join oncebox.idempotency_request as r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
@@ -65,7 +65,7 @@ const FORGET_BODIES: &str = "delete from oncebox.idempotency_body where key_dige
 
 const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, {if stage: state = :stage,} owner = null, \
       lease_until = null, {lease} = null, parked = null, attempts = 0, \
-      {if ends: due_at = null, outcome_at = {now}, expires_at = {now},}{if goes_on: due_at = {now},} updated_at = {now} \
+      {if ends: due_at = null, outcome_at = {now}, expires_at = {now},}{unless ends: due_at = {now},} updated_at = {now} \
     where operation_id = :operation and epoch = :epoch and outcome_at is null \
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
@@ -73,10 +73,8 @@ const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, 
 impl<S: KeyStore + Phases> KeyOperator for S {
     async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
         let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
-        let is_open = filter.is_of_open_state();
         let keys = sql(KEYS)
-            .bind("open", is_open)
-            .bind("any", !is_open)
+            .bind("open", filter.is_of_open_state())
             .bind("least", least)
             .bind("greatest", greatest)
             .bind("tenant", filter.tenant.as_ref().map(|tenant| tenant.as_bytes()))
@@ -85,8 +83,6 @@ impl<S: KeyStore + Phases> KeyOperator for S {
             .bind("expired", expired)
             .bind("older", filter.older_than)
             .bind("forgettable", filter.forgettable)
-            .bind("paged", filter.after.is_some())
-            .bind("whole", filter.after.is_none())
             .bind("after", filter.after.clone())
             .bind("limit", filter.limit);
         let mut found = FoundKeys::default();
@@ -211,7 +207,6 @@ async fn change_operation(
         .bind("epoch", seen.epoch)
         .bind("stage", stage.map(|stage| stage.as_str()))
         .bind("ends", ends)
-        .bind("goes_on", !ends)
         .bind("respects_lease", !change.takes_over())
         .bind("evidence", seen.evidence.len());
     if session.run(update).await? == 0 {

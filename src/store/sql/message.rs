@@ -63,7 +63,7 @@ const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, conten
       traceparent, tracestate, place, partition_no, offset_no, \
       {pg: header_names, header_values, holds, error}{my: headers, dead_hash, error}{lite: headers, blocks}) \
     values (:consumer, :id, :hash, {pg lite: :lane}{my: case when :orders then :lane end}, :state, {clock} + {span :after}, \
-      :attempts, :reason, {if adds: {history :history{pg: ::jsonb} :attempts}}{if keeps: :history{pg: ::jsonb}}, {clock}, \
+      :attempts, :reason, {if adds: {history :history{pg: ::jsonb} :attempts}}{unless adds: :history{pg: ::jsonb}}, {clock}, \
       case when :is_dead then {clock} end, :id_text, :topic, :key, :kind, :payload, :tombstone, :content_type, :source, :time, \
       :traceparent, :tracestate, :place, :partition, :offset, \
       {pg: coalesce((select array_agg(h.pair ->> 0 order by h.n) from jsonb_array_elements(:headers::jsonb) with ordinality h (pair, n)), '{}'), \
@@ -125,7 +125,6 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("reason", reason)
         .bind("history", history)
         .bind("adds", adds)
-        .bind("keeps", !adds)
         .bind("error", error)
         .bind("id_text", foreign(&message.id_text))
         .bind("topic", foreign(&message.topic))

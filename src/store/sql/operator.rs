@@ -14,7 +14,6 @@ pub(in crate::store) mod status;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
 use super::{SqlStore, Value, audit, sql};
@@ -40,12 +39,13 @@ pub(super) fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
 }
 
 /// The part of the operator's duty that each database implements itself.
+#[async_trait]
 pub(in crate::store) trait OperatorSql: SqlStore + Base + Mailbox {
     /// What [`Operator::lock_waits`] gives here.
-    fn waits(&self, longer_than: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>>;
+    async fn waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError>;
 
     /// What [`Operator::mend`] does and gives.
-    fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>>;
+    async fn mend_positions(&self, context: &ActContext) -> Result<Vec<String>, StoreError>;
 }
 
 async fn read_status<S: OperatorSql>(store: &S, earlier: Option<&Status>) -> Result<Status, StoreError> {

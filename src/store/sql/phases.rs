@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 use self::stored::{evidence_of, intent_of, operation_of};
 use self::tx::SqlPhaseTx;
-pub(in crate::store) use self::tx::{fence_of, forget, same_times};
+pub(super) use self::tx::{fence_of, forget, same_times};
 use super::records::run_locked;
 use super::{Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
@@ -77,23 +77,27 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
 
     /// The id of the transaction, which the statement that moves the operation compares as `:token`
     /// where the database has one.
-    fn token(&self) -> Option<&str>;
+    fn token(&self) -> Option<&str> {
+        None
+    }
 
     /// Called when the statement that moves the operation changed no row, or failed with an error:
-    /// returns what that proves of the transaction.
+    /// returns what that proves of the transaction. A database without a token learns nothing new
+    /// here: [`Self::prove`] has looked before.
     ///
     /// # Errors
     /// The given error, where the transaction is still ours.
-    async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError>;
+    async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
+        failed.map_or(Ok(Proof::Same), Err)
+    }
 
-    /// Writes the outcome to the record, and its times to the operation ([`same_times`]).
+    /// Writes the outcome to the record, if the fence holds.
     async fn end_record(
         &mut self,
-        operation_id: Uuid,
         record: &RecordFence,
         outcome: &RunOutcome,
         retention: &Retention,
-    ) -> Result<(), StoreError>;
+    ) -> Result<Fenced, StoreError>;
 
     /// Commits, as [`PhaseTx::commit`] says.
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;

@@ -1,11 +1,59 @@
-//! The two longer words of texts: `{piece NAME}` and `{each ..}`. Pieces are texts that several
-//! statements share; `each` stands for the rows of a table that a list names. The macro
-//! [`exact_rows`] is for such rows where exactly they are to be locked.
+//! The words that become a text: short ones, by a table, and the two longer ones, `{piece NAME}`
+//! and `{each ..}`. Pieces are texts that several statements share; `each` stands for the rows of a
+//! table that a list names. The macro [`exact_rows`] is for such rows where exactly they are to be
+//! locked.
 //!
-//! Guarantee: every piece can be written for every database. Not here: the short words (`sql`).
+//! Guarantee: every piece can be written for every database. Not here: the words that decide what
+//! is written, `{if ..}` and the databases (`sql`).
 
 use super::Writing;
 use crate::store::statements::Dialect;
+
+/// The short words: what each becomes on PostgreSQL, MySQL and SQLite, where `~` is what stands
+/// behind the word. The first entry that fits is meant.
+///
+/// `now` is the start of the statement: an index cannot be used to compare a time with the running
+/// clock. SQLite needs no lock: a transaction that writes has that of the whole file.
+const WORDS: [(&str, [&str; 3]); 14] = [
+    ("now", ["statement_timestamp()", "utc_timestamp(6)", NOW_LITE]),
+    ("clock", ["clock_timestamp()", "utc_timestamp(6)", NOW_LITE]),
+    (
+        "micros ~",
+        [
+            "(extract(epoch from ~) * 1000000)::bigint",
+            "timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ~)",
+            "(~) * 1000",
+        ],
+    ),
+    (
+        "age ~",
+        [
+            "(extract(epoch from clock_timestamp() - ~) * 1000000)::bigint",
+            "timestampdiff(microsecond, ~, utc_timestamp(6))",
+            "(cast(round(unixepoch('subsec') * 1000) as integer) - ~) * 1000",
+        ],
+    ),
+    ("span ~", ["~ * interval '1 microsecond'", "interval ~ microsecond", "~"]),
+    ("lease", ["lease_seconds", "lease_seconds", "lease_ms"]),
+    (
+        "lease of ~",
+        [
+            "~.lease_seconds * interval '1 second'",
+            "interval round(~.lease_seconds * 1000000) microsecond",
+            "~.lease_ms",
+        ],
+    ),
+    ("lease ~", ["~ / 1e6", "~ / 1e6", "~"]),
+    ("key", ["key", "`key`", "key"]),
+    ("lock", ["for update", "for update", ""]),
+    ("lock free", ["for update skip locked", "for update skip locked", ""]),
+    ("or update ~", ["on conflict (~) do update set", "on duplicate key update", "on conflict (~) do update set"]),
+    ("new ~", ["excluded.~", "values(~)", "excluded.~"]),
+    ("greatest", ["greatest", "greatest", "max"]),
+];
+
+/// The clock of SQLite, in milliseconds.
+const NOW_LITE: &str = "cast(round(unixepoch('subsec') * 1000) as integer)";
 
 /// True where no run of the record that lost its lease has left evidence with one of these
 /// verdicts. Such evidence means that something did happen. Newer evidence of an operator overrules
@@ -132,6 +180,21 @@ const LEASE_IS_OVER: &str = "(lease_until <= {clock} or lease_until > {clock} + 
     {pg: lease_seconds * interval '1 second'}{my: interval round(lease_seconds * 1000000) microsecond}{lite: lease_ms})";
 
 impl Writing<'_> {
+    /// Writes a word of [`WORDS`]; returns none where it is none of them.
+    pub(super) fn short_word(&mut self, word: &'static str) -> Option<()> {
+        let inside_of = |name: &str| match name.strip_suffix('~') {
+            Some(begin) => word.strip_prefix(begin),
+            None => (word == name).then_some(""),
+        };
+        let (text, inside) =
+            WORDS.iter().find_map(|(name, texts)| Some((texts[self.dialect as usize], inside_of(name)?)))?;
+        match text.split_once('~') {
+            Some((before, after)) => self.around(before, inside, after),
+            None => self.text.push_str(text),
+        }
+        Some(())
+    }
+
     /// Writes a `piece` or an `each`; returns none where the word is neither.
     pub(super) fn longer_word(&mut self, word: &'static str) -> Option<()> {
         if let Some(name) = word.strip_prefix("piece ") {

@@ -1,21 +1,30 @@
-//! Idempotency records on every database, apart from the hot path: how a record is read, how many
-//! are open, how much is kept, and how a record is released or made UNKNOWN.
+//! Idempotency records on every database.
 //!
 //! Guarantees: before a record is changed, a statement of its own locks it. So the change sees
 //! everything that was committed until then, and the current time. Every change compares the epoch
 //! that was read before (O4).
 //!
-//! Not here: claim and outcome, which are each database's own.
+//! Not here: the claim of a new key and the outcome, which are on the hot path, so each database
+//! has its own ([`KeyStore`]); the purge (`expiry`).
 
 use std::time::Duration;
 
-use super::{Row, Session, SqlStore, Statement, sql, words};
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use super::{Row, Session, SqlStore, Statement, Transaction, expiry, live, phases, sql};
 use crate::error::StoreError;
+use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::stored::{corrupt, unpack};
-use crate::operation::port::{Basis, Fenced, KeptBody, Look, OperationStats, Owned};
+use crate::operation::port::{
+    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RecordFence, RunOutcome,
+};
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
-use crate::operation::rules::{Identity, OperationName, Record, State};
-use crate::store::statements::Dialect;
+use crate::operation::rules::retention::Retention;
+use crate::operation::rules::route::Durability;
+use crate::operation::rules::versions::Versions;
+use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::store::base::Base;
 use crate::time::db_time::{DbTime, micros_of};
 use crate::time::lease::Lease;
 
@@ -73,12 +82,12 @@ macro_rules! open_of_mode {
 }
 
 /// The page is found first, among the records of the operation without an outcome. Each of its
-/// records is then read by its key. It has abandoned claims (`lost`), or records whose outcome is
-/// unknown and that are due to be asked for (`unknown`). Whoever asks changes the record, so the
-/// last change is the last time that it was asked for. The pause after it is as long as the time
-/// from the claim of the key to that change, within the bounds `:least` and `:most`. A page also
-/// reads records that it does not return, but only such as run (`lost`) or changed within the
-/// longest pause (`unknown`).
+/// records is then read by its key. It has abandoned claims; with `:unknown`, records whose outcome
+/// is unknown and that are due to be asked for. Whoever asks changes the record, so the last change
+/// is the last time that it was asked for. The pause after it is as long as the time from the claim
+/// of the key to that change, within the bounds `:least` and `:most`. A page also reads records
+/// that it does not return, but only such as run, or with `:unknown` changed within the longest
+/// pause.
 ///
 /// The record that was left alone for longest comes first: without an order the same records would
 /// fill each page, and the others would never be reached. A change that lies ahead of the clock was
@@ -86,7 +95,7 @@ macro_rules! open_of_mode {
 /// record is not left alone until the clock has caught up (R22).
 const OPEN_PAGE: &str = concat!(
     "{pg: /* planned anew */ }select {piece look} from (select {clock} as at) as n cross join \
-    (select key_digest from ({if lost: ",
+    (select key_digest from ({unless unknown: ",
     open_of_mode!("IN_PROGRESS", "edge", "{piece lease is over}"),
     " union all ",
     open_of_mode!("IN_PROGRESS", "bridged", "{piece lease is over}"),
@@ -120,20 +129,239 @@ const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = '
     {micros min(case when r.state = 'IN_PROGRESS' then r.{my: open_since}{pg lite: created_at} end)}, {micros {now}}, \
     count(case when r.state = 'UNKNOWN_REQUIRES_RECOVERY' then 1 end) from {piece requests} where {piece open}";
 
-/// The condition that a record must still meet for a claim on this basis; none for a claim that
-/// inserts the record.
-pub(in crate::store) fn renewal(basis: Basis<'_>, dialect: Dialect) -> Option<&'static str> {
-    let holds = match basis {
-        Basis::New => return None,
-        Basis::TakeOver(_) | Basis::Reconcile(_) => {
-            "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and {piece lease is over}) \
-              or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
-        }
-        Basis::Reclaim(_) => "state = 'FAILED_RETRYABLE' and expires_at >= {clock} and {piece no late end}",
-        Basis::Late(_) => "state = 'FAILED_RETRYABLE' and expires_at >= {clock}",
-        Basis::Anew(_) => "expires_at < {clock}",
+/// Claims a record that was read before, where the condition still holds. `created_at` comes before
+/// `outcome_at`, whose former value it needs: MySQL sets from left to right. With `:lock`, on
+/// PostgreSQL, it also tries the advisory lock of the key, and returns the id of the transaction.
+macro_rules! renew {
+    ($holds:literal) => {
+        concat!(
+            "update oncebox.idempotency_request \
+             set principal = :principal, fingerprint = :fingerprint, mode = :mode, state = 'IN_PROGRESS', epoch = :epoch, \
+               owner = :owner, lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, generation = :generation, \
+               operation_id = :operation, attempts = :attempts, \
+               created_at = case when outcome_at is null then created_at else {clock} end, updated_at = {clock}, \
+               outcome_at = null, expires_at = null, answer_status = null, schema_version = null, body = null, \
+               body_expires_at = null, {pg my: body_headers = null, body_bytes = null, body_format = null, body_kid = null,} \
+               kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
+             where key_digest = :digest and epoch = :epoch - 1 and ",
+            $holds,
+            "{pg: {if lock: and (select pg_try_advisory_xact_lock(:lock)) returning pg_current_xact_id()::text}}"
+        )
     };
-    Some(words(holds, dialect))
+}
+
+/// A transaction of our own that can end a record.
+#[async_trait]
+pub(in crate::store) trait OutcomeTransaction: Transaction {
+    /// Writes an outcome to a record, if the fence holds.
+    async fn finish_record(
+        &mut self,
+        fence: &RecordFence,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError>;
+}
+
+/// The part of idempotency records that each database implements itself, under the promises of
+/// [`Keys`].
+#[async_trait]
+pub(in crate::store) trait KeyStore: SqlStore + Base {
+    /// Keeps the promises of [`Keys::sign_of_life`].
+    async fn ping(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    /// Keeps the promises of [`Keys::find`].
+    async fn look(&self, identity: &Identity) -> Result<Look, StoreError>;
+
+    /// Inserts a claim in a transaction of its own; false where the key has a record.
+    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError>;
+
+    /// A transaction of our own in which an outcome can be written.
+    async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError>;
+
+    /// Keeps the promises of [`Keys::finish`].
+    async fn end_claim(
+        &self,
+        owned: &Owned,
+        outcome: &RunOutcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        let mut transaction = self.begin_outcome().await?;
+        let fenced = transaction.finish_record(&owned.into(), outcome, retention).await?;
+        transaction.commit().await?;
+        Ok(fenced)
+    }
+
+    /// Frees large bodies by their partitions, where the database has partitions, and returns how
+    /// many it deleted otherwise.
+    async fn free_bodies(&self, _limit: u32) -> Result<u64, StoreError> {
+        Ok(0)
+    }
+}
+
+#[async_trait]
+impl<S: KeyStore> Keys for S {
+    fn durability(&self) -> Durability {
+        Durability::Durable
+    }
+
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        self.ping().await
+    }
+
+    fn connections_max(&self) -> Option<u32> {
+        Some(self.pool().options().get_max_connections())
+    }
+
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+        self.look(identity).await
+    }
+
+    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
+        lock(&mut *self.reader().await?, identity).await?;
+        self.look(identity).await
+    }
+
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+        let body = sql(BODY).bind("digest", &record.identity.digest()[..]).bind("epoch", record.epoch);
+        self.reader().await?.first(body).await?.map(|row| body_at(&*row, 0)).transpose()
+    }
+
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        let owned = claim.owned(basis);
+        let is_claimed = match renewal(claim, basis, &owned) {
+            None => self.insert_claim(claim, &owned).await?,
+            Some(renewal) => renew(self, claim, basis, renewal).await?,
+        };
+        Ok(if is_claimed { Claimed::Owned(owned) } else { Claimed::Refused })
+    }
+
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+        Ok(Fenced::rows(self.run_alone(owned_by(HEARTBEAT, owned).bind("lease", lease)).await?))
+    }
+
+    async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
+        self.end_claim(owned, outcome, retention).await
+    }
+
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
+        run_locked(self, locking(&owned.identity), owned_by(RELEASE, owned)).await
+    }
+
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
+        run_locked(self, locking(&seen.identity), mark).await
+    }
+
+    async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
+        open(self, operation, None, limit).await
+    }
+
+    async fn unknown_due(
+        &self,
+        operation: &OperationName,
+        pauses: (Duration, Duration),
+        limit: u32,
+    ) -> Result<Vec<Record>, StoreError> {
+        open(self, operation, Some(pauses), limit).await
+    }
+
+    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
+        Ok(self.free_bodies(limit).await? + expiry::expire_bodies(self, limit).await?)
+    }
+
+    async fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> Result<u64, StoreError> {
+        expiry::purge(self, operation, retention, id_skew, limit).await
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        self.reader().await?.one(sql(OPEN_OF_TENANT).bind("tenant", tenant.as_bytes())).await
+    }
+
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        self.reader().await?.one(sql(KEPT_OF_TENANT).bind("tenant", tenant.as_bytes())).await
+    }
+
+    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        phases::observe(self, evidence).await
+    }
+
+    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        let mut seen = phases::evidence(&mut *self.reader().await?, operation_id).await?;
+        seen.retain(|row| row.evidence.is_of_run());
+        Ok(seen)
+    }
+
+    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
+        live::announce(self, process, versions).await
+    }
+
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
+        let row = self.reader().await?.only(sql(STATS)).await?;
+        let (oldest, now): (Option<DbTime>, DbTime) = (row.get_opt(1)?, row.get(2)?);
+        Ok(OperationStats {
+            in_progress: row.get(0)?,
+            oldest_in_progress: oldest.map(|oldest| oldest.until(now)),
+            unknown: row.get(3)?,
+        })
+    }
+}
+
+/// The statement of a claim that renews a record; none for one that inserts it.
+pub(in crate::store) fn renewal(claim: &KeyClaim, basis: Basis<'_>, owned: &Owned) -> Option<Statement> {
+    let text = match basis {
+        Basis::New => return None,
+        Basis::TakeOver(_) | Basis::Reconcile(_) => renew!(
+            "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and {piece lease is over}) \
+              or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge')) "
+        ),
+        Basis::Reclaim(_) => {
+            renew!("state = 'FAILED_RETRYABLE' and expires_at >= {clock} and {piece no late end} ")
+        }
+        Basis::Late(_) => renew!("state = 'FAILED_RETRYABLE' and expires_at >= {clock} "),
+        Basis::Anew(_) => renew!("expires_at < {clock} "),
+    };
+    let renewal = sql(text)
+        .bind("digest", &claim.identity.digest()[..])
+        .bind("principal", claim.principal.to_string())
+        .bind("fingerprint", claim.fingerprint.to_string())
+        .bind("mode", claim.mode.as_str())
+        .bind("epoch", owned.epoch)
+        .bind("owner", owned.owner)
+        // Without an owner the transaction itself owns the claim, and needs no lease.
+        .bind("lease", owned.owner.map(|_| claim.lease))
+        .bind("generation", owned.generation)
+        .bind("operation", owned.operation_id)
+        .bind("attempts", owned.attempts);
+    Some(renewal)
+}
+
+/// Renews a record in a transaction of its own; false where it has changed. The row is locked
+/// first, so that the condition sees the lease and the evidence of late runs as they are.
+async fn renew(
+    store: &dyn SqlStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    renewal: Statement,
+) -> Result<bool, StoreError> {
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    lock(session, &claim.identity).await?;
+    if session.run(renewal).await? == 0 {
+        transaction.rollback().await?;
+        return Ok(false);
+    }
+    forget_runs(session, basis).await?;
+    transaction.commit().await?;
+    Ok(true)
 }
 
 /// How many columns the piece `look` has.
@@ -208,15 +436,8 @@ fn body_at(row: &dyn Row, first: usize) -> Result<KeptBody, StoreError> {
     })
 }
 
-/// The body of a record's answer; none where its time is over.
-pub(super) async fn body(store: &dyn SqlStore, record: &Record) -> Result<Option<KeptBody>, StoreError> {
-    let digest = record.identity.digest();
-    let body = sql(BODY).bind("digest", &digest[..]).bind("epoch", record.epoch);
-    store.reader().await?.first(body).await?.map(|row| body_at(&*row, 0)).transpose()
-}
-
 /// Locks the record of a key, where there is one.
-pub(in crate::store) async fn lock(session: &mut dyn Session, identity: &Identity) -> Result<(), StoreError> {
+pub(super) async fn lock(session: &mut dyn Session, identity: &Identity) -> Result<(), StoreError> {
     session.rows(locking(identity)).await.map(drop)
 }
 
@@ -244,23 +465,6 @@ fn owned_by(text: &'static str, owned: &Owned) -> Statement {
     sql(text).bind("digest", &digest[..]).bind("epoch", owned.epoch).bind("owner", owned.owner)
 }
 
-/// Renews the lease of a claim.
-pub(super) async fn heartbeat(store: &dyn SqlStore, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
-    Ok(Fenced::rows(store.run_alone(owned_by(HEARTBEAT, owned).bind("lease", lease)).await?))
-}
-
-/// Deletes a claim, unless a late run of the same operation id has left evidence that it succeeded
-/// or failed.
-pub(super) async fn release(store: &dyn SqlStore, owned: &Owned) -> Result<Fenced, StoreError> {
-    run_locked(store, locking(&owned.identity), owned_by(RELEASE, owned)).await
-}
-
-/// Makes a record UNKNOWN, as `Keys::mark_unknown` says.
-pub(super) async fn mark_unknown(store: &dyn SqlStore, seen: &Record) -> Result<Fenced, StoreError> {
-    let mark = sql(MARK_UNKNOWN).bind("digest", &seen.identity.digest()[..]).bind("epoch", seen.epoch);
-    run_locked(store, locking(&seen.identity), mark).await
-}
-
 /// The statement for the abandoned claims of an operation; with `pauses`, the shortest and the
 /// longest, for its records that are due to be asked for.
 pub(in crate::store) fn open_of(
@@ -269,7 +473,7 @@ pub(in crate::store) fn open_of(
     limit: u32,
 ) -> Statement {
     let of = sql(OPEN_PAGE).bind("operation", operation.as_str().as_bytes()).bind("limit", limit);
-    let of = of.bind("lost", pauses.is_none()).bind("unknown", pauses.is_some());
+    let of = of.bind("unknown", pauses.is_some());
     of.bind("least", pauses.map(|(least, _)| micros_of(least))).bind("most", pauses.map(|(_, most)| micros_of(most)))
 }
 
@@ -281,7 +485,7 @@ fn is_fresh(lease: Option<Lease>, now: DbTime) -> bool {
 
 /// The records that [`open_of`] finds. Nobody changes those that cannot be read, so they stand
 /// first in every page. They hide no others, because the page is then read again with more room.
-pub(super) async fn open(
+async fn open(
     store: &dyn SqlStore,
     operation: &OperationName,
     pauses: Option<(Duration, Duration)>,
@@ -310,30 +514,9 @@ pub(super) async fn open(
     }
 }
 
-/// How many records of a tenant have no outcome.
-pub(super) async fn open_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
-    store.reader().await?.one(sql(OPEN_OF_TENANT).bind("tenant", tenant.as_bytes())).await
-}
-
-/// How many bytes of answers are kept for a tenant.
-pub(super) async fn stored_of_tenant(store: &dyn SqlStore, tenant: &str) -> Result<u64, StoreError> {
-    store.reader().await?.one(sql(KEPT_OF_TENANT).bind("tenant", tenant.as_bytes())).await
-}
-
-/// How many records have no outcome, and the age of the oldest in progress.
-pub(super) async fn operation_stats(store: &dyn SqlStore) -> Result<OperationStats, StoreError> {
-    let row = store.reader().await?.only(sql(STATS)).await?;
-    let (oldest, now): (Option<DbTime>, DbTime) = (row.get_opt(1)?, row.get(2)?);
-    Ok(OperationStats {
-        in_progress: row.get(0)?,
-        oldest_in_progress: oldest.map(|oldest| oldest.until(now)),
-        unknown: row.get(3)?,
-    })
-}
-
 /// Where a completed key is used anew, deletes the evidence of its late runs: it agrees with the
 /// outcome, so there is no conflict to keep.
-pub(in crate::store) async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
+async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
     const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
     match basis {
         Basis::Anew(seen) if seen.state == State::Completed => {

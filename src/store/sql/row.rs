@@ -16,16 +16,12 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     /// The name of a column, for errors.
     fn column_name(&self, at: usize) -> &str;
 
-    /// A column that holds a whole number.
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError>;
 
-    /// A column that holds text.
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError>;
 
-    /// A column that holds bytes.
     fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// A column that holds a truth value.
     fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
         Ok(self.get_int(at)?.map(|value| value != 0))
     }
@@ -49,6 +45,11 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     /// A column that holds [`Value::Headers`](super::Value::Headers); on PostgreSQL two: names and
     /// values.
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError>;
+}
+
+/// The rows of an answer, as each database reads them.
+pub(in crate::store) fn boxed(rows: Vec<impl Row + 'static>) -> super::Rows {
+    rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect()
 }
 
 /// A type that a column is read as.

@@ -134,7 +134,7 @@ const POSTPONE: &str = "update oncebox.waiting set lease = null, due_at = {now} 
 
 /// Ends a lease. Rows with a key lose their due time here; `wake` then gives it back to the head.
 const GIVE_BACK: &str = update_rows!(
-    "lease = null, due_at = case when lane_id is null then {now} end {if counts: , attempts = :tries}",
+    "lease = null, due_at = case when lane_id is null then {now} end {if tries: , attempts = :tries}",
     "w.lease = :lease"
 );
 
@@ -304,7 +304,7 @@ impl<S: OwnInbox> Waiting for S {
         for group in leased.chunk_by(|one, next| one.tries == next.tries) {
             let tries = group.first().map_or(0, |one| one.tries);
             let back = sql(GIVE_BACK).bind("rows", numbers(group)).bind("lease", first.lease);
-            given_back += transaction.session().run(back.bind("counts", true).bind("tries", tries)).await?;
+            given_back += transaction.session().run(back.bind("tries", tries)).await?;
         }
         wake(transaction.session(), consumer, first.message.lane_id().as_slice()).await?;
         transaction.commit().await?;
@@ -323,7 +323,7 @@ impl<S: OwnInbox> Waiting for S {
         }
         lanes.dedup();
         let mut transaction = self.begin_sql().await?;
-        let back = sql(GIVE_BACK).bind("rows", rows).bind("lease", lease.token).bind("counts", false);
+        let back = sql(GIVE_BACK).bind("rows", rows).bind("lease", lease.token);
         let given_back = transaction.session().run(back).await?;
         wake(transaction.session(), consumer, &lanes).await?;
         transaction.commit().await?;

@@ -82,15 +82,9 @@ impl Base for SqliteStore {
     const NAME: &'static str = "sqlite";
     const HAS_ONE_WRITER: bool = true;
 
-    /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement. A
-    /// missing file is not created (unless `options.create` is set), and is reported as
+    /// Opens nothing yet: the file is opened with the first statement. A missing file is not
+    /// created (unless `options.create` is set), and is reported as
     /// [`crate::store::schema::SchemaState::Missing`].
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] where the URL does not name a file that oncebox can write to.
-    ///
-    /// # Cancel safety
-    /// Nothing is lost: no file is opened yet.
     async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
         let url = &options.url;
         let parsed = SqliteConnectOptions::from_str(url)

@@ -32,11 +32,12 @@ use crate::time::db_time::DbTime;
 /// The longest wait for a rollback.
 const UNDO_MAX: Duration = Duration::from_secs(5);
 
-/// Reads which of these ids are in the inbox.
+/// Reads which of these ids are in the inbox, with their hashes.
 pub(super) const KNOWN: &str = concat!(
     "with recursive ",
     parts!("?2", 16),
-    " select message_id from n join oncebox_inbox on consumer_id = ?1 and message_id = substr(?2, 1 + i * 16, 16)"
+    " select message_id, content_hash from n join oncebox_inbox \
+      on consumer_id = ?1 and message_id = substr(?2, 1 + i * 16, 16)"
 );
 
 /// Inserts ids and hashes, and returns the ids that were new.
@@ -87,9 +88,8 @@ impl OwnInbox for SqliteStore {
     }
 
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
-        let known = query_scalar::<_, Vec<u8>>(KNOWN);
-        let known = known.bind(consumer.0).bind(bytes_of(ids)).fetch_all(self.pool()).await?;
-        known.iter().map(|id| message_id(id)).collect()
+        let known = known(&mut *self.pool().acquire().await?, consumer, ids).await?;
+        Ok(known.into_iter().map(|(id, _)| id).collect())
     }
 
     /// Always false: there is one writer at a time, so no row is locked by another transaction.
@@ -100,6 +100,19 @@ impl OwnInbox for SqliteStore {
     async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
         bounds(&mut *self.pool().acquire().await?, consumer).await
     }
+}
+
+async fn known(
+    connection: &mut SqliteConnection,
+    consumer: ConsumerId,
+    ids: &[MessageId],
+) -> Result<Vec<(MessageId, [u8; 16])>, StoreError> {
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let known = query_as::<_, (Vec<u8>, Vec<u8>)>(KNOWN).bind(consumer.0).bind(bytes_of(ids));
+    let known = known.fetch_all(connection).await?;
+    known.iter().map(|(id, hash)| Ok((message_id(id)?, sixteen(hash)?))).collect()
 }
 
 async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Result<Bounds, StoreError> {
@@ -149,7 +162,7 @@ impl InboxTx for SqliteInboxTx {
         let new = rows.iter().map(|(id, _)| message_id(id)).collect::<Result<HashSet<_>, _>>()?;
         self.received = rows.first().map(|(_, received)| DbTime::from_millis(*received));
         let old: Vec<MessageId> = entries.iter().map(|entry| entry.id).filter(|id| !new.contains(id)).collect();
-        let hashes = self.hashes(&old).await?;
+        let hashes = known(self.write.connection(), self.consumer, &old).await?;
         let known = |entry: &InboxEntry| match hashes.iter().find(|(id, _)| *id == entry.id) {
             Some((_, hash)) => Ok(Some(Known { hash: *hash })),
             None if new.contains(&entry.id) => Ok(None),
@@ -242,22 +255,5 @@ impl InboxTx for SqliteInboxTx {
 
     async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
         self.write.rollback().await
-    }
-}
-
-impl SqliteInboxTx {
-    /// Reads the stored hashes of the ids that are not new.
-    async fn hashes(&mut self, ids: &[MessageId]) -> Result<Vec<(MessageId, [u8; 16])>, StoreError> {
-        if ids.is_empty() {
-            return Ok(Vec::new());
-        }
-        let stored = query_as::<_, (Vec<u8>, Vec<u8>)>(concat!(
-            "with recursive ",
-            parts!("?2", 16),
-            " select message_id, content_hash from n join oncebox_inbox on consumer_id = ?1 \
-             and message_id = substr(?2, 1 + i * 16, 16)"
-        ));
-        let stored = stored.bind(self.consumer.0).bind(bytes_of(ids)).fetch_all(self.write.connection()).await?;
-        stored.iter().map(|(id, hash)| Ok((message_id(id)?, sixteen(hash)?))).collect()
     }
 }

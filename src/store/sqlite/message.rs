@@ -42,24 +42,20 @@ pub(super) fn arrived_to_json(headers: &[(String, Vec<u8>)]) -> String {
     serde_json::json!(pairs).to_string()
 }
 
-/// Reads what [`arrived_to_json`] has written.
 pub(super) fn arrived_from_json(json: &str) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
     let corrupt = || StoreError::Corrupt("headers of a waiting row are not as they were written".to_owned());
     let pairs: Vec<(String, String)> = serde_json::from_str(json).map_err(|_| corrupt())?;
     pairs.into_iter().map(|(name, digits)| Ok((name, unhex(&digits).ok_or_else(corrupt)?))).collect()
 }
 
-/// A time from the database's milliseconds.
 pub(super) fn time_from_millis(millis: i64) -> Result<DateTime<Utc>, StoreError> {
     DateTime::from_timestamp_millis(millis).ok_or_else(|| StoreError::Corrupt(format!("{millis} is no time")))
 }
 
-/// A message id from its text form.
 pub(super) fn uuid_from_text(text: &str) -> Result<Uuid, StoreError> {
     Uuid::try_parse(text).map_err(|_| StoreError::Corrupt(format!("`{text}` is no message id")))
 }
 
-/// Sixteen bytes from a blob column.
 pub(super) fn sixteen(bytes: &[u8]) -> Result<[u8; 16], StoreError> {
     bytes.try_into().map_err(|_| StoreError::Corrupt(format!("{} bytes stand where 16 belong", bytes.len())))
 }

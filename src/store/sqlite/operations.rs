@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, query};
+use sqlx::{ConnectOptions, Connection, query};
 
 pub(super) use self::tx::staked;
 
@@ -23,13 +23,13 @@ use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
-    Basis, Begun, Bridged, Claimed, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
-use crate::store::sql::keys::{KeyStore, OutcomeTransaction};
-use crate::store::sql::{records, words};
+use crate::store::sql::records::{KeyStore, OutcomeTransaction};
+use crate::store::sql::{Session, records, words};
 use crate::store::statements::Dialect;
 
 static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Sqlite));
@@ -52,21 +52,6 @@ macro_rules! insert {
         )
     };
 }
-
-/// Claims a record that was read before. The condition that must still hold is appended.
-const RENEW: &str = concat!(
-    "update oncebox_idempotency_request \
-     set principal = ?2, fingerprint = ?3, mode = ?4, state = 'IN_PROGRESS', epoch = ?5, owner = ?6, lease_until = ?7 + ",
-    now_ms!(),
-    ", lease_ms = ?7, generation = ?8, operation_id = ?9, attempts = ?10, \
-     created_at = case when outcome_at is null then created_at else ",
-    now_ms!(),
-    " end, updated_at = ",
-    now_ms!(),
-    ", outcome_at = null, expires_at = null, answer_status = null, schema_version = null, body = null, body_expires_at = null, \
-     kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
-     where key_digest = ?1 and epoch = ?5 - 1 and "
-);
 
 const FINISH: &str = concat!(
     "update oncebox_idempotency_request \
@@ -98,33 +83,23 @@ impl KeyStore for SqliteStore {
         find(&mut *self.pool().acquire().await?, identity).await
     }
 
-    async fn claim_key(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
-        claim.requires(&[Mode::Bridged, Mode::Edge])?;
-        let owned = claim.owned(basis);
-        let mut write = self.write().await?;
-        if stake(write.connection(), claim, basis, &owned).await? {
-            records::forget_runs(write.connection(), basis).await?;
-            write.commit().await?;
-            return Ok(Claimed::Owned(owned));
-        }
-        write.rollback().await?;
-        Ok(Claimed::Refused)
+    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
+        Ok(self.run_insert(insert(insert!("IN_PROGRESS"), claim, owned)).await? == 1)
     }
 
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
         Ok(Box::new(self.write().await?))
     }
+}
 
-    async fn end_claim(
-        &self,
-        owned: &Owned,
-        outcome: &RunOutcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
+impl SqliteStore {
+    /// Runs the insert of a claim in a transaction of its own, and returns how many rows it
+    /// inserted.
+    async fn run_insert(&self, insert: Query<'_>) -> Result<u64, StoreError> {
         let mut write = self.write().await?;
-        let fenced = finish(write.connection(), &owned.into(), outcome, retention).await?;
+        let done = insert.execute(write.connection()).await?;
         write.commit().await?;
-        Ok(fenced)
+        Ok(done.rows_affected())
     }
 }
 
@@ -166,10 +141,7 @@ impl Operations for SqliteStore {
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
         let insert = insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &unowned);
-        let mut write = self.write().await?;
-        let changed = insert.execute(write.connection()).await?.rows_affected();
-        write.commit().await?;
-        Ok(Fenced::rows(changed))
+        Ok(Fenced::rows(self.run_insert(insert).await?))
     }
 
     async fn begin_operation(
@@ -191,27 +163,12 @@ async fn find(connection: &mut SqliteConnection, identity: &Identity) -> Result<
 }
 
 /// Inserts or renews the claim. Returns false where the key has a record, or must not be renewed.
-async fn stake(
-    connection: &mut SqliteConnection,
-    claim: &KeyClaim,
-    basis: Basis<'_>,
-    owned: &Owned,
-) -> Result<bool, StoreError> {
-    let Some(holds) = records::renewal(basis, Dialect::Sqlite) else {
-        return Ok(insert(insert!("IN_PROGRESS"), claim, owned).execute(connection).await?.rows_affected() == 1);
+async fn stake(write: &mut Write, claim: &KeyClaim, basis: Basis<'_>, owned: &Owned) -> Result<bool, StoreError> {
+    let changed = match records::renewal(claim, basis, owned) {
+        Some(renewal) => Session::run(write, renewal).await?,
+        None => insert(insert!("IN_PROGRESS"), claim, owned).execute(write.connection()).await?.rows_affected(),
     };
-    let renew = query(AssertSqlSafe(format!("{RENEW}{holds}")))
-        .bind(claim.identity.digest().to_vec())
-        .bind(claim.principal.to_string())
-        .bind(claim.fingerprint.to_string())
-        .bind(claim.mode.as_str())
-        .bind(owned.epoch)
-        .bind(owned.owner)
-        .bind(lease(claim, owned))
-        .bind(owned.generation)
-        .bind(owned.operation_id)
-        .bind(owned.attempts);
-    Ok(renew.execute(connection).await?.rows_affected() == 1)
+    Ok(changed == 1)
 }
 
 /// The lease in milliseconds. None where the transaction itself owns the claim.

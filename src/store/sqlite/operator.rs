@@ -5,30 +5,29 @@ mod mend;
 
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
+use async_trait::async_trait;
 
 use super::connect::SqliteStore;
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
 use crate::store::sql::operator::OperatorSql;
 
+#[async_trait]
 impl OperatorSql for SqliteStore {
-    fn waits(&self, _: Duration) -> BoxFuture<'_, Result<Vec<LockWait>, StoreError>> {
-        // SQLite does not tell who has the file locked. A waiting statement gives up after the busy
-        // timeout.
-        Box::pin(async { Ok(Vec::new()) })
+    /// None: SQLite does not tell who has the file locked. A waiting statement gives up after the
+    /// busy timeout.
+    async fn waits(&self, _: Duration) -> Result<Vec<LockWait>, StoreError> {
+        Ok(Vec::new())
     }
 
-    fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        Box::pin(async move {
-            let mut write = self.write().await?;
-            let mended = mend::sequence(write.connection(), context).await?;
-            if context.dry_run {
-                write.rollback().await?;
-            } else {
-                write.commit().await?;
-            }
-            Ok(mended)
-        })
+    async fn mend_positions(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
+        let mut write = self.write().await?;
+        let mended = mend::sequence(write.connection(), context).await?;
+        if context.dry_run {
+            write.rollback().await?;
+        } else {
+            write.commit().await?;
+        }
+        Ok(mended)
     }
 }

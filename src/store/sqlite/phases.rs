@@ -6,7 +6,6 @@ use std::any::Any;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use uuid::Uuid;
 
 use super::connect::SqliteStore;
 use super::operations::{finish, staked};
@@ -15,12 +14,11 @@ use super::write::Write;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
-use crate::operation::port::{Basis, Begun, KeyClaim, Owned, RecordFence, RunOutcome};
+use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::Session;
-use crate::store::sql::phases::{HeldPhase, PhaseStore, same_times};
+use crate::store::sql::phases::{HeldPhase, PhaseStore};
 
-/// The transaction of a phase.
 #[derive(Debug)]
 struct SqlitePhase {
     write: Write,
@@ -78,24 +76,13 @@ impl HeldPhase for SqlitePhase {
         self.savepoint.prove(&mut self.write, "release").await
     }
 
-    fn token(&self) -> Option<&str> {
-        None
-    }
-
-    /// Adds nothing: `prove` has checked the savepoint before.
-    async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
-        failed.map_or(Ok(Proof::Same), Err)
-    }
-
     async fn end_record(
         &mut self,
-        operation_id: Uuid,
         record: &RecordFence,
         outcome: &RunOutcome,
         retention: &Retention,
-    ) -> Result<(), StoreError> {
-        let finished = finish(self.write.connection(), record, outcome, retention).await?;
-        same_times(self.write.connection(), operation_id, finished).await
+    ) -> Result<Fenced, StoreError> {
+        finish(self.write.connection(), record, outcome, retention).await
     }
 
     async fn commit(self: Box<Self>) -> Result<(), StoreError> {

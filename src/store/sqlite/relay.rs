@@ -51,8 +51,8 @@ pub(super) struct SqliteSession {
     shard: i32,
     owner: String,
     length: Duration,
-    epoch: i64,
-    revision: i64,
+    /// Epoch and revision as this session wrote them last.
+    fence: Fence,
     read_bytes: usize,
     read_to: i64,
     batches: u64,
@@ -60,7 +60,6 @@ pub(super) struct SqliteSession {
     window: VecDeque<Batch>,
 }
 
-/// A batch of the window.
 #[derive(Debug)]
 struct Batch {
     number: u64,
@@ -102,8 +101,7 @@ impl Outbox for SqliteStore {
             shard: request.shard,
             owner: request.owner.clone(),
             length: request.length,
-            epoch: epoch + 1,
-            revision: revision + 1,
+            fence: Fence { epoch: epoch + 1, revision: revision + 1 },
             read_bytes: request.read_bytes,
             read_to: scanned_to,
             batches: 0,
@@ -124,15 +122,14 @@ impl Outbox for SqliteStore {
 
 impl SqliteSession {
     fn fenced(&self, what: &str) -> StoreError {
-        let Self { owner, epoch, revision, .. } = self;
+        let Self { owner, fence: Fence { epoch, revision }, .. } = self;
         StoreError::Fenced(format!("{what}: the lease of `{owner}` (epoch {epoch}, revision {revision}) is gone"))
     }
 
     /// Checks the first row of an answer: the shard must be as this session left it.
     fn check_fence(&self, row: &SqliteRow) -> Result<(), StoreError> {
         let seen = Fence { epoch: row.try_get(0)?, revision: row.try_get(1)? };
-        let mine = Fence { epoch: self.epoch, revision: self.revision };
-        mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))?;
+        self.fence.check(seen).map_err(|lost| self.fenced(&lost.to_string()))?;
         let (last, scanned_to): (i64, i64) = (row.try_get(2)?, row.try_get(3)?);
         if last < scanned_to {
             return Err(StoreError::Refused(format!(
@@ -224,8 +221,7 @@ impl RelaySession for SqliteSession {
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
-        let mine = Fence { epoch: self.epoch, revision: self.revision };
-        match self.store.run_alone(outbox::release(self.shard, mine)).await? {
+        match self.store.run_alone(outbox::release(self.shard, self.fence)).await? {
             1 => Ok(()),
             _ => Err(self.fenced("release")),
         }

@@ -5,6 +5,7 @@ use sqlx::{AssertSqlSafe, raw_sql};
 use super::write::Write;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
+use crate::store::sql::savepoint_name;
 
 /// A savepoint with a unique name. It is set before the handler runs: effects are rolled back to
 /// it, and before the commit it must still exist (O1, R23).
@@ -12,12 +13,10 @@ use crate::inbox::port::Proof;
 pub(super) struct Savepoint(String);
 
 impl Savepoint {
-    /// One that is not set yet.
     pub(super) fn new() -> Self {
-        Self(format!("oncebox_{}", uuid::Uuid::now_v7().simple()))
+        Self(savepoint_name())
     }
 
-    /// Sets the savepoint in the transaction.
     pub(super) async fn set(&self, write: &mut Write) -> Result<(), StoreError> {
         raw_sql(AssertSqlSafe(format!("savepoint {}", self.0))).execute(write.connection()).await?;
         Ok(())

@@ -16,7 +16,7 @@ use super::write::Write;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;
-use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value, boxed};
 use crate::store::statements::Dialect;
 
 impl Row for SqliteRow {
@@ -79,46 +79,39 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
     }))
 }
 
-async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Result<Rows, StoreError> {
-    let rows = bound(statement)?.fetch_all(connection).await?;
-    Ok(rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect())
-}
-
-async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {
-    if statement.in_words_of(Dialect::Sqlite)?.0.is_empty() {
-        return Ok(0);
-    }
-    Ok(bound(statement)?.execute(connection).await?.rows_affected())
-}
-
 /// Runs statements on a connection of the application, or of a transaction.
 impl Session for SqliteConnection {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move { rows(self, &statement).await })
+        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
     }
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { run(self, &statement).await })
+        Box::pin(async move {
+            if statement.in_words_of(Dialect::Sqlite)?.0.is_empty() {
+                return Ok(0);
+            }
+            Ok(bound(&statement)?.execute(self).await?.rows_affected())
+        })
     }
 }
 
 impl Session for PoolConnection<Sqlite> {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move { rows(self, &statement).await })
+        Session::rows(&mut **self, statement)
     }
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { run(self, &statement).await })
+        Session::run(&mut **self, statement)
     }
 }
 
 impl Session for Write {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move { rows(self.connection(), &statement).await })
+        Session::rows(self.connection(), statement)
     }
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { run(self.connection(), &statement).await })
+        Session::run(self.connection(), statement)
     }
 }
 
@@ -152,7 +145,7 @@ impl SqlStore for SqliteStore {
     fn run_alone(&self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
         Box::pin(async move {
             let mut write = self.write().await?;
-            let changed = run(write.connection(), &statement).await?;
+            let changed = Session::run(&mut write, statement).await?;
             write.commit().await?;
             Ok(changed)
         })

@@ -251,11 +251,7 @@ mod tests {
     use super::*;
 
     fn names(sql: &str, dialect: Dialect) -> Vec<String> {
-        let name = |piece| match piece {
-            Piece::Param(name) => Some(name),
-            Piece::Text(_) => None,
-        };
-        split(sql, dialect).into_iter().filter_map(name).collect()
+        super::names(&split(sql, dialect)).cloned().collect()
     }
 
     #[test]
@@ -351,10 +347,6 @@ mod tests {
     #[test]
     fn the_pieces_are_the_statement() {
         let sql = "update ä set b = :b where c = ':x' and d = :d;";
-        let text = split(sql, Dialect::Sqlite).into_iter().map(|piece| match piece {
-            Piece::Text(text) => text,
-            Piece::Param(name) => format!(":{name}"),
-        });
-        assert_eq!(text.collect::<String>(), sql);
+        assert_eq!(written(&split(sql, Dialect::Sqlite), |_, name| format!(":{name}")), sql);
     }
 }

@@ -5,15 +5,17 @@ use std::any::Any;
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
-use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
-use super::super::{MySqlStore, is_locked, number};
-use super::{INSERT_AT_ONCE, find, finish, stake};
+use super::super::inbox::{NO_SAVEPOINT, START_HANDLER};
+use super::super::{MySqlStore, inserted, is_locked, number};
+use super::{INSERT_AT_ONCE, find, finish, insert};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
+use crate::operation::rules::State;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::{Session, records, savepoint_name};
 
 /// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
 /// the claim is made. MariaDB has one, but takes the same path, so that the tests of both cover it.
@@ -102,12 +104,12 @@ async fn staked_at_once(
             transaction.rollback().await?;
             Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }
-        Err(error) if is_locked(&error) => {
+        Err(StoreError::Busy(error) | StoreError::Other(error)) if is_locked(&error) => {
             // Only the statement was rolled back, so the transaction is ended here (R27).
             transaction.rollback().await?;
             Ok(Begun::Locked)
         }
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 
@@ -116,7 +118,7 @@ async fn try_claim(
     claim: &KeyClaim,
     basis: Basis<'_>,
     owned: &Owned,
-) -> Result<bool, sqlx::Error> {
+) -> Result<bool, StoreError> {
     let there: Option<i64> =
         sqlx::query_scalar("select epoch from oncebox_idempotency_request where key_digest = ? for update nowait")
             .bind(claim.identity.digest().to_vec())
@@ -125,7 +127,10 @@ async fn try_claim(
     if there.is_some() && matches!(basis, Basis::New) {
         return Ok(false);
     }
-    stake(connection, INSERT_AT_ONCE, claim, basis, owned).await
+    match records::renewal(claim, basis, owned) {
+        Some(renewal) => Ok(Session::run(connection, renewal).await? == 1),
+        None => Ok(inserted(insert(INSERT_AT_ONCE, claim, State::InProgress, owned).run(connection).await)?),
+    }
 }
 
 impl Held {

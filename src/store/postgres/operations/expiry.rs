@@ -5,7 +5,7 @@
 use sqlx::Row;
 
 use super::super::PostgresStore;
-use super::super::partitions::attempt;
+use super::super::partitions::{attempt, dropping};
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
 
@@ -26,7 +26,7 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
 /// Empties and drops partitions whose time is over, makes ranges ahead, and deletes expired bodies
 /// from DEFAULT; returns the number of these.
 pub(super) async fn free_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
-    let mut connection = store.dedicated().await?;
+    let mut connection = store.pool.dedicated().await?;
     let mut top = 0;
     for row in sqlx::query(RANGES).all(&mut connection).await? {
         let (name, end): (String, i64) = (row.try_get(0)?, row.try_get(1)?);
@@ -35,11 +35,7 @@ pub(super) async fn free_bodies(store: &PostgresStore, limit: u32) -> Result<u64
         if is_over && !is_empty {
             attempt(&mut connection, &format!("truncate oncebox.{name}")).await?;
         } else if is_over {
-            let drop = format!(
-                "set local lock_timeout = '50ms'; alter table oncebox.idempotency_body detach partition oncebox.{name}; \
-                 drop table oncebox.{name}"
-            );
-            attempt(&mut connection, &drop).await?;
+            attempt(&mut connection, &dropping("idempotency_body", &name)).await?;
         }
     }
     let day = 86_400;

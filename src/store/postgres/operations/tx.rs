@@ -4,12 +4,11 @@ use std::any::Any;
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
-use uuid::Uuid;
 
 use super::super::connect::BEGIN;
 use super::super::door::checked;
 use super::super::{PostgresStore, code};
-use super::{CLAIM, RENEW, Within, find, finish, insert, renew};
+use super::{CLAIM, Within, find, finish, insert};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -17,8 +16,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::Mode;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::{Session, records, sql};
-use crate::store::statements::Dialect;
+use crate::store::sql::{Session, Statement, records, savepoint_name, sql};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -26,8 +24,8 @@ pub(in crate::store) struct PostgresOperationTx {
     held: Held,
     owned: Owned,
     claim: KeyClaim,
-    /// The condition under which the claim renews a record; see [`records::renewal`].
-    holds: Option<&'static str>,
+    /// The statement that renewed a record, where the claim did so; see [`records::renewal`].
+    renewal: Option<Statement>,
 }
 
 /// A transaction, and what proves later that it has not ended.
@@ -54,10 +52,38 @@ impl Held {
         self.token = raw_sql(AssertSqlSafe(hold)).one(&mut self.tx).await?.try_get(0)?;
         Ok(())
     }
-}
 
-fn savepoint_name() -> String {
-    format!("oncebox_{}", Uuid::now_v7().simple())
+    /// Rolls back to the savepoint. Returns `Ended` where the savepoint is gone.
+    pub(in crate::store::postgres) async fn undo(&mut self) -> Result<Proof, StoreError> {
+        let undo = AssertSqlSafe(format!("rollback to savepoint {}", self.savepoint));
+        match raw_sql(undo).run(&mut self.tx).await {
+            Ok(_) => Ok(Proof::Same),
+            // No such savepoint; no transaction; or an aborted transaction without this savepoint.
+            Err(error) if matches!(code(&error).as_deref(), Some("3B001" | "25P01" | "25P02")) => Ok(Proof::Ended),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Finds out what an error of our own statement proves. The error may have come before the
+    /// statement compared the transaction's id. The savepoint tells whether the transaction is
+    /// still there: a handler may have ended it, run statements that committed at once, and begun
+    /// another (O1).
+    ///
+    /// # Errors
+    /// The given error where the transaction is still ours. Where the check fails too, the given
+    /// error if it is transient, else that of the check. 25P02 with the savepoint in place is no
+    /// error but [`Proof::Aborted`]: an earlier statement failed and the handler swallowed its
+    /// error, so COMMIT would roll back without an error.
+    pub(in crate::store::postgres) async fn proved_by(&mut self, error: StoreError) -> Result<Proof, StoreError> {
+        let swallowed = matches!(&error, StoreError::Other(error) if code(error).as_deref() == Some("25P02"));
+        match self.undo().await {
+            Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
+            Ok(Proof::Same) => Err(error),
+            Ok(ended) => Ok(ended),
+            // Nothing is proven, so the failure is not the handler's.
+            Err(lost) => Err(if error.is_transient() { error } else { lost }),
+        }
+    }
 }
 
 /// Begins with a savepoint, tries the lock, and claims. Where the claim is refused, the transaction
@@ -73,10 +99,10 @@ pub(super) async fn begin(
     let (owned, savepoint) = (claim.owned(basis), savepoint_name());
     let tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
     let begun = staked_in(tx, claim, basis, &owned).await?;
-    let holds = records::renewal(basis, Dialect::Postgres);
+    let renewal = records::renewal(claim, basis, &owned);
     Ok(begun.map(|(tx, token)| {
         let held = Held { tx, token, savepoint };
-        PostgresOperationTx { held, owned, claim: claim.clone(), holds }
+        PostgresOperationTx { held, owned, claim: claim.clone(), renewal }
     }))
 }
 
@@ -92,7 +118,7 @@ pub(super) async fn begin_unseen(
         return Ok(None);
     };
     let held = Held { tx, token, savepoint };
-    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), holds: None }))
+    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), renewal: None }))
 }
 
 /// A transaction that holds the claim, and its id.
@@ -102,7 +128,7 @@ pub(in crate::store::postgres) async fn staked(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
-    staked_in(store.transaction().await?, claim, basis, owned).await
+    staked_in(store.pool.begin(BEGIN).await?, claim, basis, owned).await
 }
 
 const LOCK_FREE: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock free}";
@@ -120,7 +146,7 @@ async fn staked_in(
         // taken without waiting.
         tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?;
     }
-    if let Some(token) = stake(&mut tx, claim, records::renewal(basis, Dialect::Postgres), owned).await? {
+    if let Some(token) = stake(&mut tx, claim, records::renewal(claim, basis, owned), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
     // A new statement sees what was committed meanwhile.
@@ -133,51 +159,15 @@ async fn staked_in(
 async fn stake(
     tx: &mut Bounded<Postgres>,
     claim: &KeyClaim,
-    holds: Option<&'static str>,
+    renewal: Option<Statement>,
     owned: &Owned,
 ) -> Result<Option<String>, StoreError> {
-    let claiming = match holds {
-        None => insert(CLAIM, claim, owned),
-        Some(holds) => renew(
-            &format!("{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text"),
-            claim,
-            owned,
-        ),
-    };
-    let row = claiming.bind(claim.identity.lock_number()).optional(tx).await?;
+    let lock = claim.identity.lock_number();
+    if let Some(renewal) = renewal {
+        return tx.rows(renewal.bind("lock", lock)).await?.first().map(|row| row.get(0)).transpose();
+    }
+    let row = insert(CLAIM, claim, owned).bind(lock).optional(tx).await?;
     Ok(row.map(|row| row.try_get(0)).transpose()?)
-}
-
-/// Rolls back to the savepoint. Returns `Ended` where the savepoint is gone.
-pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, StoreError> {
-    let undo = AssertSqlSafe(format!("rollback to savepoint {}", held.savepoint));
-    match raw_sql(undo).run(&mut held.tx).await {
-        Ok(_) => Ok(Proof::Same),
-        // No such savepoint; no transaction; or an aborted transaction without this savepoint.
-        Err(error) if matches!(code(&error).as_deref(), Some("3B001" | "25P01" | "25P02")) => Ok(Proof::Ended),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Finds out what an error of our own statement proves. The error may have come before the
-/// statement compared the transaction's id. The savepoint tells whether the transaction is still
-/// there: a handler may have ended it, run statements that committed at once, and begun another
-/// (O1).
-///
-/// # Errors
-/// The given error where the transaction is still ours. Where the check fails too, the given error
-/// if it is transient, else that of the check. 25P02 with the savepoint in place is no error but
-/// [`Proof::Aborted`]: an earlier statement failed and the handler swallowed its error, so COMMIT
-/// would roll back without an error.
-pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
-    let swallowed = matches!(&error, StoreError::Other(error) if code(error).as_deref() == Some("25P02"));
-    match undo(held).await {
-        Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
-        Ok(Proof::Same) => Err(error),
-        Ok(ended) => Ok(ended),
-        // Nothing is proven, so the failure is not the handler's.
-        Err(lost) => Err(if error.is_transient() { error } else { lost }),
-    }
 }
 
 #[async_trait]
@@ -191,13 +181,13 @@ impl OperationTx for PostgresOperationTx {
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        let proof = undo(&mut self.held).await?;
+        let proof = self.held.undo().await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
         // The rollback took the claim and its lock back too, and another transaction may have
         // claimed.
-        match stake(&mut self.held.tx, &self.claim, self.holds, &self.owned).await? {
+        match stake(&mut self.held.tx, &self.claim, self.renewal.clone(), &self.owned).await? {
             Some(token) if token == self.held.token => Ok(Proof::Same),
             _ => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction has claimed the key".into()))),
         }
@@ -211,13 +201,13 @@ impl OperationTx for PostgresOperationTx {
     ) -> Result<Proof, StoreError> {
         let messages = match checked(messages) {
             Ok(messages) => messages,
-            Err(error) => return proved_by(&mut self.held, error).await,
+            Err(error) => return self.held.proved_by(error).await,
         };
         let within = Within { token: &self.held.token, messages: &messages };
         match finish(&mut self.held.tx, &(&self.owned).into(), outcome, retention, Some(within)).await {
             Ok(Fenced::Done) => Ok(Proof::Same),
             Ok(Fenced::LostOwnership) => Ok(Proof::Ended),
-            Err(error) => proved_by(&mut self.held, error).await,
+            Err(error) => self.held.proved_by(error).await,
         }
     }
 

@@ -16,13 +16,13 @@ use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, Purged, first_id_at, time_in_id};
 use crate::inbox::rules::horizon::purge_row;
 use crate::message::MessageId;
-use crate::store::sql::{Statement, sql};
+use crate::store::sql::sql;
 use crate::time::db_time::DbTime;
 
 /// The table of the inbox. PostgreSQL has a second one for timed ids.
 macro_rules! inbox {
     () => {
-        "oncebox.inbox{pg: {if timed: _timed}{if untimed: _untimed}}"
+        "oncebox.inbox{pg: {if timed: _timed}{unless timed: _untimed}}"
     };
 }
 
@@ -101,11 +101,7 @@ pub(super) async fn step<S: OwnInbox>(
     // beginning of the others.
     let nobody = MessageId::from_uuid(Uuid::nil());
     let is_timed = S::PURGES_BY_KEY && after.is_none_or(|after| time_in_id(after).is_some());
-    let of = |text| {
-        let statement: Statement =
-            sql(text).bind("consumer", consumer).bind("timed", is_timed).bind("untimed", !is_timed);
-        statement.bind("below", time(below))
-    };
+    let of = |text| sql(text).bind("consumer", consumer).bind("timed", is_timed).bind("below", time(below));
     let mut last = after.unwrap_or(nobody);
     let mut reader = store.reader().await?;
     let mut page = of(if is_timed { PAGE_TIMED } else { PAGE_RECEIVED }).bind("after", last.uuid());

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::list::{self, FoundMessage, FoundRow};
+use super::list::{self, ConsumerRow, FoundMessage, FoundRow};
 use super::{id, name};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
@@ -56,7 +56,7 @@ update oncebox.waiting set message_id = :new_id, id_text = :id_text, content_has
 /// Inserts the inbox row; without it a second copy would be new. (On MySQL `ignore` hides no other
 /// error here: the values have fixed lengths.)
 const INBOX_ROW: &str = "\
-insert {my: ignore }into oncebox.{pg: {if is_timed: inbox_timed}{if is_untimed: inbox_untimed}}{my lite: inbox} \
+insert {my: ignore }into oncebox.inbox{pg: {if is_timed: _timed}{unless is_timed: _untimed}} \
        (consumer_id, message_id, content_hash{my: , batch_token}{my lite: , received_at}) \
 values (:consumer, :message_id, :hash{my: , :token}{my lite: , {now}}) {pg lite: on conflict do nothing}";
 
@@ -66,7 +66,7 @@ select content_hash = :hash from oncebox.inbox where consumer_id = :consumer and
 const MAKE_DUE: &str = "\
 update oncebox.waiting set state = 'waiting', reason = null, dead_at = null, lease = null, attempts = 0, \
        {pg: holds = false, }{my: dead_hash = null, lane_id = :lane, }{lite: blocks = lane_id is not null, }\
-       due_at = {if is_head: {now}}{if is_behind: null} \
+       due_at = {unless is_behind: {now}}{if is_behind: null} \
  where sequence = :sequence";
 
 /// The first row of a key that orders it (waiting, or dead and holding), optionally before or after
@@ -107,11 +107,8 @@ pub(super) async fn act(
                 let message = &found.message;
                 request(session, dialect, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
             }
-            FoundRow::Consumer { .. } if *act == OperatorAct::Bury => Some(Redriven::Waits),
-            FoundRow::Consumer { sequence, key, headers } => {
-                let row = ConsumerRow { sequence: *sequence, key: key.as_deref(), headers };
-                row.carry_out(session, &found.message, act).await?
-            }
+            FoundRow::Consumer(_) if *act == OperatorAct::Bury => Some(Redriven::Waits),
+            FoundRow::Consumer(row) => row.carry_out(session, &found.message, act).await?,
         };
         // The row changed since it was found, or has a request already: it is left out of the
         // result.
@@ -141,11 +138,11 @@ fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext)
 /// Makes a consumer's message dead. False where a process has its lease, or another copy is dead
 /// already.
 async fn bury(session: &mut dyn Session, dialect: Dialect, found: &FoundMessage) -> Result<bool, StoreError> {
-    let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
-    if !session.rows(sql(DEAD_COPY).bind("sequence", *sequence)).await?.is_empty() {
+    let FoundRow::Consumer(row) = &found.row else { return Ok(false) };
+    if !session.rows(sql(DEAD_COPY).bind("sequence", row.sequence)).await?.is_empty() {
         return Ok(false);
     }
-    Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", *sequence)).await? == 1)
+    Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", row.sequence)).await? == 1)
 }
 
 /// Writes a request for the owner of the shard. False where the row is not dead any more, or has a
@@ -177,14 +174,7 @@ async fn request(
     Ok(session.run(request).await? == 1)
 }
 
-/// A row of a consumer that an act changes.
-struct ConsumerRow<'a> {
-    sequence: i64,
-    key: Option<&'a [u8]>,
-    headers: &'a [(String, Vec<u8>)],
-}
-
-impl ConsumerRow<'_> {
+impl ConsumerRow {
     /// Carries out the act at once; none where the row is not dead any more.
     async fn carry_out(
         &self,
@@ -194,7 +184,7 @@ impl ConsumerRow<'_> {
     ) -> Result<Option<Redriven>, StoreError> {
         let Some(row) = session.first(sql(DEAD).bind("sequence", self.sequence)).await? else { return Ok(None) };
         let (consumer, own) = (ConsumerId(row.get(0)?), row.get(1)?);
-        let lane = self.key.map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
+        let lane = self.key.as_deref().map(|key| Uuid::from_bytes(lane_id(&message.topic, key)));
         let (id, hash) = match act {
             OperatorAct::Bury | OperatorAct::Discard => {
                 self.discard(session, consumer, lane).await?;
@@ -221,8 +211,7 @@ impl ConsumerRow<'_> {
         lane: Option<Uuid>,
     ) -> Result<(), StoreError> {
         session.run(sql(DELETE).bind("sequence", self.sequence)).await?;
-        wake(session, consumer, lane.map(Uuid::into_bytes).as_slice()).await?;
-        Ok(())
+        wake(session, consumer, lane.map(Uuid::into_bytes).as_slice()).await
     }
 
     /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
@@ -235,7 +224,7 @@ impl ConsumerRow<'_> {
         lane: Option<Uuid>,
     ) -> Result<(), StoreError> {
         let is_behind = of_lane(session, consumer, lane, Some(self.sequence), None).await?.is_some();
-        let due = sql(MAKE_DUE).bind("is_head", !is_behind).bind("is_behind", is_behind);
+        let due = sql(MAKE_DUE).bind("is_behind", is_behind);
         session.run(due.bind("lane", lane).bind("sequence", self.sequence)).await?;
         if !is_behind && let Some(next) = of_lane(session, consumer, lane, None, Some(self.sequence)).await? {
             session.run(sql(NOT_DUE).bind("sequence", next)).await?;
@@ -251,12 +240,12 @@ impl ConsumerRow<'_> {
         id: Uuid,
         payload: Option<&[u8]>,
     ) -> Result<Uuid, StoreError> {
-        let mut headers = self.headers.to_vec();
+        let mut headers = self.headers.clone();
         headers.retain(|(name, _)| name != CAUSATION);
         headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
         let hash = Uuid::from_bytes(content_hash(
             &message.topic,
-            self.key,
+            self.key.as_deref(),
             &message.kind,
             message.content_type.as_deref(),
             payload.unwrap_or(&message.payload),
@@ -298,7 +287,7 @@ async fn inbox_row(
 ) -> Result<Option<bool>, StoreError> {
     let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
     let of = |text| sql(text).bind("consumer", consumer).bind("message_id", id).bind("hash", hash);
-    let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("is_untimed", !is_timed).bind("token", Uuid::now_v7());
+    let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("token", Uuid::now_v7());
     if session.run(insert).await? == 1 {
         return Ok(None);
     }

@@ -25,8 +25,8 @@ const RENAME: &str = "update oncebox.consumer set name = :name where consumer_id
 
 /// Deletes a page of its inbox, which is two tables on PostgreSQL.
 const PAGE: &str = "\
-{pg: delete from oncebox.{if is_timed: inbox_timed}{if is_untimed: inbox_untimed} where consumer_id = :consumer \
-  and message_id in (select message_id from oncebox.{if is_timed: inbox_timed}{if is_untimed: inbox_untimed} \
+{pg: delete from oncebox.inbox_{if is_timed: timed}{unless is_timed: untimed} where consumer_id = :consumer \
+  and message_id in (select message_id from oncebox.inbox_{if is_timed: timed}{unless is_timed: untimed} \
                       where consumer_id = :consumer limit 10000)}\
 {my: delete from oncebox.inbox where consumer_id = :consumer limit 10000}\
 {lite: delete from oncebox.inbox where consumer_id = :consumer \
@@ -69,8 +69,7 @@ pub(super) async fn forget(store: &dyn SqlStore, name: &str, context: &ActContex
     // on SQLite, and hold back vacuum on PostgreSQL. If the process stops here, the list of
     // consumers shows the changed name, and the operator forgets that one.
     for is_timed in [true, false] {
-        let page = || of(PAGE).bind("is_timed", is_timed).bind("is_untimed", !is_timed);
-        while store.run_alone(page()).await? > 0 {}
+        while store.run_alone(of(PAGE).bind("is_timed", is_timed)).await? > 0 {}
     }
     store.run_alone(of(LAST)).await?;
     Ok(forgotten)

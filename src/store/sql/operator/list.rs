@@ -70,7 +70,7 @@ macro_rules! of_consumers {
     () => {
         "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
  where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
-   {if stands: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
+   {unless is_dead: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
                    and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1})} \
    {if heads: and w.sequence {in ints :heads} }{if numbers: and w.sequence {in ints :numbers} }{if id: and w.message_id = :id }\
    {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
@@ -153,10 +153,16 @@ pub(in crate::store) struct FoundMessage {
 #[derive(Debug)]
 pub(super) enum FoundRow {
     Outbox { position: i64, age: Duration, headers: Headers },
-    Consumer { sequence: i64, key: Option<Vec<u8>>, headers: Vec<(String, Vec<u8>)> },
+    Consumer(ConsumerRow),
 }
 
-/// A search in outbox and consumers.
+#[derive(Debug)]
+pub(super) struct ConsumerRow {
+    pub(super) sequence: i64,
+    pub(super) key: Option<Vec<u8>>,
+    pub(super) headers: Vec<(String, Vec<u8>)>,
+}
+
 struct Look<'a> {
     dialect: Dialect,
     filter: &'a DeadFilter,
@@ -273,7 +279,6 @@ impl<'a> Look<'a> {
             .bind("is_dead", state == DeadState::Dead)
             .bind("is_held", state == DeadState::Held)
             .bind("is_waiting", state == DeadState::Waiting)
-            .bind("stands", state != DeadState::Dead)
             .bind("heads", heads)
             .bind("numbers", self.sequences.clone())
             .bind("id", self.filter.message_id)
@@ -425,7 +430,7 @@ fn of_consumer(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreErr
         payload: row.get(14)?,
         content_type: row.get_foreign(15)?,
     };
-    Ok(FoundMessage { message, row: FoundRow::Consumer { sequence, key, headers } })
+    Ok(FoundMessage { message, row: FoundRow::Consumer(ConsumerRow { sequence, key, headers }) })
 }
 
 fn history(json: &str) -> Result<Vec<HistoryEntry>, StoreError> {

@@ -19,7 +19,6 @@ use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::{Session, Statement, sql};
 
-/// A transaction in which one phase runs.
 #[derive(Debug)]
 pub(super) struct SqlPhaseTx {
     held: Box<dyn HeldPhase>,
@@ -172,7 +171,7 @@ pub(in crate::store) async fn fence_of(
 ///
 /// # Errors
 /// [`StoreError::Corrupt`] where no record got its outcome.
-pub(in crate::store) async fn same_times(
+pub(in crate::store::sql) async fn same_times(
     session: &mut dyn Session,
     operation_id: Uuid,
     finished: Fenced,
@@ -324,7 +323,8 @@ impl PhaseTx for SqlPhaseTx {
         if moved != (Proof::Same, Fenced::Done) {
             return Ok(moved);
         }
-        self.held.end_record(self.driven.operation_id, &self.record, outcome, retention).await?;
+        let finished = self.held.end_record(&self.record, outcome, retention).await?;
+        same_times(self.held.session(), self.driven.operation_id, finished).await?;
         self.settle_effects().await?;
         Ok(moved)
     }

@@ -53,7 +53,7 @@ pub(in crate::store::sqlite) async fn staked(
     let Ok(write) = tokio::time::timeout(patience, store.write()).await else { return Ok(Begun::Locked) };
     let mut write = write?;
     write.guard().await?;
-    if stake(write.connection(), claim, basis, owned).await? {
+    if stake(&mut write, claim, basis, owned).await? {
         return Ok(Begun::Claimed(write));
     }
     let found = find(write.connection(), &claim.identity).await?.record;

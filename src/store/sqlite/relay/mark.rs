@@ -25,14 +25,15 @@ impl SqliteSession {
             now_ms!(),
             " + ? where shard_id = ? and epoch = ? and revision = ?"
         );
-        let made = query(checkpoint).bind(millis(self.length)).bind(self.shard).bind(self.epoch).bind(self.revision);
+        let made = query(checkpoint).bind(millis(self.length)).bind(self.shard);
+        let made = made.bind(self.fence.epoch).bind(self.fence.revision);
         if made.execute(write.connection()).await?.rows_affected() != 1 {
             write.rollback().await?;
             return Err(self.fenced("checkpoint"));
         }
         self.apply(&mut write, mark, marked).await?;
         write.commit().await?;
-        self.revision += 1;
+        self.fence.revision += 1;
         self.window.drain(..marked);
         Ok(())
     }
