@@ -13,7 +13,6 @@
 //! Not here: writing the row, and comparing the epoch in every fenced statement (`store`). A lease
 //! only decides which process may try; the epoch decides whose write takes effect.
 
-use std::fmt;
 use std::time::Duration;
 
 use super::db_time::DbTime;
@@ -77,40 +76,18 @@ impl Fence {
 }
 
 /// Why a session has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum FenceLost {
     /// The lease was taken again, as a rule by another owner.
-    TakenOver {
-        /// The epoch of this session.
-        mine: i64,
-        /// The epoch in the row.
-        seen: i64,
-    },
+    #[error("the lease was taken over: the row has epoch {seen}, this session has {mine}")]
+    TakenOver { mine: i64, seen: i64 },
     /// The row is not as this session wrote it: for example after a failover that lost a write.
-    NotMine {
-        /// What this session wrote last.
-        mine: Fence,
-        /// What the row says.
-        seen: Fence,
-    },
+    #[error(
+        "the row of the lease has epoch {} revision {}, this session wrote epoch {} revision {}",
+        .seen.epoch, .seen.revision, .mine.epoch, .mine.revision
+    )]
+    NotMine { mine: Fence, seen: Fence },
 }
-
-impl fmt::Display for FenceLost {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::TakenOver { mine, seen } => {
-                write!(f, "the lease was taken over: the row has epoch {seen}, this session has {mine}")
-            }
-            Self::NotMine { mine, seen } => write!(
-                f,
-                "the row of the lease has epoch {} revision {}, this session wrote epoch {} revision {}",
-                seen.epoch, seen.revision, mine.epoch, mine.revision
-            ),
-        }
-    }
-}
-
-impl std::error::Error for FenceLost {}
 
 #[cfg(test)]
 mod tests {

@@ -13,7 +13,6 @@
 //!
 //! [`split`]: crate::inbox::rules::split
 
-use std::fmt;
 use std::time::Duration;
 
 /// The schedule of a consumer's retries.
@@ -83,18 +82,17 @@ pub(crate) enum Asked {
 }
 
 /// Why a schedule cannot be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RetryPolicyError {
-    /// `max_attempts` is 0, so nothing would be tried.
+    #[error("`max_attempts` must be at least 1")]
     NoAttempt,
-    /// `base` is zero: waits would never grow.
+    #[error("`base` must be longer than zero")]
     NoBase,
-    /// `cap` is less than `base`.
+    #[error("`cap` must be at least as long as `base`")]
     CapBelowBase,
-    /// `multiplier` is not a number of at least 1.
+    #[error("`multiplier` must be at least 1")]
     Multiplier,
-    /// `jitter` is not a number from 0 to 1.
+    #[error("`jitter` must be from 0 to 1")]
     Jitter,
 }
 
@@ -188,20 +186,6 @@ pub(crate) fn pause(first: Duration, longest: Duration, failures: u32, chance: f
 fn fraction(share: f64) -> f64 {
     if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) }
 }
-
-impl fmt::Display for RetryPolicyError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NoAttempt => "`max_attempts` must be at least 1",
-            Self::NoBase => "`base` must be longer than zero",
-            Self::CapBelowBase => "`cap` must be at least as long as `base`",
-            Self::Multiplier => "`multiplier` must be at least 1",
-            Self::Jitter => "`jitter` must be from 0 to 1",
-        })
-    }
-}
-
-impl std::error::Error for RetryPolicyError {}
 
 #[cfg(test)]
 mod tests {
