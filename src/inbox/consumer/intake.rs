@@ -292,6 +292,7 @@ impl Intake<'_> {
     fn go_on(&mut self) -> Result<(), BrokerError> {
         let is_log = self.shared.broker.is_log();
         let in_flight_max = self.shared.options.in_flight_max.max(1);
+        // Deliveries that finished above an unfinished one are not acknowledged: they count too.
         let above = self.sources.values().map(|assigned| assigned.mark.above()).sum();
         let mut room = self.shared.options.unacknowledged_max.max(1).saturating_sub(above);
         let is_full = self.shared.is_full.load(Ordering::Relaxed);
@@ -387,9 +388,7 @@ impl Intake<'_> {
         let assigned = Assigned {
             source: Source::new(id.clone(), suspicion),
             row,
-            // Deliveries that finished above an unfinished one are not acknowledged: they count
-            // too.
-            mark: Watermark::new(self.shared.options.unacknowledged_max.max(1)),
+            mark: Watermark::default(),
             untold: Vec::new(),
             seen: None,
             backlog: VecDeque::new(),

@@ -459,22 +459,21 @@ impl Lane {
 
     /// Waits before the next try. The database works for others, so no trouble is shown.
     pub(super) async fn pause(&mut self) {
-        let again = self.fault.again(0..1, None, fastrand::f64());
-        sleep_unless(&self.stop, again.pause).await;
+        sleep_unless(&self.stop, self.fault.pause(fastrand::f64())).await;
     }
 
     /// Waits for a database that is away or returned a transient error.
     pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
-        let again = self.fault.again(0..1, None, fastrand::f64());
+        let pause = self.fault.pause(fastrand::f64());
         self.say_waiting(&why.to_string());
-        sleep_unless(&self.stop, again.pause).await;
+        sleep_unless(&self.stop, pause).await;
     }
 
     /// The same for work that a stop must not leave undone. Returns false if the grace is over.
     pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
-        let again = self.fault.again(0..1, None, fastrand::f64());
+        let pause = self.fault.pause(fastrand::f64());
         self.say_waiting(&why.to_string());
-        sleep_unless(&self.abandon, again.pause).await
+        sleep_unless(&self.abandon, pause).await
     }
 
     fn say_waiting(&self, why: &str) {

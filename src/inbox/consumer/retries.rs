@@ -314,7 +314,7 @@ impl Retrier {
                 Fault::Lasting => return self.lasts(run, &said),
                 Fault::Transient => {}
             }
-            let pause = fault.again(0..1, None, fastrand::f64()).pause;
+            let pause = fault.pause(fastrand::f64());
             let is_open = if is_one { blame.is_open() } else { may_be_its_own };
             if (fault.times() > FAULTS_MAX && !is_open) || !sleep_unless(&self.stop, pause).await {
                 self.owes(Owed::GiveBack(run))?;
