@@ -131,14 +131,9 @@ impl Lane {
                         self.batch(items, tries, &mut stack).await;
                     }
                 }
-                Work::Alone(item, _, counted) if self.is_left(&item) || self.aside.is_before(&item) => {
-                    if counted {
-                        self.uncount(std::slice::from_ref(&*item)).await;
-                    }
-                    match self.is_left(&item) {
-                        true => self.report(&item, false),
-                        false => self.set_aside(*item),
-                    }
+                Work::Alone(item, _, counted) if self.is_left(&item) => self.leave(&[*item], counted).await,
+                Work::Alone(item, _, counted) if self.aside.is_before(&item) => {
+                    self.set_aside(vec![*item], counted).await;
                 }
                 Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
@@ -198,12 +193,7 @@ impl Lane {
             let _together = self.shared.solo.together().await;
             self.transaction(&items, counted.then_some(1)).await
         };
-        let Some(end) = end else {
-            if counted {
-                self.uncount(&items).await;
-            }
-            return items.iter().for_each(|item| self.report(item, false));
-        };
+        let Some(end) = end else { return self.leave(&items, counted).await };
         let waited = matches!(&end, Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
             if error.is_transient() && error.is_late());
         self.lock_waits += u32::from(waited);
@@ -362,10 +352,7 @@ impl Lane {
     /// Sets aside the messages that follow one of their key that is set aside.
     async fn leave_aside(&mut self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (behind, free): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.aside.is_before(item));
-        if !behind.is_empty() && tries.may_be_counted() {
-            self.uncount(&behind).await;
-        }
-        behind.into_iter().for_each(|item| self.set_aside(item));
+        self.set_aside(behind, tries.may_be_counted()).await;
         free
     }
 
@@ -373,12 +360,7 @@ impl Lane {
     /// until only the items that it holds are set aside.
     async fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
         match items.pop() {
-            Some(only) if items.is_empty() => {
-                if tries.may_be_counted() {
-                    self.uncount(std::slice::from_ref(&only)).await;
-                }
-                self.set_aside(only);
-            }
+            Some(only) if items.is_empty() => self.set_aside(vec![only], tries.may_be_counted()).await,
             last => {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
@@ -392,24 +374,31 @@ impl Lane {
 
     /// Whether the item must not be started: its partition is revoked, or a stop came, after which
     /// an older message of the key may be left between two of its tries.
-    fn is_left(&self, item: &Item) -> bool {
+    pub(super) fn is_left(&self, item: &Item) -> bool {
         item.source.is_revoked() || self.stop.is_cancelled()
     }
 
     async fn leave_revoked(&self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.is_left(item));
-        if !left.is_empty() && tries.may_be_counted() {
-            self.uncount(&left).await;
-        }
-        for item in &left {
-            self.report(item, false);
-        }
+        self.leave(&left, tries.may_be_counted()).await;
         kept
     }
 
-    /// Takes back one try of each item that is left for later. Another process may have the items
-    /// by now: what it counted stays.
-    pub(super) async fn uncount(&self, items: &[Item]) {
+    /// Leaves items for later. Where their try was `counted`, it is taken back, because it was not
+    /// made.
+    pub(super) async fn leave(&self, items: &[Item], counted: bool) {
+        if counted {
+            self.uncount(items).await;
+        }
+        items.iter().for_each(|item| self.report(item, false));
+    }
+
+    /// Takes back one try of each item. Another process may have the items by now: what it counted
+    /// stays.
+    async fn uncount(&self, items: &[Item]) {
+        if items.is_empty() {
+            return;
+        }
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         let taken_back = self.shared.store.take_back_attempts(self.consumer, &ids);
         let why = match tokio::time::timeout(TAKE_BACK, taken_back).await {
@@ -432,14 +421,19 @@ impl Lane {
         let _ = self.done.send(Done { source, sequence, end, was_aside });
     }
 
-    /// Sets aside a message that another process's transaction holds, or that follows such a
-    /// message.
-    pub(super) fn set_aside(&mut self, mut item: Item) {
-        if !item.is_aside {
-            self.tell(&item, End::Aside);
-            item.is_aside = true;
+    /// Sets aside messages that another process's transaction holds, or that follow such a message.
+    /// Where their try was `counted`, it is taken back.
+    pub(super) async fn set_aside(&mut self, items: Vec<Item>, counted: bool) {
+        if counted {
+            self.uncount(&items).await;
         }
-        self.aside.put(item);
+        for mut item in items {
+            if !item.is_aside {
+                self.tell(&item, End::Aside);
+                item.is_aside = true;
+            }
+            self.aside.put(item);
+        }
     }
 
     pub(super) fn went_well(&mut self) {

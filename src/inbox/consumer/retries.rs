@@ -259,7 +259,7 @@ impl Retrier {
             let Some(end) = self.attempt(&run, suspect).await else { return self.owes(Owed::GiveBack(run)) };
             // If its handler came to an end, the process survived it.
             suspect &= end.is_err();
-            let (at, error, may_be_its_own) = match end {
+            let (at, may_be_its_own, error) = match end {
                 Ok(RunEnd::Done) => {
                     self.desk.is_over(&run);
                     observe::delivered(&self.shared.options.name, DeliveryOutcome::Processed, run.len() as u64);
@@ -296,14 +296,8 @@ impl Retrier {
                 Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
                     return self.failed(run, HandlerError::retryable(why));
                 }
-                Ok(RunEnd::Failed(Failure::Of(at, error))) => {
-                    let may_be_its_own = error.may_be_its_own();
-                    (at, Ok(error), may_be_its_own)
-                }
-                Err(error) => {
-                    let may_be_its_own = error.may_be_its_own();
-                    (run.len() / 2, Err(error), may_be_its_own)
-                }
+                Ok(RunEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
+                Err(error) => (run.len() / 2, error.may_be_its_own(), Err(error)),
             };
             let said = error.as_ref().map_or_else(ToString::to_string, ToString::to_string);
             let is_one = run.len() == 1;

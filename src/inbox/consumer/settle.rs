@@ -85,7 +85,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                     unstorable = Some(error.to_string());
                 }
                 lane.wait_out(&error).await;
-                if lane.stop.is_cancelled() || item.source.is_revoked() {
+                if lane.is_left(&item) {
                     return lane.report(&item, false);
                 }
             }
@@ -148,13 +148,9 @@ async fn store(
     .await;
     match body {
         Ok(Some(parked)) => tx.commit().await.map(|()| Some(parked)),
-        Ok(None) => {
+        nothing_stored => {
             roll_back(tx).await;
-            Ok(None)
-        }
-        Err(error) => {
-            roll_back(tx).await;
-            Err(error)
+            nothing_stored
         }
     }
 }
@@ -163,11 +159,7 @@ async fn store(
 fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let Parked { mut message, attempts, error, .. } = parked;
     for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
-        let mut end = text.len().min(SHORT_MAX);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        text.truncate(end);
+        text.truncate(text.floor_char_boundary(SHORT_MAX));
     }
     (message.payload, message.headers) = (Vec::new(), Vec::new());
     (message.content_type, message.trace) = (None, None);
