@@ -154,14 +154,13 @@ impl Consumer {
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
         let ready = async {
-            let Some(consumer) = shared.register(&stop).await? else { return Ok(None) };
-            purge::check(shared, consumer, &stop).await.map(|()| Some(consumer))
+            let consumer = shared.register().await?;
+            purge::check(shared, consumer).await.map(|()| consumer)
         };
         let consumer = tokio::select! {
-            () = stop.cancelled() => None,
+            () = stop.cancelled() => return Ok(ConsumerEnd::Stopped),
             ready = ready => ready?,
         };
-        let Some(consumer) = consumer else { return Ok(ConsumerEnd::Stopped) };
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
         let desk = Arc::new(retries::Desk::new());
         let retrier = |number| {
@@ -251,7 +250,7 @@ impl Shared {
     }
 
     /// Registers the consumer; waits for a database that is away.
-    async fn register(&self, stop: &CancellationToken) -> Result<Option<ConsumerId>, ConsumerError> {
+    async fn register(&self) -> Result<ConsumerId, ConsumerError> {
         let spec = ConsumerSpec {
             name: self.options.name.clone(),
             id_rule: self.options.id_rule_text(),
@@ -260,12 +259,10 @@ impl Shared {
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             match self.store.register(&spec).await {
-                Ok(id) => return Ok(Some(id)),
+                Ok(id) => return Ok(id),
                 Err(error) if error.is_transient() => {
                     self.health.set(&self.part, PartState::Waiting(error.to_string()));
-                    if !pace.wait(stop).await {
-                        return Ok(None);
-                    }
+                    tokio::time::sleep(pace.next_wait()).await;
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -371,7 +368,7 @@ mod fixture {
         /// Makes the tables, and registers the consumer in them.
         pub(super) async fn register(&self) -> ConsumerId {
             self.store.migrate().await.unwrap();
-            self.shared.register(&CancellationToken::new()).await.unwrap().unwrap()
+            self.shared.register().await.unwrap()
         }
     }
 }

@@ -152,7 +152,9 @@ pub(super) async fn run(
     let end = tokio::select! {
         end = intake.serve(&mut done, stop) => end,
         // A lane ends only by a panic while the intake runs; the messages that it had come again.
-        Some(ended) = tasks.join_next() => in_disorder(shared, "a lane ended unexpectedly; restarting all lanes", ended),
+        Some(ended) = tasks.join_next() => {
+            in_disorder(shared, "a lane ended unexpectedly; restarting all lanes", ended)
+        }
         // This task does not end either while positions may be sent to it.
         Some(ended) = keeper.join_next() => {
             in_disorder(shared, "the keeper of positions ended unexpectedly; restarting", ended)

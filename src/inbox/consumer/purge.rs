@@ -21,19 +21,13 @@ const PAGE: usize = 1_000;
 const BETWEEN: Duration = Duration::from_millis(20);
 
 /// Checks the horizon; waits for a database or broker that is away.
-pub(super) async fn check(
-    shared: &Shared,
-    consumer: ConsumerId,
-    stop: &CancellationToken,
-) -> Result<(), ConsumerError> {
+pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     loop {
         match is_long_enough(shared, consumer).await {
             Err(error) if is_away(&error) => {
                 shared.health.set(&shared.part, PartState::Waiting(error.to_string()));
-                if !pace.wait(stop).await {
-                    return Ok(());
-                }
+                tokio::time::sleep(pace.next_wait()).await;
             }
             answer => return answer,
         }
