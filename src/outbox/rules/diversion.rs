@@ -178,15 +178,11 @@ impl Diversion {
     }
 
     /// Removes a row that left the table: it was published and marked, was discarded, or is now
-    /// dead under policy `skip`. Returns whether the row was known.
-    pub(crate) fn leave(&mut self, position: i64) -> bool {
+    /// dead under policy `skip`.
+    pub(crate) fn leave(&mut self, position: i64) {
         self.stays(position);
-        let Some(row) = self.rows.remove(&position) else {
-            return false;
-        };
-        let Some(topic) = self.topics.get_mut(&row.topic) else {
-            return true;
-        };
+        let Some(row) = self.rows.remove(&position) else { return };
+        let Some(topic) = self.topics.get_mut(&row.topic) else { return };
         topic.blocked -= usize::from(row.why == Diverted::Destination);
         if let Some(key) = row.key
             && let Some(rows) = topic.keys.get_mut(&key)
@@ -199,7 +195,6 @@ impl Diversion {
         if topic.blocked == 0 && topic.keys.is_empty() {
             self.topics.remove(&row.topic);
         }
-        true
     }
 
     /// The rows that may be sent back to the broker, in the position order in which they must be
@@ -286,11 +281,11 @@ mod tests {
         let dead = row(1, "payments", Some("a"), Diverted::Dead);
         let held = row(2, "payments", Some("a"), Diverted::BehindDead);
         let mut diversion = Diversion::load([dead, held]);
-        assert!(diversion.leave(1));
+        diversion.leave(1);
         assert_eq!(diversion.decide("payments", Some("a")), Some(Diverted::BehindDead));
-        assert!(diversion.leave(2));
+        diversion.leave(2);
         assert_eq!(diversion.decide("payments", Some("a")), None);
-        assert!(diversion.is_empty() && !diversion.leave(2));
+        assert!(diversion.is_empty());
     }
 
     #[test]

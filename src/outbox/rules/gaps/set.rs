@@ -13,10 +13,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
-
 /// The positions from `from` up to, but not including, `to`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Range {
     /// The first position of the range.
     pub from: i64,
@@ -39,8 +37,7 @@ impl Range {
 }
 
 /// A set of positions as ascending ranges. Its text is that of a multirange: `{[3,4),[5,6)}`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Vec<Range>", into = "Vec<Range>")]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct GapSet {
     /// First position to one past the last.
     ranges: BTreeMap<i64, i64>,
@@ -73,7 +70,7 @@ impl GapSet {
         self.ranges.insert(from, to);
     }
 
-    /// Adds one position, if the set does not hold it yet.
+    /// Adds one position to the set.
     pub(crate) fn insert(&mut self, position: i64) {
         self.insert_range(Range::one(position));
     }
@@ -110,18 +107,6 @@ impl FromIterator<Range> for GapSet {
         let mut set = Self::new();
         set.extend(ranges);
         set
-    }
-}
-
-impl From<Vec<Range>> for GapSet {
-    fn from(ranges: Vec<Range>) -> Self {
-        ranges.into_iter().collect()
-    }
-}
-
-impl From<GapSet> for Vec<Range> {
-    fn from(set: GapSet) -> Self {
-        set.iter().collect()
     }
 }
 
