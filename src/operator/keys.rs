@@ -18,7 +18,6 @@
 mod open;
 mod words;
 
-use std::future::Future;
 use std::time::Duration;
 
 use uuid::Uuid;

@@ -2,7 +2,6 @@
 //!
 //! Promise: a publisher of `demo` or `bench` never reads an outbox that others write.
 
-use std::future::Future;
 use std::path::Path;
 
 #[cfg(feature = "mysql")]

@@ -4,7 +4,6 @@
 //! message. [`CLIENTS`] clients send at the same time. Both sides use the same pool, commit
 //! synchronously, and are measured in turns.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -157,15 +156,6 @@ pub(super) fn milliseconds(rate: f64) -> f64 {
     CLIENTS as f64 * 1e3 / rate
 }
 
-/// Runs `count` pieces of work with all clients. Returns the pieces per second.
-pub(super) async fn clients<W, F>(count: usize, work: W) -> Result<f64, AppError>
-where
-    W: Fn(usize) -> F + Send + Sync + 'static,
-    F: Future<Output = Result<(), AppError>> + Send,
-{
-    crowd(CLIENTS, count, work).await
-}
-
 async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result<f64, AppError> {
     let (store, maker) = (bed.store.clone(), Arc::clone(maker));
     let one = move |_| {
@@ -179,7 +169,7 @@ async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result
             Ok(())
         }
     };
-    clients(count, one).await
+    crowd(CLIENTS, count, one).await
 }
 
 async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
@@ -188,7 +178,7 @@ async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, App
         let door = Arc::clone(&door);
         async move { door.ask(&Uuid::now_v7().to_string(), Pay::any()).await?.must_be(Seen::Executed) }
     };
-    clients(count, one).await
+    crowd(CLIENTS, count, one).await
 }
 
 /// Replays per second: repeats requests of payments that were made before.
@@ -204,8 +194,8 @@ async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, Ap
             }
         }
     };
-    clients(keys.len(), ask(Seen::Executed)).await?;
-    clients(count, ask(Seen::Replayed)).await
+    crowd(CLIENTS, keys.len(), ask(Seen::Executed)).await?;
+    crowd(CLIENTS, count, ask(Seen::Replayed)).await
 }
 
 /// By how many megabytes the memory of this process, which is that of the clients too, grows while
