@@ -94,7 +94,6 @@ pub(crate) enum DeliveryOutcome {
 
 impl DeliveryOutcome {
     /// The value of the label `outcome`.
-    #[must_use]
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Processed => "processed",

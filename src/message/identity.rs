@@ -37,7 +37,6 @@ impl MessageId {
     }
 
     /// The 16 bytes as they are stored in the inbox.
-    #[must_use]
     pub(crate) fn bytes(self) -> [u8; 16] {
         self.0.into_bytes()
     }

@@ -161,7 +161,6 @@ pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Re
 }
 
 /// Whether oncebox, CloudEvents or a broker uses this header name itself, in any case of letters.
-#[must_use]
 pub(crate) fn is_reserved(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     name.starts_with("ce_")

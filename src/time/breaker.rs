@@ -38,7 +38,6 @@ pub(crate) struct Breaker {
 #[cfg(feature = "client")]
 impl Breaker {
     /// A closed breaker, which lets every attempt through.
-    #[must_use]
     pub(crate) fn new(options: BreakerOptions) -> Self {
         Self { options, failed: 0, shut_until: None }
     }
@@ -61,7 +60,6 @@ impl Breaker {
     }
 
     /// Whether attempts are refused now.
-    #[must_use]
     pub(crate) fn is_open(&self, now: Duration) -> bool {
         self.shut_until.is_some_and(|until| now < until)
     }

@@ -29,7 +29,6 @@ pub struct Lease {
 impl Lease {
     /// Whether another owner may take the lease: it has ended, or it ends later than now plus its
     /// length.
-    #[must_use]
     pub(crate) fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }
@@ -37,13 +36,11 @@ impl Lease {
     /// The time after which the owner renews the lease: a third of its length, so that one renewal
     /// may fail and the next still comes in time. The owner may measure it with its own clock,
     /// because it only decides when to ask.
-    #[must_use]
     pub(crate) fn renewed_after(length: Duration) -> Duration {
         length / 3
     }
 
     /// The time until the lease ends; zero if it is expired.
-    #[must_use]
     pub(crate) fn remaining(self, now: DbTime) -> Duration {
         if self.is_expired(now) { Duration::ZERO } else { now.until(self.until) }
     }

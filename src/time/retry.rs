@@ -58,7 +58,6 @@ pub(crate) enum Death {
 
 impl Death {
     /// The reason that is stored with the dead message.
-    #[must_use]
     pub(crate) fn reason(self) -> &'static str {
         match self {
             Self::Terminal => "terminal",
@@ -114,7 +113,6 @@ impl RetryPolicy {
     /// Decides what follows a failure. `failed` is the number of attempts that failed, this one
     /// included; `chance` is drawn from 0 to 1. A time that a handler asks for is granted up to
     /// `cap`, and the attempt counts. Otherwise such a message could be tried for ever.
-    #[must_use]
     pub(crate) fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
             Asked::NoRetry => Decision::Dead(Death::Terminal),
@@ -129,20 +127,17 @@ impl RetryPolicy {
 
     /// Whether the attempt of this number, counted from 1, may begin. A number above the last one
     /// occurs when every attempt ended with the death of its process.
-    #[must_use]
     pub(crate) fn allows(&self, attempt: u32) -> bool {
         attempt <= self.max_attempts
     }
 
     /// The longest that all waits together can take, whatever handlers ask for. The time of the
     /// handlers is not included.
-    #[must_use]
     pub(crate) fn longest(&self) -> Duration {
         self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
     }
 
     /// The durable wait number `n`, counted from 1; `chance` is drawn from 0 to 1.
-    #[must_use]
     pub(crate) fn wait(&self, n: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(n.saturating_sub(1)).unwrap_or(i32::MAX);
         let cap = self.cap.as_secs_f64();

@@ -31,7 +31,6 @@ pub(crate) struct Part {
 
 /// The plan for a batch in which one message failed: the part before the message, the message
 /// alone, the rest.
-#[must_use]
 pub(crate) fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
     let together = |messages: Range<usize>| Part { messages, alone: false };
     let parts = [
@@ -44,7 +43,6 @@ pub(crate) fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
 
 /// The plan for a batch that failed as a whole, for example in a handler of batches or by a
 /// constraint that is checked at COMMIT: two halves. Repeated, this finds the message that fails.
-#[must_use]
 pub(crate) fn without_blame(batch: Range<usize>) -> Vec<Part> {
     let alone = batch.len() == 1;
     halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
@@ -74,7 +72,6 @@ pub(crate) const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 impl TransientFault {
     /// The number of transient failures in a row.
-    #[must_use]
     pub(crate) fn times(self) -> u32 {
         self.times
     }

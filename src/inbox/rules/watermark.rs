@@ -61,13 +61,11 @@ impl Watermark {
     }
 
     /// The highest number up to which all deliveries are finished; `None` until there is one.
-    #[must_use]
     pub(crate) fn committable(&self) -> Option<i64> {
         self.mark
     }
 
     /// How many deliveries stand above the mark, finished or not.
-    #[must_use]
     pub(crate) fn above(&self) -> usize {
         self.above.len()
     }

@@ -111,7 +111,6 @@ impl Diversion {
 
     /// Why the next row of this topic and key must be held: behind a dead row, or for its
     /// destination. `None` if it may be sent.
-    #[must_use]
     pub(crate) fn decide(&self, topic: &str, key: Option<&str>) -> Option<Diverted> {
         let topic = self.topics.get(topic)?;
         let of_key = key.and_then(|key| topic.keys.get(key)).filter(|key| !key.is_on_way());
@@ -166,13 +165,11 @@ impl Diversion {
     }
 
     /// Whether a row is on its way back.
-    #[must_use]
     pub(crate) fn is_on_way(&self, position: i64) -> bool {
         self.on_way.contains(&position)
     }
 
     /// How many rows are on their way back.
-    #[must_use]
     pub(crate) fn on_way(&self) -> usize {
         self.on_way.len()
     }
@@ -213,14 +210,12 @@ impl Diversion {
     }
 
     /// The row at this position; `None` where it is not diverted.
-    #[must_use]
     pub(crate) fn get(&self, position: i64) -> Option<&DivertedRow> {
         self.rows.get(&position)
     }
 
     /// Whether a row on its way back may still go: it is known and not dead, no older row of its
     /// key is dead, and the held row before it of its key is on its way back or gone.
-    #[must_use]
     pub(crate) fn is_free(&self, position: i64) -> bool {
         let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
         let Some(key) = self.key_of(row) else { return true };
@@ -235,7 +230,6 @@ impl Diversion {
     }
 
     /// Whether a row of this topic is held for its destination.
-    #[must_use]
     pub(crate) fn blocks(&self, topic: &str) -> bool {
         self.topics.get(topic).is_some_and(|topic| topic.blocked > 0)
     }
@@ -247,13 +241,11 @@ impl Diversion {
     }
 
     /// The number of diverted rows.
-    #[must_use]
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }
 
     /// Whether nothing is diverted.
-    #[must_use]
     pub(crate) fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }

@@ -54,7 +54,6 @@ impl GapCursor {
     /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction
     /// that took the lease and raised the epoch. `ranges_max` is the maximum number of ranges of
     /// open gaps, normally [`RANGES_MAX`].
-    #[must_use]
     pub(crate) fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
         // A gap above `scanned_to` is read again as part of the tail.
         let persisted = gaps.cut_at(scanned_to);
@@ -76,45 +75,38 @@ impl GapCursor {
     }
 
     /// The highest position that this session has read.
-    #[must_use]
     pub(crate) fn read_to(&self) -> i64 {
         self.read_to
     }
 
     /// How many more ranges fit under the maximum. A row adds at most one range, so this number
     /// also bounds the LIMIT of a read.
-    #[must_use]
     pub(crate) fn room(&self) -> usize {
         self.ranges_max.saturating_sub(self.open.len())
     }
 
     /// How many ranges of gaps are open.
-    #[must_use]
     pub(crate) fn open_gaps(&self) -> usize {
         self.open.len()
     }
 
     /// The maximum number of ranges of open gaps.
-    #[must_use]
     pub(crate) fn open_gaps_max(&self) -> usize {
         self.ranges_max
     }
 
     /// Whether the maximum is reached. Reads then cover gaps only, until some gaps close (R9).
-    #[must_use]
     pub(crate) fn at_cap(&self) -> bool {
         self.room() == 0
     }
 
     /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
-    #[must_use]
     pub(crate) fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
     }
 
     /// Whether the sequence is behind this cursor (R7). New rows would then get positions that
     /// count as scanned.
-    #[must_use]
     pub(crate) fn is_ahead_of(&self, last_value: i64) -> bool {
         last_value < self.read_to
     }
@@ -199,7 +191,6 @@ impl GapCursor {
 
     /// Whether a checkpoint is due: rows were read since the last one began. Send no batch before
     /// it returned (R5). Make one within a second even when no row was of this shard.
-    #[must_use]
     pub(crate) fn needs_checkpoint(&self) -> bool {
         self.checkpoint_due > self.checkpointed
     }
@@ -281,7 +272,6 @@ impl GapCursor {
     }
 
     /// The transaction ids that must still be watched; `None` when no watch waits for any.
-    #[must_use]
     pub(crate) fn lock_watch(&self) -> Option<&[u64]> {
         match &self.watch {
             Watch::Watching(holders) => Some(holders),

@@ -24,13 +24,11 @@ pub(crate) struct Range {
 
 impl Range {
     /// The range that holds one position.
-    #[must_use]
     pub(crate) fn one(position: i64) -> Self {
         Self { from: position, to: position.saturating_add(1) }
     }
 
     /// Whether it holds no position at all.
-    #[must_use]
     pub(crate) fn is_empty(self) -> bool {
         self.from >= self.to
     }
@@ -45,7 +43,6 @@ pub(crate) struct GapSet {
 
 impl GapSet {
     /// A set that holds no position.
-    #[must_use]
     pub(crate) fn new() -> Self {
         Self::default()
     }
@@ -81,13 +78,11 @@ impl GapSet {
     }
 
     /// The highest position in the set; `None` if the set is empty.
-    #[must_use]
     pub(crate) fn last(&self) -> Option<i64> {
         self.ranges.last_key_value().map(|(_, &to)| to - 1)
     }
 
     /// The part of the set at or below `scanned_to`.
-    #[must_use]
     pub(crate) fn cut_at(&self, scanned_to: i64) -> Self {
         let end = scanned_to.saturating_add(1);
         self.iter().map(|range| Range { from: range.from, to: range.to.min(end) }).collect()
