@@ -150,9 +150,6 @@ impl Limits {
 }
 
 /// Checks for printable ASCII of 1 to `max` bytes, for content types and sources.
-///
-/// # Errors
-/// A [`LimitError`] with the given name.
 pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Result<(), LimitError> {
     if text.is_empty() || text.len() > max || !text.bytes().all(|byte| (0x20..=0x7e).contains(&byte)) {
         return broken(limit, format!("1 to {max} bytes of printable ASCII are allowed"));

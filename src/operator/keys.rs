@@ -237,7 +237,6 @@ impl OperationFilter {
 /// The values of an act's audit row.
 #[derive(Debug)]
 pub(crate) struct Audit<'a> {
-    /// The word for it.
     pub(crate) act: &'static str,
     /// The name of the operation.
     pub(crate) place: &'a str,

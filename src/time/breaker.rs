@@ -43,10 +43,8 @@ impl Breaker {
     }
 
     /// Admits an attempt or refuses it. After an admitted attempt call [`Breaker::ended`]. A trial
-    /// for which that call never comes counts as failed when the open time has passed again.
-    ///
-    /// # Errors
-    /// The time after which an attempt may be admitted.
+    /// for which that call never comes counts as failed when the open time has passed again. The
+    /// error is the time after which an attempt may be admitted.
     pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
         match self.shut_until {
             Some(until) if now < until => Err(until - now),

@@ -56,11 +56,8 @@ pub(crate) struct Fence {
 }
 
 impl Fence {
-    /// Compares the values in the row with those that this session wrote last.
-    ///
-    /// # Errors
-    ///
-    /// The values differ: the lease was taken again, or a failover lost a write. The session ends.
+    /// Compares the values in the row with those that this session wrote last. Where they differ,
+    /// the lease was taken again, or a failover lost a write: the session ends.
     pub(crate) fn check(self, seen: Self) -> Result<(), FenceLost> {
         if seen.epoch > self.epoch {
             Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })

@@ -146,11 +146,7 @@ impl RetryPolicy {
         Duration::try_from_secs_f64(full.min(cap) * (1.0 - off)).map_or(self.cap, |wait| wait.min(self.cap))
     }
 
-    /// Checks the settings.
-    ///
-    /// # Errors
-    ///
-    /// The setting that cannot be used.
+    /// Checks the settings. The error names one that cannot be used.
     pub(crate) fn validate(&self) -> Result<(), RetryPolicyError> {
         if self.max_attempts == 0 {
             Err(RetryPolicyError::NoAttempt)

@@ -38,13 +38,9 @@ pub(crate) enum Diverted {
 /// A dead or held row, as it is loaded when a session starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DivertedRow {
-    /// The row's position in the outbox.
     pub position: i64,
-    /// The topic that the row is to be published to.
     pub topic: String,
-    /// The row's key; `None` if the message has no key.
     pub key: Option<String>,
-    /// Why the row was diverted.
     pub why: Diverted,
 }
 

@@ -55,11 +55,7 @@ pub enum Because {
 
 impl Sources {
     /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
-    /// clocks.
-    ///
-    /// # Errors
-    ///
-    /// The source with the longest time, if the horizon does not exceed that time.
+    /// clocks. The error has the source with the longest time.
     pub(crate) fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
         let Horizon::After(horizon) = horizon else {
             return Ok(());

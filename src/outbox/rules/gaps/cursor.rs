@@ -127,11 +127,7 @@ impl GapCursor {
     /// Takes the result of the statement: `pg_snapshot_xmin`, the positions of **all** rows in the
     /// order in which they came, and whether their number reached the LIMIT. `passes` means that
     /// none of these rows is of this shard and that no mark is under way. Such reads join one
-    /// batch, so any number of them needs no more memory than one.
-    ///
-    /// # Errors
-    ///
-    /// Any error ends the session.
+    /// batch, so any number of them needs no more memory than one. Any error ends the session.
     pub(crate) fn on_read(
         &mut self,
         xmin: u64,
@@ -202,11 +198,8 @@ impl GapCursor {
     }
 
     /// The synchronous commit of the checkpoint returned. Its transaction id becomes the fence of
-    /// the gaps that were found before the checkpoint began and have no fence yet.
-    ///
-    /// # Errors
-    ///
-    /// The id is not above the last fence. The session ends.
+    /// the gaps that were found before the checkpoint began and have no fence yet. An id that is
+    /// not above the last fence ends the session.
     pub(crate) fn on_checkpoint(&mut self, ticket: CheckpointTicket, xid: u64, now: u64) -> Result<(), CursorError> {
         if xid <= self.fence {
             return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
@@ -290,11 +283,8 @@ impl GapCursor {
         }
     }
 
-    /// Checks the invariants of the state, for tests and debug assertions.
-    ///
-    /// # Errors
-    ///
-    /// A sentence that names the broken invariant.
+    /// Checks the invariants of the state, for tests and debug assertions. The error is a sentence
+    /// that names the broken one.
     pub(crate) fn check(&self) -> Result<(), String> {
         let ensure = |holds: bool, what: &str| {
             if holds { Ok(()) } else { Err(format!("{what}: {self:?}")) }
