@@ -271,13 +271,13 @@ impl Retrier {
                     run.iter().for_each(|one| settle::ended(&self.shared.options.name, &one.message));
                     return self.wake_next(&run).await;
                 }
-                Ok(RunEnd::Exhausted) => return self.exhausted(run),
+                Ok(RunEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
                 Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
                     match at {
-                        0 if error.is_transient() => return self.lasts(run, error.message()),
-                        0 => return self.failed(run, error),
+                        0 if error.is_transient() => return self.lasts(run.swap_remove(0), error.message()),
+                        0 => return self.failed(run.swap_remove(0), error),
                         _ => continue,
                     }
                 }
@@ -292,9 +292,9 @@ impl Retrier {
                     self.give_back(&mut run, rest).await?;
                     continue;
                 }
-                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run, error.message()),
+                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), error.message()),
                 Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
-                    return self.failed(run, HandlerError::retryable(why));
+                    return self.failed(run.swap_remove(0), HandlerError::retryable(why));
                 }
                 Ok(RunEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
                 Err(error) => (run.len() / 2, error.may_be_its_own(), Err(error)),
@@ -304,8 +304,8 @@ impl Retrier {
             let found =
                 if is_one { blame.of(&self.shared, self.consumer, may_be_its_own).await } else { Fault::Transient };
             match found {
-                Fault::Its => return self.failed(run, HandlerError::retryable(said)),
-                Fault::Lasting => return self.lasts(run, &said),
+                Fault::Its => return self.failed(run.swap_remove(0), HandlerError::retryable(said)),
+                Fault::Lasting => return self.lasts(run.swap_remove(0), &said),
                 Fault::Transient => {}
             }
             let pause = fault.pause(fastrand::f64());
@@ -344,10 +344,9 @@ impl Retrier {
         }
     }
 
-    /// The first message failed by itself: the retry policy decides what follows.
-    fn failed(&mut self, run: Vec<LeasedMessage>, error: HandlerError) -> Result<(), StoreError> {
-        self.desk.is_over(&run);
-        let Some(head) = run.into_iter().next() else { return Ok(()) };
+    /// The message failed by itself: the retry policy decides what follows.
+    fn failed(&mut self, head: LeasedMessage, error: HandlerError) -> Result<(), StoreError> {
+        self.desk.is_over(std::slice::from_ref(&head));
         let options = &self.shared.options;
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
         let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
@@ -361,16 +360,14 @@ impl Retrier {
     }
 
     /// Its tries were counted and none came to an end; the handler did not run again.
-    fn exhausted(&mut self, run: Vec<LeasedMessage>) -> Result<(), StoreError> {
-        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+    fn exhausted(&mut self, mut head: LeasedMessage) -> Result<(), StoreError> {
         head.message.attempt = head.tries;
         self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
     }
 
     /// The code of the failure is transient, but it lasts while the database works for others: the
     /// message waits longer each time with its reason visible, and no try is counted.
-    fn lasts(&mut self, run: Vec<LeasedMessage>, said: &str) -> Result<(), StoreError> {
-        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+    fn lasts(&mut self, mut head: LeasedMessage, said: &str) -> Result<(), StoreError> {
         let options = &self.shared.options;
         let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
         let error = HandlerError::transient(blame::lasting(&said));

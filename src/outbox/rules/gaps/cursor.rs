@@ -95,11 +95,6 @@ impl GapCursor {
         self.ranges_max
     }
 
-    /// Whether the maximum is reached. Reads then cover gaps only, until some gaps close (R9).
-    pub(crate) fn at_cap(&self) -> bool {
-        self.room() == 0
-    }
-
     /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
     pub(crate) fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
@@ -118,7 +113,8 @@ impl GapCursor {
             self.open.holders_gone();
             self.watch = Watch::Idle;
         }
-        let tail_from = (!self.at_cap()).then(|| self.read_to.saturating_add(1));
+        // At the maximum, reads cover gaps only, until some of them close (R9).
+        let tail_from = (self.room() > 0).then(|| self.read_to.saturating_add(1));
         let plan = ReadPlan { ranges: self.open.ranges().collect(), tail_from };
         self.plan = Some(plan.clone());
         plan
