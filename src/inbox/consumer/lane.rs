@@ -144,7 +144,7 @@ impl Lane {
 
     async fn batch(&mut self, mut items: Vec<Item>, mut tries: Tries, stack: &mut Vec<Work>) {
         if matches!(tries, Tries::Unjudged) {
-            match self.judge(&items).await {
+            match self.judge(&mut items).await {
                 Ok((of_first, None)) => tries = of_first,
                 Ok((of_first, Some(alone))) => {
                     stack.push(Work::Batch(items.split_off(alone + 1), Tries::Unjudged));
@@ -302,7 +302,7 @@ impl Lane {
     /// Decides how the items run (R26). Returns the tries of the items before the first one that
     /// must run alone, and the index of that one. Only messages that the inbox does not know can be
     /// suspect; items behind the one that runs alone are not judged yet.
-    async fn judge(&self, items: &[Item]) -> Result<(Tries, Option<usize>), StoreError> {
+    async fn judge(&self, items: &mut [Item]) -> Result<(Tries, Option<usize>), StoreError> {
         if !items.iter().any(Item::is_suspicious) {
             return Ok((Tries::Free, None));
         }
@@ -312,7 +312,7 @@ impl Lane {
         let tried: HashSet<_> = store.attempts(consumer, &ids).await?.into_iter().map(|(id, _)| id).collect();
         let spares_none = !self.shared.options.retry.allows(2);
         let (mut due, mut suspects) = (Vec::new(), false);
-        for (index, item) in items.iter().enumerate() {
+        for (index, item) in items.iter_mut().enumerate() {
             let id = item.message.id;
             let is_known = known.contains(&id);
             match item.judge(is_known, spares_none || tried.contains(&id)) {
