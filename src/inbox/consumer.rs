@@ -153,13 +153,9 @@ impl Consumer {
         let shared = &self.0;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
-        let ready = async {
-            let consumer = shared.register().await?;
-            purge::check(shared, consumer).await.map(|()| consumer)
-        };
         let consumer = tokio::select! {
             () = stop.cancelled() => return Ok(ConsumerEnd::Stopped),
-            ready = ready => ready?,
+            registered = shared.register() => registered?,
         };
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
         let desk = Arc::new(retries::Desk::new());
@@ -224,6 +220,17 @@ pub enum ConsumerError {
     },
 }
 
+impl ConsumerError {
+    /// Whether the error may end by itself.
+    fn is_away(&self) -> bool {
+        match self {
+            Self::Store(error) => error.is_transient(),
+            Self::Broker(error) => !matches!(error, BrokerError::Refused(_)),
+            Self::Horizon { .. } => false,
+        }
+    }
+}
+
 impl Shared {
     /// Runs a task beside the lanes until the stop. After a panic the part is not ready until the
     /// task runs again.
@@ -249,7 +256,7 @@ impl Shared {
         }
     }
 
-    /// Registers the consumer; waits for a database that is away.
+    /// Registers the consumer, and checks its horizon. Waits for a database or broker that is away.
     async fn register(&self) -> Result<ConsumerId, ConsumerError> {
         let spec = ConsumerSpec {
             name: self.options.name.clone(),
@@ -258,13 +265,16 @@ impl Shared {
         };
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
-            match self.store.register(&spec).await {
-                Ok(id) => return Ok(id),
-                Err(error) if error.is_transient() => {
+            let registered = async {
+                let consumer = self.store.register(&spec).await?;
+                purge::check(self, consumer).await.map(|()| consumer)
+            };
+            match registered.await {
+                Err(error) if error.is_away() => {
                     self.health.set(&self.part, PartState::Waiting(error.to_string()));
                     tokio::time::sleep(pace.next_wait()).await;
                 }
-                Err(error) => return Err(error.into()),
+                ended => return ended,
             }
         }
     }

@@ -273,8 +273,7 @@ impl Retrier {
                 }
                 Ok(RunEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
                 Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
-                    let rest = run.split_off(at.max(1));
-                    self.give_back(&mut run, rest).await?;
+                    self.give_back(&mut run, at.max(1)).await?;
                     match at {
                         0 if error.is_transient() => return self.lasts(run.swap_remove(0), error.message()),
                         0 => return self.failed(run.swap_remove(0), error),
@@ -283,13 +282,12 @@ impl Retrier {
                 }
                 Ok(RunEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
                     tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
-                    let rest = run.split_off(at.max(1));
-                    self.give_back(&mut run, rest).await?;
+                    self.give_back(&mut run, at.max(1)).await?;
                     continue;
                 }
                 Ok(RunEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
-                    let rest = run.split_off(run.len() / 2);
-                    self.give_back(&mut run, rest).await?;
+                    let half = run.len() / 2;
+                    self.give_back(&mut run, half).await?;
                     continue;
                 }
                 Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), error.message()),
@@ -316,8 +314,7 @@ impl Retrier {
             }
             // One message alone shows to whom the failure belongs.
             if !is_one && (may_be_its_own || fault.times() >= TIMES_BEFORE_HALVING) {
-                let rest = run.split_off(at.max(1));
-                self.give_back(&mut run, rest).await?;
+                self.give_back(&mut run, at.max(1)).await?;
             }
         }
     }
@@ -409,9 +406,10 @@ impl Retrier {
         Ok(())
     }
 
-    /// Releases the messages that this try leaves out. If that fails, the release of all is kept
-    /// for later.
-    async fn give_back(&mut self, run: &mut Vec<LeasedMessage>, rest: Vec<LeasedMessage>) -> Result<(), StoreError> {
+    /// Releases the messages from this index on, which the next try leaves out. If that fails, the
+    /// release of all is kept for later.
+    async fn give_back(&mut self, run: &mut Vec<LeasedMessage>, from: usize) -> Result<(), StoreError> {
+        let rest = run.split_off(from);
         let given_back = self.shared.store.give_back(self.consumer, &rest).await;
         if given_back.is_err() {
             run.extend(rest);

@@ -158,7 +158,7 @@ impl GapCursor {
         let closed = self.open.close(xmin, below);
         let batch = (!positions.is_empty()).then(|| {
             self.checkpoint_due = self.reads;
-            if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows) }
+            if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows, false) }
         });
         debug_assert_eq!(self.check(), Ok(()));
         Ok(ReadOutcome { batch, closed })
