@@ -44,27 +44,13 @@ pub(crate) enum Decision {
     /// Store it as waiting, due after this time.
     Wait(Duration),
     /// There is no further try: the message is dead, for this reason.
-    Dead(Death),
+    Dead(&'static str),
 }
 
-/// Why a message is not tried again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Death {
-    /// Its handler said that no retry can help.
-    Terminal,
-    /// Its last attempt has failed.
-    Attempts,
-}
-
-impl Death {
-    /// The reason that is stored with the dead message.
-    pub(crate) fn reason(self) -> &'static str {
-        match self {
-            Self::Terminal => "terminal",
-            Self::Attempts => "attempts",
-        }
-    }
-}
+/// The reason of a message whose handler said that no retry can help.
+pub(crate) const TERMINAL: &str = "terminal";
+/// The reason of a message whose last attempt has failed.
+pub(crate) const ATTEMPTS: &str = "attempts";
 
 /// What a failed try asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,8 +101,8 @@ impl RetryPolicy {
     /// `cap`, and the attempt counts. Otherwise such a message could be tried for ever.
     pub(crate) fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
-            Asked::NoRetry => Decision::Dead(Death::Terminal),
-            _ if failed >= self.max_attempts => Decision::Dead(Death::Attempts),
+            Asked::NoRetry => Decision::Dead(TERMINAL),
+            _ if failed >= self.max_attempts => Decision::Dead(ATTEMPTS),
             Asked::After(asked) => Decision::Wait(asked.min(self.cap)),
             Asked::Nothing if failed <= self.in_place => Decision::InPlace(self.in_place_delay),
             Asked::Nothing | Asked::NotInPlace => {
@@ -197,7 +183,7 @@ mod tests {
         let decisions: Vec<Decision> = (1..=8).map(|failed| STEADY.next(failed, Asked::Nothing, 0.5)).collect();
         let in_place = Decision::InPlace(Duration::from_millis(50));
         let wait = |seconds| Decision::Wait(Duration::from_secs(seconds));
-        let dead = Decision::Dead(Death::Attempts);
+        let dead = Decision::Dead(ATTEMPTS);
         assert_eq!(decisions, [in_place, in_place, wait(1), wait(2), wait(4), wait(5), dead, dead]);
         assert!(STEADY.allows(7) && !STEADY.allows(8));
     }
@@ -216,13 +202,13 @@ mod tests {
         let asked = Duration::from_secs(3);
         assert_eq!(STEADY.next(1, Asked::After(asked), 0.5), Decision::Wait(asked));
         assert_eq!(STEADY.next(6, Asked::After(Duration::MAX), 0.5), Decision::Wait(Duration::from_secs(5)));
-        assert_eq!(STEADY.next(7, Asked::After(asked), 0.5), Decision::Dead(Death::Attempts));
+        assert_eq!(STEADY.next(7, Asked::After(asked), 0.5), Decision::Dead(ATTEMPTS));
     }
 
     #[test]
     fn a_handler_that_says_terminal_has_no_second_try() {
-        assert_eq!(STEADY.next(1, Asked::NoRetry, 0.5), Decision::Dead(Death::Terminal));
-        assert_eq!(STEADY.next(7, Asked::NoRetry, 0.5), Decision::Dead(Death::Terminal));
+        assert_eq!(STEADY.next(1, Asked::NoRetry, 0.5), Decision::Dead(TERMINAL));
+        assert_eq!(STEADY.next(7, Asked::NoRetry, 0.5), Decision::Dead(TERMINAL));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::ParkAs;
 use crate::observe::{self, DeliveryOutcome};
 use crate::time::pace::sleep_unless;
-use crate::time::retry::{Death, Decision};
+use crate::time::retry::{ATTEMPTS, Decision};
 
 pub(super) enum Why {
     /// It may have killed its process.
@@ -80,8 +80,8 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                     }
                 }
                 Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
-                Decision::Dead(death) => {
-                    let park_as = dies(lane, death);
+                Decision::Dead(reason) => {
+                    let park_as = dies(lane, reason);
                     return settle::park(lane, item, park_as, counted, &error).await;
                 }
             }
@@ -106,7 +106,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             if !shared.options.retry.allows(counted) {
                 drop(alone);
                 let error = HandlerError::retryable(settle::KILLS);
-                let park_as = dies(lane, Death::Attempts);
+                let park_as = dies(lane, ATTEMPTS);
                 return settle::park(lane, item, park_as, counted - 1, &error).await;
             }
             alone.run(lane.transaction(std::slice::from_ref(&item), Some(counted))).await
@@ -210,8 +210,8 @@ async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, cou
     }
 }
 
-fn dies(lane: &Lane, death: Death) -> ParkAs {
-    ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
+fn dies(lane: &Lane, reason: &str) -> ParkAs {
+    ParkAs::Dead { reason: reason.to_owned(), holds: lane.shared.options.holds() }
 }
 
 /// Waits for a database that is away. Returns true if a stop or revocation came and the message is

@@ -35,7 +35,7 @@ use crate::inbox::rules::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::message::{Message, MessageId};
 use crate::observe::{self, DeliveryOutcome, Trouble};
 use crate::time::pace::{Pace, sleep_unless};
-use crate::time::retry::{Death, Decision};
+use crate::time::retry::{ATTEMPTS, Decision};
 
 /// How much longer a lease lasts than a handler may run.
 const LEASE_SPARE: Duration = Duration::from_secs(10);
@@ -347,7 +347,7 @@ impl Retrier {
         let options = &self.shared.options;
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
         let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
-            Decision::Dead(death) => Owed::Bury(Box::new(head), death.reason(), error),
+            Decision::Dead(reason) => Owed::Bury(Box::new(head), reason, error),
             Decision::InPlace(after) | Decision::Wait(after) => {
                 observe::delivered(&options.name, DeliveryOutcome::Retried, 1);
                 Owed::Postpone(Box::new(head), after, error)
@@ -359,7 +359,7 @@ impl Retrier {
     /// Its tries were counted and none came to an end; the handler did not run again.
     fn exhausted(&mut self, mut head: LeasedMessage) -> Result<(), StoreError> {
         head.message.attempt = head.tries;
-        self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
+        self.owes(Owed::Bury(Box::new(head), ATTEMPTS, HandlerError::retryable(KILLS)))
     }
 
     /// The code of the failure is transient, but it lasts while the database works for others: the
