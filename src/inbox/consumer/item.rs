@@ -73,8 +73,8 @@ impl Item {
         self.redelivered || self.source.with_suspicion(|suspicion| suspicion.is_active())
     }
 
-    /// How the item is to run (R26). `known`: whether the inbox has it. An item that was set aside is
-    /// judged again: it stays suspect, and takes no suspicion that others may need.
+    /// How the item is to run (R26). `known`: whether the inbox has it. An item that was set aside
+    /// is judged again: it stays suspect, and takes no suspicion that others may need.
     pub(super) fn judge(&mut self, known: bool, has_none_to_spare: bool) -> Run {
         let facts = Facts { known, redelivered: self.redelivered, has_none_to_spare };
         let run = match self.was_judged {
