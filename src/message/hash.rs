@@ -60,7 +60,6 @@ pub(crate) fn lane_id(topic: &str, key: &[u8]) -> [u8; 16] {
     first_16(&hash.finalize())
 }
 
-/// The first 16 bytes of a digest.
 pub(super) fn first_16(digest: &[u8]) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&digest[..16]);

@@ -31,7 +31,6 @@ pub(crate) enum PointerError {
     Missing,
 }
 
-/// Finds the value at a pointer.
 pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
     let not_json = |error: serde_json::Error| PointerError::NotJson(error.to_string());
     let mut at: &RawValue = serde_json::from_slice(payload).map_err(not_json)?;

@@ -159,7 +159,6 @@ pub(crate) struct Which {
     all: bool,
 }
 
-/// A number as `dead list` shows it.
 fn number(text: &str) -> Result<String, String> {
     let digits = text.strip_prefix(['o', 'c']).and_then(|digits| digits.parse::<i64>().ok());
     match digits {
@@ -559,7 +558,6 @@ fn by_number(number: &str) -> DeadFilter {
 }
 
 impl Meant {
-    /// A filter for these of the messages.
     fn only(&self, numbers: &[String]) -> DeadFilter {
         DeadFilter { numbers: numbers.to_vec(), limit: numbers.len(), ..self.filter.clone() }
     }

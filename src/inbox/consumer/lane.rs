@@ -31,7 +31,6 @@ use crate::time::pace::sleep_unless;
 /// The name of the trouble of a lane that waits for the database.
 pub(super) const DATABASE: &str = "database";
 
-/// The state of one lane: shared state, channels and the tokens that stop it.
 pub(super) struct Lane {
     number: usize,
     pub(super) shared: Arc<Shared>,

@@ -379,7 +379,6 @@ impl Retrier {
         Ok(())
     }
 
-    /// Writes what is still to be written.
     async fn settle_up(&mut self) -> Result<(), StoreError> {
         let (shared, consumer) = (&self.shared, self.consumer);
         match &self.owed {

@@ -29,10 +29,8 @@ use oncebox::operation::{
 
 /// How many clients send requests at the same time.
 pub(super) const CLIENTS: usize = 16;
-/// The number of duplicates of one request at once.
 const DUPLICATES: usize = 1_000;
 
-/// The command of the benchmark.
 #[derive(Debug, Clone, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Pay {

@@ -114,7 +114,6 @@ struct Show<'a, S: Tables> {
     repeated: u64,
 }
 
-/// Runs the whole show and counts.
 pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Verdict, AppError> {
     let options = stage.settings.database.options().map_err(AppError::usage)?;
     let options = StoreOptions { create: true, ..options };
