@@ -15,7 +15,7 @@ use std::time::Duration;
 use super::batch::BatchEnd;
 use super::blame::{self, Blame, Fault};
 use super::calls::Failure;
-use super::item::Item;
+use super::item::{End, Item};
 use super::lane::Lane;
 use super::settle;
 use crate::error::{HandlerError, StoreError};
@@ -76,7 +76,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 Decision::InPlace(pause) => {
                     observe::delivered(&lane.shared.options.name, DeliveryOutcome::Retried, 1);
                     if !sleep_unless(&lane.stop, pause).await {
-                        return lane.report(&item, false);
+                        return lane.report(&item, End::Left);
                     }
                 }
                 Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
@@ -129,7 +129,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 for outcome in outcomes {
                     observe::delivered(&lane.shared.options.name, outcome, 1);
                 }
-                return lane.report(&item, true);
+                return lane.report(&item, End::Committed);
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
             Ok(BatchEnd::Failed(Failure::Of(_, error))) if !error.is_transient() => {

@@ -113,7 +113,7 @@ pub(super) async fn run(
         lane.work(batch).await;
     }
     for item in lane.aside.take() {
-        lane.report(&item, false);
+        lane.report(&item, End::Left);
     }
 }
 
@@ -200,7 +200,7 @@ impl Lane {
             Ok(BatchEnd::Done(outcomes)) => {
                 self.went_well();
                 self.wake_parked(&items, &outcomes).await;
-                items.iter().for_each(|item| self.report(item, true));
+                items.iter().for_each(|item| self.report(item, End::Committed));
                 let mut counts: HashMap<DeliveryOutcome, u64> = HashMap::new();
                 outcomes.into_iter().for_each(|outcome| *counts.entry(outcome).or_default() += 1);
                 for (outcome, count) in counts {
@@ -389,7 +389,7 @@ impl Lane {
         if counted {
             self.uncount(items).await;
         }
-        items.iter().for_each(|item| self.report(item, false));
+        items.iter().for_each(|item| self.report(item, End::Left));
     }
 
     /// Takes back one try of each item. Another process may have the items by now: what it counted
@@ -410,11 +410,7 @@ impl Lane {
         tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), id, sent_id, %why, "tries that were not made stay counted");
     }
 
-    pub(super) fn report(&self, item: &Item, committed: bool) {
-        self.tell(item, if committed { End::Committed } else { End::Left });
-    }
-
-    fn tell(&self, item: &Item, end: End) {
+    pub(super) fn report(&self, item: &Item, end: End) {
         let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
         // The intake is gone only if the subscriber is gone: then the message comes again.
         let _ = self.done.send(Done { source, sequence, end, was_aside });
@@ -428,7 +424,7 @@ impl Lane {
         }
         for mut item in items {
             if !item.is_aside {
-                self.tell(&item, End::Aside);
+                self.report(&item, End::Aside);
                 item.is_aside = true;
             }
             self.aside.put(item);

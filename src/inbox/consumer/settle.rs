@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::blame::{Blame, Fault};
-use super::item::Item;
+use super::item::{End, Item};
 use super::lane::Lane;
 use super::transaction::roll_back;
 use crate::error::{HandlerError, StoreError};
@@ -78,7 +78,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                 observe::delivered(&lane.shared.options.name, outcome, 1);
                 lane.wake_parked(std::slice::from_ref(&item), &[outcome]).await;
                 lane.shared.parked.notify_one();
-                return lane.report(&item, true);
+                return lane.report(&item, End::Committed);
             }
             Err(error) => {
                 if error.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
@@ -86,7 +86,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                 }
                 lane.wait_out(&error).await;
                 if lane.is_left(&item) {
-                    return lane.report(&item, false);
+                    return lane.report(&item, End::Left);
                 }
             }
         }
@@ -182,12 +182,12 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
             Ok(()) => {
                 unstored.why = None;
                 lane.went_well();
-                return lane.report(&item, true);
+                return lane.report(&item, End::Committed);
             }
             Err(error) => {
                 unstored.why = Some(error.to_string());
                 if !lane.wait_out_a_stop(&error).await {
-                    return lane.report(&item, false);
+                    return lane.report(&item, End::Left);
                 }
             }
         }
