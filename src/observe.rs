@@ -93,8 +93,6 @@ pub(crate) enum DeliveryOutcome {
 }
 
 impl DeliveryOutcome {
-    /// The value of the label `outcome`.
-    #[must_use]
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Processed => "processed",
@@ -123,17 +121,14 @@ pub(crate) fn relay_starts(broker: &'static str) {
     }
 }
 
-/// Counts messages that are proven to be in the broker.
 pub(crate) fn published(broker: &'static str, count: u64) {
     counter!(PUBLISHED, "broker" => broker).increment(count);
 }
 
-/// Counts one failed publish under its class.
 pub(crate) fn publish_failed(broker: &'static str, class: FailureClass) {
     counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(1);
 }
 
-/// Counts a relay session that begins.
 pub(crate) fn session_began(broker: &'static str) {
     counter!(SESSIONS, "broker" => broker).increment(1);
 }
@@ -143,7 +138,6 @@ pub(crate) fn session_doubted(broker: &'static str) {
     counter!(DOUBTS, "broker" => broker).increment(1);
 }
 
-/// Counts a lease that was lost.
 pub(crate) fn lease_lost() {
     counter!(LEASES_LOST).increment(1);
 }
@@ -154,24 +148,17 @@ pub(crate) fn order_incident(broker: &'static str) {
     counter!(ORDER_INCIDENTS, "broker" => broker).increment(1);
 }
 
-/// The values of the outbox gauges.
+/// The values of the outbox gauges, as `oncebox status` shows them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct OutboxGauges {
-    /// Messages that are not proven yet.
     pub pending: u64,
-    /// The age of the oldest of them in seconds.
     pub oldest_pending_age_seconds: f64,
-    /// Messages that are held behind a dead one, or because their destination is blocked.
     pub held: u64,
-    /// The time since the oldest held message was enqueued, in seconds.
     pub oldest_held_age_seconds: f64,
-    /// Dead messages of the outbox, which could not be sent.
     pub dead: u64,
-    /// E-mails that are not sent yet.
     pub emails_pending: u64,
 }
 
-/// Sets the gauges of the outbox.
 pub(crate) fn outbox_stands(gauges: OutboxGauges) {
     gauge!(PENDING).set(gauges.pending as f64);
     gauge!(OLDEST_PENDING).set(gauges.oldest_pending_age_seconds);
@@ -186,28 +173,21 @@ pub(crate) fn status_stands(age: Duration) {
     gauge!(STATUS_AGE).set(age.as_secs_f64());
 }
 
-/// Sets the gauges of a shard.
 pub(crate) fn shard_stands(shard: i32, gaps: u64, cursor_age_seconds: f64) {
     gauge!(GAPS, "shard" => shard.to_string()).set(gaps as f64);
     gauge!(CURSOR_AGE, "shard" => shard.to_string()).set(cursor_age_seconds);
 }
 
-/// The values of a consumer's gauges.
+/// The values of a consumer's gauges, as `oncebox status` shows them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ConsumerGauges {
-    /// Messages that wait for a retry, or behind a message that does.
     pub waiting: u64,
-    /// Messages that wait behind a dead message of their key.
     pub held: u64,
-    /// The age of the oldest of both in seconds.
     pub oldest_waiting_age_seconds: f64,
-    /// Messages of the consumer that are stored as dead.
     pub dead: u64,
-    /// Inbox rows of the consumer. Above 10,000 this is an estimate, on SQLite 10,000.
     pub inbox_rows: u64,
 }
 
-/// Sets the gauges of a consumer.
 pub(crate) fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
     gauge!(WAITING, "consumer" => consumer.to_owned()).set(gauges.waiting as f64);
     gauge!(CONSUMER_HELD, "consumer" => consumer.to_owned()).set(gauges.held as f64);
@@ -228,27 +208,22 @@ pub(crate) fn consumer_starts(consumer: &str, topics: &[String]) {
     }
 }
 
-/// Counts the inbox rows that a purge deleted.
 pub(crate) fn purged(consumer: &str, rows: u64) {
     counter!(INBOX_PURGED, "consumer" => consumer.to_owned()).increment(rows);
 }
 
-/// Counts deliveries under their outcome.
 pub(crate) fn delivered(consumer: &str, outcome: DeliveryOutcome, count: u64) {
     counter!(DELIVERIES, "consumer" => consumer.to_owned(), "outcome" => outcome.label()).increment(count);
 }
 
-/// Records the time of a run of a handler.
 pub(crate) fn handled(consumer: &str, took: Duration) {
     histogram!(HANDLER_SECONDS, "consumer" => consumer.to_owned()).record(took.as_secs_f64());
 }
 
-/// Sets the number of deliveries that are taken and not acknowledged yet.
 pub(crate) fn in_flight(consumer: &str, count: usize) {
     gauge!(IN_FLIGHT, "consumer" => consumer.to_owned()).set(count as f64);
 }
 
-/// Counts an acknowledgement that did not arrive.
 pub(crate) fn acknowledge_failed(consumer: &str) {
     counter!(ACK_FAILURES, "consumer" => consumer.to_owned()).increment(1);
 }

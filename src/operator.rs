@@ -265,10 +265,7 @@ impl OperatorAct {
     }
 
     /// Whether the message must be buried before this act, because it belongs to a consumer and is
-    /// not dead.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] where the act has no meaning for a message in this state.
+    /// not dead. The act is refused where it has no meaning for a message in this state.
     pub(crate) fn buries(&self, message: &DeadMessage) -> Result<bool, StoreError> {
         let refused = |why: &str| Err(StoreError::Refused(format!("{}: {why}", message.number)));
         let is_dead = message.state == DeadState::Dead;

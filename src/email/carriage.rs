@@ -43,9 +43,6 @@ impl EmailTransport {
 
     /// Makes the directory, if e-mails go to files, and synchronises it once: where that is not
     /// possible each e-mail would count as not sent, although its file is there.
-    ///
-    /// # Errors
-    /// The directory cannot be made or synchronised.
     pub(crate) fn make(&self) -> Result<(), String> {
         match self {
             Self::Files(directory) => std::fs::create_dir_all(directory)

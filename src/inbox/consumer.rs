@@ -153,15 +153,10 @@ impl Consumer {
         let shared = &self.0;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
-        let ready = async {
-            let Some(consumer) = shared.register(&stop).await? else { return Ok(None) };
-            purge::check(shared, consumer, &stop).await.map(|()| Some(consumer))
-        };
         let consumer = tokio::select! {
-            () = stop.cancelled() => None,
-            ready = ready => ready?,
+            () = stop.cancelled() => return Ok(ConsumerEnd::Stopped),
+            registered = shared.register() => registered?,
         };
-        let Some(consumer) = consumer else { return Ok(ConsumerEnd::Stopped) };
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
         let desk = Arc::new(retries::Desk::new());
         let retrier = |number| {
@@ -225,6 +220,17 @@ pub enum ConsumerError {
     },
 }
 
+impl ConsumerError {
+    /// Whether the error may end by itself.
+    fn is_away(&self) -> bool {
+        match self {
+            Self::Store(error) => error.is_transient(),
+            Self::Broker(error) => !matches!(error, BrokerError::Refused(_)),
+            Self::Horizon { .. } => false,
+        }
+    }
+}
+
 impl Shared {
     /// Runs a task beside the lanes until the stop. After a panic the part is not ready until the
     /// task runs again.
@@ -250,8 +256,8 @@ impl Shared {
         }
     }
 
-    /// Registers the consumer; waits for a database that is away.
-    async fn register(&self, stop: &CancellationToken) -> Result<Option<ConsumerId>, ConsumerError> {
+    /// Registers the consumer, and checks its horizon. Waits for a database or broker that is away.
+    async fn register(&self) -> Result<ConsumerId, ConsumerError> {
         let spec = ConsumerSpec {
             name: self.options.name.clone(),
             id_rule: self.options.id_rule_text(),
@@ -259,15 +265,16 @@ impl Shared {
         };
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
-            match self.store.register(&spec).await {
-                Ok(id) => return Ok(Some(id)),
-                Err(error) if error.is_transient() => {
+            let registered = async {
+                let consumer = self.store.register(&spec).await?;
+                purge::check(self, consumer).await.map(|()| consumer)
+            };
+            match registered.await {
+                Err(error) if error.is_away() => {
                     self.health.set(&self.part, PartState::Waiting(error.to_string()));
-                    if !pace.wait(stop).await {
-                        return Ok(None);
-                    }
+                    tokio::time::sleep(pace.next_wait()).await;
                 }
-                Err(error) => return Err(error.into()),
+                ended => return ended,
             }
         }
     }
@@ -371,7 +378,7 @@ mod fixture {
         /// Makes the tables, and registers the consumer in them.
         pub(super) async fn register(&self) -> ConsumerId {
             self.store.migrate().await.unwrap();
-            self.shared.register(&CancellationToken::new()).await.unwrap().unwrap()
+            self.shared.register().await.unwrap()
         }
     }
 }

@@ -13,7 +13,6 @@ use std::any::Any;
 use std::collections::HashSet;
 use std::fmt::Debug;
 use std::sync::Arc;
-#[cfg(any(feature = "postgres", feature = "mysql"))]
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -80,7 +79,7 @@ pub struct Purged {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ParkAs {
     /// A head that is due after this time.
-    Due(std::time::Duration),
+    Due(Duration),
     /// Behind another message of its key: no due time (R25).
     Behind,
     /// Dead; with `holds` later messages of its key are stored behind it.
@@ -136,12 +135,12 @@ pub enum Undone {
 /// How long a rollback may take before the server is told, on another connection, to end this one.
 /// A handler that ran out of time may have left a statement running.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(crate) const ROLLBACK_MAX: std::time::Duration = std::time::Duration::from_secs(2);
+pub(crate) const ROLLBACK_MAX: Duration = Duration::from_secs(2);
 
 /// How often [`InboxTx::undo`] checks whether the server has ended a transaction, and the pause
 /// between two checks.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(crate) const LOOKS: (u32, std::time::Duration) = (50, std::time::Duration::from_millis(100));
+pub(crate) const LOOKS: (u32, Duration) = (50, Duration::from_millis(100));
 
 /// One partition as one assignment holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -56,7 +56,6 @@ pub struct Arrived {
 
 impl Arrived {
     /// The bytes that a delivery weighs in memory.
-    #[must_use]
     pub(crate) fn weight(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::len)
             + self.key.as_ref().map_or(0, Vec::len)

@@ -52,7 +52,6 @@ pub fn bucket(key: Option<&str>, id: uuid::Uuid) -> u8 {
 }
 
 /// The 16 bytes that stand for topic and key in lanes and in rows of waiting messages.
-#[must_use]
 pub(crate) fn lane_id(topic: &str, key: &[u8]) -> [u8; 16] {
     let mut hash = Sha256::new();
     hash.update((topic.len() as u64).to_be_bytes());
@@ -61,7 +60,7 @@ pub(crate) fn lane_id(topic: &str, key: &[u8]) -> [u8; 16] {
     first_16(&hash.finalize())
 }
 
-fn first_16(digest: &[u8]) -> [u8; 16] {
+pub(super) fn first_16(digest: &[u8]) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&digest[..16]);
     bytes

@@ -11,6 +11,8 @@ use std::str::FromStr;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
+use super::hash::first_16;
+
 /// The identity by which a message is deduplicated.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MessageId(Uuid);
@@ -35,7 +37,6 @@ impl MessageId {
     }
 
     /// The 16 bytes as they are stored in the inbox.
-    #[must_use]
     pub(crate) fn bytes(self) -> [u8; 16] {
         self.0.into_bytes()
     }
@@ -80,9 +81,7 @@ pub fn identity(source: &str, id: &str) -> MessageId {
         hash.update((part.len() as u64).to_be_bytes());
         hash.update(part.as_bytes());
     }
-    let mut bytes = [0; 16];
-    bytes.copy_from_slice(&hash.finalize()[..16]);
-    MessageId(uuid::Builder::from_custom_bytes(bytes).into_uuid())
+    MessageId(uuid::Builder::from_custom_bytes(first_16(&hash.finalize())).into_uuid())
 }
 
 /// Reads a UUID of 36 characters in lower case with hyphens. Any other spelling is a text id.

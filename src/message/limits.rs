@@ -47,16 +47,16 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Every limit with its name and its default: the rows of the limits table.
-    pub(crate) const ROWS: [(&'static str, usize); 8] = [
-        ("topic_length_max", 249),
-        ("key_bytes_max", 1_024),
-        ("kind_bytes_max", 255),
-        ("headers_max", 64),
-        ("header_name_bytes_max", 128),
-        ("headers_bytes_max", 65_536),
-        ("content_type_bytes_max", 255),
-        ("message_bytes_max", 900_000),
+    /// The name of every limit, which is that of its row in the limits table.
+    pub(crate) const NAMES: [&'static str; 8] = [
+        "topic_length_max",
+        "key_bytes_max",
+        "kind_bytes_max",
+        "headers_max",
+        "header_name_bytes_max",
+        "headers_bytes_max",
+        "content_type_bytes_max",
+        "message_bytes_max",
     ];
 
     /// Sets a limit by the name of its row. An unknown name, from a newer schema, is ignored.
@@ -150,9 +150,6 @@ impl Limits {
 }
 
 /// Checks for printable ASCII of 1 to `max` bytes, for content types and sources.
-///
-/// # Errors
-/// A [`LimitError`] with the given name.
 pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Result<(), LimitError> {
     if text.is_empty() || text.len() > max || !text.bytes().all(|byte| (0x20..=0x7e).contains(&byte)) {
         return broken(limit, format!("1 to {max} bytes of printable ASCII are allowed"));
@@ -161,7 +158,6 @@ pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Re
 }
 
 /// Whether oncebox, CloudEvents or a broker uses this header name itself, in any case of letters.
-#[must_use]
 pub(crate) fn is_reserved(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     name.starts_with("ce_")

@@ -31,10 +31,6 @@ pub(crate) enum PointerError {
     Missing,
 }
 
-/// Finds the value at a pointer.
-///
-/// # Errors
-/// The payload is not JSON, or the pointer leads to no value.
 pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
     let not_json = |error: serde_json::Error| PointerError::NotJson(error.to_string());
     let mut at: &RawValue = serde_json::from_slice(payload).map_err(not_json)?;
@@ -64,10 +60,8 @@ pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerErro
     })
 }
 
-/// Finds a string or a number and returns it as text, for use as an id.
-///
-/// # Errors
-/// As [`find`]; also for null, booleans, objects and arrays, which are no ids.
+/// Finds a string or a number and returns it as text, for use as an id. Null, booleans, objects and
+/// arrays are no ids.
 pub(crate) fn text_at(payload: &[u8], pointer: &str) -> Result<String, PointerError> {
     match find(payload, pointer)? {
         Pointed::Text(text) | Pointed::Number(text) => Ok(text),

@@ -44,7 +44,6 @@ impl TraceContext {
 
 /// The trace context of the current `tracing` span; `None` if no OpenTelemetry layer has one.
 #[cfg(feature = "otel")]
-#[must_use]
 pub(crate) fn current_span() -> Option<TraceContext> {
     use opentelemetry::trace::TraceContextExt;
     use tracing_opentelemetry::OpenTelemetrySpanExt;

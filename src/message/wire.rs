@@ -68,7 +68,6 @@ pub fn parse_time(text: &str) -> Option<DateTime<Utc>> {
 
 /// Whether a header belongs to the envelope and not to the application. Such headers are left out
 /// of [`super::Message::headers`].
-#[must_use]
 pub(crate) fn is_envelope(name: &str) -> bool {
     super::limits::is_reserved(name) || name.eq_ignore_ascii_case(TRACEPARENT) || name.eq_ignore_ascii_case(TRACESTATE)
 }

@@ -141,7 +141,6 @@ pub(crate) enum Forgotten {
     Keys,
 }
 
-/// Counts what a purge deleted.
 pub(crate) fn forgotten(what: Forgotten, count: u64) {
     let kind = match what {
         Forgotten::Bodies => "bodies",
@@ -177,7 +176,6 @@ pub(crate) fn operation_starts(operation: &str, mode: &'static str) {
     forgotten(Forgotten::Keys, 0);
 }
 
-/// Sets the gauges of the engine.
 pub(crate) fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
     gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).set(oldest_in_progress.unwrap_or_default().as_secs_f64());
     gauge!(IDEMPOTENCY_UNKNOWN).set(unknown as f64);

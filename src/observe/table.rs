@@ -36,7 +36,6 @@ pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     all
 }
 
-/// Describes a metric to the recorder.
 pub(super) fn describe(metric: &Metric) {
     match metric.kind {
         Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.about),

@@ -18,7 +18,6 @@
 mod open;
 mod words;
 
-use std::future::Future;
 use std::time::Duration;
 
 use uuid::Uuid;
@@ -238,7 +237,6 @@ impl OperationFilter {
 /// The values of an act's audit row.
 #[derive(Debug)]
 pub(crate) struct Audit<'a> {
-    /// The word for it.
     pub(crate) act: &'static str,
     /// The name of the operation.
     pub(crate) place: &'a str,
@@ -253,43 +251,31 @@ pub(crate) struct Audit<'a> {
 impl KeyChange {
     /// The audit row of this change.
     pub(crate) fn audit<'a>(&self, seen: &'a Record) -> Audit<'a> {
-        Audit {
-            act: self.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: self.detail(seen),
-        }
-    }
-
-    fn act(&self) -> &'static str {
-        match self {
-            Self::Release { .. } => "release",
-            Self::Purge { .. } => "purge",
-            Self::Resolve { .. } => "resolve",
-        }
-    }
-
-    fn detail(&self, seen: &Record) -> String {
-        match self {
-            Self::Release { .. } | Self::Purge { .. } => format!("{} of mode {}", seen.state, seen.mode),
-            Self::Resolve { outcome, .. } => {
-                format!("{} of mode {}, resolved as {}", seen.state, seen.mode, word(outcome))
-            }
-        }
+        let from = format!("{} of mode {}", seen.state, seen.mode);
+        let (act, detail) = match self {
+            Self::Release { .. } => ("release", from),
+            Self::Purge { .. } => ("purge", from),
+            Self::Resolve { outcome, .. } => ("resolve", format!("{from}, resolved as {}", word(outcome))),
+        };
+        let (place, digest) = (seen.identity.operation().as_str(), Some(seen.identity.digest()));
+        Audit { act, place, digest, operation_id: seen.operation_id, detail }
     }
 }
 
 impl OperationChange {
     /// The audit row of this change.
     pub(crate) fn audit<'a>(&self, seen: &'a StoredOperation) -> Audit<'a> {
-        Audit {
-            act: self.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(Identity::digest),
-            operation_id: seen.operation_id,
-            detail: self.detail(seen),
-        }
+        let from = format!("{} at {}", seen.stage.as_str(), seen.point);
+        let (act, detail) = match self {
+            Self::GoOn { evidence, .. } => {
+                let is_retry = evidence.iter().all(|row| row.verdict == WAIVED);
+                let words = evidence.iter().map(|row| format!(", {} {}: {}", row.effect, row.send, row.verdict));
+                (if is_retry { "retry" } else { "resolve" }, from + &words.collect::<String>())
+            }
+            Self::End { outcome, .. } => ("resolve", format!("{from}, resolved as {}", word(outcome))),
+        };
+        let digest = seen.identity.as_ref().map(Identity::digest);
+        Audit { act, place: &seen.flow, digest, operation_id: seen.operation_id, detail }
     }
 
     /// The new stage; none where the stage stays.
@@ -303,24 +289,6 @@ impl OperationChange {
     /// Whether the operation gets its outcome.
     pub(crate) fn ends(&self) -> bool {
         matches!(self, Self::End { .. })
-    }
-
-    fn act(&self) -> &'static str {
-        match self {
-            Self::GoOn { evidence, .. } if evidence.iter().all(|row| row.verdict == WAIVED) => "retry",
-            Self::GoOn { .. } | Self::End { .. } => "resolve",
-        }
-    }
-
-    fn detail(&self, seen: &StoredOperation) -> String {
-        let from = format!("{} at {}", seen.stage.as_str(), seen.point);
-        match self {
-            Self::GoOn { evidence, .. } => {
-                let words = evidence.iter().map(|row| format!(", {} {}: {}", row.effect, row.send, row.verdict));
-                from + &words.collect::<String>()
-            }
-            Self::End { outcome, .. } => format!("{from}, resolved as {}", word(outcome)),
-        }
     }
 
     /// Whether a live lease is taken away.

@@ -4,7 +4,6 @@
 //! same limits as in the SQL doors; a message exists exactly when the caller's transaction
 //! committed (G1). Not here: the statements, which each database has its own.
 
-use std::future::Future;
 use std::sync::LazyLock;
 
 use sqlx::{Database, Transaction};

@@ -38,16 +38,13 @@ pub(crate) struct Breaker {
 #[cfg(feature = "client")]
 impl Breaker {
     /// A closed breaker, which lets every attempt through.
-    #[must_use]
     pub(crate) fn new(options: BreakerOptions) -> Self {
         Self { options, failed: 0, shut_until: None }
     }
 
     /// Admits an attempt or refuses it. After an admitted attempt call [`Breaker::ended`]. A trial
-    /// for which that call never comes counts as failed when the open time has passed again.
-    ///
-    /// # Errors
-    /// The time after which an attempt may be admitted.
+    /// for which that call never comes counts as failed when the open time has passed again. The
+    /// error is the time after which an attempt may be admitted.
     pub(crate) fn admit(&mut self, now: Duration) -> Result<(), Duration> {
         match self.shut_until {
             Some(until) if now < until => Err(until - now),
@@ -61,7 +58,6 @@ impl Breaker {
     }
 
     /// Whether attempts are refused now.
-    #[must_use]
     pub(crate) fn is_open(&self, now: Duration) -> bool {
         self.shut_until.is_some_and(|until| now < until)
     }

@@ -13,7 +13,6 @@
 //! Not here: writing the row, and comparing the epoch in every fenced statement (`store`). A lease
 //! only decides which process may try; the epoch decides whose write takes effect.
 
-use std::fmt;
 use std::time::Duration;
 
 use super::db_time::DbTime;
@@ -30,7 +29,6 @@ pub struct Lease {
 impl Lease {
     /// Whether another owner may take the lease: it has ended, or it ends later than now plus its
     /// length.
-    #[must_use]
     pub(crate) fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }
@@ -38,13 +36,11 @@ impl Lease {
     /// The time after which the owner renews the lease: a third of its length, so that one renewal
     /// may fail and the next still comes in time. The owner may measure it with its own clock,
     /// because it only decides when to ask.
-    #[must_use]
     pub(crate) fn renewed_after(length: Duration) -> Duration {
         length / 3
     }
 
     /// The time until the lease ends; zero if it is expired.
-    #[must_use]
     pub(crate) fn remaining(self, now: DbTime) -> Duration {
         if self.is_expired(now) { Duration::ZERO } else { now.until(self.until) }
     }
@@ -60,11 +56,8 @@ pub(crate) struct Fence {
 }
 
 impl Fence {
-    /// Compares the values in the row with those that this session wrote last.
-    ///
-    /// # Errors
-    ///
-    /// The values differ: the lease was taken again, or a failover lost a write. The session ends.
+    /// Compares the values in the row with those that this session wrote last. Where they differ,
+    /// the lease was taken again, or a failover lost a write: the session ends.
     pub(crate) fn check(self, seen: Self) -> Result<(), FenceLost> {
         if seen.epoch > self.epoch {
             Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })
@@ -77,40 +70,18 @@ impl Fence {
 }
 
 /// Why a session has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum FenceLost {
     /// The lease was taken again, as a rule by another owner.
-    TakenOver {
-        /// The epoch of this session.
-        mine: i64,
-        /// The epoch in the row.
-        seen: i64,
-    },
+    #[error("the lease was taken over: the row has epoch {seen}, this session has {mine}")]
+    TakenOver { mine: i64, seen: i64 },
     /// The row is not as this session wrote it: for example after a failover that lost a write.
-    NotMine {
-        /// What this session wrote last.
-        mine: Fence,
-        /// What the row says.
-        seen: Fence,
-    },
+    #[error(
+        "the row of the lease has epoch {} revision {}, this session wrote epoch {} revision {}",
+        .seen.epoch, .seen.revision, .mine.epoch, .mine.revision
+    )]
+    NotMine { mine: Fence, seen: Fence },
 }
-
-impl fmt::Display for FenceLost {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::TakenOver { mine, seen } => {
-                write!(f, "the lease was taken over: the row has epoch {seen}, this session has {mine}")
-            }
-            Self::NotMine { mine, seen } => write!(
-                f,
-                "the row of the lease has epoch {} revision {}, this session wrote epoch {} revision {}",
-                seen.epoch, seen.revision, mine.epoch, mine.revision
-            ),
-        }
-    }
-}
-
-impl std::error::Error for FenceLost {}
 
 #[cfg(test)]
 mod tests {

@@ -45,7 +45,6 @@ const REST_MAX: Duration = Duration::from_secs(60);
 /// The pause after something that is done again and again and took so long: at least `least`, and
 /// so long that it takes a fiftieth of the time, up to a minute. After a failure it takes half of
 /// the time: perhaps the server was away, perhaps the work was too slow for a limit.
-#[must_use]
 pub(crate) fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Duration) -> Duration {
     let times = if end.is_ok() { 50 } else { 1 };
     least.max((times * took).min(REST_MAX))

@@ -13,7 +13,6 @@
 //!
 //! [`split`]: crate::inbox::rules::split
 
-use std::fmt;
 use std::time::Duration;
 
 /// The schedule of a consumer's retries.
@@ -45,28 +44,13 @@ pub(crate) enum Decision {
     /// Store it as waiting, due after this time.
     Wait(Duration),
     /// There is no further try: the message is dead, for this reason.
-    Dead(Death),
+    Dead(&'static str),
 }
 
-/// Why a message is not tried again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Death {
-    /// Its handler said that no retry can help.
-    Terminal,
-    /// Its last attempt has failed.
-    Attempts,
-}
-
-impl Death {
-    /// The reason that is stored with the dead message.
-    #[must_use]
-    pub(crate) fn reason(self) -> &'static str {
-        match self {
-            Self::Terminal => "terminal",
-            Self::Attempts => "attempts",
-        }
-    }
-}
+/// The reason of a message whose handler said that no retry can help.
+pub(crate) const TERMINAL: &str = "terminal";
+/// The reason of a message whose last attempt has failed.
+pub(crate) const ATTEMPTS: &str = "attempts";
 
 /// What a failed try asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,18 +67,17 @@ pub(crate) enum Asked {
 }
 
 /// Why a schedule cannot be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RetryPolicyError {
-    /// `max_attempts` is 0, so nothing would be tried.
+    #[error("`max_attempts` must be at least 1")]
     NoAttempt,
-    /// `base` is zero: waits would never grow.
+    #[error("`base` must be longer than zero")]
     NoBase,
-    /// `cap` is less than `base`.
+    #[error("`cap` must be at least as long as `base`")]
     CapBelowBase,
-    /// `multiplier` is not a number of at least 1.
+    #[error("`multiplier` must be at least 1")]
     Multiplier,
-    /// `jitter` is not a number from 0 to 1.
+    #[error("`jitter` must be from 0 to 1")]
     Jitter,
 }
 
@@ -116,11 +99,10 @@ impl RetryPolicy {
     /// Decides what follows a failure. `failed` is the number of attempts that failed, this one
     /// included; `chance` is drawn from 0 to 1. A time that a handler asks for is granted up to
     /// `cap`, and the attempt counts. Otherwise such a message could be tried for ever.
-    #[must_use]
     pub(crate) fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
-            Asked::NoRetry => Decision::Dead(Death::Terminal),
-            _ if failed >= self.max_attempts => Decision::Dead(Death::Attempts),
+            Asked::NoRetry => Decision::Dead(TERMINAL),
+            _ if failed >= self.max_attempts => Decision::Dead(ATTEMPTS),
             Asked::After(asked) => Decision::Wait(asked.min(self.cap)),
             Asked::Nothing if failed <= self.in_place => Decision::InPlace(self.in_place_delay),
             Asked::Nothing | Asked::NotInPlace => {
@@ -131,20 +113,17 @@ impl RetryPolicy {
 
     /// Whether the attempt of this number, counted from 1, may begin. A number above the last one
     /// occurs when every attempt ended with the death of its process.
-    #[must_use]
     pub(crate) fn allows(&self, attempt: u32) -> bool {
         attempt <= self.max_attempts
     }
 
     /// The longest that all waits together can take, whatever handlers ask for. The time of the
     /// handlers is not included.
-    #[must_use]
     pub(crate) fn longest(&self) -> Duration {
         self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
     }
 
     /// The durable wait number `n`, counted from 1; `chance` is drawn from 0 to 1.
-    #[must_use]
     pub(crate) fn wait(&self, n: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(n.saturating_sub(1)).unwrap_or(i32::MAX);
         let cap = self.cap.as_secs_f64();
@@ -153,11 +132,7 @@ impl RetryPolicy {
         Duration::try_from_secs_f64(full.min(cap) * (1.0 - off)).map_or(self.cap, |wait| wait.min(self.cap))
     }
 
-    /// Checks the settings.
-    ///
-    /// # Errors
-    ///
-    /// The setting that cannot be used.
+    /// Checks the settings. The error names one that cannot be used.
     pub(crate) fn validate(&self) -> Result<(), RetryPolicyError> {
         if self.max_attempts == 0 {
             Err(RetryPolicyError::NoAttempt)
@@ -189,20 +164,6 @@ fn fraction(share: f64) -> f64 {
     if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) }
 }
 
-impl fmt::Display for RetryPolicyError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NoAttempt => "`max_attempts` must be at least 1",
-            Self::NoBase => "`base` must be longer than zero",
-            Self::CapBelowBase => "`cap` must be at least as long as `base`",
-            Self::Multiplier => "`multiplier` must be at least 1",
-            Self::Jitter => "`jitter` must be from 0 to 1",
-        })
-    }
-}
-
-impl std::error::Error for RetryPolicyError {}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -222,7 +183,7 @@ mod tests {
         let decisions: Vec<Decision> = (1..=8).map(|failed| STEADY.next(failed, Asked::Nothing, 0.5)).collect();
         let in_place = Decision::InPlace(Duration::from_millis(50));
         let wait = |seconds| Decision::Wait(Duration::from_secs(seconds));
-        let dead = Decision::Dead(Death::Attempts);
+        let dead = Decision::Dead(ATTEMPTS);
         assert_eq!(decisions, [in_place, in_place, wait(1), wait(2), wait(4), wait(5), dead, dead]);
         assert!(STEADY.allows(7) && !STEADY.allows(8));
     }
@@ -241,13 +202,13 @@ mod tests {
         let asked = Duration::from_secs(3);
         assert_eq!(STEADY.next(1, Asked::After(asked), 0.5), Decision::Wait(asked));
         assert_eq!(STEADY.next(6, Asked::After(Duration::MAX), 0.5), Decision::Wait(Duration::from_secs(5)));
-        assert_eq!(STEADY.next(7, Asked::After(asked), 0.5), Decision::Dead(Death::Attempts));
+        assert_eq!(STEADY.next(7, Asked::After(asked), 0.5), Decision::Dead(ATTEMPTS));
     }
 
     #[test]
     fn a_handler_that_says_terminal_has_no_second_try() {
-        assert_eq!(STEADY.next(1, Asked::NoRetry, 0.5), Decision::Dead(Death::Terminal));
-        assert_eq!(STEADY.next(7, Asked::NoRetry, 0.5), Decision::Dead(Death::Terminal));
+        assert_eq!(STEADY.next(1, Asked::NoRetry, 0.5), Decision::Dead(TERMINAL));
+        assert_eq!(STEADY.next(7, Asked::NoRetry, 0.5), Decision::Dead(TERMINAL));
     }
 
     #[test]

@@ -159,7 +159,6 @@ pub(crate) struct Which {
     all: bool,
 }
 
-/// A number as `dead list` shows it.
 fn number(text: &str) -> Result<String, String> {
     let digits = text.strip_prefix(['o', 'c']).and_then(|digits| digits.parse::<i64>().ok());
     match digits {
@@ -411,10 +410,14 @@ async fn act_on<S: Store>(
         return Err(AppError::usage(format!("{found} messages match; only one at a time gets a new id")));
     }
     let what = of_all(found, remaining, if found + remaining == 1 { "message" } else { "messages" });
+    let (verb, done) = match how {
+        OperatorAct::Discard => ("discard", "discarded"),
+        OperatorAct::Bury => ("bury", "buried"),
+        OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => ("redrive", "redriven"),
+    };
     match how {
-        OperatorAct::Discard => act.confirm_loss(found, &what, "discarded")?,
-        OperatorAct::Bury => act.confirm(found, &what, "buried")?,
-        _ => act.confirm(found, &what, "redriven")?,
+        OperatorAct::Discard => act.confirm_loss(found, &what, done)?,
+        _ => act.confirm(found, &what, done)?,
     }
     let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
     // Runs everything as a dry run first: if one number is refused, the others stay as they are.
@@ -432,11 +435,6 @@ async fn act_on<S: Store>(
         let rate = rate.and_then(|rate| usize::try_from(rate).ok()).filter(|rate| found > *rate);
         (numbers, already_handled) = carry_out(store, &meant, how, &context, rate).await?;
     }
-    let verb = match how {
-        OperatorAct::Discard => "discard",
-        OperatorAct::Bury => "bury",
-        OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => "redrive",
-    };
     let became = match verb {
         "redrive" if !act.dry_run => {
             let handled: HashSet<&String> = already_handled.iter().collect();
@@ -518,23 +516,22 @@ async fn what_became<S: Store>(
     mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
     wait: Duration,
 ) -> Result<BTreeMap<String, Became>, AppError> {
+    if wait.is_zero() {
+        return Ok(last_tries.into_keys().map(|number| (number, Became::Open)).collect());
+    }
     let until = tokio::time::Instant::now() + wait;
     let mut became = BTreeMap::new();
     loop {
         let is_over = tokio::time::Instant::now() >= until;
         for number in last_tries.keys().cloned().collect::<Vec<_>>() {
             let look = async || Ok::<_, AppError>(store.dead(&by_number(&number)).await?.into_iter().next());
-            let message = match wait.is_zero() {
-                true => None,
-                // The list is read state by state: a message that dies between two of these reads
-                // is in neither. So a message is gone only if a second look misses it too.
-                false => match look().await? {
-                    None => look().await?,
-                    found => found,
-                },
+            // The list is read state by state: a message that dies between two of these reads is in
+            // neither. So a message is gone only if a second look misses it too.
+            let message = match look().await? {
+                None => look().await?,
+                found => found,
             };
             let now = match message {
-                _ if wait.is_zero() => Became::Open,
                 None if number.starts_with('o') => Became::Sent,
                 None => Became::Handled,
                 Some(message) => match message.history.last() {
@@ -561,7 +558,6 @@ fn by_number(number: &str) -> DeadFilter {
 }
 
 impl Meant {
-    /// A filter for these of the messages.
     fn only(&self, numbers: &[String]) -> DeadFilter {
         DeadFilter { numbers: numbers.to_vec(), limit: numbers.len(), ..self.filter.clone() }
     }

@@ -103,14 +103,12 @@ async fn mend<S: OperationStore>(store: S, args: &DoctorArgs) -> Result<(), AppE
     let broken = store.mend(&context).await.map_err(refused)?;
     if broken.is_empty() {
         say("INFO", "nothing to mend");
-        store.close().await;
-        return Ok(());
-    }
-    if !args.yes {
+    } else if !args.yes {
         return Err(AppError::refused(format!("this would be done: {}\nhint: give --yes", broken.join("; "))));
-    }
-    for mended in store.mend(&ActContext { dry_run: false, ..context }).await.map_err(refused)? {
-        say("INFO", &format!("mended: {mended}"));
+    } else {
+        for mended in store.mend(&ActContext { dry_run: false, ..context }).await.map_err(refused)? {
+            say("INFO", &format!("mended: {mended}"));
+        }
     }
     store.close().await;
     Ok(())

@@ -2,7 +2,6 @@
 //!
 //! Promise: a publisher of `demo` or `bench` never reads an outbox that others write.
 
-use std::future::Future;
 use std::path::Path;
 
 #[cfg(feature = "mysql")]
@@ -86,7 +85,6 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
     looked
 }
 
-/// The URL of a database on this server.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 fn on_server(server: &str, name: &str) -> Result<String, AppError> {
     let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;

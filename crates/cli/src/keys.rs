@@ -199,7 +199,6 @@ impl Which {
     }
 }
 
-/// The bytes of a hash.
 fn digits(hash: &str) -> Result<Vec<u8>, AppError> {
     let even = hash.len().is_multiple_of(2) && (NAMED_MIN..=64).contains(&hash.len());
     let bytes: Option<Vec<u8>> = (0..hash.len() / 2)
@@ -213,7 +212,6 @@ fn digits(hash: &str) -> Result<Vec<u8>, AppError> {
     })
 }
 
-/// A record with the time at which it was read.
 struct ReadRecord {
     now: DbTime,
     record: Record,

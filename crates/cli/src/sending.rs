@@ -21,10 +21,8 @@ pub(super) fn outgoing(id: Uuid, message: NewMessage) -> OutgoingMessage {
     OutgoingMessage { id, topic, key, kind, headers, payload, content_type, trace: None, created_at: Utc::now() }
 }
 
-/// Sends messages of one topic, and waits until the broker has each of them.
-///
-/// # Errors
-/// The broker refused one, or was silent for too long.
+/// Sends messages of one topic, and waits until the broker has each of them. It is an error where
+/// the broker refuses one, or is silent for too long.
 pub(super) async fn send_all(broker: &AnyBroker, messages: &[OutgoingMessage]) -> Result<(), AppError> {
     send_within(broker, messages, PATIENCE).await
 }

@@ -15,14 +15,14 @@ use std::time::Duration;
 use super::batch::BatchEnd;
 use super::blame::{self, Blame, Fault};
 use super::calls::Failure;
-use super::item::Item;
+use super::item::{End, Item};
 use super::lane::Lane;
 use super::settle;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::ParkAs;
 use crate::observe::{self, DeliveryOutcome};
 use crate::time::pace::sleep_unless;
-use crate::time::retry::{Death, Decision};
+use crate::time::retry::{ATTEMPTS, Decision};
 
 pub(super) enum Why {
     /// It may have killed its process.
@@ -49,12 +49,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         // suspect would block the whole process.
         loop {
             match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
-                Ok(true) => {
-                    if was_counted {
-                        lane.uncount(std::slice::from_ref(&item)).await;
-                    }
-                    return lane.set_aside(item);
-                }
+                Ok(true) => return lane.set_aside(vec![item], was_counted).await,
                 Ok(false) => break,
                 Err(away) => {
                     if leave(lane, &item, &away, was_counted).await {
@@ -81,18 +76,18 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 Decision::InPlace(pause) => {
                     observe::delivered(&lane.shared.options.name, DeliveryOutcome::Retried, 1);
                     if !sleep_unless(&lane.stop, pause).await {
-                        return lane.report(&item, false);
+                        return lane.report(&item, End::Left);
                     }
                 }
                 Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
-                Decision::Dead(death) => {
-                    let park_as = dies(lane, death);
+                Decision::Dead(reason) => {
+                    let park_as = dies(lane, reason);
                     return settle::park(lane, item, park_as, counted, &error).await;
                 }
             }
         }
-        if lane.stop.is_cancelled() || item.source.is_revoked() {
-            return leave_for_later(lane, &item, unspent).await;
+        if lane.is_left(&item) {
+            return lane.leave(&[item], unspent).await;
         }
         let end = if suspect {
             let alone = tokio::select! {
@@ -102,7 +97,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 alone = shared.solo.alone() => Some(alone),
             };
             let Some(alone) = alone.filter(|_| !item.source.is_revoked()) else {
-                return leave_for_later(lane, &item, unspent).await;
+                return lane.leave(&[item], unspent).await;
             };
             if !unspent {
                 let Some(this) = count(lane, &item, None, counted).await else { return };
@@ -111,7 +106,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             if !shared.options.retry.allows(counted) {
                 drop(alone);
                 let error = HandlerError::retryable(settle::KILLS);
-                let park_as = dies(lane, Death::Attempts);
+                let park_as = dies(lane, ATTEMPTS);
                 return settle::park(lane, item, park_as, counted - 1, &error).await;
             }
             alone.run(lane.transaction(std::slice::from_ref(&item), Some(counted))).await
@@ -119,12 +114,10 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             let _beside_others = shared.solo.together().await;
             lane.transaction(std::slice::from_ref(&item), Some(counted + u32::from(!unspent))).await
         };
-        let Some(end) = end else {
-            return leave_for_later(lane, &item, unspent).await;
-        };
+        let Some(end) = end else { return lane.leave(&[item], unspent).await };
         // If its handler came to an end, the process survived it.
         suspect &= end.is_err();
-        let (error, may_be_its_own) = match end {
+        let (may_be_its_own, error) = match end {
             Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
                 if error.is_transient() && error.is_late() =>
             {
@@ -136,7 +129,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 for outcome in outcomes {
                     observe::delivered(&lane.shared.options.name, outcome, 1);
                 }
-                return lane.report(&item, true);
+                return lane.report(&item, End::Committed);
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
             Ok(BatchEnd::Failed(Failure::Of(_, error))) if !error.is_transient() => {
@@ -148,14 +141,8 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 failure = Some(HandlerError::retryable(why));
                 continue;
             }
-            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error))) => {
-                let may_be_its_own = error.may_be_its_own();
-                (error, may_be_its_own)
-            }
-            Err(away) => {
-                let may_be_its_own = away.may_be_its_own();
-                (HandlerError::transient(away), may_be_its_own)
-            }
+            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error))) => (error.may_be_its_own(), error),
+            Err(away) => (away.may_be_its_own(), HandlerError::transient(away)),
         };
         match blame.of(&shared, lane.consumer, may_be_its_own).await {
             Fault::Transient if blame.is_open() => lane.pause().await,
@@ -223,24 +210,17 @@ async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, cou
     }
 }
 
-fn dies(lane: &Lane, death: Death) -> ParkAs {
-    ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
+fn dies(lane: &Lane, reason: &str) -> ParkAs {
+    ParkAs::Dead { reason: reason.to_owned(), holds: lane.shared.options.holds() }
 }
 
 /// Waits for a database that is away. Returns true if a stop or revocation came and the message is
 /// left for later.
 async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -> bool {
     lane.wait_out(away).await;
-    let leaves = lane.stop.is_cancelled() || item.source.is_revoked();
+    let leaves = lane.is_left(item);
     if leaves {
-        leave_for_later(lane, item, unspent).await;
+        lane.leave(std::slice::from_ref(item), unspent).await;
     }
     leaves
-}
-
-async fn leave_for_later(lane: &Lane, item: &Item, unspent: bool) {
-    if unspent {
-        lane.uncount(std::slice::from_ref(item)).await;
-    }
-    lane.report(item, false);
 }

@@ -116,7 +116,6 @@ impl<S: Store> Handlers<S> {
         self
     }
 
-    /// The handlers as the consumer calls them.
     pub(super) fn by_kind(self) -> ByKind {
         self.0
     }

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -152,14 +152,12 @@ pub(super) async fn run(
     let end = tokio::select! {
         end = intake.serve(&mut done, stop) => end,
         // A lane ends only by a panic while the intake runs; the messages that it had come again.
-        Some(lane) = tasks.join_next() => {
-            let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            in_disorder(shared, &format!("a lane ended unexpectedly; restarting all lanes: {why}"))
+        Some(ended) = tasks.join_next() => {
+            in_disorder(shared, "a lane ended unexpectedly; restarting all lanes", ended)
         }
         // This task does not end either while positions may be sent to it.
-        Some(kept) = keeper.join_next() => {
-            let why = kept.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            in_disorder(shared, &format!("the keeper of positions ended unexpectedly; restarting: {why}"))
+        Some(ended) = keeper.join_next() => {
+            in_disorder(shared, "the keeper of positions ended unexpectedly; restarting", ended)
         }
     };
     let lane_is_gone = tasks.len() < shared.options.lanes;
@@ -192,10 +190,12 @@ pub(super) async fn run(
 }
 
 /// Ends the subscriber because a task ended that must not end.
-fn in_disorder(shared: &Shared, why: &str) -> Result<ConsumerEnd, BrokerError> {
+fn in_disorder(shared: &Shared, what: &str, ended: Result<(), JoinError>) -> Result<ConsumerEnd, BrokerError> {
+    let why = ended.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
+    let why = format!("{what}: {why}");
     tracing::error!(consumer = %shared.options.name, "{why}");
-    shared.health.set(&shared.part, PartState::Waiting(why.to_owned()));
-    Err(BrokerError::Session(why.to_owned()))
+    shared.health.set(&shared.part, PartState::Waiting(why.clone()));
+    Err(BrokerError::Session(why))
 }
 
 impl Intake<'_> {
@@ -292,6 +292,7 @@ impl Intake<'_> {
     fn go_on(&mut self) -> Result<(), BrokerError> {
         let is_log = self.shared.broker.is_log();
         let in_flight_max = self.shared.options.in_flight_max.max(1);
+        // Deliveries that finished above an unfinished one are not acknowledged: they count too.
         let above = self.sources.values().map(|assigned| assigned.mark.above()).sum();
         let mut room = self.shared.options.unacknowledged_max.max(1).saturating_sub(above);
         let is_full = self.shared.is_full.load(Ordering::Relaxed);
@@ -387,9 +388,7 @@ impl Intake<'_> {
         let assigned = Assigned {
             source: Source::new(id.clone(), suspicion),
             row,
-            // Deliveries that finished above an unfinished one are not acknowledged: they count
-            // too.
-            mark: Watermark::new(self.shared.options.unacknowledged_max.max(1)),
+            mark: Watermark::default(),
             untold: Vec::new(),
             seen: None,
             backlog: VecDeque::new(),
@@ -555,18 +554,12 @@ impl Intake<'_> {
         }
         // In this order: a message that is leased now was due before.
         let due = self.shared.store.next_due(self.consumer, &self.shared.scope).await;
-        match due {
-            Ok(_) if self.shared.retrying.load(Ordering::Acquire) > 0 => {
-                self.active_at = Instant::now();
-                Ok(false)
-            }
-            Ok(Some(due)) if due.is_zero() => {
-                self.active_at = Instant::now();
-                Ok(false)
-            }
-            Ok(_) => Ok(true),
-            Err(_) => Ok(false),
+        let Ok(due) = due else { return Ok(false) };
+        if self.shared.retrying.load(Ordering::Acquire) > 0 || due.is_some_and(|due| due.is_zero()) {
+            self.active_at = Instant::now();
+            return Ok(false);
         }
+        Ok(true)
     }
 
     /// Waits for what runs, and acknowledges it if the subscriber is `alive`. Returns false if the

@@ -48,7 +48,10 @@ pub(super) struct Item {
     pub(super) unusable: Option<String>,
     pub(super) source: Arc<Source>,
     pub(super) sequence: i64,
-    pub(super) redelivered: bool,
+    /// Whether it may have been in the hands of a process that died (R26): the broker says that it
+    /// was delivered before, or it was judged suspect.
+    redelivered: bool,
+    was_judged: bool,
     /// Whether the item was set aside once; it then does not count as in flight.
     pub(super) is_aside: bool,
 }
@@ -61,7 +64,8 @@ impl Item {
             Err(unusable) => (unusable.message, Some(unusable.reason)),
         };
         let (hash, lane_id) = (message.content_hash(), message.lane_id());
-        Self { message, hash, lane_id, unusable, source, sequence, redelivered, is_aside: false }
+        let (was_judged, is_aside) = (false, false);
+        Self { message, hash, lane_id, unusable, source, sequence, redelivered, was_judged, is_aside }
     }
 
     /// Whether the inbox must be read before this item runs.
@@ -69,10 +73,16 @@ impl Item {
         self.redelivered || self.source.with_suspicion(|suspicion| suspicion.is_active())
     }
 
-    /// How the item is to run (R26). `known`: whether the inbox has it. Call this once per item.
-    pub(super) fn judge(&self, known: bool, has_none_to_spare: bool) -> Run {
+    /// How the item is to run (R26). `known`: whether the inbox has it. An item that was set aside
+    /// is judged again: it stays suspect, and takes no suspicion that others may need.
+    pub(super) fn judge(&mut self, known: bool, has_none_to_spare: bool) -> Run {
         let facts = Facts { known, redelivered: self.redelivered, has_none_to_spare };
-        self.source.with_suspicion(|suspicion| suspicion.judge(facts))
+        let run = match self.was_judged {
+            true => Suspicion::closed().judge(facts),
+            false => self.source.with_suspicion(|suspicion| suspicion.judge(facts)),
+        };
+        (self.was_judged, self.redelivered) = (true, self.redelivered || run != Run::InBatch);
+        run
     }
 
     /// The number of the lane for this item: all items of a key go to the same lane.
@@ -103,4 +113,25 @@ pub(super) enum End {
     Left,
     /// It has not ended: it was set aside for the first time.
     Aside,
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    use super::*;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{options, parts, two};
+
+    /// Shown by: judging each time anew. The second judgement took the suspicion of the other item.
+    #[tokio::test]
+    async fn r26_an_item_that_was_set_aside_stays_suspect_and_takes_no_suspicion_of_another() {
+        let parts = parts(options(), Handlers::new()).await;
+        let items = two(&parts.shared);
+        let source = Source::new(items[0].source.id.clone(), Suspicion::found_open(2));
+        let [mut first, mut second] = items.map(|item| Item { source: Arc::clone(&source), ..item });
+        for judged in [&mut first, &mut second] {
+            assert_eq!([judged.judge(false, false), judged.judge(false, false)], [Run::Counted; 2]);
+        }
+        assert_eq!(first.judge(false, true), Run::Alone, "its try was counted meanwhile");
+        assert_eq!(first.judge(true, false), Run::InBatch, "the inbox knows it");
+    }
 }

@@ -31,7 +31,6 @@ use crate::time::pace::sleep_unless;
 /// The name of the trouble of a lane that waits for the database.
 pub(super) const DATABASE: &str = "database";
 
-/// The state of one lane: shared state, channels and the tokens that stop it.
 pub(super) struct Lane {
     number: usize,
     pub(super) shared: Arc<Shared>,
@@ -114,7 +113,7 @@ pub(super) async fn run(
         lane.work(batch).await;
     }
     for item in lane.aside.take() {
-        lane.report(&item, false);
+        lane.report(&item, End::Left);
     }
 }
 
@@ -131,14 +130,9 @@ impl Lane {
                         self.batch(items, tries, &mut stack).await;
                     }
                 }
-                Work::Alone(item, _, counted) if self.is_left(&item) || self.aside.is_before(&item) => {
-                    if counted {
-                        self.uncount(std::slice::from_ref(&*item)).await;
-                    }
-                    match self.is_left(&item) {
-                        true => self.report(&item, false),
-                        false => self.set_aside(*item),
-                    }
+                Work::Alone(item, _, counted) if self.is_left(&item) => self.leave(&[*item], counted).await,
+                Work::Alone(item, _, counted) if self.aside.is_before(&item) => {
+                    self.set_aside(vec![*item], counted).await;
                 }
                 Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
@@ -149,7 +143,7 @@ impl Lane {
 
     async fn batch(&mut self, mut items: Vec<Item>, mut tries: Tries, stack: &mut Vec<Work>) {
         if matches!(tries, Tries::Unjudged) {
-            match self.judge(&items).await {
+            match self.judge(&mut items).await {
                 Ok((of_first, None)) => tries = of_first,
                 Ok((of_first, Some(alone))) => {
                     stack.push(Work::Batch(items.split_off(alone + 1), Tries::Unjudged));
@@ -198,12 +192,7 @@ impl Lane {
             let _together = self.shared.solo.together().await;
             self.transaction(&items, counted.then_some(1)).await
         };
-        let Some(end) = end else {
-            if counted {
-                self.uncount(&items).await;
-            }
-            return items.iter().for_each(|item| self.report(item, false));
-        };
+        let Some(end) = end else { return self.leave(&items, counted).await };
         let waited = matches!(&end, Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
             if error.is_transient() && error.is_late());
         self.lock_waits += u32::from(waited);
@@ -211,7 +200,7 @@ impl Lane {
             Ok(BatchEnd::Done(outcomes)) => {
                 self.went_well();
                 self.wake_parked(&items, &outcomes).await;
-                items.iter().for_each(|item| self.report(item, true));
+                items.iter().for_each(|item| self.report(item, End::Committed));
                 let mut counts: HashMap<DeliveryOutcome, u64> = HashMap::new();
                 outcomes.into_iter().for_each(|outcome| *counts.entry(outcome).or_default() += 1);
                 for (outcome, count) in counts {
@@ -312,7 +301,7 @@ impl Lane {
     /// Decides how the items run (R26). Returns the tries of the items before the first one that
     /// must run alone, and the index of that one. Only messages that the inbox does not know can be
     /// suspect; items behind the one that runs alone are not judged yet.
-    async fn judge(&self, items: &[Item]) -> Result<(Tries, Option<usize>), StoreError> {
+    async fn judge(&self, items: &mut [Item]) -> Result<(Tries, Option<usize>), StoreError> {
         if !items.iter().any(Item::is_suspicious) {
             return Ok((Tries::Free, None));
         }
@@ -322,7 +311,7 @@ impl Lane {
         let tried: HashSet<_> = store.attempts(consumer, &ids).await?.into_iter().map(|(id, _)| id).collect();
         let spares_none = !self.shared.options.retry.allows(2);
         let (mut due, mut suspects) = (Vec::new(), false);
-        for (index, item) in items.iter().enumerate() {
+        for (index, item) in items.iter_mut().enumerate() {
             let id = item.message.id;
             let is_known = known.contains(&id);
             match item.judge(is_known, spares_none || tried.contains(&id)) {
@@ -362,10 +351,7 @@ impl Lane {
     /// Sets aside the messages that follow one of their key that is set aside.
     async fn leave_aside(&mut self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (behind, free): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.aside.is_before(item));
-        if !behind.is_empty() && tries.may_be_counted() {
-            self.uncount(&behind).await;
-        }
-        behind.into_iter().for_each(|item| self.set_aside(item));
+        self.set_aside(behind, tries.may_be_counted()).await;
         free
     }
 
@@ -373,12 +359,7 @@ impl Lane {
     /// until only the items that it holds are set aside.
     async fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
         match items.pop() {
-            Some(only) if items.is_empty() => {
-                if tries.may_be_counted() {
-                    self.uncount(std::slice::from_ref(&only)).await;
-                }
-                self.set_aside(only);
-            }
+            Some(only) if items.is_empty() => self.set_aside(vec![only], tries.may_be_counted()).await,
             last => {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
@@ -392,24 +373,31 @@ impl Lane {
 
     /// Whether the item must not be started: its partition is revoked, or a stop came, after which
     /// an older message of the key may be left between two of its tries.
-    fn is_left(&self, item: &Item) -> bool {
+    pub(super) fn is_left(&self, item: &Item) -> bool {
         item.source.is_revoked() || self.stop.is_cancelled()
     }
 
     async fn leave_revoked(&self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.is_left(item));
-        if !left.is_empty() && tries.may_be_counted() {
-            self.uncount(&left).await;
-        }
-        for item in &left {
-            self.report(item, false);
-        }
+        self.leave(&left, tries.may_be_counted()).await;
         kept
     }
 
-    /// Takes back one try of each item that is left for later. Another process may have the items
-    /// by now: what it counted stays.
-    pub(super) async fn uncount(&self, items: &[Item]) {
+    /// Leaves items for later. Where their try was `counted`, it is taken back, because it was not
+    /// made.
+    pub(super) async fn leave(&self, items: &[Item], counted: bool) {
+        if counted {
+            self.uncount(items).await;
+        }
+        items.iter().for_each(|item| self.report(item, End::Left));
+    }
+
+    /// Takes back one try of each item. Another process may have the items by now: what it counted
+    /// stays.
+    async fn uncount(&self, items: &[Item]) {
+        if items.is_empty() {
+            return;
+        }
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         let taken_back = self.shared.store.take_back_attempts(self.consumer, &ids);
         let why = match tokio::time::timeout(TAKE_BACK, taken_back).await {
@@ -422,24 +410,25 @@ impl Lane {
         tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), id, sent_id, %why, "tries that were not made stay counted");
     }
 
-    pub(super) fn report(&self, item: &Item, committed: bool) {
-        self.tell(item, if committed { End::Committed } else { End::Left });
-    }
-
-    fn tell(&self, item: &Item, end: End) {
+    pub(super) fn report(&self, item: &Item, end: End) {
         let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
         // The intake is gone only if the subscriber is gone: then the message comes again.
         let _ = self.done.send(Done { source, sequence, end, was_aside });
     }
 
-    /// Sets aside a message that another process's transaction holds, or that follows such a
-    /// message.
-    pub(super) fn set_aside(&mut self, mut item: Item) {
-        if !item.is_aside {
-            self.tell(&item, End::Aside);
-            item.is_aside = true;
+    /// Sets aside messages that another process's transaction holds, or that follow such a message.
+    /// Where their try was `counted`, it is taken back.
+    pub(super) async fn set_aside(&mut self, items: Vec<Item>, counted: bool) {
+        if counted {
+            self.uncount(&items).await;
         }
-        self.aside.put(item);
+        for mut item in items {
+            if !item.is_aside {
+                self.report(&item, End::Aside);
+                item.is_aside = true;
+            }
+            self.aside.put(item);
+        }
     }
 
     pub(super) fn went_well(&mut self) {
@@ -459,22 +448,21 @@ impl Lane {
 
     /// Waits before the next try. The database works for others, so no trouble is shown.
     pub(super) async fn pause(&mut self) {
-        let again = self.fault.again(0..1, None, fastrand::f64());
-        sleep_unless(&self.stop, again.pause).await;
+        sleep_unless(&self.stop, self.fault.pause(fastrand::f64())).await;
     }
 
     /// Waits for a database that is away or returned a transient error.
     pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
-        let again = self.fault.again(0..1, None, fastrand::f64());
+        let pause = self.fault.pause(fastrand::f64());
         self.say_waiting(&why.to_string());
-        sleep_unless(&self.stop, again.pause).await;
+        sleep_unless(&self.stop, pause).await;
     }
 
     /// The same for work that a stop must not leave undone. Returns false if the grace is over.
     pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
-        let again = self.fault.again(0..1, None, fastrand::f64());
+        let pause = self.fault.pause(fastrand::f64());
         self.say_waiting(&why.to_string());
-        sleep_unless(&self.abandon, again.pause).await
+        sleep_unless(&self.abandon, pause).await
     }
 
     fn say_waiting(&self, why: &str) {

@@ -134,7 +134,6 @@ impl ConsumerOptions {
 
     /// The id rule as it is stored at the first start; for ids by coordinates it includes the
     /// epoch.
-    #[must_use]
     pub(crate) fn id_rule_text(&self) -> String {
         match self.id_rule {
             IdRule::Coordinates => format!("coordinates@{}", self.id_epoch),

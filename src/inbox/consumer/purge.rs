@@ -10,35 +10,14 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::{ConsumerError, Shared};
-use crate::error::BrokerError;
 use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::horizon::{Horizon, Sources};
-use crate::observe::{self, PartState};
+use crate::observe;
 use crate::time::pace::{Pace, sleep_unless};
 
 /// The number of rows that one transaction reads.
 const PAGE: usize = 1_000;
 const BETWEEN: Duration = Duration::from_millis(20);
-
-/// Checks the horizon; waits for a database or broker that is away.
-pub(super) async fn check(
-    shared: &Shared,
-    consumer: ConsumerId,
-    stop: &CancellationToken,
-) -> Result<(), ConsumerError> {
-    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    loop {
-        match is_long_enough(shared, consumer).await {
-            Err(error) if is_away(&error) => {
-                shared.health.set(&shared.part, PartState::Waiting(error.to_string()));
-                if !pace.wait(stop).await {
-                    return Ok(());
-                }
-            }
-            answer => return answer,
-        }
-    }
-}
 
 /// Purges at start and at every interval until the stop. If the inbox forgets nothing, only counted
 /// tries of handled messages are removed.
@@ -52,7 +31,7 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
                 tracing::debug!(consumer = %name, rows, "purged the inbox");
                 shared.options.purge_every
             }
-            Err(error) if is_away(&error) => {
+            Err(error) if error.is_away() => {
                 tracing::debug!(consumer = %name, %error, "the purge waits");
                 pace.next_wait()
             }
@@ -69,7 +48,7 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
 async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, ConsumerError> {
     while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
     // Checked again: since then, a topic may have been made, or its retention may be longer.
-    is_long_enough(shared, consumer).await?;
+    check(shared, consumer).await?;
     let now = shared.store.bounds(consumer).await?.now;
     let Some(below) = shared.options.horizon.purge_bound(now) else { return Ok(0) };
     let (mut rows, mut after) = (0, None);
@@ -84,7 +63,8 @@ async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) 
     }
 }
 
-async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
+/// Refuses a horizon within which a duplicate can still come.
+pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
     let options = &shared.options;
     if options.horizon == Horizon::Never {
         return Ok(());
@@ -97,13 +77,4 @@ async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), Con
         dead: options.redrive_age_max,
     };
     sources.check(options.horizon).map_err(|why| ConsumerError::Horizon { consumer: options.name.clone(), why })
-}
-
-/// Whether the error may end by itself.
-fn is_away(error: &ConsumerError) -> bool {
-    match error {
-        ConsumerError::Store(error) => error.is_transient(),
-        ConsumerError::Broker(error) => !matches!(error, BrokerError::Refused(_)),
-        ConsumerError::Horizon { .. } => false,
-    }
 }

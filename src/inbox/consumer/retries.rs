@@ -35,7 +35,7 @@ use crate::inbox::rules::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::message::{Message, MessageId};
 use crate::observe::{self, DeliveryOutcome, Trouble};
 use crate::time::pace::{Pace, sleep_unless};
-use crate::time::retry::{Death, Decision};
+use crate::time::retry::{ATTEMPTS, Decision};
 
 /// How much longer a lease lasts than a handler may run.
 const LEASE_SPARE: Duration = Duration::from_secs(10);
@@ -259,7 +259,7 @@ impl Retrier {
             let Some(end) = self.attempt(&run, suspect).await else { return self.owes(Owed::GiveBack(run)) };
             // If its handler came to an end, the process survived it.
             suspect &= end.is_err();
-            let (at, error, may_be_its_own) = match end {
+            let (at, may_be_its_own, error) = match end {
                 Ok(RunEnd::Done) => {
                     self.desk.is_over(&run);
                     observe::delivered(&self.shared.options.name, DeliveryOutcome::Processed, run.len() as u64);
@@ -271,50 +271,42 @@ impl Retrier {
                     run.iter().for_each(|one| settle::ended(&self.shared.options.name, &one.message));
                     return self.wake_next(&run).await;
                 }
-                Ok(RunEnd::Exhausted) => return self.exhausted(run),
+                Ok(RunEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
                 Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
-                    let rest = run.split_off(at.max(1));
-                    self.give_back(&mut run, rest).await?;
+                    self.give_back(&mut run, at.max(1)).await?;
                     match at {
-                        0 if error.is_transient() => return self.lasts(run, error.message()),
-                        0 => return self.failed(run, error),
+                        0 if error.is_transient() => return self.lasts(run.swap_remove(0), error.message()),
+                        0 => return self.failed(run.swap_remove(0), error),
                         _ => continue,
                     }
                 }
                 Ok(RunEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
                     tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
-                    let rest = run.split_off(at.max(1));
-                    self.give_back(&mut run, rest).await?;
+                    self.give_back(&mut run, at.max(1)).await?;
                     continue;
                 }
                 Ok(RunEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
-                    let rest = run.split_off(run.len() / 2);
-                    self.give_back(&mut run, rest).await?;
+                    let half = run.len() / 2;
+                    self.give_back(&mut run, half).await?;
                     continue;
                 }
-                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run, error.message()),
+                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), error.message()),
                 Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
-                    return self.failed(run, HandlerError::retryable(why));
+                    return self.failed(run.swap_remove(0), HandlerError::retryable(why));
                 }
-                Ok(RunEnd::Failed(Failure::Of(at, error))) => {
-                    let may_be_its_own = error.may_be_its_own();
-                    (at, Ok(error), may_be_its_own)
-                }
-                Err(error) => {
-                    let may_be_its_own = error.may_be_its_own();
-                    (run.len() / 2, Err(error), may_be_its_own)
-                }
+                Ok(RunEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
+                Err(error) => (run.len() / 2, error.may_be_its_own(), Err(error)),
             };
             let said = error.as_ref().map_or_else(ToString::to_string, ToString::to_string);
             let is_one = run.len() == 1;
             let found =
                 if is_one { blame.of(&self.shared, self.consumer, may_be_its_own).await } else { Fault::Transient };
             match found {
-                Fault::Its => return self.failed(run, HandlerError::retryable(said)),
-                Fault::Lasting => return self.lasts(run, &said),
+                Fault::Its => return self.failed(run.swap_remove(0), HandlerError::retryable(said)),
+                Fault::Lasting => return self.lasts(run.swap_remove(0), &said),
                 Fault::Transient => {}
             }
-            let pause = fault.again(0..1, None, fastrand::f64()).pause;
+            let pause = fault.pause(fastrand::f64());
             let is_open = if is_one { blame.is_open() } else { may_be_its_own };
             if (fault.times() > FAULTS_MAX && !is_open) || !sleep_unless(&self.stop, pause).await {
                 self.owes(Owed::GiveBack(run))?;
@@ -322,8 +314,7 @@ impl Retrier {
             }
             // One message alone shows to whom the failure belongs.
             if !is_one && (may_be_its_own || fault.times() >= TIMES_BEFORE_HALVING) {
-                let rest = run.split_off(at.max(1));
-                self.give_back(&mut run, rest).await?;
+                self.give_back(&mut run, at.max(1)).await?;
             }
         }
     }
@@ -350,14 +341,13 @@ impl Retrier {
         }
     }
 
-    /// The first message failed by itself: the retry policy decides what follows.
-    fn failed(&mut self, run: Vec<LeasedMessage>, error: HandlerError) -> Result<(), StoreError> {
-        self.desk.is_over(&run);
-        let Some(head) = run.into_iter().next() else { return Ok(()) };
+    /// The message failed by itself: the retry policy decides what follows.
+    fn failed(&mut self, head: LeasedMessage, error: HandlerError) -> Result<(), StoreError> {
+        self.desk.is_over(std::slice::from_ref(&head));
         let options = &self.shared.options;
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
         let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
-            Decision::Dead(death) => Owed::Bury(Box::new(head), death.reason(), error),
+            Decision::Dead(reason) => Owed::Bury(Box::new(head), reason, error),
             Decision::InPlace(after) | Decision::Wait(after) => {
                 observe::delivered(&options.name, DeliveryOutcome::Retried, 1);
                 Owed::Postpone(Box::new(head), after, error)
@@ -367,16 +357,14 @@ impl Retrier {
     }
 
     /// Its tries were counted and none came to an end; the handler did not run again.
-    fn exhausted(&mut self, run: Vec<LeasedMessage>) -> Result<(), StoreError> {
-        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+    fn exhausted(&mut self, mut head: LeasedMessage) -> Result<(), StoreError> {
         head.message.attempt = head.tries;
-        self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
+        self.owes(Owed::Bury(Box::new(head), ATTEMPTS, HandlerError::retryable(KILLS)))
     }
 
     /// The code of the failure is transient, but it lasts while the database works for others: the
     /// message waits longer each time with its reason visible, and no try is counted.
-    fn lasts(&mut self, run: Vec<LeasedMessage>, said: &str) -> Result<(), StoreError> {
-        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+    fn lasts(&mut self, mut head: LeasedMessage, said: &str) -> Result<(), StoreError> {
         let options = &self.shared.options;
         let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
         let error = HandlerError::transient(blame::lasting(&said));
@@ -391,7 +379,6 @@ impl Retrier {
         Ok(())
     }
 
-    /// Writes what is still to be written.
     async fn settle_up(&mut self) -> Result<(), StoreError> {
         let (shared, consumer) = (&self.shared, self.consumer);
         match &self.owed {
@@ -418,9 +405,10 @@ impl Retrier {
         Ok(())
     }
 
-    /// Releases the messages that this try leaves out. If that fails, the release of all is kept
-    /// for later.
-    async fn give_back(&mut self, run: &mut Vec<LeasedMessage>, rest: Vec<LeasedMessage>) -> Result<(), StoreError> {
+    /// Releases the messages from this index on, which the next try leaves out. If that fails, the
+    /// release of all is kept for later.
+    async fn give_back(&mut self, run: &mut Vec<LeasedMessage>, from: usize) -> Result<(), StoreError> {
+        let rest = run.split_off(from);
         let given_back = self.shared.store.give_back(self.consumer, &rest).await;
         if given_back.is_err() {
             run.extend(rest);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::blame::{Blame, Fault};
-use super::item::Item;
+use super::item::{End, Item};
 use super::lane::Lane;
 use super::transaction::roll_back;
 use crate::error::{HandlerError, StoreError};
@@ -78,15 +78,15 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                 observe::delivered(&lane.shared.options.name, outcome, 1);
                 lane.wake_parked(std::slice::from_ref(&item), &[outcome]).await;
                 lane.shared.parked.notify_one();
-                return lane.report(&item, true);
+                return lane.report(&item, End::Committed);
             }
             Err(error) => {
                 if error.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
                     unstorable = Some(error.to_string());
                 }
                 lane.wait_out(&error).await;
-                if lane.stop.is_cancelled() || item.source.is_revoked() {
-                    return lane.report(&item, false);
+                if lane.is_left(&item) {
+                    return lane.report(&item, End::Left);
                 }
             }
         }
@@ -148,13 +148,9 @@ async fn store(
     .await;
     match body {
         Ok(Some(parked)) => tx.commit().await.map(|()| Some(parked)),
-        Ok(None) => {
+        nothing_stored => {
             roll_back(tx).await;
-            Ok(None)
-        }
-        Err(error) => {
-            roll_back(tx).await;
-            Err(error)
+            nothing_stored
         }
     }
 }
@@ -163,11 +159,7 @@ async fn store(
 fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let Parked { mut message, attempts, error, .. } = parked;
     for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
-        let mut end = text.len().min(SHORT_MAX);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        text.truncate(end);
+        text.truncate(text.floor_char_boundary(SHORT_MAX));
     }
     (message.payload, message.headers) = (Vec::new(), Vec::new());
     (message.content_type, message.trace) = (None, None);
@@ -190,12 +182,12 @@ pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
             Ok(()) => {
                 unstored.why = None;
                 lane.went_well();
-                return lane.report(&item, true);
+                return lane.report(&item, End::Committed);
             }
             Err(error) => {
                 unstored.why = Some(error.to_string());
                 if !lane.wait_out_a_stop(&error).await {
-                    return lane.report(&item, false);
+                    return lane.report(&item, End::Left);
                 }
             }
         }

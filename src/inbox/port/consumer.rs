@@ -19,10 +19,8 @@ pub struct ConsumerSpec {
 }
 
 impl ConsumerSpec {
-    /// Whether the stored id rule is to be replaced by this one.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] where the stored rule is another one, and `accept` is not set.
+    /// Whether the stored id rule is to be replaced by this one. It is refused unless `accept` is
+    /// set.
     pub(crate) fn changes(&self, stored: &str) -> Result<bool, StoreError> {
         if stored == self.id_rule || self.accept {
             return Ok(stored != self.id_rule);

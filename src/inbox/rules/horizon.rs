@@ -61,7 +61,6 @@ pub enum Verdict {
 
 impl Verdict {
     /// The reason that is stored with a dead message; `None` for a new message.
-    #[must_use]
     pub(crate) fn reason(self) -> Option<&'static str> {
         match self {
             Self::GoOn => None,
@@ -72,7 +71,6 @@ impl Verdict {
 
     /// Whether this stored reason comes from a verdict of this module. The inbox row of such a
     /// message was removed.
-    #[must_use]
     pub(crate) fn left_no_inbox_row(reason: &str) -> bool {
         [Self::TooOld, Self::FromTheFuture].iter().any(|verdict| verdict.reason() == Some(reason))
     }
@@ -125,7 +123,6 @@ pub enum Horizon {
 impl Horizon {
     /// Rows older than the returned time may be removed by a purge that begins now; `None` if no
     /// row may. The time is in whole milliseconds, like the times in ids.
-    #[must_use]
     pub(crate) fn purge_bound(self, now: DbTime) -> Option<DbTime> {
         match self {
             Self::Never => None,
@@ -147,7 +144,6 @@ pub enum TopicRetention {
 
 impl TopicRetention {
     /// The longer retention of two topics, because a duplicate may come from either.
-    #[must_use]
     pub(crate) fn or_longer(self, other: Self) -> Self {
         match (self, other) {
             (Self::For(one), Self::For(other)) => Self::For(one.max(other)),

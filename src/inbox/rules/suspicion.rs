@@ -50,7 +50,6 @@ pub(crate) struct Suspicion {
 
 impl Suspicion {
     /// No suspicion: the last owner closed the assignment cleanly, or there is no assignment row.
-    #[must_use]
     pub(crate) fn closed() -> Self {
         Self { unknown_left: 0 }
     }
@@ -59,7 +58,6 @@ impl Suspicion {
     /// the inbox does not know ran or waited for their turn then. Messages that stood aside did not
     /// run. If such messages come first now, a killer behind them is counted one death later,
     /// because the messages before it in its lane are done by then.
-    #[must_use]
     pub(crate) fn found_open(max_in_flight: usize) -> Self {
         Self { unknown_left: max_in_flight }
     }
@@ -77,7 +75,6 @@ impl Suspicion {
     }
 
     /// Whether further deliveries that the inbox does not know are suspected.
-    #[must_use]
     pub(crate) fn is_active(self) -> bool {
         self.unknown_left > 0
     }

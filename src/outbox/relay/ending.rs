@@ -42,7 +42,6 @@ pub(super) struct Refused {
 }
 
 impl Refused {
-    /// Its topic and key.
     pub(super) fn key(&self) -> (String, Option<String>) {
         (self.topic.clone(), self.key.clone())
     }
@@ -69,7 +68,6 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// The topics and keys of the refused rows.
     pub(super) fn keys(&self) -> HashSet<(String, Option<String>)> {
         self.refused.iter().map(Refused::key).collect()
     }

@@ -22,7 +22,7 @@ use super::{Memory, Relay};
 use crate::broker::{Publisher, Settled};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, PartState, Trouble};
-use crate::outbox::port::{Mark, OpenGaps, RelaySession};
+use crate::outbox::port::{OpenGaps, RelaySession};
 use crate::outbox::rules::diversion::Diversion as DivertedRows;
 use crate::time::lease::Lease;
 
@@ -192,8 +192,7 @@ impl<'a> Pump<'a> {
             self.shown_waiting |= late;
             let moved = stepped?;
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
-                let mark = self.window.take_done();
-                self.checkpoint(mark).await?;
+                self.checkpoint().await?;
                 // A row that was only just stored as held may have to be sent alone.
                 if self.nothing_left() {
                     return Ok(End::Empty);
@@ -229,14 +228,12 @@ impl<'a> Pump<'a> {
                 self.release.was_read();
             }
             if self.mark_is_due() {
-                let mark = self.window.take_done();
-                self.checkpoint(mark).await?;
+                self.checkpoint().await?;
                 moved = true;
             }
         }
         if self.checkpoint_at.elapsed() >= Lease::renewed_after(self.relay.options.lease) {
-            let mark = self.window.take_done();
-            self.checkpoint(mark).await?;
+            self.checkpoint().await?;
         }
         if self.tidied_at.elapsed() >= TIDY {
             self.tidied_at = Instant::now();
@@ -336,8 +333,7 @@ impl<'a> Pump<'a> {
         // shards to pass: then within a second. Its batch is marked with the next checkpoint.
         let due = read.needs_checkpoint && self.checkpoint_at.elapsed() >= QUIET_CHECKPOINT;
         if found > 0 || due || self.mark_is_due() {
-            let mark = self.window.take_done();
-            self.checkpoint(mark).await?;
+            self.checkpoint().await?;
         }
         for row in rows {
             self.unsent.push_back(Unsent {
@@ -408,8 +404,10 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Commits synchronously, with the mark, and updates this session's state by what the mark did.
-    pub(super) async fn checkpoint(&mut self, mark: Mark) -> Result<(), Doubt> {
+    /// Commits synchronously, with the mark of the oldest batches that are done, and updates this
+    /// session's state by what the mark did.
+    async fn checkpoint(&mut self) -> Result<(), Doubt> {
+        let mark = self.window.take_done();
         let gone: Vec<i64> = mark.released.iter().chain(&mark.discarded).copied().collect();
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
@@ -589,8 +587,7 @@ impl<'a> Pump<'a> {
                 break;
             }
         }
-        let mark = self.window.take_done();
-        self.checkpoint(mark).await?;
+        self.checkpoint().await?;
         Ok(End::Stopped)
     }
 }

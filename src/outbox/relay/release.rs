@@ -38,7 +38,6 @@ const PAUSE_MAX: Duration = Duration::from_millis(150);
 /// The shortest time between two such pauses.
 const PAUSE_EVERY: Duration = Duration::from_secs(1);
 
-/// The state of releases in one session.
 #[derive(Debug)]
 pub(super) struct Release {
     /// Blocked topics whose trial row was taken.

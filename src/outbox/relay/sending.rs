@@ -198,7 +198,7 @@ impl Pump<'_> {
         match super::release::why(&diversion) {
             Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),
             // Dead under policy `skip`: the row holds no other row.
-            None => drop(self.diverted.leave(position)),
+            None => self.diverted.leave(position),
         }
         if is_release {
             self.window.change(batch, position, diversion);

@@ -364,28 +364,24 @@ impl Trier {
 
     async fn round(&mut self, topics: &[String], orders: &mut mpsc::UnboundedReceiver<Order>) {
         let deadline = Instant::now() + TRIAL_MAX;
-        let ready = tokio::time::timeout_at(deadline, self.ask(topics)).await;
-        let ready = match ready {
-            Ok(Ok(ready)) => ready,
-            Ok(Err(error)) => {
-                self.publisher = None;
-                let lost = || Said::Lost { alone: false, why: error.to_string() };
-                topics.iter().for_each(|topic| self.say(topic, None, lost()));
+        let failed = match tokio::time::timeout_at(deadline, self.ask(topics)).await {
+            Ok(Ok(ready)) => {
+                if !ready.is_empty() {
+                    self.give(Answer::There(ready));
+                    if let Some(Order::Send(rows)) = orders.recv().await {
+                        self.send(rows).await;
+                    }
+                }
                 return self.give(Answer::Over);
             }
+            Ok(Err(error)) => Said::Lost { alone: false, why: error.to_string() },
             Err(_) => {
                 let blocked = self.publisher.take().and_then(|publisher| publisher.blocked());
-                let said = Said::nothing(blocked, "the broker does not say whether it is there".to_owned());
-                topics.iter().for_each(|topic| self.say(topic, None, said.clone()));
-                return self.give(Answer::Over);
+                Said::nothing(blocked, "the broker does not say whether it is there".to_owned())
             }
         };
-        if !ready.is_empty() {
-            self.give(Answer::There(ready));
-            if let Some(Order::Send(rows)) = orders.recv().await {
-                self.send(rows).await;
-            }
-        }
+        self.publisher = None;
+        topics.iter().for_each(|topic| self.say(topic, None, failed.clone()));
         self.give(Answer::Over);
     }
 

@@ -38,13 +38,9 @@ pub(crate) enum Diverted {
 /// A dead or held row, as it is loaded when a session starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DivertedRow {
-    /// The row's position in the outbox.
     pub position: i64,
-    /// The topic that the row is to be published to.
     pub topic: String,
-    /// The row's key; `None` if the message has no key.
     pub key: Option<String>,
-    /// Why the row was diverted.
     pub why: Diverted,
 }
 
@@ -111,7 +107,6 @@ impl Diversion {
 
     /// Why the next row of this topic and key must be held: behind a dead row, or for its
     /// destination. `None` if it may be sent.
-    #[must_use]
     pub(crate) fn decide(&self, topic: &str, key: Option<&str>) -> Option<Diverted> {
         let topic = self.topics.get(topic)?;
         let of_key = key.and_then(|key| topic.keys.get(key)).filter(|key| !key.is_on_way());
@@ -166,27 +161,21 @@ impl Diversion {
     }
 
     /// Whether a row is on its way back.
-    #[must_use]
     pub(crate) fn is_on_way(&self, position: i64) -> bool {
         self.on_way.contains(&position)
     }
 
     /// How many rows are on their way back.
-    #[must_use]
     pub(crate) fn on_way(&self) -> usize {
         self.on_way.len()
     }
 
     /// Removes a row that left the table: it was published and marked, was discarded, or is now
-    /// dead under policy `skip`. Returns whether the row was known.
-    pub(crate) fn leave(&mut self, position: i64) -> bool {
+    /// dead under policy `skip`.
+    pub(crate) fn leave(&mut self, position: i64) {
         self.stays(position);
-        let Some(row) = self.rows.remove(&position) else {
-            return false;
-        };
-        let Some(topic) = self.topics.get_mut(&row.topic) else {
-            return true;
-        };
+        let Some(row) = self.rows.remove(&position) else { return };
+        let Some(topic) = self.topics.get_mut(&row.topic) else { return };
         topic.blocked -= usize::from(row.why == Diverted::Destination);
         if let Some(key) = row.key
             && let Some(rows) = topic.keys.get_mut(&key)
@@ -199,7 +188,6 @@ impl Diversion {
         if topic.blocked == 0 && topic.keys.is_empty() {
             self.topics.remove(&row.topic);
         }
-        true
     }
 
     /// The rows that may be sent back to the broker, in the position order in which they must be
@@ -218,14 +206,12 @@ impl Diversion {
     }
 
     /// The row at this position; `None` where it is not diverted.
-    #[must_use]
     pub(crate) fn get(&self, position: i64) -> Option<&DivertedRow> {
         self.rows.get(&position)
     }
 
     /// Whether a row on its way back may still go: it is known and not dead, no older row of its
     /// key is dead, and the held row before it of its key is on its way back or gone.
-    #[must_use]
     pub(crate) fn is_free(&self, position: i64) -> bool {
         let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
         let Some(key) = self.key_of(row) else { return true };
@@ -240,7 +226,6 @@ impl Diversion {
     }
 
     /// Whether a row of this topic is held for its destination.
-    #[must_use]
     pub(crate) fn blocks(&self, topic: &str) -> bool {
         self.topics.get(topic).is_some_and(|topic| topic.blocked > 0)
     }
@@ -252,13 +237,11 @@ impl Diversion {
     }
 
     /// The number of diverted rows.
-    #[must_use]
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }
 
     /// Whether nothing is diverted.
-    #[must_use]
     pub(crate) fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
@@ -286,11 +269,11 @@ mod tests {
         let dead = row(1, "payments", Some("a"), Diverted::Dead);
         let held = row(2, "payments", Some("a"), Diverted::BehindDead);
         let mut diversion = Diversion::load([dead, held]);
-        assert!(diversion.leave(1));
+        diversion.leave(1);
         assert_eq!(diversion.decide("payments", Some("a")), Some(Diverted::BehindDead));
-        assert!(diversion.leave(2));
+        diversion.leave(2);
         assert_eq!(diversion.decide("payments", Some("a")), None);
-        assert!(diversion.is_empty() && !diversion.leave(2));
+        assert!(diversion.is_empty());
     }
 
     #[test]

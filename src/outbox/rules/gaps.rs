@@ -36,15 +36,13 @@
 //! proven, and the epoch and revision that fence every write ([`lease`](crate::time::lease)).
 
 mod cursor;
-mod error;
 mod open;
 mod plan;
 mod set;
 mod window;
 
 pub(crate) use self::cursor::{GapCursor, RANGES_MAX};
-pub(crate) use self::error::CursorError;
-pub(crate) use self::plan::{CheckpointTicket, Mark, ReadOutcome, ReadPlan};
+pub(crate) use self::plan::{CheckpointTicket, CursorError, Mark, ReadOutcome, ReadPlan};
 pub(crate) use self::set::{GapSet, Range};
 
 #[cfg(test)]

@@ -48,13 +48,11 @@ struct Suspect {
 impl Isolation {
     /// The row that is sent with nothing else in flight, after everything before it is proven: of
     /// several rows to isolate the first one. `None` in the usual mode, with many rows in flight.
-    #[must_use]
     pub(crate) fn alone(&self) -> Option<i64> {
         self.suspects.iter().find(|(_, suspect)| suspect.is_isolated()).map(|(position, _)| *position)
     }
 
     /// Whether a probe must succeed on a fresh session before the row is sent alone again.
-    #[must_use]
     pub(crate) fn needs_probe(&self) -> bool {
         let isolated = self.suspects.values().find(|suspect| suspect.is_isolated());
         isolated.is_some_and(|suspect| suspect.ends_alone > 0 && !suspect.probed)

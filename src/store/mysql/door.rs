@@ -155,9 +155,9 @@ async fn explain(connection: &mut MySqlConnection, messages: &[NewMessage], byte
             "id_skew_seconds" => skew = value,
             name => limits.set(name, usize::try_from(value).unwrap_or(usize::MAX)),
         }
-        found += usize::from(name == "id_skew_seconds" || Limits::ROWS.iter().any(|(known, _)| *known == name));
+        found += usize::from(name == "id_skew_seconds" || Limits::NAMES.contains(&name.as_str()));
     }
-    if found != Limits::ROWS.len() + 1 {
+    if found != Limits::NAMES.len() + 1 {
         return Err(StoreError::Refused(
             "a row of oncebox_limits is missing; `oncebox migrate print` shows all".to_owned(),
         ));

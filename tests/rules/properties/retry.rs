@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::time::retry::{Asked, Death, Decision, RetryPolicy, pause};
+use crate::time::retry::{ATTEMPTS, Asked, Decision, RetryPolicy, TERMINAL, pause};
 use proptest::prelude::*;
 
 fn policy() -> impl Strategy<Value = RetryPolicy> {
@@ -50,7 +50,7 @@ proptest! {
             spent += wait_of(decision);
             match decision {
                 Decision::Dead(death) => {
-                    prop_assert_eq!((death, failed), (Death::Attempts, policy.max_attempts));
+                    prop_assert_eq!((death, failed), (ATTEMPTS, policy.max_attempts));
                     break;
                 }
                 Decision::InPlace(wait) => {
@@ -94,10 +94,10 @@ proptest! {
     ) {
         let asked = Duration::from_millis(asked);
         let decision = policy.next(failed, Asked::After(asked), chance);
-        let spent = Decision::Dead(Death::Attempts);
+        let spent = Decision::Dead(ATTEMPTS);
         let expected = if failed >= policy.max_attempts { spent } else { Decision::Wait(asked.min(policy.cap)) };
         prop_assert_eq!(decision, expected);
-        prop_assert_eq!(policy.next(failed, Asked::NoRetry, chance), Decision::Dead(Death::Terminal));
+        prop_assert_eq!(policy.next(failed, Asked::NoRetry, chance), Decision::Dead(TERMINAL));
     }
 
     /// Shown by: a pause that began at its whole.

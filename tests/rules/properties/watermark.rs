@@ -3,12 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use crate::inbox::rules::watermark::{Watermark, WatermarkError};
+use crate::inbox::rules::watermark::{NotAscending, Watermark};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// The broker delivers the next record, if there is room.
+    /// The broker delivers the next record.
     Deliver,
     /// The one of those in flight that this number picks is committed.
     Finish(prop::sample::Index),
@@ -36,13 +36,12 @@ proptest! {
     #[test]
     fn g5_the_mark_never_passes_an_unfinished_offset_whoever_owns_the_partition(
         gaps in prop::collection::vec(1_i64..4, 1..60),
-        capacity in 1_usize..12,
         steps in prop::collection::vec(step(), 0..200),
     ) {
         // Offsets have holes, as those of compacted topics have.
         let log: Vec<i64> = gaps.iter().scan(7, |at, gap| { *at += gap; Some(*at) }).collect();
         let (mut done, mut committed) = (BTreeSet::new(), None::<i64>);
-        let (mut mark, mut next) = (Watermark::new(capacity), 0);
+        let (mut mark, mut next) = (Watermark::default(), 0);
         // Delivered in this assignment, and of those the unfinished ones.
         let (mut delivered, mut open) = (Vec::new(), BTreeSet::new());
         for step in steps {
@@ -50,16 +49,12 @@ proptest! {
                 Step::Deliver => {
                     let Some(&offset) = log.get(next) else { continue };
                     let above = delivered.iter().filter(|at| Some(**at) > mark.committable()).count();
-                    prop_assert_eq!(mark.room(), capacity - above);
-                    let taken = mark.delivered(offset);
-                    prop_assert_eq!(taken, if above < capacity { Ok(()) } else { Err(WatermarkError::Full) });
-                    if taken.is_ok() {
-                        next += 1;
-                        delivered.push(offset);
-                        open.insert(offset);
-                        let again = mark.delivered(offset);
-                        prop_assert_eq!(again, Err(WatermarkError::NotAscending { last: offset, next: offset }));
-                    }
+                    prop_assert_eq!(mark.above(), above);
+                    prop_assert_eq!(mark.delivered(offset), Ok(()));
+                    next += 1;
+                    delivered.push(offset);
+                    open.insert(offset);
+                    prop_assert_eq!(mark.delivered(offset), Err(NotAscending { last: offset, next: offset }));
                 }
                 Step::Finish(pick) => {
                     let Some(&offset) = open.iter().nth(pick.index(open.len().max(1))) else { continue };
@@ -70,7 +65,7 @@ proptest! {
                 }
                 Step::Commit => committed = committed.max(mark.committable()),
                 Step::Reassign => {
-                    (mark, delivered, open) = (Watermark::new(capacity), Vec::new(), BTreeSet::new());
+                    (mark, delivered, open) = (Watermark::default(), Vec::new(), BTreeSet::new());
                     next = log.iter().position(|offset| Some(*offset) > committed).unwrap_or(log.len());
                 }
             }

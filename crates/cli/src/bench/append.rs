@@ -9,14 +9,12 @@ use super::Load;
 use super::bed::Bed;
 use super::crowd::crowd;
 use super::figure::Figure;
-use super::relay::rate;
+use super::relay::{BULK, fill, rate};
 use super::work::Maker;
 use super::yard::{ACCOUNTS, Yard};
 use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
-
-const BULK: usize = 1_000;
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
     let (topic, _) = bed.topic("append", &[]).await?;
@@ -64,13 +62,9 @@ enum Message {
 }
 
 async fn in_bulk<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<f64, AppError> {
-    let began = Instant::now();
-    for _ in 0..count.div_ceil(BULK) {
-        let mut tx = bed.store.pool().begin().await.map_err(StoreError::from)?;
-        oncebox::store::enqueue_all(&mut *tx, (0..BULK).map(|_| maker.message()).collect()).await?;
-        oncebox::store::commit(tx).await?;
-    }
-    Ok(rate(count.div_ceil(BULK) * BULK, began.elapsed()))
+    let (count, began) = (count.next_multiple_of(BULK), Instant::now());
+    fill(&bed.store, maker, count).await?;
+    Ok(rate(count, began.elapsed()))
 }
 
 async fn row_by_row<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<f64, AppError> {

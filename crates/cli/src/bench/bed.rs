@@ -24,7 +24,6 @@ pub(super) struct Bed<S: Yard> {
     own: OwnDatabase,
     /// The second database, from the moment at which it may exist.
     second: Option<OwnDatabase>,
-    /// How many second databases were made.
     seconds_made: u32,
     made: Vec<Subscription>,
 }
@@ -104,7 +103,6 @@ impl<S: Yard> Bed<S> {
         Raw::open(&self.settings, &self.broker, linger).await
     }
 
-    /// The settings as a file for a process.
     pub(super) fn config_file(&self) -> Result<PathBuf, AppError> {
         write_config(&self.settings, &self.place.dir)
     }

@@ -151,33 +151,32 @@ fn figures(rounds: &[Round]) -> Vec<Figure> {
     let numbers = rounds.first().map_or(0, |round| round.lanes.len());
     let mut figures = Vec::new();
     for (at, names) in NAMES.iter().enumerate().take(numbers) {
-        let pairs = |of: &dyn Fn(&Round, &Lanes) -> (f64, f64)| -> Vec<(f64, f64)> {
-            rounds.iter().map(|round| of(round, &round.lanes[at])).collect()
+        let figure = |name: usize, unit, against, of: fn(&Round, &Lanes) -> (f64, f64)| {
+            let pairs: Vec<_> = rounds.iter().map(|round| of(round, &round.lanes[at])).collect();
+            Figure::beside(names[name], unit, against, &pairs)
         };
-        let looped = pairs(&|round, lanes| (lanes.one, round.loop_by_hand));
-        let looped = Figure::beside(names[0], "effects/s", LOOP, &looped);
-        figures.push(if at == 0 { looped.wanted(">= 3.5") } else { looped });
-        let one = pairs(&|_, lanes| (lanes.one, lanes.by_hand));
-        figures.push(Figure::beside(names[1], "effects/s", BATCH, &one).wanted(">= 0.5"));
-        let each = pairs(&|_, lanes| (lanes.one, lanes.each_by_hand));
-        figures.push(Figure::beside(names[2], "effects/s", EACH, &each));
-        let sets = pairs(&|_, lanes| (lanes.sets, lanes.by_hand));
-        figures.push(Figure::beside(names[3], "effects/s", BATCH, &sets).wanted(">= 0.9"));
-        let sql = pairs(&|_, lanes| (lanes.sql, lanes.by_hand));
-        figures.push(Figure::beside(names[4], "effects/s", BATCH, &sql).wanted(">= 0.9"));
-        let again = pairs(&|_, lanes| (1e6 / lanes.duplicates, 1e6 / lanes.sql));
-        figures.push(Figure::beside(names[5], "us", EFFECT, &again).wanted("<= 0.2"));
+        let looped = figure(0, "effects/s", LOOP, |round, lanes| (lanes.one, round.loop_by_hand));
+        figures.extend([
+            if at == 0 { looped.wanted(">= 3.5") } else { looped },
+            figure(1, "effects/s", BATCH, |_, lanes| (lanes.one, lanes.by_hand)).wanted(">= 0.5"),
+            figure(2, "effects/s", EACH, |_, lanes| (lanes.one, lanes.each_by_hand)),
+            figure(3, "effects/s", BATCH, |_, lanes| (lanes.sets, lanes.by_hand)).wanted(">= 0.9"),
+            figure(4, "effects/s", BATCH, |_, lanes| (lanes.sql, lanes.by_hand)).wanted(">= 0.9"),
+            figure(5, "us", EFFECT, |_, lanes| (1e6 / lanes.duplicates, 1e6 / lanes.sql)).wanted("<= 0.2"),
+        ]);
     }
     if numbers > 1 {
         // A partition has one worker by hand; here the lanes share its keys.
         const WORKER: &str = "by hand, the one worker that a partition has";
-        let pairs = |of: fn(&Lanes) -> f64| -> Vec<(f64, f64)> {
-            rounds.iter().map(|round| (of(&round.lanes[1]), round.lanes[0].by_hand)).collect()
+        let figure = |name, of: fn(&Lanes) -> f64| {
+            let pairs: Vec<_> = rounds.iter().map(|round| (of(&round.lanes[1]), round.lanes[0].by_hand)).collect();
+            Figure::beside(name, "effects/s", WORKER, &pairs)
         };
-        let one = Figure::beside("consume.one.partition", "effects/s", WORKER, &pairs(|lanes| lanes.one));
-        let sets = Figure::beside("consume.sets.partition", "effects/s", WORKER, &pairs(|lanes| lanes.sets));
-        let sql = Figure::beside("consume.sql.partition", "effects/s", WORKER, &pairs(|lanes| lanes.sql));
-        figures.extend([one.wanted(">= 0.5"), sets.wanted(">= 0.9"), sql.wanted(">= 0.9")]);
+        figures.extend([
+            figure("consume.one.partition", |lanes| lanes.one).wanted(">= 0.5"),
+            figure("consume.sets.partition", |lanes| lanes.sets).wanted(">= 0.9"),
+            figure("consume.sql.partition", |lanes| lanes.sql).wanted(">= 0.9"),
+        ]);
     }
     figures
 }

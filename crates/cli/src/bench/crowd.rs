@@ -1,7 +1,6 @@
 //! Many concurrent tasks, which stand for writers or clients. Each does one piece of work after
 //! another.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;

@@ -4,7 +4,6 @@
 //! message. [`CLIENTS`] clients send at the same time. Both sides use the same pool, commit
 //! synchronously, and are measured in turns.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,10 +29,8 @@ use oncebox::operation::{
 
 /// How many clients send requests at the same time.
 pub(super) const CLIENTS: usize = 16;
-/// The number of duplicates of one request at once.
 const DUPLICATES: usize = 1_000;
 
-/// The command of the benchmark.
 #[derive(Debug, Clone, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Pay {
@@ -157,15 +154,6 @@ pub(super) fn milliseconds(rate: f64) -> f64 {
     CLIENTS as f64 * 1e3 / rate
 }
 
-/// Runs `count` pieces of work with all clients. Returns the pieces per second.
-pub(super) async fn clients<W, F>(count: usize, work: W) -> Result<f64, AppError>
-where
-    W: Fn(usize) -> F + Send + Sync + 'static,
-    F: Future<Output = Result<(), AppError>> + Send,
-{
-    crowd(CLIENTS, count, work).await
-}
-
 async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result<f64, AppError> {
     let (store, maker) = (bed.store.clone(), Arc::clone(maker));
     let one = move |_| {
@@ -179,7 +167,7 @@ async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result
             Ok(())
         }
     };
-    clients(count, one).await
+    crowd(CLIENTS, count, one).await
 }
 
 async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
@@ -188,7 +176,7 @@ async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, App
         let door = Arc::clone(&door);
         async move { door.ask(&Uuid::now_v7().to_string(), Pay::any()).await?.must_be(Seen::Executed) }
     };
-    clients(count, one).await
+    crowd(CLIENTS, count, one).await
 }
 
 /// Replays per second: repeats requests of payments that were made before.
@@ -204,8 +192,8 @@ async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, Ap
             }
         }
     };
-    clients(keys.len(), ask(Seen::Executed)).await?;
-    clients(count, ask(Seen::Replayed)).await
+    crowd(CLIENTS, keys.len(), ask(Seen::Executed)).await?;
+    crowd(CLIENTS, count, ask(Seen::Replayed)).await
 }
 
 /// By how many megabytes the memory of this process, which is that of the clients too, grows while

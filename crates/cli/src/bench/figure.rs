@@ -19,7 +19,6 @@ pub(super) struct Figure {
     /// The smallest ratio where there is a baseline, else the smallest value.
     min: f64,
     max: f64,
-    /// A description of the baseline.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<&'static str>,
     /// The target for the ratio where there is a baseline, else for the value. A target with a unit

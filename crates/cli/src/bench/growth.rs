@@ -145,7 +145,6 @@ async fn proven(watched: &Watched, count: usize) -> Result<f64, AppError> {
     }
 }
 
-/// The relay beside pending rows.
 async fn pending<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: usize) -> Result<Vec<Figure>, AppError> {
     let (topic, _) = bed.topic("growth", &["sink"]).await?;
     let maker = Maker::new(&topic, load);
@@ -165,7 +164,6 @@ async fn pending<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: usize) -
     Ok(figures)
 }
 
-/// The relay beside held rows.
 async fn held<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, held: usize) -> Result<Figure, AppError> {
     let (topic, _) = bed.topic("held", &["sink"]).await?;
     // Nobody makes this one.

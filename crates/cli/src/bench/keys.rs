@@ -10,7 +10,8 @@ use uuid::Uuid;
 
 use super::Load;
 use super::bed::Bed;
-use super::doors::clients;
+use super::crowd::crowd;
+use super::doors::CLIENTS;
 use super::figure::Figure;
 use super::yard::Yard;
 use crate::common::failed;
@@ -89,7 +90,7 @@ async fn claims<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
             }
         }
     };
-    clients(count, one).await
+    crowd(CLIENTS, count, one).await
 }
 
 /// Claims of new keys per second while old keys are purged, batch after batch.

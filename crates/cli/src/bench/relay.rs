@@ -150,11 +150,14 @@ async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<i6
     Ok(last)
 }
 
-/// Enqueues this many messages, a thousand in each transaction.
+/// How many messages are enqueued in one transaction.
+pub(super) const BULK: usize = 1_000;
+
+/// Enqueues this many messages, in bulk.
 pub(super) async fn fill<S: Yard>(store: &S, maker: &Maker, count: usize) -> Result<(), AppError> {
     let mut left = count;
     while left > 0 {
-        let some = left.min(1_000);
+        let some = left.min(BULK);
         let mut tx = store.pool().begin().await.map_err(oncebox::StoreError::from)?;
         oncebox::store::enqueue_all(&mut *tx, (0..some).map(|_| maker.message()).collect()).await?;
         oncebox::store::commit(tx).await?;

@@ -153,7 +153,6 @@ fn answered(paid: Result<serde_json::Value, StoreError>) -> Response {
 }
 
 impl<S: Yard> Shop<S> {
-    /// One payment, under a key or none.
     async fn pay(&self, pay: &Pay, key: Option<Uuid>) -> Result<serde_json::Value, StoreError> {
         let mut tx = self.store.pool().begin().await?;
         if let Some(key) = key {

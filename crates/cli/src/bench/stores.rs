@@ -34,10 +34,7 @@ macro_rules! plain_sql {
             Ok(())
         }
 
-        async fn business(
-            connection: &mut <Self::Db as sqlx::Database>::Connection,
-            account: i64,
-        ) -> Result<(), StoreError> {
+        async fn business(connection: &mut Connection<Self>, account: i64) -> Result<(), StoreError> {
             // A write that changes no row costs nothing and would make every figure wrong.
             match sqlx::query($business).bind(account).execute(connection).await?.rows_affected() {
                 1 => Ok(()),
@@ -46,7 +43,7 @@ macro_rules! plain_sql {
         }
 
         async fn append_by_hand(
-            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            connection: &mut Connection<Self>,
             id: Uuid,
             message: NewMessage,
         ) -> Result<(), StoreError> {
@@ -58,10 +55,7 @@ macro_rules! plain_sql {
             Ok(())
         }
 
-        async fn business_all(
-            connection: &mut <Self::Db as sqlx::Database>::Connection,
-            accounts: &[i64],
-        ) -> Result<(), StoreError> {
+        async fn business_all(connection: &mut Connection<Self>, accounts: &[i64]) -> Result<(), StoreError> {
             let different = accounts.iter().collect::<std::collections::HashSet<_>>().len() as u64;
             match sqlx::query($all).bind($list(accounts)).execute(connection).await?.rows_affected() {
                 rows if rows == different => Ok(()),
@@ -98,12 +92,7 @@ macro_rules! plain_sql {
             usize::try_from(count).map_err(|error| StoreError::Corrupt(error.to_string()))
         }
 
-        async fn pay(
-            connection: &mut <Self::Db as sqlx::Database>::Connection,
-            id: Uuid,
-            account: i64,
-            amount: i64,
-        ) -> Result<(), StoreError> {
+        async fn pay(connection: &mut Connection<Self>, id: Uuid, account: i64, amount: i64) -> Result<(), StoreError> {
             let (id, account) = (format!("pay_{}", id.simple()), format!("acc-{account}"));
             let payment = sqlx::query($payment).bind("t1").bind(&id).bind(&account).bind(amount).bind("EUR");
             payment.bind(&id).bind("web").execute(&mut *connection).await?;
@@ -124,16 +113,13 @@ macro_rules! plain_sql {
             }
         }
 
-        async fn claim_by_hand(
-            connection: &mut <Self::Db as sqlx::Database>::Connection,
-            id: Uuid,
-        ) -> Result<(), StoreError> {
+        async fn claim_by_hand(connection: &mut Connection<Self>, id: Uuid) -> Result<(), StoreError> {
             sqlx::query($claim).bind($id(id)).execute(connection).await?;
             Ok(())
         }
 
         async fn answer_by_hand(
-            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            connection: &mut Connection<Self>,
             id: Uuid,
             answer: Vec<u8>,
         ) -> Result<(), StoreError> {

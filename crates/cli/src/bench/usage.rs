@@ -11,17 +11,11 @@ pub(super) fn cpu_time() -> Duration {
 }
 
 /// The most memory that a running process has had resident so far, in bytes (`VmHWM` of Linux).
-///
-/// # Errors
-/// The process is gone, or the system keeps no such count.
 pub(super) fn resident_peak(process: u32) -> Result<f64, AppError> {
     memory(process, "VmHWM:")
 }
 
 /// The memory that a running process has resident now, in bytes (`VmRSS`).
-///
-/// # Errors
-/// As [`resident_peak`].
 pub(super) fn resident(process: u32) -> Result<f64, AppError> {
     memory(process, "VmRSS:")
 }

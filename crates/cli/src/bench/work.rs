@@ -92,7 +92,6 @@ impl Raw {
         }
     }
 
-    /// Sends one message and waits for its proof.
     pub(super) async fn send_one(&self, message: OutgoingMessage) -> Result<(), AppError> {
         self.send_all(Arc::new(vec![message])).await
     }

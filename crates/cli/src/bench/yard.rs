@@ -2,12 +2,11 @@
 //!
 //! Not here: the relay and the consumer, which are compared with this.
 
-use std::future::Future;
-
 use crate::ground::Ground;
 use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::message::{NewMessage, OutgoingMessage};
+use oncebox::store::Base;
 
 /// Accounts of the business table.
 pub(super) const ACCOUNTS: i64 = 1_000;
@@ -23,6 +22,9 @@ pub(super) enum Effects {
     /// can do.
     Each,
 }
+
+/// The connection of sqlx that leads to a database of this store.
+pub(super) type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
 
 /// A store that can be measured.
 pub(super) trait Yard: Ground {
@@ -45,15 +47,13 @@ pub(super) trait Yard: Ground {
     /// Marks one row of the copied table, in its own transaction.
     fn mark(&self, position: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    fn business(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
-        account: i64,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+    fn business(connection: &mut Connection<Self>, account: i64)
+    -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The least that a message costs when it is written by hand: its row, into a table that
     /// nothing else uses.
     fn append_by_hand(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        connection: &mut Connection<Self>,
         id: uuid::Uuid,
         message: NewMessage,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
@@ -65,7 +65,7 @@ pub(super) trait Yard: Ground {
     /// row, unless its reference exists; read that row; insert the account, unless it exists; debit
     /// it, where it has enough (O14).
     fn pay(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        connection: &mut Connection<Self>,
         id: uuid::Uuid,
         account: i64,
         amount: i64,
@@ -73,13 +73,13 @@ pub(super) trait Yard: Ground {
 
     /// The least that a claim costs when it is written by hand: a row with nothing but the id.
     fn claim_by_hand(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        connection: &mut Connection<Self>,
         id: uuid::Uuid,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Stores the answer in the row of the claim.
     fn answer_by_hand(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        connection: &mut Connection<Self>,
         id: uuid::Uuid,
         answer: Vec<u8>,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
@@ -101,7 +101,7 @@ pub(super) trait Yard: Ground {
     /// One business write for each account of the list, in one statement: writes to the same
     /// account are added up.
     fn business_all(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        connection: &mut Connection<Self>,
         accounts: &[i64],
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 

@@ -2,13 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use super::roles::Payment;
 use super::show::Tables;
 use super::stage::Stage;
-use crate::common::{Output, failed};
+use crate::common::{Output, failed, table};
 use oncebox::app::{AnyBroker, AppError};
 
 /// What was counted after the demo, and whether the promise was kept.
@@ -54,9 +53,7 @@ impl Verdict {
             data!("{value}");
             return Ok(());
         }
-        let mut table = Table::new();
-        table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-        table.set_header(["counted", "", "should be"]);
+        let mut table = table(["counted", "", "should be"]);
         let row = |what: &str, count: String, should: String| [what.to_owned(), count, should];
         let of_all = self.messages.to_string();
         table.add_row(row("payments taken", of_all.clone(), of_all.clone()));

@@ -11,7 +11,6 @@ use crate::common::failed;
 use crate::place;
 use oncebox::app::AppError;
 
-/// One process of the cast.
 #[derive(Debug)]
 pub(super) struct Process {
     pub(super) name: &'static str,

@@ -1,7 +1,6 @@
 //! Runs the demo: makes the tables, starts the processes, kills them, repeats messages, waits for
 //! the end.
 
-use std::future::Future;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -115,7 +114,6 @@ struct Show<'a, S: Tables> {
     repeated: u64,
 }
 
-/// Runs the whole show and counts.
 pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Verdict, AppError> {
     let options = stage.settings.database.options().map_err(AppError::usage)?;
     let options = StoreOptions { create: true, ..options };
@@ -189,7 +187,6 @@ fn bar(args: &DemoArgs) -> ProgressBar {
 impl<S: Tables> Show<'_, S> {
     /// Goes on until every payment has its ledger entry and its e-mail file.
     async fn play(&mut self) -> Result<(), AppError> {
-        let ledger = format!("select count(*) from {}", self.stage.names.ledger());
         let (mut last, mut moved_at) = ((0, 0, 0), Instant::now());
         let mut till_done = false;
         loop {
@@ -200,7 +197,7 @@ impl<S: Tables> Show<'_, S> {
                 self.till.finished().await?;
                 till_done = true;
             }
-            let entries = self.store.number(&ledger).await?;
+            let entries = self.entries().await?;
             let emails = self.store.email_keys(&self.stage.names.receipt("")).await?.len();
             let unsent = self.store.emails_pending().await?;
             self.bar.set_position(u64::try_from(entries).unwrap_or(0));
@@ -236,10 +233,13 @@ impl<S: Tables> Show<'_, S> {
             return Ok(false);
         }
         // Waits for a second: a repeated delivery that was handled again would show now.
-        let before = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
+        let before = self.entries().await?;
         tokio::time::sleep(Duration::from_secs(1)).await;
-        let after = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
-        Ok(before == after)
+        Ok(before == self.entries().await?)
+    }
+
+    async fn entries(&self) -> Result<i64, StoreError> {
+        self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await
     }
 
     fn to_repeat(&self, entries: u64) -> u64 {

@@ -31,35 +31,20 @@ pub struct HorizonTooShort {
     /// The duration that the horizon must exceed, with the skew included; `None` if only
     /// [`Horizon::Never`] is long enough.
     pub needs: Option<Duration>,
-    /// The source of duplicates that needs the longer horizon.
-    pub because: Because,
+    /// What can deliver a duplicate so late, in words.
+    pub because: &'static str,
 }
 
-/// The source that can deliver a duplicate so late.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Because {
-    /// A topic keeps records for this long.
-    TopicRetention,
-    /// A topic keeps records without limit.
-    TopicUnlimited,
-    /// A topic keeps the last record of each key for ever.
-    TopicCompacted,
-    /// The outbox keeps proven rows for this long.
-    OutboxRetention,
-    /// Waiting messages may become this old.
-    Waiting,
-    /// Dead messages may be redriven until they are this old.
-    Dead,
-}
+const TOPIC: &str = "a topic keeps records";
+const UNLIMITED: &str = "a topic keeps records without limit";
+const COMPACTED: &str = "a compacted topic keeps the last record of each key";
+const OUTBOX: &str = "the outbox keeps proven rows";
+const WAITING: &str = "messages may wait for a retry";
+const DEAD: &str = "dead messages may be redriven";
 
 impl Sources {
     /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
-    /// clocks.
-    ///
-    /// # Errors
-    ///
-    /// The source with the longest time, if the horizon does not exceed that time.
+    /// clocks. The error has the source with the longest time.
     pub(crate) fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
         let Horizon::After(horizon) = horizon else {
             return Ok(());
@@ -70,34 +55,22 @@ impl Sources {
         }
     }
 
-    fn longest(&self) -> (Option<Duration>, Because) {
+    fn longest(&self) -> (Option<Duration>, &'static str) {
         let topic = match self.topic {
-            Some(TopicRetention::Unlimited) => return (None, Because::TopicUnlimited),
-            Some(TopicRetention::Compacted) => return (None, Because::TopicCompacted),
-            Some(TopicRetention::For(age)) => (age, Because::TopicRetention),
-            None => (Duration::ZERO, Because::TopicRetention),
+            Some(TopicRetention::Unlimited) => return (None, UNLIMITED),
+            Some(TopicRetention::Compacted) => return (None, COMPACTED),
+            Some(TopicRetention::For(age)) => (age, TOPIC),
+            None => (Duration::ZERO, TOPIC),
         };
-        let others =
-            [(self.outbox, Because::OutboxRetention), (self.waiting, Because::Waiting), (self.dead, Because::Dead)];
-        let longer = |one: (Duration, Because), other: (Duration, Because)| {
-            if other.0 > one.0 { other } else { one }
-        };
-        let (age, because) = others.into_iter().fold(topic, longer);
+        let others = [(self.outbox, OUTBOX), (self.waiting, WAITING), (self.dead, DEAD)];
+        let (age, because) = others.into_iter().fold(topic, |one, other| if other.0 > one.0 { other } else { one });
         (Some(age.saturating_add(self.skew)), because)
     }
 }
 
 impl fmt::Display for HorizonTooShort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = match self.because {
-            Because::TopicRetention => "a topic keeps records",
-            Because::TopicUnlimited => "a topic keeps records without limit",
-            Because::TopicCompacted => "a compacted topic keeps the last record of each key",
-            Because::OutboxRetention => "the outbox keeps proven rows",
-            Because::Waiting => "messages may wait for a retry",
-            Because::Dead => "dead messages may be redriven",
-        };
-        write!(f, "the inbox horizon of {} is too short: {what}", format_duration(self.horizon))?;
+        write!(f, "the inbox horizon of {} is too short: {}", format_duration(self.horizon), self.because)?;
         match self.needs {
             Some(needs) => {
                 let needs = format_duration(needs);
@@ -128,14 +101,14 @@ mod tests {
         };
         let needs = DAY * 9 + SKEW;
         let short = |horizon, because| Err(HorizonTooShort { horizon, needs: Some(needs), because });
-        assert_eq!(sources.check(Horizon::After(DAY * 8)), short(DAY * 8, Because::Dead));
-        assert_eq!(sources.check(Horizon::After(needs)), short(needs, Because::Dead), "it must exceed");
+        assert_eq!(sources.check(Horizon::After(DAY * 8)), short(DAY * 8, DEAD));
+        assert_eq!(sources.check(Horizon::After(needs)), short(needs, DEAD), "it must exceed");
         assert_eq!(sources.check(Horizon::After(DAY * 10)), Ok(()));
         assert_eq!(sources.check(Horizon::Never), Ok(()));
         for (sources, because) in [
-            (Sources { topic: Some(TopicRetention::For(DAY * 30)), ..sources }, Because::TopicRetention),
-            (Sources { outbox: DAY * 30, ..sources }, Because::OutboxRetention),
-            (Sources { waiting: DAY * 30, ..sources }, Because::Waiting),
+            (Sources { topic: Some(TopicRetention::For(DAY * 30)), ..sources }, TOPIC),
+            (Sources { outbox: DAY * 30, ..sources }, OUTBOX),
+            (Sources { waiting: DAY * 30, ..sources }, WAITING),
         ] {
             assert_eq!(sources.check(Horizon::After(DAY * 20)).map_err(|error| error.because), Err(because));
         }
@@ -143,9 +116,7 @@ mod tests {
 
     #[test]
     fn r31_never_is_the_only_horizon_where_a_topic_is_compacted_or_unlimited() {
-        for (topic, because) in
-            [(TopicRetention::Compacted, Because::TopicCompacted), (TopicRetention::Unlimited, Because::TopicUnlimited)]
-        {
+        for (topic, because) in [(TopicRetention::Compacted, COMPACTED), (TopicRetention::Unlimited, UNLIMITED)] {
             let either = topic.or_longer(TopicRetention::For(DAY));
             assert_eq!(either, TopicRetention::For(DAY).or_longer(topic));
             let sources = Sources { topic: Some(either), outbox: DAY, waiting: DAY, dead: DAY, skew: SKEW };

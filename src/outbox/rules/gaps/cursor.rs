@@ -54,7 +54,6 @@ impl GapCursor {
     /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction
     /// that took the lease and raised the epoch. `ranges_max` is the maximum number of ranges of
     /// open gaps, normally [`RANGES_MAX`].
-    #[must_use]
     pub(crate) fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
         // A gap above `scanned_to` is read again as part of the tail.
         let persisted = gaps.cut_at(scanned_to);
@@ -76,45 +75,33 @@ impl GapCursor {
     }
 
     /// The highest position that this session has read.
-    #[must_use]
     pub(crate) fn read_to(&self) -> i64 {
         self.read_to
     }
 
     /// How many more ranges fit under the maximum. A row adds at most one range, so this number
     /// also bounds the LIMIT of a read.
-    #[must_use]
     pub(crate) fn room(&self) -> usize {
         self.ranges_max.saturating_sub(self.open.len())
     }
 
     /// How many ranges of gaps are open.
-    #[must_use]
     pub(crate) fn open_gaps(&self) -> usize {
         self.open.len()
     }
 
     /// The maximum number of ranges of open gaps.
-    #[must_use]
     pub(crate) fn open_gaps_max(&self) -> usize {
         self.ranges_max
     }
 
-    /// Whether the maximum is reached. Reads then cover gaps only, until some gaps close (R9).
-    #[must_use]
-    pub(crate) fn at_cap(&self) -> bool {
-        self.room() == 0
-    }
-
     /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
-    #[must_use]
     pub(crate) fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
     }
 
     /// Whether the sequence is behind this cursor (R7). New rows would then get positions that
     /// count as scanned.
-    #[must_use]
     pub(crate) fn is_ahead_of(&self, last_value: i64) -> bool {
         last_value < self.read_to
     }
@@ -126,7 +113,8 @@ impl GapCursor {
             self.open.holders_gone();
             self.watch = Watch::Idle;
         }
-        let tail_from = (!self.at_cap()).then(|| self.read_to.saturating_add(1));
+        // At the maximum, reads cover gaps only, until some of them close (R9).
+        let tail_from = (self.room() > 0).then(|| self.read_to.saturating_add(1));
         let plan = ReadPlan { ranges: self.open.ranges().collect(), tail_from };
         self.plan = Some(plan.clone());
         plan
@@ -135,11 +123,7 @@ impl GapCursor {
     /// Takes the result of the statement: `pg_snapshot_xmin`, the positions of **all** rows in the
     /// order in which they came, and whether their number reached the LIMIT. `passes` means that
     /// none of these rows is of this shard and that no mark is under way. Such reads join one
-    /// batch, so any number of them needs no more memory than one.
-    ///
-    /// # Errors
-    ///
-    /// Any error ends the session.
+    /// batch, so any number of them needs no more memory than one. Any error ends the session.
     pub(crate) fn on_read(
         &mut self,
         xmin: u64,
@@ -174,7 +158,7 @@ impl GapCursor {
         let closed = self.open.close(xmin, below);
         let batch = (!positions.is_empty()).then(|| {
             self.checkpoint_due = self.reads;
-            if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows) }
+            if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows, false) }
         });
         debug_assert_eq!(self.check(), Ok(()));
         Ok(ReadOutcome { batch, closed })
@@ -199,7 +183,6 @@ impl GapCursor {
 
     /// Whether a checkpoint is due: rows were read since the last one began. Send no batch before
     /// it returned (R5). Make one within a second even when no row was of this shard.
-    #[must_use]
     pub(crate) fn needs_checkpoint(&self) -> bool {
         self.checkpoint_due > self.checkpointed
     }
@@ -211,11 +194,8 @@ impl GapCursor {
     }
 
     /// The synchronous commit of the checkpoint returned. Its transaction id becomes the fence of
-    /// the gaps that were found before the checkpoint began and have no fence yet.
-    ///
-    /// # Errors
-    ///
-    /// The id is not above the last fence. The session ends.
+    /// the gaps that were found before the checkpoint began and have no fence yet. An id that is
+    /// not above the last fence ends the session.
     pub(crate) fn on_checkpoint(&mut self, ticket: CheckpointTicket, xid: u64, now: u64) -> Result<(), CursorError> {
         if xid <= self.fence {
             return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
@@ -281,7 +261,6 @@ impl GapCursor {
     }
 
     /// The transaction ids that must still be watched; `None` when no watch waits for any.
-    #[must_use]
     pub(crate) fn lock_watch(&self) -> Option<&[u64]> {
         match &self.watch {
             Watch::Watching(holders) => Some(holders),
@@ -300,11 +279,8 @@ impl GapCursor {
         }
     }
 
-    /// Checks the invariants of the state, for tests and debug assertions.
-    ///
-    /// # Errors
-    ///
-    /// A sentence that names the broken invariant.
+    /// Checks the invariants of the state, for tests and debug assertions. The error is a sentence
+    /// that names the broken one.
     pub(crate) fn check(&self) -> Result<(), String> {
         let ensure = |holds: bool, what: &str| {
             if holds { Ok(()) } else { Err(format!("{what}: {self:?}")) }

@@ -13,10 +13,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
-
 /// The positions from `from` up to, but not including, `to`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Range {
     /// The first position of the range.
     pub from: i64,
@@ -26,21 +24,18 @@ pub(crate) struct Range {
 
 impl Range {
     /// The range that holds one position.
-    #[must_use]
     pub(crate) fn one(position: i64) -> Self {
         Self { from: position, to: position.saturating_add(1) }
     }
 
     /// Whether it holds no position at all.
-    #[must_use]
     pub(crate) fn is_empty(self) -> bool {
         self.from >= self.to
     }
 }
 
 /// A set of positions as ascending ranges. Its text is that of a multirange: `{[3,4),[5,6)}`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Vec<Range>", into = "Vec<Range>")]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct GapSet {
     /// First position to one past the last.
     ranges: BTreeMap<i64, i64>,
@@ -48,7 +43,6 @@ pub(crate) struct GapSet {
 
 impl GapSet {
     /// A set that holds no position.
-    #[must_use]
     pub(crate) fn new() -> Self {
         Self::default()
     }
@@ -73,7 +67,7 @@ impl GapSet {
         self.ranges.insert(from, to);
     }
 
-    /// Adds one position, if the set does not hold it yet.
+    /// Adds one position to the set.
     pub(crate) fn insert(&mut self, position: i64) {
         self.insert_range(Range::one(position));
     }
@@ -84,13 +78,11 @@ impl GapSet {
     }
 
     /// The highest position in the set; `None` if the set is empty.
-    #[must_use]
     pub(crate) fn last(&self) -> Option<i64> {
         self.ranges.last_key_value().map(|(_, &to)| to - 1)
     }
 
     /// The part of the set at or below `scanned_to`.
-    #[must_use]
     pub(crate) fn cut_at(&self, scanned_to: i64) -> Self {
         let end = scanned_to.saturating_add(1);
         self.iter().map(|range| Range { from: range.from, to: range.to.min(end) }).collect()
@@ -110,18 +102,6 @@ impl FromIterator<Range> for GapSet {
         let mut set = Self::new();
         set.extend(ranges);
         set
-    }
-}
-
-impl From<Vec<Range>> for GapSet {
-    fn from(ranges: Vec<Range>) -> Self {
-        ranges.into_iter().collect()
-    }
-}
-
-impl From<GapSet> for Vec<Range> {
-    fn from(set: GapSet) -> Self {
-        set.iter().collect()
     }
 }
 

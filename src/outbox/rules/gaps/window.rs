@@ -33,23 +33,22 @@ impl UnmarkedReads {
         self.marked
     }
 
-    pub(super) fn push(&mut self, read_to: i64, gap_rows: GapSet) -> u64 {
+    pub(super) fn push(&mut self, read_to: i64, gap_rows: GapSet, is_passed: bool) -> u64 {
         let number = self.batches.back().map_or(self.marked, |batch| batch.number) + 1;
-        self.batches.push_back(Batch { number, read_to, gap_rows, is_passed: false });
+        self.batches.push_back(Batch { number, read_to, gap_rows, is_passed });
         number
     }
 
     /// Adds a read that returned only rows of other shards. Consecutive reads of this kind form one
     /// batch, because the rows are not this shard's to prove.
     pub(super) fn pass(&mut self, read_to: i64) -> u64 {
-        match self.batches.back_mut().filter(|last| last.is_passed) {
-            Some(last) => last.read_to = read_to,
-            None => {
-                self.push(read_to, GapSet::new());
-                self.batches.back_mut().into_iter().for_each(|last| last.is_passed = true);
+        match self.batches.back_mut() {
+            Some(last) if last.is_passed => {
+                last.read_to = read_to;
+                last.number
             }
+            _ => self.push(read_to, GapSet::new(), true),
         }
-        self.batches.back().map_or(self.marked, |last| last.number)
     }
 
     pub(super) fn oldest(&self) -> Option<&Batch> {

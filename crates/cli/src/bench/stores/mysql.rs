@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use super::{json_list, plain_sql};
 use crate::bench::keys::OLD;
-use crate::bench::yard::{ACCOUNTS, Effects, Yard};
+use crate::bench::yard::{ACCOUNTS, Connection, Effects, Yard};
 use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::message::{NewMessage, OutgoingMessage};
