@@ -54,7 +54,7 @@ fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     };
     let mut headers = request.headers().clone();
     let key = match headers.remove(KEY_HEADER) {
-        Some(key) => parse(key.to_str().map_err(|error| ClientError::Request(error.to_string()))?)?,
+        Some(key) => parse(key.to_str().map_err(ClientError::unusable)?)?,
         None => new_key()?,
     };
     check_url(request.url())?;
