@@ -105,7 +105,7 @@ impl<S: Keys> Engine<S> {
             let begin = match front.turn().await {
                 Turn::Begin(begin) => begin,
                 Turn::Unkeyed => return EdgeAnswer::Ran { answer: run(None).await.answer, retry_after: None },
-                Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(&record)),
+                Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(record.operation_id)),
                 Turn::Answer(answered) => return EdgeAnswer::Answered(answered),
             };
             let running = front.under_way();
@@ -177,7 +177,7 @@ async fn claim_and_drive<S, T, R, W>(
         }
         Err(error) => {
             // A retry is judged by the record in the store, once the store answers again.
-            begin.has_ended();
+            begin.entry.leave();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
             // The search below may last a lease. It needs neither a place nor the request's body.
             drop((place, run));
@@ -234,7 +234,7 @@ impl Edge {
         let progress = guard.progress().clone();
         // The closure itself may panic, not only its future.
         let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
-        engine.has_run(endpoint.operation(), self.begin.ran());
+        engine.has_run(endpoint.operation(), self.begin.entry.ran());
         let reached = Run::of(route, progress.reached());
         let (settle, ended) = match called {
             Ok(ended) => {
@@ -250,7 +250,7 @@ impl Edge {
             }
         };
         if matches!(settle, Settle::Stored | Settle::Leave) {
-            self.begin.has_ended();
+            self.begin.entry.leave();
         }
         match settle {
             Settle::Stored => tell(EdgeAnswer::Answered(match progress.stored() {

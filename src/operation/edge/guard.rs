@@ -137,7 +137,6 @@ impl<S: Keys> Guard<S> {
     }
 
     /// How far this run has come.
-    #[must_use]
     pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }

@@ -58,12 +58,12 @@ impl Edge {
         match first {
             Ok(Ok(Fenced::Done)) => {
                 drop(heart);
-                self.begin.has_ended();
+                self.begin.entry.leave();
                 return tell(answer);
             }
             Ok(Ok(Fenced::LostOwnership)) => {
                 let is_stored = self.late(&end).await;
-                self.begin.has_ended();
+                self.begin.entry.leave();
                 let unstored = EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored));
                 return tell(if is_stored { answer } else { unstored });
             }

@@ -201,12 +201,12 @@ impl PhasedEngine {
                 },
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
-                    Ok(Recovered::Pending) => return front.pending(&record),
+                    Ok(Recovered::Pending) => return front.pending(record.operation_id),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
                     // The operation exists; an outage of the store does not undo what it did.
                     Err(error) => {
                         drop(front.store_failed("recover", &error));
-                        return front.pending(&record);
+                        return front.pending(record.operation_id);
                     }
                 },
                 Turn::Begin(begin) => {
@@ -258,11 +258,9 @@ impl PhasedEngine {
     async fn stands(&self, front: &mut Front, operation_id: Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
-            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => {
-                front.recovering(operation_id)
-            }
+            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => front.pending(operation_id),
             Turn::Answer(answered) => answered,
-            Turn::Recover(record) => front.pending(&record),
+            Turn::Recover(record) => front.pending(record.operation_id),
             Turn::Unkeyed | Turn::Begin(_) => {
                 tracing::error!(operation = %operation_id, "an operation is gone that was just there");
                 front.problem(Code::StoreUnavailable)

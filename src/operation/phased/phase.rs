@@ -82,7 +82,6 @@ impl Context {
     }
 
     /// The tenant, operation and key of the request.
-    #[must_use]
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }
