@@ -243,7 +243,7 @@ impl Driver {
 
     async fn step(&mut self, stored: &StoredOperation) -> Result<Next, StoreError> {
         let member = Arc::clone(&self.member);
-        let flow = member.flow();
+        let flow = &member.flow;
         match stored.stage {
             // A handler ended the transaction of the first phase itself: its effects may be
             // committed.
@@ -314,7 +314,7 @@ impl Driver {
     async fn settled(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.settled(&stored.point) else { return self.park_for_operator("no-such-point").await };
         if let Some(unknown) = stored.intents.iter().find(|one| flow.effect(&one.intent.effect).is_none()) {
-            tracing::error!(flow = flow.name(), effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
+            tracing::error!(flow = flow.name, effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
             return self.park_for_operator("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
@@ -338,7 +338,7 @@ impl Driver {
                 Some(effect) => {
                     tx.rollback().await?;
                     tracing::error!(
-                        flow = flow.name(),
+                        flow = flow.name,
                         effect,
                         "a phase says that an operation failed whose effect stands"
                     );
@@ -372,13 +372,13 @@ impl Driver {
             _ if intent.intent.strategy != effect.strategy_name() => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, intended = %intent.intent.strategy,
                     declared = effect.strategy_name(), "an effect was intended with another strategy");
-                self.park_open(effect, intent, "another-strategy").await
+                self.park_unless_proven(effect, intent, "another-strategy").await
             }
             // The call cannot be made in this process, and waiting does not change that: the
             // attempt counts, and after the last one the operation is parked.
             Step::Send if self.is_spent() && self.unmade => {
                 if self.came == Came::Due && stored.attempts.saturating_add(1) >= self.phased.settings.attempts_max {
-                    return self.park_open(effect, intent, "cannot-be-sent").await;
+                    return self.park_unless_proven(effect, intent, "cannot-be-sent").await;
                 }
                 Ok(Next::End(self.release(self.pause(stored.attempts), true).await?))
             }
@@ -417,7 +417,7 @@ impl Driver {
                 if gap == Gap::Mismatch {
                     self.note(Noted::Contradiction);
                 }
-                self.park_open(effect, intent, gap_name(gap)).await
+                self.park_unless_proven(effect, intent, gap_name(gap)).await
             }
         }
     }
@@ -478,8 +478,7 @@ impl Driver {
         stage: Stage,
         intent: Option<NewIntent>,
     ) -> Result<Next, StoreError> {
-        let intents: Vec<NewIntent> = intent.into_iter().collect();
-        let moved = tx.advance(from, to, stage, &intents).await?;
+        let moved = tx.advance(from, to, stage, intent.as_slice()).await?;
         self.commit(tx, moved).await
     }
 
@@ -589,7 +588,7 @@ pub(super) fn outcome(
     failure: Option<Option<String>>,
 ) -> Result<RunOutcome, StoreError> {
     let kept = Kept::Whole(reply.clone());
-    let answer = phased.engine.encode(member.endpoint(), context.identity(), fingerprint, &kept);
+    let answer = phased.engine.encode(&member.endpoint, context.identity(), fingerprint, &kept);
     let answer = answer.map_err(|error| StoreError::Refused(format!("an answer cannot be kept: {error}")))?;
     Ok(match failure {
         None => RunOutcome::Completed(answer),

@@ -36,7 +36,7 @@ use crate::time::since::Since;
 /// Runs the phased operations of an engine. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct PhasedEngine {
-    phased: Arc<Phased>,
+    pub(super) phased: Arc<Phased>,
     stop: CancellationToken,
 }
 
@@ -86,8 +86,8 @@ impl<S: Base> PhasedEngineBuilder<S> {
     /// [`PhasedEngineError`]: the operation could not be recovered.
     pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
         let (flow, operation) = (flow.any(), endpoint.operation().as_str());
-        if flow.name() != operation {
-            return Err(PhasedEngineError::Name { flow: flow.name(), operation: operation.to_owned() });
+        if flow.name != operation {
+            return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
         }
         if endpoint.route().mode != Mode::Phased {
             return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
@@ -111,10 +111,6 @@ impl PhasedEngine {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
         let phased = Phased::new(engine.core().clone(), store, DriveSettings::default(), deployment);
         PhasedEngineBuilder { phased, of: PhantomData }
-    }
-
-    pub(super) fn phased(&self) -> Arc<Phased> {
-        Arc::clone(&self.phased)
     }
 
     /// Stops the drivers that requests started here, after the calls in flight. A worker continues
@@ -212,7 +208,7 @@ impl PhasedEngine {
                 Turn::Begin(begin) => {
                     let operation_id = begin.claim.operation_id;
                     let opening = Opening {
-                        phased: self.phased(),
+                        phased: Arc::clone(&self.phased),
                         stop: self.stop.clone(),
                         member: Arc::clone(&member),
                         command: Arc::clone(&command),

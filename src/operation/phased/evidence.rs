@@ -134,9 +134,6 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
 
 /// The rows of an effect that come from a provider, and an operator's rows that waive a send:
 /// without them a declined duplicate would look like a failure.
-///
-/// # Errors
-/// A row that cannot be read.
 pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = all(vault, stored, effect)?;
     rows.retain(|row| !row.operator || row.proof.verdict == Verdict::Waived);
@@ -146,9 +143,6 @@ pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) 
 /// The rows of an effect that decide: the operator's last success or failure alone, or all rows
 /// where there is none. Beside an operator's failure a provider's later success stays: the operator
 /// cannot have known it, so it is decided again.
-///
-/// # Errors
-/// A row that cannot be read.
 pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = all(vault, stored, effect)?;
     let decided = |row: &Row| row.operator && matches!(row.proof.verdict, Verdict::Succeeded | Verdict::Failed);
@@ -183,7 +177,7 @@ mod tests {
     use crate::time::db_time::DbTime;
 
     fn plain() -> Vault {
-        Vault::new(Sealer::plain())
+        Vault(Sealer::plain())
     }
 
     fn observed(verdict: Verdict, send: u32, by: By) -> StoredEvidence {

@@ -33,10 +33,10 @@ pub struct Flow<S>(AnyFlow, PhantomData<fn(S)>);
 
 /// A flow without the type of its database, as drivers use it.
 pub(super) struct AnyFlow {
-    name: &'static str,
-    version: u32,
+    pub(super) name: &'static str,
+    pub(super) version: u32,
     decode: fn(&[u8]) -> Result<AnyCommand, serde_json::Error>,
-    first: Box<dyn Erased<First>>,
+    pub(super) first: Box<dyn Erased<First>>,
     local: BTreeMap<&'static str, Box<dyn Erased<Local>>>,
     settled: BTreeMap<String, Box<dyn Erased<Settled>>>,
     effects: Vec<Declared>,
@@ -141,22 +141,10 @@ impl<S: Base> Flow<S> {
 }
 
 impl AnyFlow {
-    pub(super) fn name(&self) -> &'static str {
-        self.name
-    }
-
-    pub(super) fn version(&self) -> u32 {
-        self.version
-    }
-
     pub(super) fn decode(&self, bytes: &[u8]) -> Result<AnyCommand, StoreError> {
         (self.decode)(bytes).map_err(|error| {
             StoreError::Corrupt(format!("a command of `{}` version {}: {error}", self.name, self.version))
         })
-    }
-
-    pub(super) fn first(&self) -> &dyn Erased<First> {
-        self.first.as_ref()
     }
 
     pub(super) fn local(&self, point: &str) -> Option<&dyn Erased<Local>> {

@@ -62,46 +62,35 @@ impl Driver {
         const REASON: &str = "drive-failed";
         let Some((effect, intent)) = self.open_effect(stored) else { return self.park(REASON).await };
         match self.park_unless_proven(&effect, &intent, REASON).await {
-            Ok(Some(end)) => Ok(end),
+            Ok(Next::End(end)) => Ok(end),
             // The next drive settles it.
-            Ok(None) => self.release(Duration::ZERO, false).await,
+            Ok(Next::Again) => self.release(Duration::ZERO, false).await,
             // Perhaps the evidence is what cannot be read.
             Err(_) => self.park(REASON).await,
         }
     }
 
-    /// Parks the operation. `None`: the evidence now holds proof, and the operation was not parked.
-    async fn park_unless_proven(
-        &mut self,
-        effect: &Declared,
-        intent: &StoredIntent,
-        reason: &str,
-    ) -> Result<Option<End>, StoreError> {
-        let mut tx = self.phased.store.begin_phase(&self.driven).await?;
-        // This locks the row. A driver that stores evidence not seen here waits for the end of this
-        // transaction, and then finds the operation parked.
-        if tx.park(reason).await? == Fenced::LostOwnership {
-            tx.rollback().await?;
-            return Ok(Some(End::Lost));
-        }
-        if self.is_proven(effect, intent, &tx.evidence().await?)? {
-            tx.rollback().await?;
-            return Ok(None);
-        }
-        tx.commit().await?;
-        self.hold.drop_lease_watch();
-        Ok(Some(End::Parked))
-    }
-
     /// Parks an operation with an open effect, or continues if proof has arrived.
-    pub(super) async fn park_open(
+    pub(super) async fn park_unless_proven(
         &mut self,
         effect: &Declared,
         intent: &StoredIntent,
         reason: &str,
     ) -> Result<Next, StoreError> {
-        let end = self.park_unless_proven(effect, intent, reason).await?;
-        Ok(end.map_or(Next::Again, Next::End))
+        let mut tx = self.phased.store.begin_phase(&self.driven).await?;
+        // This locks the row. A driver that stores evidence not seen here waits for the end of this
+        // transaction, and then finds the operation parked.
+        if tx.park(reason).await? == Fenced::LostOwnership {
+            tx.rollback().await?;
+            return Ok(Next::End(End::Lost));
+        }
+        if self.is_proven(effect, intent, &tx.evidence().await?)? {
+            tx.rollback().await?;
+            return Ok(Next::Again);
+        }
+        tx.commit().await?;
+        self.hold.drop_lease_watch();
+        Ok(Next::End(End::Parked))
     }
 
     /// Unparks the operation if it needs no operator: another driver may have taken it over, found
@@ -153,7 +142,7 @@ impl Driver {
 
     /// The effect that the operation waits for.
     fn open_effect(&self, stored: &StoredOperation) -> Option<(Declared, StoredIntent)> {
-        let effect = self.member.flow().effect_at(&stored.point)?;
+        let effect = self.member.flow.effect_at(&stored.point)?;
         let intent = stored.intents.iter().find(|one| one.intent.effect == effect.name && one.outcome.is_none())?;
         Some((effect.clone(), intent.clone()))
     }

@@ -92,10 +92,10 @@ impl Opening {
         if !self.phased.engine.reach().within(self.phased.is_ours()).await? {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }
-        let flow = self.member.flow();
+        let flow = &self.member.flow;
         let command = self.phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
-        let (name, flow_version) = (flow.name().to_owned(), flow.version());
-        let new = NewOperation { claim: begin.claim.clone(), flow: name, flow_version, command };
+        let (claim, name) = (begin.claim.clone(), flow.name.to_owned());
+        let new = NewOperation { claim, flow: name, flow_version: flow.version, command };
         let mut tries = 0;
         let (driven, context, fresh, asked) = loop {
             let asked = Since::now();
@@ -127,7 +127,7 @@ impl Opening {
     }
 
     async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
-        let (phased, flow) = (&self.phased, self.member.flow());
+        let (phased, flow) = (&self.phased, &self.member.flow);
         let store = &phased.store;
         let begun = phased.engine.reach().within(store.begin_first(new, begin.basis(), self.patience)).await?;
         let mut tx = match begun {
@@ -142,7 +142,7 @@ impl Opening {
         let context = Context::new(identities, begin.claim.identity.clone());
         let settled = Settlements::default();
         let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
-        let ended = guarded(self.member.timeout(), flow.first().run(given)).await;
+        let ended = guarded(self.member.timeout(), flow.first.run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
@@ -162,8 +162,8 @@ impl Opening {
                 };
             }
             Move::Advance(to, stage, intent) => {
-                let (fresh, intents): (Vec<_>, Vec<_>) = intent.into_iter().unzip();
-                (tx.advance(FIRST_POINT, &to, stage, &intents).await?, Ok(fresh.first().copied()))
+                let (fresh, intent) = intent.unzip();
+                (tx.advance(FIRST_POINT, &to, stage, intent.as_slice()).await?, Ok(fresh))
             }
             Move::Finish(reply, failure) => {
                 // A rejection takes back the writes of the phase before it (pitfall 18).
@@ -202,11 +202,11 @@ impl Opening {
     }
 
     fn judge(&self, phased: &Phased, context: &Context, first: First) -> Result<Move, StoreError> {
-        let (flow, end) = (self.member.flow(), first.end());
+        let (flow, end) = (&self.member.flow, first.end());
         let unknown = |what: &str| {
             StoreError::Refused(format!(
                 "the first phase of `{}` goes on at `{what}`, which its flow does not have",
-                flow.name()
+                flow.name
             ))
         };
         let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;

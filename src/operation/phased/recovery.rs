@@ -111,7 +111,7 @@ impl Recovery {
     /// A worker for the operations of an engine.
     #[must_use]
     pub fn new(engine: &PhasedEngine, options: RecoveryOptions, health: Health) -> Self {
-        Self { phased: engine.phased(), options, health, driven_of: DrivenOf::default() }
+        Self { phased: Arc::clone(&engine.phased), options, health, driven_of: DrivenOf::default() }
     }
 
     /// Runs until `stop` is cancelled.
