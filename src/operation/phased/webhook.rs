@@ -45,7 +45,7 @@ use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
 use crate::error::HandlerError;
 use crate::operation::Endpoint;
-use crate::operation::rules::provider::{Answer, KeyWindow, Matches, Strategy};
+use crate::operation::rules::provider::{Answer, KeyWindow, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
 use crate::store::base::Base;
 use crate::time::breaker::{Breaker, BreakerOptions};
@@ -228,11 +228,7 @@ impl Webhooks {
         let (sent, well) = match self.caller.call(Method::POST, url, &headers, body.to_vec()).await {
             Ok(CallOutcome::Answered(response)) => {
                 let well = matches!(response.status, 200..=299 | 400..=499);
-                let mut answer = response.answer();
-                if let Answer::Status { matches, .. } = &mut answer {
-                    // A receiver that accepts a webhook says no more than 2xx.
-                    *matches = Matches::ALL;
-                }
+                let answer = sending::uncompared(response.answer());
                 let mut saw = response.body;
                 saw.truncate(SAW_MAX);
                 (Sent { answer, saw }, well)
