@@ -92,14 +92,13 @@ impl<S: Keys> Engine<S> {
     /// # Cancel safety
     /// Dropped before the claim: nothing happened. Dropped later: the handler continues in its own
     /// task.
-    pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, run: R) -> EdgeAnswer<T>
+    pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, mut run: R) -> EdgeAnswer<T>
     where
         T: Send + 'static,
         R: FnOnce(Option<Guard<S>>) -> W + Send + 'static,
         W: Future<Output = Ended<T>> + Send + 'static,
     {
         let mut front = self.front(endpoint, asking);
-        let mut run = run;
         let timeout = endpoint.route().timeout;
         loop {
             let begin = match front.turn().await {

@@ -163,12 +163,10 @@ impl Core {
 }
 
 impl Front {
-    /// The engine that received this request.
     pub(crate) fn engine(&self) -> &Core {
         &self.engine
     }
 
-    /// The operation that the request asks for.
     pub(crate) fn endpoint(&self) -> &Registered {
         &self.endpoint
     }
@@ -563,12 +561,6 @@ impl Front {
             self.waiting = self.engine.running().wait(identity.digest(), route.waiters_max);
         }
         self.waiting.is_some() && Instant::now() < until
-    }
-}
-
-impl fmt::Debug for Front {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Front").field("endpoint", &self.endpoint).field("stage", &self.stage).finish_non_exhaustive()
     }
 }
 

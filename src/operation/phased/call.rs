@@ -287,8 +287,7 @@ impl Driver {
                 (None, _) => continue,
             };
             let effect = intent.intent.effect.as_str();
-            let rows = evidence::providers(&self.phased.vault, &stored.evidence, effect)?;
-            if evidence::evidence(&rows).contradicts(decided) {
+            if evidence::providers(&self.phased.vault, &stored.evidence, effect)?.contradicts(decided) {
                 tracing::error!(operation = %stored.operation_id, effect, ?decided,
                     "evidence contradicts what was decided: nothing is rewritten, a person must look");
                 self.note(Noted::Contradiction);

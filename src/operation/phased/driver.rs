@@ -70,9 +70,8 @@ pub(super) fn before_try(number: u32) -> Duration {
 pub(super) enum End {
     /// The outcome is known and stored.
     Known,
-    /// It will be continued later.
     Later,
-    /// It is parked for an operator.
+    /// An operator must decide what follows.
     Parked,
     /// Another process drives it.
     Lost,
@@ -361,8 +360,7 @@ impl Driver {
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
             return self.send(effect, stored, intent, 1, None).await;
         }
-        let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
-        let seen = evidence::evidence(&rows);
+        let seen = evidence::evidence(&self.phased.vault, &stored.evidence, effect.name)?;
         let step =
             effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
@@ -430,9 +428,8 @@ impl Driver {
     /// Settles an effect in the transaction that reads its evidence.
     async fn settle(&mut self, effect: &Declared, sends: Sends, point: &str) -> Result<Next, StoreError> {
         let mut tx = self.phased.store.begin_phase(&self.driven).await?;
-        let stored = tx.evidence().await?;
-        let rows = evidence::rows(&self.phased.vault, &stored, effect.name)?;
-        let Some(settled) = evidence::evidence(&rows).settled(sends) else {
+        let seen = evidence::evidence(&self.phased.vault, &tx.evidence().await?, effect.name)?;
+        let Some(settled) = seen.settled(sends) else {
             // New evidence has arrived: decide again.
             tx.rollback().await?;
             return Ok(Next::Again);

@@ -85,7 +85,7 @@ impl<S: Base> PhasedEngineBuilder<S> {
     /// # Errors
     /// [`PhasedEngineError`]: the operation could not be recovered.
     pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
-        let (flow, operation) = (flow.any(), endpoint.operation().as_str());
+        let (flow, operation) = (flow.0, endpoint.operation().as_str());
         if flow.name != operation {
             return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
         }
@@ -109,7 +109,7 @@ impl PhasedEngine {
     #[must_use]
     pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> PhasedEngineBuilder<S> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
-        let phased = Phased::new(engine.core().clone(), store, DriveSettings::default(), deployment);
+        let phased = Phased::new(engine.core().clone(), store, deployment);
         PhasedEngineBuilder { phased, of: PhantomData }
     }
 

@@ -165,8 +165,7 @@ impl Driver {
 
     fn is_proven(&self, effect: &Declared, intent: &StoredIntent, seen: &[StoredEvidence]) -> Result<bool, StoreError> {
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
-        let rows = evidence::rows(&self.phased.vault, seen, effect.name)?;
-        Ok(evidence::evidence(&rows).settled(sends).is_some())
+        Ok(evidence::evidence(&self.phased.vault, seen, effect.name)?.settled(sends).is_some())
     }
 
     /// Handles a phase that failed and was rolled back: it runs again at once after a transient

@@ -154,7 +154,7 @@ impl Opening {
             }
         };
         let rejected = matches!(first, First::Rejected { binding: true, .. });
-        let (how, fresh) = match self.judge(phased, &context, first)? {
+        let (how, fresh) = match self.judge(&context, first)? {
             Move::Forget(reply) => {
                 return match take_back(tx).await? {
                     Proof::Same => Ok(Tried::Ended(Opened::Replied(reply))),
@@ -201,7 +201,7 @@ impl Opening {
         })
     }
 
-    fn judge(&self, phased: &Phased, context: &Context, first: First) -> Result<Move, StoreError> {
+    fn judge(&self, context: &Context, first: First) -> Result<Move, StoreError> {
         let (flow, end) = (&self.member.flow, first.end());
         let unknown = |what: &str| {
             StoreError::Refused(format!(
@@ -217,7 +217,7 @@ impl Opening {
             First::RecoveryPoint(point) => return Err(unknown(point.0)),
             First::Intent(Intent(prepared)) => {
                 let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
-                let intent = new_intent(phased, context, effect, &prepared)?;
+                let intent = new_intent(&self.phased, context, effect, &prepared)?;
                 Move::Advance(effect.sent.clone(), stage, Some((effect.name, intent)))
             }
             First::Response(reply) => Move::Finish(reply, None),

@@ -41,6 +41,7 @@ const FOREIGN: Duration = Duration::from_secs(30);
 
 /// The shortest pause between two counts of what is open and unknown.
 const MEASURED_EVERY: Duration = Duration::from_secs(2);
+
 /// Settings of a recovery worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveryOptions {

@@ -106,8 +106,8 @@ impl Member {
 }
 
 impl Phased {
-    pub(super) fn new(engine: Core, store: Arc<dyn Phases>, settings: DriveSettings, deployment: Uuid) -> Self {
-        let vault = Vault(engine.sealer().clone());
+    pub(super) fn new(engine: Core, store: Arc<dyn Phases>, deployment: Uuid) -> Self {
+        let (vault, settings) = (Vault(engine.sealer().clone()), DriveSettings::default());
         Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
