@@ -155,16 +155,13 @@ where
     }
 }
 
-/// The raw request as a command, as the handler sees it (M23). The whole path counts, and its
-/// parameters too. With a fixed name in place of the path, two resources that a router
-/// distinguishes only by the path would be one, and a client's key would replay the answer of
-/// another resource. So after a mount or an ingress prefix has changed, a retry is another command:
-/// it gets 422, and nothing runs.
+/// The raw request as a command, as the handler sees it (M23). The whole path counts, not only its
+/// parameters: a router may distinguish two resources only by their paths, and in `nest_service`
+/// and in a fallback it may give other parameters. So after a mount or an ingress prefix has
+/// changed, a retry is another command: it gets 422, and nothing runs.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
-    // In `nest_service` and in a fallback the router may give other parameters than those that
-    // distinguish resources, so the whole path counts too. Nested routers strip prefixes of `uri`
-    // (pitfall 24).
+    // Nested routers strip prefixes of `uri` (pitfall 24).
     let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
     path.push(("@path".to_owned(), uri.path().to_owned()));
     if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {

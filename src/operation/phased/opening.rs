@@ -153,8 +153,7 @@ impl Opening {
                 };
             }
         };
-        let rejected = matches!(first, First::Rejected { binding: true, .. });
-        let (how, fresh) = match self.judge(&context, first)? {
+        let (moved, then) = match self.judge(&context, first)? {
             Move::Forget(reply) => {
                 return match take_back(tx).await? {
                     Proof::Same => Ok(Tried::Ended(Opened::Replied(reply))),
@@ -163,22 +162,24 @@ impl Opening {
             }
             Move::Advance(to, stage, intent) => {
                 let (fresh, intent) = intent.unzip();
-                (tx.advance(FIRST_POINT, &to, stage, intent.as_slice()).await?, Ok(fresh))
+                let moved = tx.advance(FIRST_POINT, &to, stage, intent.as_slice()).await?;
+                (moved, Tried::Begun(driven.clone(), context, fresh))
             }
             Move::Finish(reply, failure) => {
                 // A rejection takes back the writes of the phase before it (pitfall 18).
-                let proof = if rejected { tx.undo_effects().await? } else { Proof::Same };
-                if proof == Proof::Same {
+                let proof = if failure.is_some() { tx.undo_effects().await? } else { Proof::Same };
+                let moved = if proof == Proof::Same {
                     let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
-                    (tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?, Err(reply))
+                    tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?
                 } else {
-                    ((proof, Fenced::Done), Err(reply))
-                }
+                    (proof, Fenced::Done)
+                };
+                (moved, Tried::Ended(Opened::Replied(reply)))
             }
         };
-        if how != (Proof::Same, Fenced::Done) {
+        if moved != (Proof::Same, Fenced::Done) {
             let _ = tx.rollback().await;
-            return self.ended_by_itself(new, begin, &driven, how.0).await;
+            return self.ended_by_itself(new, begin, &driven, moved.0).await;
         }
         match tx.commit().await {
             Ok(()) => crate::outbox::enqueue::hint(),
@@ -195,10 +196,7 @@ impl Opening {
             }
             Err(error) => return Err(error),
         }
-        Ok(match fresh {
-            Err(reply) => Tried::Ended(Opened::Replied(reply)),
-            Ok(fresh) => Tried::Begun(driven, context, fresh),
-        })
+        Ok(then)
     }
 
     fn judge(&self, context: &Context, first: First) -> Result<Move, StoreError> {
