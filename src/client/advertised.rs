@@ -9,7 +9,6 @@ use serde::Deserialize;
 use super::ClientError;
 use crate::operation::phased::http::body_of;
 
-/// The path of the document.
 const PATH: &str = "/.well-known/idempotency";
 /// The longest document that is read, in bytes.
 const BYTES_MAX: usize = 1 << 20;

@@ -129,7 +129,6 @@ impl std::fmt::Debug for PendingBody {
 }
 
 impl PendingBody {
-    /// Whether these bytes are the body.
     fn is(&self, body: &[u8]) -> bool {
         match self {
             Self::Kept(kept) => kept == body,
@@ -291,7 +290,6 @@ fn at(path: &Path) -> impl Fn(io::Error) -> JournalError {
     move |source| JournalError::Io { path: path.to_owned(), source }
 }
 
-/// The files of a directory that have this ending.
 fn files(directory: &Path, extension: &str) -> Result<Vec<PathBuf>, JournalError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(directory).map_err(at(directory))? {

@@ -43,7 +43,6 @@ impl Transport for Chain<'_, '_> {
     }
 }
 
-/// Converts a request of reqwest into an operation with a key.
 fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     let body = match request.body() {
         None => Vec::new(),

@@ -240,7 +240,6 @@ enum Then {
     Ask(Url),
 }
 
-/// Decides what follows an attempt.
 fn sent(met: Met, asked: &Url, course: &Course, request: &Request) -> Result<Then, Cause> {
     let (seen, arrived) = match met {
         Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
@@ -270,7 +269,6 @@ fn ran_nothing(seen: Seen) -> bool {
     }
 }
 
-/// Decides what follows a query for the outcome.
 fn asked_for_the_outcome(met: Met, asked: Url, key: &Key) -> Result<Then, Cause> {
     let (polled, arrived) = match met {
         Met::Arrived(arrived) => (arrived.polled(&asked), Some(arrived)),

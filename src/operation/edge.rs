@@ -61,7 +61,6 @@ pub struct Ended<T> {
 }
 
 impl<T> Ended<T> {
-    /// Whether the handler reports a success.
     fn is_success(&self) -> bool {
         match &self.tag {
             Some(tag) => matches!(tag, Outcome::Completed(())),
@@ -287,7 +286,6 @@ impl Edge {
     }
 }
 
-/// The code of the answer after the handler panicked.
 fn panicked(settle: Settle) -> Code {
     match settle {
         Settle::Finish(State::UnknownRequiresRecovery) => Code::OutcomeUnknown,

@@ -34,7 +34,6 @@ pub(super) struct Entry {
     body_sha256: Option<String>,
 }
 
-/// The URL of a request and its headers.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Place {

@@ -214,7 +214,6 @@ async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<R
     }
 }
 
-/// A response without its body.
 fn head(response: &Response) -> Reply {
     let headers = response.headers().iter();
     let headers = headers.map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
@@ -239,7 +238,6 @@ struct Unended {
     body: Body,
 }
 
-/// Reads a body of at most so many bytes, within this time.
 async fn read_whole(body: Body, max: usize, within: Duration) -> Result<Vec<u8>, Unended> {
     let until = tokio::time::Instant::now() + within;
     let (mut read, mut length, mut rest) = (Vec::new(), 0, body.into_data_stream());

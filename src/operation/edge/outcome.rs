@@ -24,7 +24,6 @@ const AGAIN: Duration = Duration::from_millis(100);
 /// The longest such pause; the pause doubles each time.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
-/// How a run ended.
 struct End {
     /// Whether it had no effect. Its outcome can be UNKNOWN all the same, if it repeats a run of
     /// unknown outcome.

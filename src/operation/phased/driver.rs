@@ -132,7 +132,6 @@ pub(super) struct Driver {
 /// sealed answer.
 pub(super) type Ready = (Arc<Member>, Context, AnyCommand, Fingerprint);
 
-/// The result of a step.
 pub(super) enum Next {
     Again,
     End(End),
@@ -537,7 +536,6 @@ impl Driver {
     }
 }
 
-/// Whether this verdict is one that settles an effect this way.
 fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
     match settled {
         provider::Settled::Succeeded => verdict == Verdict::Succeeded,

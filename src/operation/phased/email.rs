@@ -114,7 +114,6 @@ impl Emails {
     }
 }
 
-/// Splits the stored bytes into the envelope and the e-mail.
 fn opened(bytes: &[u8]) -> Result<(Envelope, &[u8]), HandlerError> {
     let (parties, email) = sending::opened::<Parties>(bytes)?;
     let address = |text: &String| text.parse().map_err(HandlerError::terminal);

@@ -314,7 +314,6 @@ impl PhasedEngine {
     }
 }
 
-/// The result of a recovery by a request.
 enum Recovered {
     /// The record has changed, or may have changed: read it again.
     Look,

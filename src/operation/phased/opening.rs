@@ -71,7 +71,6 @@ enum Move {
     Forget(Reply),
 }
 
-/// The result of one attempt.
 enum Tried {
     /// Another record or claim exists.
     Refused,

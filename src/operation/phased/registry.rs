@@ -65,7 +65,6 @@ impl Default for DriveSettings {
     }
 }
 
-/// A flow and the endpoint of its operation.
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) flow: AnyFlow,
