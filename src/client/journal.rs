@@ -205,12 +205,9 @@ impl KeyJournal {
         .await
     }
 
-    /// Forgets a key: the application has the result, or gives the operation up. A key
-    /// that has no file is no error.
-    ///
-    /// # Errors
-    /// The file system refused; [`KeyJournal::pending`] may return the operation again.
-    pub(crate) async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
+    /// Forgets a key: the application has the result, or gives the operation up. A key that has no
+    /// file is no error. After an error, [`KeyJournal::pending`] may return the operation again.
+    pub(super) async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
         let (directory, path) = (Arc::clone(&self.directory), self.path(key));
         blocking(&self.directory, move || match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at(&path)(error)),

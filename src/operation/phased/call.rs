@@ -255,13 +255,18 @@ impl Driver {
         row: &NewEvidence,
     ) -> Result<bool, StoreError> {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
-        let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
+        // Counted from the first refusal: the time for which the database was away before does not
+        // count.
+        let mut until = None;
         // The observation exists only here. A row that is written twice counts once.
         while let Err(error) = self.phased.store.observe(row).await {
             tracing::error!(operation = %self.driven.operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
             let stops = self.stop.is_cancelled();
-            let patient = error.is_transient() || (tokio::time::Instant::now() < until && !stops);
+            let patient = error.is_transient() || {
+                let now = tokio::time::Instant::now();
+                now < *until.get_or_insert(now + self.phased.settings.refused_max) && !stops
+            };
             if !proves(verdict) && (!patient || stops) {
                 return Err(error);
             }
