@@ -128,6 +128,13 @@ pub enum ClientError {
     Request(String),
 }
 
+impl ClientError {
+    /// The request cannot be sent, for the reason that this error gives.
+    fn unusable(error: impl std::fmt::Display) -> Self {
+        Self::Request(error.to_string())
+    }
+}
+
 /// Why a client stopped asking.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -180,8 +187,7 @@ impl Client {
     /// [`ClientError::Request`]: the settings cannot be used.
     pub fn over(builder: reqwest::ClientBuilder, options: ClientOptions) -> Result<Self, ClientError> {
         let builder = builder.redirect(reqwest::redirect::Policy::none()).retry(reqwest::retry::never());
-        let http = builder.connect_timeout(options.attempt_timeout).build();
-        let http = http.map_err(|error| ClientError::Request(error.to_string()))?;
+        let http = builder.connect_timeout(options.attempt_timeout).build().map_err(ClientError::unusable)?;
         Ok(Self { http, shared: Arc::new(ClientState::new(options, None)) })
     }
 

@@ -57,9 +57,22 @@ pub use self::{
 
 use crate::error::HandlerError;
 use crate::operation::port::{Keys, Operations};
-use crate::operation::rules::{Code, IdempotentCommand, Mode, Outcome, Scope};
-use crate::operation::{Answered, EffectTx, Endpoint, EndpointError, Engine, Problem, Registered, Reply};
+use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Mode, Outcome, Scope};
+use crate::operation::{Answered, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, Problem, Registered, Reply};
 use crate::store::base::Base;
+
+/// A message with the memory permit of its bytes: a run that goes on after its call was dropped
+/// holds both.
+struct Held<M> {
+    message: M,
+    _permit: BodyPermit,
+}
+
+impl<M: IdempotentCommand> Canonical for Held<M> {
+    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
+        self.message.fingerprint(version, writer);
+    }
+}
 
 /// Registers the operation of a unary call with the engine.
 ///
@@ -115,11 +128,13 @@ where
     if bytes > endpoint.request_body_max() {
         return Err(refused(&Problem::new(Code::BodyTooLarge)));
     }
-    let mut memory = engine.body_memory(scope.as_ref().map_or("", Scope::tenant));
-    if !memory.grow(bytes) {
+    let mut permit = engine.body_memory(scope.as_ref().map_or("", Scope::tenant));
+    if !permit.grow(bytes) {
         return Err(refused(&Problem::new(Code::BodyMemoryExceeded)));
     }
-    match engine.execute_transactional(endpoint, scope, given, request.into_inner(), handler).await {
+    let held = Held { message: request.into_inner(), _permit: permit };
+    let run = engine.execute_transactional(endpoint, scope, given, held, move |held, tx| handler(&held.message, tx));
+    match run.await {
         Answered::Reply { reply, replayed } => status::of_reply(&reply, replayed),
         Answered::Problem(problem) => Err(status::of_problem(&problem)),
     }

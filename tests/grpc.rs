@@ -404,6 +404,29 @@ async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_out
     assert_eq!((world.payments().await, after_attempt(seen(&Ok(answer)), true)), (1, Next::Done));
 }
 
+// Shown by: a permit of the call's own future, which its client may end at any time.
+#[tokio::test]
+async fn o29_m109_a_run_holds_the_memory_of_its_message_after_its_call_was_dropped() {
+    let world = World::new().await;
+    // For one message of the two.
+    let engine = Engine::builder(world.store.clone()).body_memory_max(12).body_memory_per_tenant_max(12).build();
+    let endpoint = protect(&engine, Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
+    let service = Payments { engine, endpoint, ..world.service.clone() };
+    let slow = CreatePayment { account_id: "slow".to_owned(), ..payment(100) };
+    let both = slow.encoded_len() + payment(100).encoded_len();
+    assert!(both > 12 && both < 2 * 12);
+    let calling = tokio::spawn(call(service.clone(), Some("t1"), KEY, slow));
+    tokio::time::timeout(SOON, service.started.notified()).await.unwrap();
+    calling.abort();
+    assert!(calling.await.unwrap_err().is_cancelled());
+    let refused = call(service.clone(), Some("t1"), OTHER, payment(100)).await.unwrap_err();
+    assert_eq!(reason(&refused), "IDEMPOTENCY_BODY_MEMORY_EXCEEDED");
+    service.go_on.notify_one();
+    assert!(service.engine.drain(SOON).await);
+    call(service, Some("t1"), OTHER, payment(100)).await.unwrap();
+    assert_eq!(world.payments().await, 2);
+}
+
 /// The service behind tonic's own server on a socket, and a client that is connected to it.
 async fn over_a_socket(service: Payments) -> (Channel, tokio::task::JoinHandle<()>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

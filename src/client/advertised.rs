@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::ClientError;
+use crate::operation::phased::http::body_of;
 
-/// The path of the document.
 const PATH: &str = "/.well-known/idempotency";
 /// The longest document that is read, in bytes.
 const BYTES_MAX: usize = 1 << 20;
@@ -93,21 +93,14 @@ fn nanos(digits: &str) -> Option<u32> {
 
 /// Reads the document of the server at `url`, on the origin of that URL, within `timeout`.
 pub(super) async fn ask(http: &reqwest::Client, url: &str, timeout: Duration) -> Result<Advertised, ClientError> {
-    let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
-    let place = reqwest::Url::parse(url).and_then(|url| url.join(PATH)).map_err(|error| unusable(&error))?;
+    let place = reqwest::Url::parse(url).and_then(|url| url.join(PATH)).map_err(ClientError::unusable)?;
     let whole = async {
-        let mut answer = http.get(place).send().await.map_err(|error| unusable(&error.without_url()))?;
+        let mut answer = http.get(place).send().await.map_err(|error| ClientError::unusable(error.without_url()))?;
         if answer.status().as_u16() != 200 {
             return Err(ClientError::Request(format!("{PATH} is answered with {}", answer.status())));
         }
-        let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await.map_err(|error| unusable(&error.without_url()))? {
-            body.extend_from_slice(&chunk);
-            if body.len() > BYTES_MAX {
-                return Err(ClientError::Request(format!("{PATH} is longer than {BYTES_MAX} bytes")));
-            }
-        }
-        serde_json::from_slice(&body).map_err(|error| unusable(&error))
+        let body = body_of(&mut answer, BYTES_MAX).await.map_err(ClientError::Request)?;
+        serde_json::from_slice(&body).map_err(ClientError::unusable)
     };
     tokio::time::timeout(timeout, whole).await.map_err(|_| ClientError::Request(format!("{PATH} does not answer")))?
 }

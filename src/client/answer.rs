@@ -16,6 +16,7 @@ use super::Cause;
 use crate::operation::rules::Key;
 use crate::operation::rules::pace::asked_to_wait;
 use crate::operation::rules::problem::{Code, KeyState};
+use crate::operation::rules::raw::essence;
 use crate::operation::rules::resend::{Polled, Seen};
 
 /// The answer to an operation.
@@ -90,8 +91,7 @@ struct ResultBody<'a> {
 impl Arrived {
     fn problem(&self) -> ProblemBody {
         let kind = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let essence = kind.split(';').next().unwrap_or_default().trim();
-        if !essence.eq_ignore_ascii_case("application/problem+json") {
+        if essence(kind) != "application/problem+json" {
             return ProblemBody::default();
         }
         serde_json::from_slice(&self.body).unwrap_or_default()

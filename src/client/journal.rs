@@ -129,7 +129,6 @@ impl std::fmt::Debug for PendingBody {
 }
 
 impl PendingBody {
-    /// Whether these bytes are the body.
     fn is(&self, body: &[u8]) -> bool {
         match self {
             Self::Kept(kept) => kept == body,
@@ -149,9 +148,7 @@ impl Pending {
         };
         let mut request = Request::with_any_url(&self.method, &self.url, body)?.with_key(self.key.as_str())?;
         request.headers = self.headers.clone();
-        for name in headers.keys() {
-            request.headers.remove(name);
-        }
+        // This replaces what is stored under the same names.
         request.headers.extend(headers.clone());
         Ok(request)
     }
@@ -176,18 +173,16 @@ impl KeyJournal {
     /// [`JournalError::Locked`], or an error of the file system.
     pub fn open(directory: impl Into<PathBuf>, bodies: Bodies) -> Result<Self, JournalError> {
         let directory = directory.into();
-        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory);
-        made.map_err(|source| JournalError::Io { path: directory.clone(), source })?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at(&directory))?;
         let path = directory.join(LOCK);
         let lock = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let lock = lock.map_err(|source| JournalError::Io { path: path.clone(), source })?;
+        let lock = lock.map_err(at(&path))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => JournalError::Locked(directory.clone()),
-            TryLockError::Error(source) => JournalError::Io { path, source },
+            TryLockError::Error(source) => at(&path)(source),
         })?;
-        // An operation whose file was not finished was not sent.
         for path in files(&directory, UNFINISHED)? {
-            fs::remove_file(&path).map_err(|source| JournalError::Io { path, source })?;
+            fs::remove_file(&path).map_err(at(&path))?;
         }
         Ok(Self { directory: Arc::new(directory), bodies, lock: Arc::new(Mutex::new(lock)) })
     }
@@ -210,15 +205,12 @@ impl KeyJournal {
         .await
     }
 
-    /// Forgets a key: the application has the result, or gives the operation up. A key
-    /// that has no file is no error.
-    ///
-    /// # Errors
-    /// The file system refused; [`KeyJournal::pending`] may return the operation again.
-    pub(crate) async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
+    /// Forgets a key: the application has the result, or gives the operation up. A key that has no
+    /// file is no error. After an error, [`KeyJournal::pending`] may return the operation again.
+    pub(super) async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
         let (directory, path) = (Arc::clone(&self.directory), self.path(key));
         blocking(&self.directory, move || match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(JournalError::Io { path, source: error }),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at(&path)(error)),
             _ => synchronise(&directory),
         })
         .await
@@ -229,8 +221,7 @@ impl KeyJournal {
         let (journal, request) = (self.clone(), request.clone());
         blocking(&self.directory, move || {
             let path = journal.path(&request.key);
-            let known = path.try_exists();
-            if !known.map_err(|source| JournalError::Io { path: path.clone(), source })? {
+            if !path.try_exists().map_err(at(&path))? {
                 let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
                 let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
                 if journal.write(&path, &bytes)? {
@@ -254,8 +245,8 @@ impl KeyJournal {
     /// Writes an entry. Returns false where another call wrote the entry of this key meanwhile.
     fn write(&self, path: &Path, bytes: &[u8]) -> Result<bool, JournalError> {
         let beside = path.with_extension(format!("{}.{UNFINISHED}", uuid::Uuid::now_v7()));
-        let failed = |source| JournalError::Io { path: beside.clone(), source };
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside).map_err(failed)?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside);
+        let mut file = file.map_err(at(&beside))?;
         let named = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| {
             let _naming = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
             if path.try_exists()? {
@@ -268,14 +259,14 @@ impl KeyJournal {
             _ => {
                 // What stays because of an error here is removed when the journal is opened.
                 let _ = fs::remove_file(&beside);
-                named.map_err(failed)
+                named.map_err(at(&beside))
             }
         }
     }
 
     fn read(&self, path: &Path) -> Result<Pending, JournalError> {
         let unreadable = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
-        let bytes = fs::read(path).map_err(|source| JournalError::Io { path: path.to_owned(), source })?;
+        let bytes = fs::read(path).map_err(at(path))?;
         let pending = Entry::open(&bytes, &self.bodies).map_err(unreadable)?;
         if self.path(&pending.key) != path {
             return Err(unreadable("the file name does not match the key in it".to_owned()));
@@ -291,12 +282,15 @@ impl KeyJournal {
     }
 }
 
-/// The files of a directory that have this ending.
+/// Turns an error of the file system into one of the journal that names this path.
+fn at(path: &Path) -> impl Fn(io::Error) -> JournalError {
+    move |source| JournalError::Io { path: path.to_owned(), source }
+}
+
 fn files(directory: &Path, extension: &str) -> Result<Vec<PathBuf>, JournalError> {
-    let failed = |source| JournalError::Io { path: directory.to_owned(), source };
     let mut found = Vec::new();
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
+    for entry in fs::read_dir(directory).map_err(at(directory))? {
+        let path = entry.map_err(at(directory))?.path();
         if path.extension().is_some_and(|kind| kind == extension) {
             found.push(path);
         }
@@ -306,8 +300,7 @@ fn files(directory: &Path, extension: &str) -> Result<Vec<PathBuf>, JournalError
 
 /// Makes the names of the files in a directory durable.
 fn synchronise(directory: &Path) -> Result<(), JournalError> {
-    let synchronised = File::open(directory).and_then(|file| file.sync_all());
-    synchronised.map_err(|source| JournalError::Io { path: directory.to_owned(), source })
+    File::open(directory).and_then(|file| file.sync_all()).map_err(at(directory))
 }
 
 /// Runs file operations on a thread for blocking work. A caller that is dropped does not stop
@@ -317,5 +310,5 @@ async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, JournalError> + Send + 'static,
 ) -> Result<T, JournalError> {
     let ended = tokio::task::spawn_blocking(work).await;
-    ended.unwrap_or_else(|error| Err(JournalError::Io { path: directory.to_owned(), source: io::Error::other(error) }))
+    ended.unwrap_or_else(|error| Err(at(directory)(io::Error::other(error))))
 }

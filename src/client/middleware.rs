@@ -43,7 +43,6 @@ impl Transport for Chain<'_, '_> {
     }
 }
 
-/// Converts a request of reqwest into an operation with a key.
 fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     let body = match request.body() {
         None => Vec::new(),
@@ -54,7 +53,7 @@ fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     };
     let mut headers = request.headers().clone();
     let key = match headers.remove(KEY_HEADER) {
-        Some(key) => parse(key.to_str().map_err(|error| ClientError::Request(error.to_string()))?)?,
+        Some(key) => parse(key.to_str().map_err(ClientError::unusable)?)?,
         None => new_key()?,
     };
     check_url(request.url())?;

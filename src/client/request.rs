@@ -61,7 +61,7 @@ pub(super) fn new_key() -> Result<Key, ClientError> {
 }
 
 pub(super) fn parse(key: &str) -> Result<Key, ClientError> {
-    Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| ClientError::Request(error.to_string()))
+    Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(ClientError::unusable)
 }
 
 impl Request {
@@ -79,10 +79,9 @@ impl Request {
     /// As [`Self::new`], with a URL that may have a user in it: the journal of an earlier version
     /// may hold such an operation, whose outcome could not be found out otherwise.
     pub(super) fn with_any_url(method: &str, url: &str, body: Vec<u8>) -> Result<Self, ClientError> {
-        let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
         Ok(Self {
-            method: Method::from_bytes(method.as_bytes()).map_err(|error| unusable(&error))?,
-            url: Url::parse(url).map_err(|error| unusable(&error))?,
+            method: Method::from_bytes(method.as_bytes()).map_err(ClientError::unusable)?,
+            url: Url::parse(url).map_err(ClientError::unusable)?,
             headers: HeaderMap::new(),
             body,
             key: new_key()?,
@@ -95,7 +94,7 @@ impl Request {
     /// # Errors
     /// [`ClientError::Request`]: the URL cannot be used, or the value has no JSON form.
     pub fn json(url: &str, value: &impl Serialize) -> Result<Self, ClientError> {
-        let body = serde_json::to_vec(value).map_err(|error| ClientError::Request(error.to_string()))?;
+        let body = serde_json::to_vec(value).map_err(ClientError::unusable)?;
         Self::new("POST", url, body)?.with_header("content-type", "application/json")
     }
 
@@ -113,12 +112,11 @@ impl Request {
     /// # Errors
     /// [`ClientError::Request`]: the header is not valid, or is that of the key.
     pub fn with_header(mut self, name: &str, value: &str) -> Result<Self, ClientError> {
-        let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
-        let name = HeaderName::from_bytes(name.as_bytes()).map_err(|error| unusable(&error))?;
+        let name = HeaderName::from_bytes(name.as_bytes()).map_err(ClientError::unusable)?;
         if name == KEY_HEADER {
             return Err(ClientError::Request("a key is given by `with_key`".to_owned()));
         }
-        let mut value = HeaderValue::from_str(value).map_err(|error| unusable(&error))?;
+        let mut value = HeaderValue::from_str(value).map_err(ClientError::unusable)?;
         value.set_sensitive(is_credential(name.as_str()));
         self.headers.insert(name, value);
         Ok(self)
@@ -160,7 +158,7 @@ impl Request {
     pub(super) fn attempt(&self) -> Result<reqwest::Request, ClientError> {
         let mut request = reqwest::Request::new(self.method.clone(), self.url.clone());
         *request.headers_mut() = self.headers.clone();
-        let key = HeaderValue::from_str(self.key.as_str()).map_err(|error| ClientError::Request(error.to_string()))?;
+        let key = HeaderValue::from_str(self.key.as_str()).map_err(ClientError::unusable)?;
         request.headers_mut().insert(KEY_HEADER, key);
         *request.body_mut() = Some(self.body.clone().into());
         Ok(request)
@@ -213,21 +211,9 @@ mod tests {
 
     #[test]
     fn o27_a_credential_is_known_by_the_words_of_its_name() {
-        for name in [
-            "authorization",
-            "Proxy-Authorization",
-            "cookie",
-            "x-api-key",
-            "api-key",
-            "apikey",
-            "x-auth-token",
-            "x-amz-security-token",
-            "X-Amz-Signature",
-            "ocp-apim-subscription-key",
-            "access_token",
-            "sig",
-            "key",
-        ] {
+        let credentials = "authorization Proxy-Authorization cookie x-api-key api-key apikey x-auth-token
+            x-amz-security-token X-Amz-Signature ocp-apim-subscription-key access_token sig key";
+        for name in credentials.split_whitespace() {
             assert!(is_credential(name), "{name}");
         }
         for name in ["content-type", "prefer", "if-match", "x-author", "idempotency-key", "x-api-version", "page"] {

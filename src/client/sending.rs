@@ -16,6 +16,7 @@ use reqwest::header::CONTENT_TYPE;
 use super::answer::{Answer, Arrived};
 use super::request::Request;
 use super::{Cause, ClientError, ClientOptions, KeyJournal};
+use crate::operation::phased::http::{body_of, causes, was_not_sent};
 use crate::operation::rules::Key;
 use crate::operation::rules::problem::KeyState;
 use crate::operation::rules::resend::{AfterPoll, Next, Polled, Seen, SendWindow, after_attempt, after_poll, pause};
@@ -191,20 +192,13 @@ impl ClientState {
                 Ok(response) => response,
                 Err(error) => return failed(&error),
             };
-            let mut body = Vec::new();
-            loop {
-                match response.chunk().await {
-                    Ok(Some(chunk)) if body.len() + chunk.len() > self.options.answer_bytes_max => {
-                        let why = format!("the answer is longer than {} bytes", self.options.answer_bytes_max);
-                        return Met::Nothing { seen: Seen::NoAnswer, why };
-                    }
-                    Ok(Some(chunk)) => body.extend_from_slice(&chunk),
-                    Ok(None) => break,
-                    Err(error) => return Met::Nothing { seen: Seen::NoAnswer, why: chain(&error) },
+            match body_of(&mut response, self.options.answer_bytes_max).await {
+                Ok(body) => {
+                    let (status, url) = (response.status().as_u16(), response.url().clone());
+                    Met::Arrived(Arrived { status, headers: response.headers().clone(), body, url })
                 }
+                Err(why) => Met::Nothing { seen: Seen::NoAnswer, why },
             }
-            let (status, url) = (response.status().as_u16(), response.url().clone());
-            Met::Arrived(Arrived { status, headers: response.headers().clone(), body, url })
         };
         match tokio::time::timeout(self.options.attempt_timeout, whole).await {
             Ok(met) => met,
@@ -217,9 +211,6 @@ impl ClientState {
 
     /// Refuses an attempt while the breaker of its origin is open.
     fn admit(&self, url: &Url) -> Result<(), Duration> {
-        if self.options.breaker.is_none() {
-            return Ok(());
-        }
         let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
         let breaker = breakers.get_mut(&url.origin().ascii_serialization());
         breaker.map_or(Ok(()), |breaker| breaker.admit(self.began.elapsed()))
@@ -249,7 +240,6 @@ enum Then {
     Ask(Url),
 }
 
-/// Decides what follows an attempt.
 fn sent(met: Met, asked: &Url, course: &Course, request: &Request) -> Result<Then, Cause> {
     let (seen, arrived) = match met {
         Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
@@ -279,7 +269,6 @@ fn ran_nothing(seen: Seen) -> bool {
     }
 }
 
-/// Decides what follows a query for the outcome.
 fn asked_for_the_outcome(met: Met, asked: Url, key: &Key) -> Result<Then, Cause> {
     let (polled, arrived) = match met {
         Met::Arrived(arrived) => (arrived.polled(&asked), Some(arrived)),
@@ -311,25 +300,10 @@ fn age(first_sent_at: SystemTime, now: SystemTime) -> Duration {
 /// What an error proves about the attempt. An error of another middleware proves nothing.
 fn failed(error: &reqwest_middleware::Error) -> Met {
     let (not_sent, why) = match error {
-        reqwest_middleware::Error::Reqwest(error) => (error.is_connect() || error.is_builder(), chain(error)),
+        reqwest_middleware::Error::Reqwest(error) => (was_not_sent(error), causes(error)),
         reqwest_middleware::Error::Middleware(error) => (false, error.to_string()),
     };
     Met::Nothing { seen: if not_sent { Seen::NotSent } else { Seen::NoAnswer }, why }
-}
-
-/// An error with its causes, without URLs, which may hold secrets. The first error of reqwest names
-/// no cause itself.
-fn chain(error: &reqwest::Error) -> String {
-    let mut text = String::new();
-    let mut next: Option<&dyn std::error::Error> = std::error::Error::source(error);
-    while let Some(cause) = next {
-        if !text.is_empty() {
-            text.push_str(": ");
-        }
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    if text.is_empty() { "the request failed".to_owned() } else { text }
 }
 
 #[cfg(test)]

@@ -20,24 +20,16 @@ pub trait KeyField {
 
 pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> Result<KeyGiven, Box<Problem>> {
     let lines: Vec<&[u8]> = metadata.get_all(KEY_METADATA).iter().map(|value| value.as_bytes()).collect();
-    let in_metadata = match Key::from_header(&lines, format) {
-        Ok(key) => key,
-        Err(error) => return Ok(KeyGiven::Malformed(error)),
-    };
-    let in_field = match field {
-        "" => None,
-        field => match Key::parse(field.as_bytes(), format) {
-            Ok(key) => Some(key),
-            Err(error) => return Ok(KeyGiven::Malformed(error)),
-        },
-    };
+    let in_metadata = Key::from_header(&lines, format);
+    let in_field = (!field.is_empty()).then(|| Key::parse(field.as_bytes(), format)).transpose();
     match (in_metadata, in_field) {
-        (Some(one), Some(other)) if one != other => Err(Box::new(Problem {
+        (Err(error), _) | (_, Err(error)) => Ok(KeyGiven::Malformed(error)),
+        (Ok(Some(one)), Ok(Some(other))) if one != other => Err(Box::new(Problem {
             detail: Some("the metadata and the message carry different keys: send one".to_owned()),
             ..Problem::new(Code::KeyInvalid)
         })),
-        (Some(key), _) | (None, Some(key)) => Ok(KeyGiven::Given(key)),
-        (None, None) => Ok(KeyGiven::Missing),
+        (Ok(Some(key)), _) | (Ok(None), Ok(Some(key))) => Ok(KeyGiven::Given(key)),
+        (Ok(None), Ok(None)) => Ok(KeyGiven::Missing),
     }
 }
 

@@ -21,7 +21,6 @@ pub const REPLAYED_METADATA: &str = "idempotent-replayed";
 /// The domain of `google.rpc.ErrorInfo` in the errors of the engine.
 const DOMAIN: &str = "oncebox";
 
-/// The body of a stored refusal.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
 struct Refused {
     #[prost(string, tag = "1")]

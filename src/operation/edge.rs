@@ -61,7 +61,6 @@ pub struct Ended<T> {
 }
 
 impl<T> Ended<T> {
-    /// Whether the handler reports a success.
     fn is_success(&self) -> bool {
         match &self.tag {
             Some(tag) => matches!(tag, Outcome::Completed(())),
@@ -92,20 +91,19 @@ impl<S: Keys> Engine<S> {
     /// # Cancel safety
     /// Dropped before the claim: nothing happened. Dropped later: the handler continues in its own
     /// task.
-    pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, run: R) -> EdgeAnswer<T>
+    pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, mut run: R) -> EdgeAnswer<T>
     where
         T: Send + 'static,
         R: FnOnce(Option<Guard<S>>) -> W + Send + 'static,
         W: Future<Output = Ended<T>> + Send + 'static,
     {
         let mut front = self.front(endpoint, asking);
-        let mut run = run;
         let timeout = endpoint.route().timeout;
         loop {
             let begin = match front.turn().await {
                 Turn::Begin(begin) => begin,
                 Turn::Unkeyed => return EdgeAnswer::Ran { answer: run(None).await.answer, retry_after: None },
-                Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(&record)),
+                Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(record.operation_id)),
                 Turn::Answer(answered) => return EdgeAnswer::Answered(answered),
             };
             let running = front.under_way();
@@ -152,8 +150,8 @@ async fn claim_and_drive<S, T, R, W>(
     R: FnOnce(Option<Guard<S>>) -> W,
     W: Future<Output = Ended<T>>,
 {
-    // A bridged handler holds a connection, as a transactional one does. Whether another handler
-    // holds one is not known.
+    // A bridged handler holds a connection, as a transactional one does. Other handlers may hold
+    // none.
     let place = match front.endpoint().route().mode {
         Mode::Bridged => match front.engine().admission().place(front.endpoint().operation()).await {
             Some(place) => Some(place),
@@ -177,7 +175,7 @@ async fn claim_and_drive<S, T, R, W>(
         }
         Err(error) => {
             // A retry is judged by the record in the store, once the store answers again.
-            begin.has_ended();
+            begin.entry.leave();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
             // The search below may last a lease. It needs neither a place nor the request's body.
             drop((place, run));
@@ -234,7 +232,7 @@ impl Edge {
         let progress = guard.progress().clone();
         // The closure itself may panic, not only its future.
         let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
-        engine.has_run(endpoint.operation(), self.begin.ran());
+        engine.has_run(endpoint.operation(), self.begin.entry.ran());
         let reached = Run::of(route, progress.reached());
         let (settle, ended) = match called {
             Ok(ended) => {
@@ -250,7 +248,7 @@ impl Edge {
             }
         };
         if matches!(settle, Settle::Stored | Settle::Leave) {
-            self.begin.has_ended();
+            self.begin.entry.leave();
         }
         match settle {
             Settle::Stored => tell(EdgeAnswer::Answered(match progress.stored() {
@@ -288,7 +286,6 @@ impl Edge {
     }
 }
 
-/// The code of the answer after the handler panicked.
 fn panicked(settle: Settle) -> Code {
     match settle {
         Settle::Finish(State::UnknownRequiresRecovery) => Code::OutcomeUnknown,

@@ -7,9 +7,9 @@
 //!     match front.turn().await {
 //!         Turn::Answer(answered) => return answered,
 //!         Turn::Unkeyed          => run without protection,
-//!         Turn::Recover(record)  => recover the operation, then go on (or answer front.pending(&record)),
+//!         Turn::Recover(record)  => recover the operation, then go on (or answer front.pending(id)),
 //!         Turn::Begin(begin)     => match store.begin..(&begin.claim, begin.basis(), front.patience()).await {
-//!             claimed            => { front.note(Noted::Acquired); run; finish; return front.first(begin.ran(), reply) }
+//!             claimed            => { front.note(Noted::Acquired); run; finish; return front.first(begin.entry.ran(), reply) }
 //!             refused            => front.refused(begin),   // and go on
 //!             Err(error)         => return front.store_failed("claim", &error),
 //!         },
@@ -137,7 +137,6 @@ pub(crate) struct Front {
 
 impl Core {
     /// A [`Front`] for one request: it decides what the request gets.
-    #[must_use]
     pub(crate) fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
@@ -164,34 +163,27 @@ impl Core {
 }
 
 impl Front {
-    /// The engine that received this request.
-    #[must_use]
     pub(crate) fn engine(&self) -> &Core {
         &self.engine
     }
 
-    /// The operation that the request asks for.
-    #[must_use]
     pub(crate) fn endpoint(&self) -> &Registered {
         &self.endpoint
     }
 
     /// How long a claim may wait for its turn in a store with one writer at a time (O18): the
     /// `patience` of the store's calls.
-    #[must_use]
     pub(crate) fn patience(&self) -> Duration {
         self.endpoint.route().wait_max
     }
 
     /// A short hash of the key for logs; empty if there is no key.
-    #[must_use]
     pub(crate) fn short_key(&self) -> String {
         self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
     }
 
     /// The answer to a request that is refused before the store is asked and the body is read: no
     /// key, no scope, another region. `None`: continue.
-    #[must_use]
     pub(crate) fn early(&self) -> Option<Answered> {
         let decision = self.decide(KeyFound::NotAsked);
         let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);
@@ -199,7 +191,6 @@ impl Front {
     }
 
     /// Whether the request has no key and the route requires none.
-    #[must_use]
     pub(crate) fn is_unkeyed(&self) -> bool {
         self.decide(KeyFound::NotAsked) == Decision::PassThrough
     }
@@ -260,7 +251,6 @@ impl Front {
 
     /// The same request under a key that the server makes: for an operation that must claim when
     /// the client sent no key (M17). `None` where the route uses no key, whoever made it.
-    #[must_use]
     pub(crate) fn under_own_key(&self) -> Option<Self> {
         if self.endpoint.route().requirement == Requirement::Off {
             return None;
@@ -571,12 +561,6 @@ impl Front {
             self.waiting = self.engine.running().wait(identity.digest(), route.waiters_max);
         }
         self.waiting.is_some() && Instant::now() < until
-    }
-}
-
-impl fmt::Debug for Front {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Front").field("endpoint", &self.endpoint).field("stage", &self.stage).finish_non_exhaustive()
     }
 }
 

@@ -17,7 +17,6 @@
 //! | `taken` | prepares the driver of an operation that was taken over |
 //! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and its release |
 //! | `evidence`, `vault` | how observations are stored |
-//! | `reasons` | why an operation is parked |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
 //! The worker is built with the service's flows, so it runs in the service's process:
@@ -45,7 +44,6 @@ mod leaving;
 mod opening;
 mod phase;
 mod provider;
-mod reasons;
 mod recovery;
 mod registry;
 mod rerun;

@@ -38,8 +38,8 @@ pub(super) fn mark_unknown_later<S: Send + Sync + ?Sized + 'static, T: Send + Sy
     patience: Duration,
     stand: Stand<S, T>,
 ) {
-    let (engine, ground, operation) = (engine.clone(), begin.ground(), begin.claim.operation_id);
-    let place = begin.place();
+    let (engine, ground, operation) = (engine.clone(), begin.ground.clone(), begin.claim.operation_id);
+    let place = Arc::clone(&begin.entry);
     let until = Instant::now() + TRIED_FOR;
     engine.clone().spawn(async move {
         while Instant::now() < until {

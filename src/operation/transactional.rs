@@ -169,7 +169,7 @@ impl<S: Operations + Base> Engine<S> {
                     Some(keyed) => front = keyed,
                     None => return front.no_use_of_keys(),
                 },
-                Turn::Recover(record) => return front.pending(&record),
+                Turn::Recover(record) => return front.pending(record.operation_id),
                 Turn::Answer(answered) => return answered,
             }
         };
@@ -263,7 +263,7 @@ impl Execution {
                 },
             };
             match self.tries(&begin, claimed.take()).await {
-                Tried::Done(reply) => return self.front.first(begin.ran(), reply),
+                Tried::Done(reply) => return self.front.first(begin.entry.ran(), reply),
                 Tried::Answer(answered) => return answered,
                 Tried::Again(stage, error) => return self.front.store_failed(stage, &error),
                 Tried::Refused => self.front.refused(begin),
@@ -285,7 +285,7 @@ impl Execution {
         Err(Box::new(match self.front.turn().await {
             Turn::Begin(begin) => return Ok(begin),
             Turn::Unkeyed => self.front.problem(Code::StoreUnavailable),
-            Turn::Recover(record) => self.front.pending(&record),
+            Turn::Recover(record) => self.front.pending(record.operation_id),
             Turn::Answer(answered) => answered,
         }))
     }

@@ -93,6 +93,32 @@ async fn o8_proof_that_the_database_refuses_goes_to_an_operator_in_words<S: Rows
     assert_eq!((operation.evidence.len(), told.arrived().len()), (0, 1));
 }
 
+// The database asks to try again for longer than `refused_max` (the pauses alone take 600 ms), then
+// refuses once. Shown by: counting from the first try (parked at the first refusal).
+async fn o8_a_database_that_was_away_before_it_refuses_is_asked_again(store: PostgresStore) {
+    store
+        .write(
+            "create sequence tried;
+             create function fails() returns trigger language plpgsql as $$
+             declare number bigint := nextval('public.tried');
+             begin
+                 if number <= 6 then raise exception 'away' using errcode = '40P01'; end if;
+                 if number = 7 then raise exception 'refused' using errcode = '23514'; end if;
+                 return new;
+             end $$;
+             create trigger fails before insert on oncebox.operation_evidence
+                 for each row when (new.kind = 'answer') execute function fails()",
+        )
+        .await;
+    let mut plan = Plan::new(Strategy::None).long_lease();
+    plan.settings.refused_max = Duration::from_millis(200);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(status(&service.ask(ONE, 700, SOON).await), (201, false));
+    assert_eq!((told.arrived().len(), store.number("select last_value from tried").await), (1, 8));
+    service.ended_once("settled").await;
+}
+
 // Shown by: giving it back for a time counted from the drive.
 async fn o9_a_request_that_comes_before_its_time_moves_nothing<S: Rows>(store: S) {
     let plan = Plan::new(KEY).one_call();
@@ -219,7 +245,12 @@ crate::on_all! {
 }
 
 mod locked {
-    use super::o8_proof_that_comes_before_the_parking_is_used;
+    use super::{
+        o8_a_database_that_was_away_before_it_refuses_is_asked_again, o8_proof_that_comes_before_the_parking_is_used,
+    };
 
-    crate::on_postgres! { o8_proof_that_comes_before_the_parking_is_used; }
+    crate::on_postgres! {
+        o8_proof_that_comes_before_the_parking_is_used;
+        o8_a_database_that_was_away_before_it_refuses_is_asked_again;
+    }
 }

@@ -34,7 +34,6 @@ pub(super) struct Entry {
     body_sha256: Option<String>,
 }
 
-/// The URL of a request and its headers.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Place {
@@ -69,14 +68,14 @@ impl JournalCipher {
     }
 
     fn seal(&self, line: &[u8], body: &[u8]) -> Result<Vec<u8>, String> {
-        use chacha20poly1305::aead::{Aead, Payload};
-        // Two v7 UUIDs have 148 random bits and the time, so a nonce never repeats.
-        let chance = Sha256::new().chain_update(uuid::Uuid::now_v7()).chain_update(uuid::Uuid::now_v7()).finalize();
-        let mut nonce = [0; NONCE_BYTES];
-        nonce.copy_from_slice(&chance[..NONCE_BYTES]);
-        let sealed = self.0.encrypt(&nonce.into(), Payload { msg: body, aad: line });
-        let sealed = sealed.map_err(|_| "the body cannot be encrypted".to_owned())?;
-        Ok([&nonce[..], &sealed].concat())
+        use chacha20poly1305::XNonce;
+        use chacha20poly1305::aead::{Aead, Generate, Payload};
+        // 24 random bytes: two equal nonces under one key are practically impossible.
+        let nonce = XNonce::generate();
+        let encrypted = self.0.encrypt(&nonce, Payload { msg: body, aad: line });
+        let mut sealed = nonce.to_vec();
+        sealed.extend(encrypted.map_err(|_| "the body cannot be encrypted".to_owned())?);
+        Ok(sealed)
     }
 
     fn open(&self, line: &[u8], sealed: &[u8]) -> Result<Vec<u8>, String> {

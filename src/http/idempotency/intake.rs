@@ -24,18 +24,8 @@ use crate::operation::{Asking, BodyPermit, Core, Front, KeyGiven, Problem, Regis
 #[derive(Debug, Clone)]
 pub struct IdempotencyScope(pub Scope);
 
-/// The body of a request, and its memory permit.
-#[derive(Debug)]
-pub(crate) struct Intake {
-    /// The bytes of the body, at most as many as the operation's limit.
-    pub body: Vec<u8>,
-    /// Keep the permit as long as the bytes.
-    pub permit: BodyPermit,
-}
-
 /// Reads the key from the headers of a request.
-#[must_use]
-pub(crate) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
+pub(super) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
     let lines: Vec<&[u8]> = headers.get_all("idempotency-key").iter().map(|value| value.as_bytes()).collect();
     match Key::from_header(&lines, format) {
         Ok(None) => KeyGiven::Missing,
@@ -45,8 +35,7 @@ pub(crate) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
 }
 
 /// The scope of a request, if authentication set one.
-#[must_use]
-pub(crate) fn scope_in(parts: &Parts) -> Option<Scope> {
+pub(super) fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
 }
 
@@ -62,20 +51,15 @@ pub(super) fn unread(engine: &Core, endpoint: &Registered, scope: Option<Scope>,
     engine.front(endpoint, Asking { scope, key, command: Arc::new(Unread) })
 }
 
-/// Reads the body within the limits of the operation.
-///
-/// # Errors
-/// The problem to answer with: 413, 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`, 408, or 400.
-///
-/// # Cancel safety
-/// If the future is dropped, the rest of the body is not read and its memory is returned.
-pub(crate) async fn read_body(
+/// Reads the body within the limits of the operation, or returns the problem to answer with. Keep
+/// the permit as long as the bytes.
+pub(super) async fn read_body(
     engine: &Core,
     endpoint: &Registered,
     parts: &Parts,
     scope: &Scope,
     mut body: Body,
-) -> Result<Intake, Box<Problem>> {
+) -> Result<(Vec<u8>, BodyPermit), Box<Problem>> {
     let max = endpoint.request_body_max();
     let said = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if said.is_some_and(|said| said > max as u64) {
@@ -102,7 +86,7 @@ pub(crate) async fn read_body(
             }
         }
     }
-    Ok(Intake { body: bytes, permit })
+    Ok((bytes, permit))
 }
 
 /// The answer to a request that is refused before the engine is asked. It is counted like a refusal

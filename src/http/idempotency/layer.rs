@@ -24,7 +24,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::extract::OutcomeTag;
-use super::intake::{Intake, content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, unread};
+use super::intake::{content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, unread};
 use super::respond::respond;
 use crate::operation::port::Keys;
 use crate::operation::rules::json::JsonError;
@@ -35,6 +35,7 @@ use crate::operation::{
 };
 
 /// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
+#[derive(Debug)]
 pub struct IdempotencyLayer<S: Keys> {
     engine: Engine<S>,
     endpoint: Registered,
@@ -43,8 +44,7 @@ pub struct IdempotencyLayer<S: Keys> {
 /// A service with the layer around it.
 pub struct IdempotencyService<I, S: Keys> {
     inner: I,
-    engine: Engine<S>,
-    endpoint: Registered,
+    layer: IdempotencyLayer<S>,
 }
 
 impl<S: Keys> IdempotencyLayer<S> {
@@ -63,7 +63,7 @@ impl<I, S: Keys> Layer<I> for IdempotencyLayer<S> {
     type Service = IdempotencyService<I, S>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        IdempotencyService { inner, engine: self.engine.clone(), endpoint: self.endpoint.clone() }
+        IdempotencyService { inner, layer: self.clone() }
     }
 }
 
@@ -85,12 +85,12 @@ where
         // `poll_ready` made this instance ready, so this one must be called, not its clone.
         let next = self.inner.clone();
         let inner = std::mem::replace(&mut self.inner, next);
-        let (engine, endpoint) = (self.engine.clone(), self.endpoint.clone());
-        Box::pin(async move { Ok(serve(engine, endpoint, inner, request).await) })
+        let layer = self.layer.clone();
+        Box::pin(async move { Ok(serve(layer, inner, request).await) })
     }
 }
 
-async fn serve<I, S>(engine: Engine<S>, endpoint: Registered, mut inner: I, request: Request) -> Response
+async fn serve<I, S>(layer: IdempotencyLayer<S>, mut inner: I, request: Request) -> Response
 where
     I: Service<Request, Response = Response, Error = Infallible> + Send + 'static,
     I::Future: Send + 'static,
@@ -100,6 +100,7 @@ where
     if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
         return call(&mut inner, request).await;
     }
+    let IdempotencyLayer { engine, endpoint } = layer;
     let (mut parts, body) = request.into_parts();
     let (key, scope) = (key_in(&parts.headers, endpoint.route().key_format), scope_in(&parts));
     let early = unread(&engine, &endpoint, scope.clone(), key.clone());
@@ -113,7 +114,7 @@ where
     if let Some(problem) = multipart_refused(&endpoint, &parts.headers) {
         return refused(&endpoint, &problem);
     }
-    let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, tenant, body).await {
+    let (body, permit) = match read_body(&engine, &endpoint, &parts, tenant, body).await {
         Ok(intake) => intake,
         Err(problem) => return refused(&endpoint, &problem),
     };
@@ -154,16 +155,13 @@ where
     }
 }
 
-/// The raw request as a command, as the handler sees it (M23). The whole path counts, and its
-/// parameters too. With a fixed name in place of the path, two resources that a router
-/// distinguishes only by the path would be one, and a client's key would replay the answer of
-/// another resource. So after a mount or an ingress prefix has changed, a retry is another command:
-/// it gets 422, and nothing runs.
+/// The raw request as a command, as the handler sees it (M23). The whole path counts, not only its
+/// parameters: a router may distinguish two resources only by their paths, and in `nest_service`
+/// and in a fallback it may give other parameters. So after a mount or an ingress prefix has
+/// changed, a retry is another command: it gets 422, and nothing runs.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
-    // In `nest_service` and in a fallback the router may give other parameters than those that
-    // distinguish resources, so the whole path counts too. Nested routers strip prefixes of `uri`
-    // (pitfall 24).
+    // Nested routers strip prefixes of `uri` (pitfall 24).
     let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
     path.push(("@path".to_owned(), uri.path().to_owned()));
     if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {
@@ -216,7 +214,6 @@ async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<R
     }
 }
 
-/// A response without its body.
 fn head(response: &Response) -> Reply {
     let headers = response.headers().iter();
     let headers = headers.map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
@@ -241,7 +238,6 @@ struct Unended {
     body: Body,
 }
 
-/// Reads a body of at most so many bytes, within this time.
 async fn read_whole(body: Body, max: usize, within: Duration) -> Result<Vec<u8>, Unended> {
     let until = tokio::time::Instant::now() + within;
     let (mut read, mut length, mut rest) = (Vec::new(), 0, body.into_data_stream());
@@ -272,18 +268,12 @@ impl<S: Keys> Clone for IdempotencyLayer<S> {
 
 impl<I: Clone, S: Keys> Clone for IdempotencyService<I, S> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), engine: self.engine.clone(), endpoint: self.endpoint.clone() }
-    }
-}
-
-impl<S: Keys> fmt::Debug for IdempotencyLayer<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IdempotencyLayer").field("endpoint", &self.endpoint).finish_non_exhaustive()
+        Self { inner: self.inner.clone(), layer: self.layer.clone() }
     }
 }
 
 impl<I, S: Keys> fmt::Debug for IdempotencyService<I, S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IdempotencyService").field("endpoint", &self.endpoint).finish_non_exhaustive()
+        f.debug_struct("IdempotencyService").field("layer", &self.layer).finish_non_exhaustive()
     }
 }

@@ -230,7 +230,6 @@ mod tests {
 
     #[derive(Debug, Deserialize)]
     #[serde(deny_unknown_fields)]
-    #[allow(dead_code)] // Debug reads them
     struct All {
         one: Item,
         maybe: Option<Item>,

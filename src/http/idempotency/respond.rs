@@ -16,7 +16,7 @@ use crate::operation::{Answered, Problem, Reply};
 
 /// Marks an answer as the outcome of an earlier request. It is for debugging; clients do not depend
 /// on it (M65).
-pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
+const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// The state of the key, sent with a replayed answer.
 const KEY_STATE: HeaderName = HeaderName::from_static("idempotency-key-state");
 const HOME_REGION: HeaderName = HeaderName::from_static("idempotency-home-region");
@@ -53,8 +53,7 @@ pub fn respond(answered: Answered) -> Response {
 }
 
 /// Turns an operation's own answer into a response.
-#[must_use]
-pub(crate) fn reply_response(reply: Reply, replayed: bool) -> Response {
+pub(super) fn reply_response(reply: Reply, replayed: bool) -> Response {
     let status = StatusCode::from_u16(reply.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     // Responses with these statuses have no body, whatever was stored.
     let bare = status == StatusCode::NO_CONTENT || status == StatusCode::NOT_MODIFIED;

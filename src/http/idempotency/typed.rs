@@ -45,7 +45,7 @@ use axum::response::Response;
 use futures_util::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
-use super::intake::{Intake, content_type, invalid, key_in, read_body, refused, scope_in, unread};
+use super::intake::{content_type, invalid, key_in, read_body, refused, scope_in, unread};
 use super::objects::read_json;
 use super::respond::respond;
 use crate::error::HandlerError;
@@ -95,13 +95,7 @@ pub struct Taken<C> {
     pub permit: BodyPermit,
 }
 
-/// A command with the memory permit of its body, kept until its run has ended.
-struct Held<C> {
-    scoped: Scoped<C>,
-    _permit: BodyPermit,
-}
-
-impl<C: Canonical> Canonical for Held<C> {
+impl<C: Canonical> Canonical for Taken<C> {
     fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
         self.scoped.write_canonical(version, writer);
     }
@@ -162,7 +156,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
             return Err(refuse(&Problem::new(Code::UnsupportedMediaType)));
         }
         let intake = read_body(&self.engine, &self.endpoint, &parts, &scope, body).await;
-        let Intake { body, permit } = intake.map_err(|problem| refuse(&problem))?;
+        let (body, permit) = intake.map_err(|problem| refuse(&problem))?;
         let command: C = read_json(&body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
         command.check().map_err(|wrong| refuse(&invalid(wrong)))?;
         Ok(Taken { scoped: Scoped { scope, command }, key, permit })
@@ -182,11 +176,11 @@ impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
             Ok(taken) => taken,
             Err(response) => return *response,
         };
-        let scope = Some(taken.scoped.scope.clone());
-        let held = Held { scoped: taken.scoped, _permit: taken.permit };
+        let (scope, key) = (Some(taken.scoped.scope.clone()), taken.key.clone());
+        // The whole of it is the command, because the permit is kept until the run has ended.
         let run = self
             .engine
-            .execute_transactional(&self.endpoint, scope, taken.key, held, move |held, tx| handler(&held.scoped, tx));
+            .execute_transactional(&self.endpoint, scope, key, taken, move |taken, tx| handler(&taken.scoped, tx));
         respond(run.await)
     }
 }

@@ -1,7 +1,6 @@
 //! What the layer gives to a handler: how far its run has come, and a way to commit the outcome
 //! together with the handler's effects (O2).
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -84,6 +83,7 @@ impl Progress {
 }
 
 /// The claim of the request that a handler serves.
+#[derive(Debug)]
 pub struct Guard<S: Keys> {
     engine: Engine<S>,
     endpoint: Registered,
@@ -137,7 +137,6 @@ impl<S: Keys> Guard<S> {
     }
 
     /// How far this run has come.
-    #[must_use]
     pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }
@@ -281,11 +280,5 @@ impl<S: Keys> Clone for Guard<S> {
             progress: self.progress.clone(),
             heart: self.heart.clone(),
         }
-    }
-}
-
-impl<S: Keys> fmt::Debug for Guard<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Guard").field("owned", &self.owned).field("progress", &self.progress).finish_non_exhaustive()
     }
 }

@@ -24,7 +24,6 @@ const AGAIN: Duration = Duration::from_millis(100);
 /// The longest such pause; the pause doubles each time.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
-/// How a run ended.
 struct End {
     /// Whether it had no effect. Its outcome can be UNKNOWN all the same, if it repeats a run of
     /// unknown outcome.
@@ -58,12 +57,12 @@ impl Edge {
         match first {
             Ok(Ok(Fenced::Done)) => {
                 drop(heart);
-                self.begin.has_ended();
+                self.begin.entry.leave();
                 return tell(answer);
             }
             Ok(Ok(Fenced::LostOwnership)) => {
                 let is_stored = self.late(&end).await;
-                self.begin.has_ended();
+                self.begin.entry.leave();
                 let unstored = EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored));
                 return tell(if is_stored { answer } else { unstored });
             }

@@ -20,7 +20,6 @@ const FULL: Duration = Duration::from_secs(30);
 
 impl Front {
     /// A problem with this code and the values of its table.
-    #[must_use]
     pub(crate) fn problem(&self, code: Code) -> Answered {
         Answered::Problem(Problem::new(code))
     }
@@ -29,13 +28,7 @@ impl Front {
     /// `IDEMPOTENCY_RECOVERY_PENDING`. It has the location of the operation if the endpoint has an
     /// `operation_path`. Its status is 202 if the route accepts duplicates, or if the operation is
     /// phased and has a location; otherwise 409.
-    #[must_use]
-    pub(crate) fn pending(&self, record: &Record) -> Answered {
-        self.recovering(record.operation_id)
-    }
-
-    /// As [`Self::pending`], for an operation whose record was not read.
-    pub(in crate::operation) fn recovering(&self, operation_id: Uuid) -> Answered {
+    pub(crate) fn pending(&self, operation_id: Uuid) -> Answered {
         let mut problem = Problem::new(Code::RecoveryPending);
         problem.operation_id = Some(operation_id);
         problem.location = self.endpoint.location_of(operation_id);
@@ -55,7 +48,6 @@ impl Front {
 
     /// The answer to a duplicate while the first request runs in this process, and to a request
     /// whose own timeout has passed (O10).
-    #[must_use]
     pub(crate) fn still_running(&self, ran: Duration) -> Answered {
         self.note(Noted::InProgress);
         let mut problem = Problem::new(Code::InProgress);
@@ -65,7 +57,6 @@ impl Front {
 
     /// The answer when as many operations run as the store's connections can carry. Nothing was
     /// begun (O29).
-    #[must_use]
     pub(in crate::operation) fn no_room(&self) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");
         self.note(Noted::StoreError("admit"));
@@ -75,7 +66,6 @@ impl Front {
 
     /// The answer where the route has keys off, although the operation claims every request.
     /// Registration refuses such a route; this is for an endpoint of another mode.
-    #[must_use]
     pub(in crate::operation) fn no_use_of_keys(&self) -> Answered {
         tracing::error!(operation = %self.endpoint.operation(), mode = %self.endpoint.route().mode,
             "the operation claims every request, and its route has `requirement = off`: register it with `optional`");
@@ -190,7 +180,7 @@ impl Front {
             }
             Decision::RecoveryPending | Decision::Reconcile | Decision::Recover => {
                 if let Some((record, _)) = seen {
-                    return self.pending(record);
+                    return self.pending(record.operation_id);
                 }
             }
             Decision::UnknownOutcome => {

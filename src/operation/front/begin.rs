@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use crate::operation::port::{Basis, KeyClaim};
 use crate::operation::rules::Record;
@@ -17,13 +16,15 @@ use crate::operation::running::Entry;
 pub(crate) struct Begin {
     /// The claim. Its operation id is a new one, or that of the record that runs again.
     pub claim: KeyClaim,
-    pub(super) ground: Ground,
-    pub(super) entry: Arc<Entry>,
+    pub(in crate::operation) ground: Ground,
+    /// Its place in the map of runs. Work that outlives the request and must end before the key is
+    /// used again holds it too.
+    pub(in crate::operation) entry: Arc<Entry>,
     /// Whether the claim succeeded before: after a deadlock it is made again, for the same request.
     pub(super) claimed: AtomicBool,
 }
 
-/// The state of the record that the claim relies on.
+/// A [`Basis`] that owns its record, for work that outlives the request.
 #[derive(Debug, Clone)]
 pub(in crate::operation) enum Ground {
     New,
@@ -46,7 +47,6 @@ impl Ground {
 impl Begin {
     /// The state of the record that the claim relies on; if it has changed, the store refuses the
     /// claim.
-    #[must_use]
     pub(crate) fn basis(&self) -> Basis<'_> {
         self.ground.basis()
     }
@@ -55,27 +55,5 @@ impl Begin {
     /// once.
     pub(in crate::operation) fn is_first_claim(&self) -> bool {
         !self.claimed.swap(true, Ordering::Relaxed)
-    }
-
-    /// The same as an owned value, for work that outlives the request.
-    pub(in crate::operation) fn ground(&self) -> Ground {
-        self.ground.clone()
-    }
-
-    /// How long the run has taken so far.
-    #[must_use]
-    pub(crate) fn ran(&self) -> Duration {
-        self.entry.ran()
-    }
-
-    /// Its entry in the map of runs, for work that outlives the request and must end before the key
-    /// is used again.
-    pub(in crate::operation) fn place(&self) -> Arc<Entry> {
-        Arc::clone(&self.entry)
-    }
-
-    /// Removes the run from the map; see `Entry::leave`.
-    pub(in crate::operation) fn has_ended(&self) {
-        self.entry.leave();
     }
 }

@@ -115,7 +115,8 @@ impl Driver {
     /// Returns the bytes to send, or `None` if the call may not start. Whether the call fits into
     /// the lease is checked last.
     async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
-        let bytes = self.request(effect, intent)?;
+        let what = format!("request:{}", effect.name);
+        let bytes = self.phased.vault.open(self.driven.operation_id, &what, &intent.intent.request)?;
         let may = self.phased.is_ours().await? && self.fits(effect).await;
         Ok(may.then_some(bytes))
     }
@@ -158,9 +159,19 @@ impl Driver {
         intent: &StoredIntent,
         asks: Asks,
     ) -> Result<Next, StoreError> {
-        let Some(asked) = self.ask(effect, stored, intent).await? else {
+        let Some(bytes) = self.ready(effect, intent).await? else {
             return self.release_with_backoff(stored.attempts).await;
         };
+        let key = ProviderKey::stored(&intent.intent.provider_key);
+        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
+        tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
+        let asked = answered.unwrap_or_else(|_| Asked {
+            answer: QueryAnswer::Failed,
+            status: None,
+            saw: b"no answer in time".to_vec(),
+        });
+        self.reached |= asked.status.is_some();
         self.asked = asks == Asks::First;
         let verdict = match asked.answer.verdict() {
             Verdict::NotFound if asks == Asks::First => Verdict::Indefinite,
@@ -181,27 +192,6 @@ impl Driver {
         Ok(Next::Again)
     }
 
-    /// Makes one query; `None` if it may not start.
-    async fn ask(
-        &mut self,
-        effect: &Declared,
-        stored: &StoredOperation,
-        intent: &StoredIntent,
-    ) -> Result<Option<Asked>, StoreError> {
-        let Some(bytes) = self.ready(effect, intent).await? else { return Ok(None) };
-        let key = ProviderKey::stored(&intent.intent.provider_key);
-        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
-        tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
-        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
-        let asked = answered.unwrap_or_else(|_| Asked {
-            answer: QueryAnswer::Failed,
-            status: None,
-            saw: b"no answer in time".to_vec(),
-        });
-        self.reached |= asked.status.is_some();
-        Ok(Some(asked))
-    }
-
     /// Whether the timeout of a call fits into the rest of the lease, so that no call runs on after
     /// another process may have become the owner (O5). Renews the lease first if it does not fit.
     async fn fits(&self, effect: &Declared) -> bool {
@@ -210,11 +200,6 @@ impl Driver {
             self.hold.renew().await;
         }
         timeout <= self.hold.left()
-    }
-
-    fn request(&self, effect: &Declared, intent: &StoredIntent) -> Result<Vec<u8>, StoreError> {
-        let what = format!("request:{}", effect.name);
-        self.phased.vault.open(self.driven.operation_id, &what, &intent.intent.request)
     }
 
     async fn keep_answer(&mut self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
@@ -270,13 +255,18 @@ impl Driver {
         row: &NewEvidence,
     ) -> Result<bool, StoreError> {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
-        let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
+        // Counted from the first refusal: the time for which the database was away before does not
+        // count.
+        let mut until = None;
         // The observation exists only here. A row that is written twice counts once.
         while let Err(error) = self.phased.store.observe(row).await {
             tracing::error!(operation = %self.driven.operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
             let stops = self.stop.is_cancelled();
-            let patient = error.is_transient() || (tokio::time::Instant::now() < until && !stops);
+            let patient = error.is_transient() || {
+                let now = tokio::time::Instant::now();
+                now < *until.get_or_insert(now + self.phased.settings.refused_max) && !stops
+            };
             if !proves(verdict) && (!patient || stops) {
                 return Err(error);
             }
@@ -302,8 +292,7 @@ impl Driver {
                 (None, _) => continue,
             };
             let effect = intent.intent.effect.as_str();
-            let rows = evidence::providers(&self.phased.vault, &stored.evidence, effect)?;
-            if evidence::evidence(&rows).contradicts(decided) {
+            if evidence::providers(&self.phased.vault, &stored.evidence, effect)?.contradicts(decided) {
                 tracing::error!(operation = %stored.operation_id, effect, ?decided,
                     "evidence contradicts what was decided: nothing is rewritten, a person must look");
                 self.note(Noted::Contradiction);

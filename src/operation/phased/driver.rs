@@ -32,8 +32,8 @@ use super::ends::{Local, Settled};
 use super::evidence;
 use super::flow::{AnyCommand, AnyFlow, Erased, Given};
 use super::hold::Hold;
+use super::leaving::{FIRST_ENDED, gap_name};
 use super::phase::Context;
-use super::reasons::{FIRST_ENDED, gap_name};
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
@@ -70,9 +70,8 @@ pub(super) fn before_try(number: u32) -> Duration {
 pub(super) enum End {
     /// The outcome is known and stored.
     Known,
-    /// It will be continued later.
     Later,
-    /// It is parked for an operator.
+    /// An operator must decide what follows.
     Parked,
     /// Another process drives it.
     Lost,
@@ -133,7 +132,6 @@ pub(super) struct Driver {
 /// sealed answer.
 pub(super) type Ready = (Arc<Member>, Context, AnyCommand, Fingerprint);
 
-/// The result of a step.
 pub(super) enum Next {
     Again,
     End(End),
@@ -243,7 +241,7 @@ impl Driver {
 
     async fn step(&mut self, stored: &StoredOperation) -> Result<Next, StoreError> {
         let member = Arc::clone(&self.member);
-        let flow = member.flow();
+        let flow = &member.flow;
         match stored.stage {
             // A handler ended the transaction of the first phase itself: its effects may be
             // committed.
@@ -314,7 +312,7 @@ impl Driver {
     async fn settled(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.settled(&stored.point) else { return self.park_for_operator("no-such-point").await };
         if let Some(unknown) = stored.intents.iter().find(|one| flow.effect(&one.intent.effect).is_none()) {
-            tracing::error!(flow = flow.name(), effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
+            tracing::error!(flow = flow.name, effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
             return self.park_for_operator("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
@@ -338,7 +336,7 @@ impl Driver {
                 Some(effect) => {
                     tx.rollback().await?;
                     tracing::error!(
-                        flow = flow.name(),
+                        flow = flow.name,
                         effect,
                         "a phase says that an operation failed whose effect stands"
                     );
@@ -361,8 +359,7 @@ impl Driver {
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
             return self.send(effect, stored, intent, 1, None).await;
         }
-        let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
-        let seen = evidence::evidence(&rows);
+        let seen = evidence::evidence(&self.phased.vault, &stored.evidence, effect.name)?;
         let step =
             effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
@@ -372,13 +369,13 @@ impl Driver {
             _ if intent.intent.strategy != effect.strategy_name() => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, intended = %intent.intent.strategy,
                     declared = effect.strategy_name(), "an effect was intended with another strategy");
-                self.park_open(effect, intent, "another-strategy").await
+                self.park_unless_proven(effect, intent, "another-strategy").await
             }
             // The call cannot be made in this process, and waiting does not change that: the
             // attempt counts, and after the last one the operation is parked.
             Step::Send if self.is_spent() && self.unmade => {
                 if self.came == Came::Due && stored.attempts.saturating_add(1) >= self.phased.settings.attempts_max {
-                    return self.park_open(effect, intent, "cannot-be-sent").await;
+                    return self.park_unless_proven(effect, intent, "cannot-be-sent").await;
                 }
                 Ok(Next::End(self.release(self.pause(stored.attempts), true).await?))
             }
@@ -417,7 +414,7 @@ impl Driver {
                 if gap == Gap::Mismatch {
                     self.note(Noted::Contradiction);
                 }
-                self.park_open(effect, intent, gap_name(gap)).await
+                self.park_unless_proven(effect, intent, gap_name(gap)).await
             }
         }
     }
@@ -430,9 +427,8 @@ impl Driver {
     /// Settles an effect in the transaction that reads its evidence.
     async fn settle(&mut self, effect: &Declared, sends: Sends, point: &str) -> Result<Next, StoreError> {
         let mut tx = self.phased.store.begin_phase(&self.driven).await?;
-        let stored = tx.evidence().await?;
-        let rows = evidence::rows(&self.phased.vault, &stored, effect.name)?;
-        let Some(settled) = evidence::evidence(&rows).settled(sends) else {
+        let seen = evidence::evidence(&self.phased.vault, &tx.evidence().await?, effect.name)?;
+        let Some(settled) = seen.settled(sends) else {
             // New evidence has arrived: decide again.
             tx.rollback().await?;
             return Ok(Next::Again);
@@ -478,8 +474,7 @@ impl Driver {
         stage: Stage,
         intent: Option<NewIntent>,
     ) -> Result<Next, StoreError> {
-        let intents: Vec<NewIntent> = intent.into_iter().collect();
-        let moved = tx.advance(from, to, stage, &intents).await?;
+        let moved = tx.advance(from, to, stage, intent.as_slice()).await?;
         self.commit(tx, moved).await
     }
 
@@ -541,7 +536,6 @@ impl Driver {
     }
 }
 
-/// Whether this verdict is one that settles an effect this way.
 fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
     match settled {
         provider::Settled::Succeeded => verdict == Verdict::Succeeded,
@@ -589,7 +583,7 @@ pub(super) fn outcome(
     failure: Option<Option<String>>,
 ) -> Result<RunOutcome, StoreError> {
     let kept = Kept::Whole(reply.clone());
-    let answer = phased.engine.encode(member.endpoint(), context.identity(), fingerprint, &kept);
+    let answer = phased.engine.encode(&member.endpoint, context.identity(), fingerprint, &kept);
     let answer = answer.map_err(|error| StoreError::Refused(format!("an answer cannot be kept: {error}")))?;
     Ok(match failure {
         None => RunOutcome::Completed(answer),

@@ -21,12 +21,12 @@ use crate::operation::rules::provider::{Settled, Strategy};
 #[derive(Debug)]
 pub struct Effect<P> {
     provider: Arc<P>,
-    declared: Declared,
+    pub(super) declared: Declared,
 }
 
 /// An effect that undoes another effect. It has an identity of its own, like every effect.
 #[derive(Debug)]
-pub struct Undo<P>(Effect<P>);
+pub struct Undo<P>(pub(super) Effect<P>);
 
 /// The registered part of an effect.
 #[derive(Debug, Clone)]
@@ -121,10 +121,6 @@ impl<P: Provider> Effect<P> {
         Ok(Intent(self.prepared(context, request)?))
     }
 
-    pub(super) fn declared(&self) -> Declared {
-        self.declared.clone()
-    }
-
     fn prepared<R: ?Sized>(&self, context: &Context, request: &R) -> Result<Prepared, HandlerError>
     where
         P: Prepare<R>,
@@ -145,10 +141,6 @@ impl<P: Provider> Undo<P> {
         P: Prepare<R>,
     {
         Ok(Compensation(self.0.prepared(context, request)?))
-    }
-
-    pub(super) fn declared(&self) -> Declared {
-        self.0.declared()
     }
 }
 

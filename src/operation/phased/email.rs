@@ -39,7 +39,7 @@ use super::sending;
 use crate::email::carriage::{Failure, address, compose, message_id};
 use crate::error::HandlerError;
 use crate::operation::Endpoint;
-use crate::operation::rules::provider::{Answer, Matches, Strategy};
+use crate::operation::rules::provider::{Answer, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
 use crate::store::base::Base;
 
@@ -114,7 +114,6 @@ impl Emails {
     }
 }
 
-/// Splits the stored bytes into the envelope and the e-mail.
 fn opened(bytes: &[u8]) -> Result<(Envelope, &[u8]), HandlerError> {
     let (parties, email) = sending::opened::<Parties>(bytes)?;
     let address = |text: &String| text.parse().map_err(HandlerError::terminal);
@@ -144,14 +143,7 @@ impl Provider for Emails {
             Err(error) => return Sent { answer: Answer::NotMade, saw: error.message().as_bytes().to_vec() },
         };
         match self.transport.carry(&message_id(call.key.as_str()), &envelope, email, SENDING).await {
-            Ok(()) => {
-                let mut answer = Answer::status(200);
-                if let Answer::Status { matches, .. } = &mut answer {
-                    // A server that accepts an e-mail gives no body to compare.
-                    *matches = Matches::ALL;
-                }
-                Sent { answer, saw: Vec::new() }
-            }
+            Ok(()) => Sent { answer: sending::uncompared(Answer::status(200)), saw: Vec::new() },
             Err(Failure { error, permanent, arrived }) => {
                 let answer = match (permanent, arrived) {
                     (true, _) => Answer::status(422),

@@ -36,7 +36,7 @@ use crate::time::since::Since;
 /// Runs the phased operations of an engine. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct PhasedEngine {
-    phased: Arc<Phased>,
+    pub(super) phased: Arc<Phased>,
     stop: CancellationToken,
 }
 
@@ -85,9 +85,9 @@ impl<S: Base> PhasedEngineBuilder<S> {
     /// # Errors
     /// [`PhasedEngineError`]: the operation could not be recovered.
     pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
-        let (flow, operation) = (flow.any(), endpoint.operation().as_str());
-        if flow.name() != operation {
-            return Err(PhasedEngineError::Name { flow: flow.name(), operation: operation.to_owned() });
+        let (flow, operation) = (flow.0, endpoint.operation().as_str());
+        if flow.name != operation {
+            return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
         }
         if endpoint.route().mode != Mode::Phased {
             return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
@@ -109,12 +109,8 @@ impl PhasedEngine {
     #[must_use]
     pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> PhasedEngineBuilder<S> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
-        let phased = Phased::new(engine.core().clone(), store, DriveSettings::default(), deployment);
+        let phased = Phased::new(engine.core().clone(), store, deployment);
         PhasedEngineBuilder { phased, of: PhantomData }
-    }
-
-    pub(super) fn phased(&self) -> Arc<Phased> {
-        Arc::clone(&self.phased)
     }
 
     /// Stops the drivers that requests started here, after the calls in flight. A worker continues
@@ -201,18 +197,18 @@ impl PhasedEngine {
                 },
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
-                    Ok(Recovered::Pending) => return front.pending(&record),
+                    Ok(Recovered::Pending) => return front.pending(record.operation_id),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
                     // The operation exists; an outage of the store does not undo what it did.
                     Err(error) => {
                         drop(front.store_failed("recover", &error));
-                        return front.pending(&record);
+                        return front.pending(record.operation_id);
                     }
                 },
                 Turn::Begin(begin) => {
                     let operation_id = begin.claim.operation_id;
                     let opening = Opening {
-                        phased: self.phased(),
+                        phased: Arc::clone(&self.phased),
                         stop: self.stop.clone(),
                         member: Arc::clone(&member),
                         command: Arc::clone(&command),
@@ -258,11 +254,9 @@ impl PhasedEngine {
     async fn stands(&self, front: &mut Front, operation_id: Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
-            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => {
-                front.recovering(operation_id)
-            }
+            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => front.pending(operation_id),
             Turn::Answer(answered) => answered,
-            Turn::Recover(record) => front.pending(&record),
+            Turn::Recover(record) => front.pending(record.operation_id),
             Turn::Unkeyed | Turn::Begin(_) => {
                 tracing::error!(operation = %operation_id, "an operation is gone that was just there");
                 front.problem(Code::StoreUnavailable)
@@ -320,7 +314,6 @@ impl PhasedEngine {
     }
 }
 
-/// The result of a recovery by a request.
 enum Recovered {
     /// The record has changed, or may have changed: read it again.
     Look,

@@ -132,23 +132,22 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
     Ok(Row { proof, operator, saw })
 }
 
-/// The rows of an effect that come from a provider, and an operator's rows that waive a send:
-/// without them a declined duplicate would look like a failure.
-///
-/// # Errors
-/// A row that cannot be read.
-pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
+/// What providers said of an effect. An operator's rows that waive a send count too: without them a
+/// declined duplicate would look like a failure.
+pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
     let mut rows = all(vault, stored, effect)?;
     rows.retain(|row| !row.operator || row.proof.verdict == Verdict::Waived);
-    Ok(rows)
+    Ok(Evidence::of(rows.iter().map(|row| row.proof)))
+}
+
+/// What the rows of an effect say that decide, which are those of [`rows`].
+pub(super) fn evidence(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
+    Ok(Evidence::of(rows(vault, stored, effect)?.iter().map(|row| row.proof)))
 }
 
 /// The rows of an effect that decide: the operator's last success or failure alone, or all rows
 /// where there is none. Beside an operator's failure a provider's later success stays: the operator
 /// cannot have known it, so it is decided again.
-///
-/// # Errors
-/// A row that cannot be read.
 pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = all(vault, stored, effect)?;
     let decided = |row: &Row| row.operator && matches!(row.proof.verdict, Verdict::Succeeded | Verdict::Failed);
@@ -170,10 +169,6 @@ fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row
     of_it.map(|one| read(vault, one)).collect()
 }
 
-pub(super) fn evidence(rows: &[Row]) -> Evidence {
-    Evidence::of(rows.iter().map(|row| row.proof))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -183,7 +178,7 @@ mod tests {
     use crate::time::db_time::DbTime;
 
     fn plain() -> Vault {
-        Vault::new(Sealer::plain())
+        Vault(Sealer::plain())
     }
 
     fn observed(verdict: Verdict, send: u32, by: By) -> StoredEvidence {
@@ -259,14 +254,13 @@ mod tests {
     fn o8_proof_that_comes_after_an_operators_failure_is_a_conflict_until_it_is_judged() {
         let (vault, proof) = (plain(), observed(Verdict::Succeeded, 1, By::Answer));
         let sends = Sends { first_sent_at: Some(DbTime::from_millis(1)), begun: 1 };
-        let settled =
-            |stored: &[StoredEvidence]| evidence(&rows(&vault, stored, "charge").expect("read")).settled(sends);
+        let settled = |stored: &[StoredEvidence]| evidence(&vault, stored, "charge").expect("read").settled(sends);
         let failure = operators("failure");
         assert_eq!(settled(std::slice::from_ref(&failure)), Some(Settled::Failed));
         assert_eq!(settled(&[failure.clone(), proof.clone()]), None);
         // The operator decided again, against the evidence.
         assert_eq!(settled(&[failure.clone(), proof.clone(), failure.clone()]), Some(Settled::Failed));
         let said = providers(&vault, &[proof, failure], "charge").expect("read");
-        assert!(evidence(&said).contradicts(Settled::Failed));
+        assert!(said.contradicts(Settled::Failed));
     }
 }

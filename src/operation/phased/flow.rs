@@ -29,14 +29,14 @@ pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
 
 /// A registered operation. A worker drives only the flows and versions that it has.
 #[derive(Debug)]
-pub struct Flow<S>(AnyFlow, PhantomData<fn(S)>);
+pub struct Flow<S>(pub(super) AnyFlow, PhantomData<fn(S)>);
 
 /// A flow without the type of its database, as drivers use it.
 pub(super) struct AnyFlow {
-    name: &'static str,
-    version: u32,
+    pub(super) name: &'static str,
+    pub(super) version: u32,
     decode: fn(&[u8]) -> Result<AnyCommand, serde_json::Error>,
-    first: Box<dyn Erased<First>>,
+    pub(super) first: Box<dyn Erased<First>>,
     local: BTreeMap<&'static str, Box<dyn Erased<Local>>>,
     settled: BTreeMap<String, Box<dyn Erased<Settled>>>,
     effects: Vec<Declared>,
@@ -134,29 +134,13 @@ impl<S: Base> Flow<S> {
         };
         FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], of: PhantomData }
     }
-
-    pub(super) fn any(self) -> AnyFlow {
-        self.0
-    }
 }
 
 impl AnyFlow {
-    pub(super) fn name(&self) -> &'static str {
-        self.name
-    }
-
-    pub(super) fn version(&self) -> u32 {
-        self.version
-    }
-
     pub(super) fn decode(&self, bytes: &[u8]) -> Result<AnyCommand, StoreError> {
         (self.decode)(bytes).map_err(|error| {
             StoreError::Corrupt(format!("a command of `{}` version {}: {error}", self.name, self.version))
         })
-    }
-
-    pub(super) fn first(&self) -> &dyn Erased<First> {
-        self.first.as_ref()
     }
 
     pub(super) fn local(&self, point: &str) -> Option<&dyn Erased<Local>> {
@@ -217,13 +201,13 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     /// Adds an effect, and the phase that runs when it is settled.
     #[must_use]
     pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
-        self.declare(effect.declared(), Box::new(Typed::<S, _, C>::new(then)))
+        self.declare(effect.declared.clone(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
     /// Adds an effect that undoes another, and the phase that runs when it is settled.
     #[must_use]
     pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
-        self.declare(undo.declared(), Box::new(Typed::<S, _, C>::new(then)))
+        self.declare(undo.0.declared.clone(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
     /// Adds another phase after an effect is settled, at this point.

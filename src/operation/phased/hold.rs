@@ -62,7 +62,6 @@ impl Hold {
         self.shared.lost.is_cancelled()
     }
 
-    /// Renews the lease now, once.
     pub(super) async fn renew(&self) {
         self.shared.renew().await;
     }

@@ -97,19 +97,15 @@ impl HttpCaller {
         }
         let mut response = match self.client.request(method, url).headers(sent).body(body).send().await {
             Ok(response) => response,
-            Err(error) => return Ok(lost(&error)),
+            Err(error) if was_not_sent(&error) => return Ok(CallOutcome::NotConnected(causes(&error))),
+            Err(error) => return Ok(CallOutcome::NoAnswer(causes(&error))),
         };
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let mut body = Vec::new();
-        loop {
-            match response.chunk().await {
-                Ok(Some(chunk)) if body.len() + chunk.len() <= ANSWER_MAX => body.extend_from_slice(&chunk),
-                Ok(Some(_)) => return Ok(CallOutcome::NoAnswer("the answer is too long".to_owned())),
-                Ok(None) => return Ok(CallOutcome::Answered(Response { status, headers, body })),
-                // The status alone decides nothing: the body says what was done.
-                Err(error) => return Ok(CallOutcome::NoAnswer(chain(&error))),
-            }
-        }
+        Ok(match body_of(&mut response, ANSWER_MAX).await {
+            Ok(body) => CallOutcome::Answered(Response { status, headers, body }),
+            // The status alone decides nothing: the body says what was done.
+            Err(why) => CallOutcome::NoAnswer(why),
+        })
     }
 }
 
@@ -123,27 +119,34 @@ impl Response {
     /// The answer with only the status and `Retry-After` filled in.
     #[must_use]
     pub fn answer(&self) -> Answer {
-        match Answer::status(self.status) {
-            Answer::Status { status, listed, in_progress, replayed, matches, .. } => {
-                Answer::Status { status, listed, in_progress, replayed, matches, retry_after: self.retry_after() }
-            }
-            other => other,
+        let mut answer = Answer::status(self.status);
+        if let Answer::Status { retry_after, .. } = &mut answer {
+            *retry_after = self.retry_after();
         }
+        answer
     }
 }
 
-/// What is certain about a call that failed.
-fn lost(error: &reqwest::Error) -> CallOutcome {
-    // reqwest sets this only for errors while the connection is made, which include the timeout of
-    // its connector.
-    if error.is_connect() || error.is_builder() {
-        return CallOutcome::NotConnected(chain(error));
+/// Reads the body of an answer to its end; the error says why that failed.
+pub(crate) async fn body_of(response: &mut reqwest::Response, max: usize) -> Result<Vec<u8>, String> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(|error| causes(&error))? {
+        if body.len() + chunk.len() > max {
+            return Err(format!("the answer is longer than {max} bytes"));
+        }
+        body.extend_from_slice(&chunk);
     }
-    CallOutcome::NoAnswer(chain(error))
+    Ok(body)
 }
 
-/// An error with its causes, without its URL.
-fn chain(error: &reqwest::Error) -> String {
+/// Whether not one byte of the request was sent: reqwest says so only of errors while the
+/// connection is made, which include the timeout of its connector.
+pub(crate) fn was_not_sent(error: &reqwest::Error) -> bool {
+    error.is_connect() || error.is_builder()
+}
+
+/// The causes of an error, without its URL, which may hold secrets.
+pub(crate) fn causes(error: &reqwest::Error) -> String {
     let mut text = String::from("the call failed");
     let mut cause = std::error::Error::source(error);
     while let Some(one) = cause {

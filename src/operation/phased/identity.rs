@@ -45,14 +45,10 @@ impl fmt::Display for ProviderKey {
 }
 
 impl Identities {
-    /// The ids of an operation in a deployment.
-    #[must_use]
     pub(crate) fn new(deployment: Uuid, operation_id: Uuid) -> Self {
         Self { deployment, operation_id }
     }
 
-    /// The id of the operation that the identities are derived from.
-    #[must_use]
     pub(crate) fn operation_id(self) -> Uuid {
         self.operation_id
     }

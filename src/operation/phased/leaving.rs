@@ -20,9 +20,25 @@ use crate::operation::port::Fenced;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{Due, Leave, StoredIntent, StoredOperation};
 use crate::operation::rules::flow::{PhaseEnd, Stage};
-use crate::operation::rules::provider::Sends;
+use crate::operation::rules::provider::{Gap, Sends};
 use crate::time::pace::Pace;
 use crate::time::retry;
+
+/// The reason to park an operation whose first phase may not be committed as a whole.
+pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
+
+/// The reason as an operator reads it.
+pub(super) fn gap_name(gap: Gap) -> &'static str {
+    match gap {
+        Gap::NoMeans => "provider-without-key-or-query",
+        Gap::WindowOver => "provider-may-have-forgotten-the-key",
+        Gap::NotFound => "provider-did-not-find-it",
+        Gap::StoredError => "provider-replays-an-error",
+        Gap::Mismatch => "provider-mismatch",
+        Gap::DuplicateRefused => "accepted-duplicate-was-refused",
+        Gap::Attempts => "attempts-used-up",
+    }
+}
 
 impl Driver {
     /// Ends a drive after an error. An error that is not transient counts as an attempt and makes
@@ -62,46 +78,35 @@ impl Driver {
         const REASON: &str = "drive-failed";
         let Some((effect, intent)) = self.open_effect(stored) else { return self.park(REASON).await };
         match self.park_unless_proven(&effect, &intent, REASON).await {
-            Ok(Some(end)) => Ok(end),
+            Ok(Next::End(end)) => Ok(end),
             // The next drive settles it.
-            Ok(None) => self.release(Duration::ZERO, false).await,
+            Ok(Next::Again) => self.release(Duration::ZERO, false).await,
             // Perhaps the evidence is what cannot be read.
             Err(_) => self.park(REASON).await,
         }
     }
 
-    /// Parks the operation. `None`: the evidence now holds proof, and the operation was not parked.
-    async fn park_unless_proven(
-        &mut self,
-        effect: &Declared,
-        intent: &StoredIntent,
-        reason: &str,
-    ) -> Result<Option<End>, StoreError> {
-        let mut tx = self.phased.store.begin_phase(&self.driven).await?;
-        // This locks the row. A driver that stores evidence not seen here waits for the end of this
-        // transaction, and then finds the operation parked.
-        if tx.park(reason).await? == Fenced::LostOwnership {
-            tx.rollback().await?;
-            return Ok(Some(End::Lost));
-        }
-        if self.is_proven(effect, intent, &tx.evidence().await?)? {
-            tx.rollback().await?;
-            return Ok(None);
-        }
-        tx.commit().await?;
-        self.hold.drop_lease_watch();
-        Ok(Some(End::Parked))
-    }
-
     /// Parks an operation with an open effect, or continues if proof has arrived.
-    pub(super) async fn park_open(
+    pub(super) async fn park_unless_proven(
         &mut self,
         effect: &Declared,
         intent: &StoredIntent,
         reason: &str,
     ) -> Result<Next, StoreError> {
-        let end = self.park_unless_proven(effect, intent, reason).await?;
-        Ok(end.map_or(Next::Again, Next::End))
+        let mut tx = self.phased.store.begin_phase(&self.driven).await?;
+        // This locks the row. A driver that stores evidence not seen here waits for the end of this
+        // transaction, and then finds the operation parked.
+        if tx.park(reason).await? == Fenced::LostOwnership {
+            tx.rollback().await?;
+            return Ok(Next::End(End::Lost));
+        }
+        if self.is_proven(effect, intent, &tx.evidence().await?)? {
+            tx.rollback().await?;
+            return Ok(Next::Again);
+        }
+        tx.commit().await?;
+        self.hold.drop_lease_watch();
+        Ok(Next::End(End::Parked))
     }
 
     /// Unparks the operation if it needs no operator: another driver may have taken it over, found
@@ -153,15 +158,14 @@ impl Driver {
 
     /// The effect that the operation waits for.
     fn open_effect(&self, stored: &StoredOperation) -> Option<(Declared, StoredIntent)> {
-        let effect = self.member.flow().effect_at(&stored.point)?;
+        let effect = self.member.flow.effect_at(&stored.point)?;
         let intent = stored.intents.iter().find(|one| one.intent.effect == effect.name && one.outcome.is_none())?;
         Some((effect.clone(), intent.clone()))
     }
 
     fn is_proven(&self, effect: &Declared, intent: &StoredIntent, seen: &[StoredEvidence]) -> Result<bool, StoreError> {
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
-        let rows = evidence::rows(&self.phased.vault, seen, effect.name)?;
-        Ok(evidence::evidence(&rows).settled(sends).is_some())
+        Ok(evidence::evidence(&self.phased.vault, seen, effect.name)?.settled(sends).is_some())
     }
 
     /// Handles a phase that failed and was rolled back: it runs again at once after a transient

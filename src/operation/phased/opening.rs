@@ -21,8 +21,8 @@ use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
 use super::identity::Identities;
+use super::leaving::FIRST_ENDED;
 use super::phase::Context;
-use super::reasons::FIRST_ENDED;
 use super::registry::{Member, Phased};
 use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
@@ -71,7 +71,6 @@ enum Move {
     Forget(Reply),
 }
 
-/// The result of one attempt.
 enum Tried {
     /// Another record or claim exists.
     Refused,
@@ -92,10 +91,10 @@ impl Opening {
         if !self.phased.engine.reach().within(self.phased.is_ours()).await? {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }
-        let flow = self.member.flow();
+        let flow = &self.member.flow;
         let command = self.phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
-        let (name, flow_version) = (flow.name().to_owned(), flow.version());
-        let new = NewOperation { claim: begin.claim.clone(), flow: name, flow_version, command };
+        let (claim, name) = (begin.claim.clone(), flow.name.to_owned());
+        let new = NewOperation { claim, flow: name, flow_version: flow.version, command };
         let mut tries = 0;
         let (driven, context, fresh, asked) = loop {
             let asked = Since::now();
@@ -127,7 +126,7 @@ impl Opening {
     }
 
     async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
-        let (phased, flow) = (&self.phased, self.member.flow());
+        let (phased, flow) = (&self.phased, &self.member.flow);
         let store = &phased.store;
         let begun = phased.engine.reach().within(store.begin_first(new, begin.basis(), self.patience)).await?;
         let mut tx = match begun {
@@ -142,7 +141,7 @@ impl Opening {
         let context = Context::new(identities, begin.claim.identity.clone());
         let settled = Settlements::default();
         let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
-        let ended = guarded(self.member.timeout(), flow.first().run(given)).await;
+        let ended = guarded(self.member.timeout(), flow.first.run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
@@ -153,8 +152,7 @@ impl Opening {
                 };
             }
         };
-        let rejected = matches!(first, First::Rejected { binding: true, .. });
-        let (how, fresh) = match self.judge(phased, &context, first)? {
+        let (moved, then) = match self.judge(&context, first)? {
             Move::Forget(reply) => {
                 return match take_back(tx).await? {
                     Proof::Same => Ok(Tried::Ended(Opened::Replied(reply))),
@@ -162,23 +160,25 @@ impl Opening {
                 };
             }
             Move::Advance(to, stage, intent) => {
-                let (fresh, intents): (Vec<_>, Vec<_>) = intent.into_iter().unzip();
-                (tx.advance(FIRST_POINT, &to, stage, &intents).await?, Ok(fresh.first().copied()))
+                let (fresh, intent) = intent.unzip();
+                let moved = tx.advance(FIRST_POINT, &to, stage, intent.as_slice()).await?;
+                (moved, Tried::Begun(driven.clone(), context, fresh))
             }
             Move::Finish(reply, failure) => {
                 // A rejection takes back the writes of the phase before it (pitfall 18).
-                let proof = if rejected { tx.undo_effects().await? } else { Proof::Same };
-                if proof == Proof::Same {
+                let proof = if failure.is_some() { tx.undo_effects().await? } else { Proof::Same };
+                let moved = if proof == Proof::Same {
                     let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
-                    (tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?, Err(reply))
+                    tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?
                 } else {
-                    ((proof, Fenced::Done), Err(reply))
-                }
+                    (proof, Fenced::Done)
+                };
+                (moved, Tried::Ended(Opened::Replied(reply)))
             }
         };
-        if how != (Proof::Same, Fenced::Done) {
+        if moved != (Proof::Same, Fenced::Done) {
             let _ = tx.rollback().await;
-            return self.ended_by_itself(new, begin, &driven, how.0).await;
+            return self.ended_by_itself(new, begin, &driven, moved.0).await;
         }
         match tx.commit().await {
             Ok(()) => crate::outbox::enqueue::hint(),
@@ -195,18 +195,15 @@ impl Opening {
             }
             Err(error) => return Err(error),
         }
-        Ok(match fresh {
-            Err(reply) => Tried::Ended(Opened::Replied(reply)),
-            Ok(fresh) => Tried::Begun(driven, context, fresh),
-        })
+        Ok(then)
     }
 
-    fn judge(&self, phased: &Phased, context: &Context, first: First) -> Result<Move, StoreError> {
-        let (flow, end) = (self.member.flow(), first.end());
+    fn judge(&self, context: &Context, first: First) -> Result<Move, StoreError> {
+        let (flow, end) = (&self.member.flow, first.end());
         let unknown = |what: &str| {
             StoreError::Refused(format!(
                 "the first phase of `{}` goes on at `{what}`, which its flow does not have",
-                flow.name()
+                flow.name
             ))
         };
         let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;
@@ -217,7 +214,7 @@ impl Opening {
             First::RecoveryPoint(point) => return Err(unknown(point.0)),
             First::Intent(Intent(prepared)) => {
                 let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
-                let intent = new_intent(phased, context, effect, &prepared)?;
+                let intent = new_intent(&self.phased, context, effect, &prepared)?;
                 Move::Advance(effect.sent.clone(), stage, Some((effect.name, intent)))
             }
             First::Response(reply) => Move::Finish(reply, None),

@@ -81,8 +81,6 @@ impl Context {
         self.identity.tenant()
     }
 
-    /// The tenant, operation and key of the request.
-    #[must_use]
     pub(crate) fn identity(&self) -> &Identity {
         &self.identity
     }

@@ -41,6 +41,7 @@ const FOREIGN: Duration = Duration::from_secs(30);
 
 /// The shortest pause between two counts of what is open and unknown.
 const MEASURED_EVERY: Duration = Duration::from_secs(2);
+
 /// Settings of a recovery worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveryOptions {
@@ -111,7 +112,7 @@ impl Recovery {
     /// A worker for the operations of an engine.
     #[must_use]
     pub fn new(engine: &PhasedEngine, options: RecoveryOptions, health: Health) -> Self {
-        Self { phased: engine.phased(), options, health, driven_of: DrivenOf::default() }
+        Self { phased: Arc::clone(&engine.phased), options, health, driven_of: DrivenOf::default() }
     }
 
     /// Runs until `stop` is cancelled.

@@ -65,11 +65,10 @@ impl Default for DriveSettings {
     }
 }
 
-/// A flow and the endpoint of its operation.
 #[derive(Debug)]
 pub(super) struct Member {
-    flow: AnyFlow,
-    endpoint: Registered,
+    pub(super) flow: AnyFlow,
+    pub(super) endpoint: Registered,
 }
 
 /// The shared state of all drivers in this process.
@@ -86,17 +85,9 @@ pub(super) struct Phased {
 }
 
 impl Member {
-    pub(super) fn flow(&self) -> &AnyFlow {
-        &self.flow
-    }
-
-    pub(super) fn endpoint(&self) -> &Registered {
-        &self.endpoint
-    }
-
     /// Counts an event of an operation and notes it in the span.
     pub(super) fn note(&self, identity: &Identity, what: Noted) {
-        noted(self.flow.name(), &identity.key().short_hash(), what);
+        noted(self.flow.name, &identity.key().short_hash(), what);
     }
 
     pub(super) fn retention(&self) -> Retention {
@@ -114,14 +105,14 @@ impl Member {
 }
 
 impl Phased {
-    pub(super) fn new(engine: Core, store: Arc<dyn Phases>, settings: DriveSettings, deployment: Uuid) -> Self {
-        let vault = Vault::new(engine.sealer().clone());
+    pub(super) fn new(engine: Core, store: Arc<dyn Phases>, deployment: Uuid) -> Self {
+        let (vault, settings) = (Vault(engine.sealer().clone()), DriveSettings::default());
         Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
     pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), FlowError> {
         flow.fits(endpoint.route().lease)?;
-        let at = (flow.name(), flow.version());
+        let at = (flow.name, flow.version);
         if self.members.contains_key(&at) {
             return Err(FlowError::Registered { flow: at.0, version: at.1 });
         }
@@ -130,10 +121,7 @@ impl Phased {
     }
 
     pub(super) fn member(&self, flow: &str, version: u32) -> Option<Arc<Member>> {
-        self.members
-            .iter()
-            .find(|((name, of), _)| *name == flow && *of == version)
-            .map(|(_, member)| Arc::clone(member))
+        self.members.get(&(flow, version)).cloned()
     }
 
     pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member>> {

@@ -20,7 +20,7 @@ use crate::operation::Reply;
 use crate::operation::port::phases::StoredOperation;
 use crate::operation::rules::IdempotentCommand;
 use crate::operation::rules::delivery::Delivery;
-use crate::operation::rules::provider::Strategy;
+use crate::operation::rules::provider::{Answer, Matches, Strategy};
 use crate::store::base::Base;
 
 /// The flow with this one effect; `refused` is the code of the answer to a refused effect.
@@ -86,6 +86,14 @@ impl<S: Base, C: Send + Sync + 'static> SettledPhase<S, C> for End {
             _ => Err(HandlerError::terminal(format!("the effect `{}` is not settled", self.name))),
         }
     }
+}
+
+/// The same answer of a receiver that says no more than its status: there is nothing to compare.
+pub(super) fn uncompared(mut answer: Answer) -> Answer {
+    if let Answer::Status { matches, .. } = &mut answer {
+        *matches = Matches::ALL;
+    }
+    answer
 }
 
 /// Builds the stored bytes: one line with the destination, then the body.

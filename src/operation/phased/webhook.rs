@@ -45,7 +45,7 @@ use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
 use crate::error::HandlerError;
 use crate::operation::Endpoint;
-use crate::operation::rules::provider::{Answer, KeyWindow, Matches, Strategy};
+use crate::operation::rules::provider::{Answer, KeyWindow, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
 use crate::store::base::Base;
 use crate::time::breaker::{Breaker, BreakerOptions};
@@ -182,70 +182,6 @@ impl Webhooks {
         Endpoint::typed::<SendWebhook>(Route::new(Mode::Phased))
     }
 
-    async fn post(&self, call: &Call<'_>) -> Sent {
-        let not_sent = |why: String| Sent { answer: Answer::NotConnected, saw: why.into_bytes() };
-        let not_made = |why: String| Sent { answer: Answer::NotMade, saw: why.into_bytes() };
-        let (envelope, body) = match sending::opened::<Envelope>(call.bytes) {
-            Ok(parts) => parts,
-            Err(error) => return not_made(error.message().to_owned()),
-        };
-        let url = match Url::parse(&envelope.url) {
-            Ok(url) => url,
-            Err(error) => return not_made(error.to_string()),
-        };
-        if let Err(error) = self.addresses.permits(&url) {
-            // 421 is this sender's own refusal, as if a wrong receiver had answered; it is no
-            // verdict on earlier sends.
-            return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
-        }
-        match tokio::time::timeout(RESOLVING, self.addresses.resolves(&url)).await {
-            Err(_) => return not_sent("the host's name was not resolved in time".to_owned()),
-            Ok(Err(error @ Barred::Unresolved(_))) => return not_sent(error.to_string()),
-            // This is one answer of one resolver; the next may differ.
-            Ok(Err(error)) => return not_made(error.to_string()),
-            Ok(Ok(())) => {}
-        }
-        let secrets = (self.secrets)(&url);
-        if secrets.is_empty() {
-            return not_made("no secret is known for the endpoint".to_owned());
-        }
-        let origin = url.origin().ascii_serialization();
-        if let Err(why) = self.admit(&origin) {
-            return not_sent(why);
-        }
-        let mut place = Place { webhooks: self, origin: &origin, well: None };
-        let id = call.key.as_str();
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let timestamp = since.as_secs().to_string();
-        let signature = sign::signatures(&secrets, id, &timestamp, body);
-        let headers = [
-            ("content-type", envelope.content_type.as_str()),
-            ("idempotency-key", id),
-            ("webhook-id", id),
-            ("webhook-timestamp", timestamp.as_str()),
-            ("webhook-signature", signature.as_str()),
-        ];
-        let (sent, well) = match self.caller.call(Method::POST, url, &headers, body.to_vec()).await {
-            Ok(CallOutcome::Answered(response)) => {
-                let well = matches!(response.status, 200..=299 | 400..=499);
-                let mut answer = response.answer();
-                if let Answer::Status { matches, .. } = &mut answer {
-                    // A receiver that accepts a webhook says no more than 2xx.
-                    *matches = Matches::ALL;
-                }
-                let mut saw = response.body;
-                saw.truncate(SAW_MAX);
-                (Sent { answer, saw }, well)
-            }
-            Ok(CallOutcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
-            Ok(CallOutcome::NotConnected(saw)) => (not_sent(saw), false),
-            // The fault is not the endpoint's.
-            Err(error) => (not_made(error.to_string()), true),
-        };
-        place.well = Some(well);
-        sent
-    }
-
     /// Takes a place at the endpoint; the error says why there is none.
     fn admit(&self, origin: &str) -> Result<(), String> {
         let now = self.began.elapsed();
@@ -305,12 +241,68 @@ impl Provider for Webhooks {
     }
 
     fn timeout(&self) -> Duration {
-        // Longer than the limits inside `post`, whose errors say more about what happened.
+        // Longer than the limits inside `send`, whose errors say more about what happened.
         self.options.timeout + RESOLVING + Duration::from_millis(500)
     }
 
     async fn send(&self, call: &Call<'_>) -> Sent {
-        self.post(call).await
+        let not_sent = |why: String| Sent { answer: Answer::NotConnected, saw: why.into_bytes() };
+        let not_made = |why: String| Sent { answer: Answer::NotMade, saw: why.into_bytes() };
+        let (envelope, body) = match sending::opened::<Envelope>(call.bytes) {
+            Ok(parts) => parts,
+            Err(error) => return not_made(error.message().to_owned()),
+        };
+        let url = match Url::parse(&envelope.url) {
+            Ok(url) => url,
+            Err(error) => return not_made(error.to_string()),
+        };
+        if let Err(error) = self.addresses.permits(&url) {
+            // 421 is this sender's own refusal, as if a wrong receiver had answered; it is no
+            // verdict on earlier sends.
+            return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
+        }
+        match tokio::time::timeout(RESOLVING, self.addresses.resolves(&url)).await {
+            Err(_) => return not_sent("the host's name was not resolved in time".to_owned()),
+            Ok(Err(error @ Barred::Unresolved(_))) => return not_sent(error.to_string()),
+            // This is one answer of one resolver; the next may differ.
+            Ok(Err(error)) => return not_made(error.to_string()),
+            Ok(Ok(())) => {}
+        }
+        let secrets = (self.secrets)(&url);
+        if secrets.is_empty() {
+            return not_made("no secret is known for the endpoint".to_owned());
+        }
+        let origin = url.origin().ascii_serialization();
+        if let Err(why) = self.admit(&origin) {
+            return not_sent(why);
+        }
+        let mut place = Place { webhooks: self, origin: &origin, well: None };
+        let id = call.key.as_str();
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let timestamp = since.as_secs().to_string();
+        let signature = sign::signatures(&secrets, id, &timestamp, body);
+        let headers = [
+            ("content-type", envelope.content_type.as_str()),
+            ("idempotency-key", id),
+            ("webhook-id", id),
+            ("webhook-timestamp", timestamp.as_str()),
+            ("webhook-signature", signature.as_str()),
+        ];
+        let (sent, well) = match self.caller.call(Method::POST, url, &headers, body.to_vec()).await {
+            Ok(CallOutcome::Answered(response)) => {
+                let well = matches!(response.status, 200..=299 | 400..=499);
+                let answer = sending::uncompared(response.answer());
+                let mut saw = response.body;
+                saw.truncate(SAW_MAX);
+                (Sent { answer, saw }, well)
+            }
+            Ok(CallOutcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
+            Ok(CallOutcome::NotConnected(saw)) => (not_sent(saw), false),
+            // The fault is not the endpoint's.
+            Err(error) => (not_made(error.to_string()), true),
+        };
+        place.well = Some(well);
+        sent
     }
 }
 

@@ -6,7 +6,6 @@ use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// The prefix of a secret as it is given to receivers.
 const PREFIX: &str = "whsec_";
 
 /// A secret that is shared with a receiver. It is never printed.
