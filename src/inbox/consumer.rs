@@ -368,7 +368,7 @@ mod fixture {
             let headers = [("ce_id", sequence.to_string()), ("ce_type", "made".into()), ("ce_source", "test".into())];
             let headers = headers.map(|(name, value)| (name.to_owned(), value.into_bytes())).to_vec();
             let coordinates = Coordinates { place: "t".into(), partition: 0, offset: sequence };
-            let arrived = envelope::arrive(Some(b"a".to_vec()), headers, b"1".to_vec(), None, coordinates);
+            let arrived = envelope::arrive(Some(b"a".to_vec()), headers, Some(b"1".to_vec()), None, coordinates);
             let delivery = Delivery { source: id.clone(), sequence, redelivered: false, arrived };
             Item::identify(delivery, Arc::clone(&source), &shared.options, true)
         })
