@@ -220,7 +220,7 @@ async fn g11_at_held_rows_max_the_shard_stops_reading_visibly_and_goes_on_when_t
     eventually("it says so", SOON, || async { world.says("held_rows_max").then_some(()) }).await;
     assert_eq!(world.published("u").await, Vec::<String>::new());
     // It waits between its looks. A relay that does not is through with these turns at once, each
-    // time. What other tests of this process enqueue wakes this one too: then it is looked at again.
+    // time. What other tests of this process enqueue wakes this one too: then we look again.
     eventually("100 turns that read nothing in half a second or more", SOON, || async {
         let (began, turns) = (Instant::now(), world.broker.relay_turns());
         eventually("turns", SOON, || async { (world.broker.relay_turns() >= turns + 100).then_some(()) }).await;
