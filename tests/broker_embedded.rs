@@ -298,17 +298,19 @@ async fn a_silent_member_keeps_its_partitions_until_its_lease_ends_and_meanwhile
     let begun = Instant::now();
     silent_member(&embedded.file(), 2_500).await;
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
-    while !subscriber.caught_up().await.unwrap() {
-        assert!(begun.elapsed() < PATIENCE);
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    let mut sources = 0;
+    // On a slow machine its lease may be over before this one can ask.
+    let (is_late, mut meanwhile, mut sources) = (begun.elapsed() > Duration::from_secs(1), false, 0);
     while sources < 4 {
-        match next(subscriber.as_mut()).await {
-            Event::Assigned(assigned) => sources += assigned.len(),
-            event => panic!("{event:?}"),
+        assert!(begun.elapsed() < PATIENCE, "{sources} sources");
+        meanwhile |= sources == 0 && subscriber.caught_up().await.unwrap();
+        if let Ok(event) = tokio::time::timeout(Duration::from_millis(10), subscriber.next()).await {
+            match event.unwrap() {
+                Event::Assigned(assigned) => sources += assigned.len(),
+                event => panic!("{event:?}"),
+            }
         }
     }
+    assert!(meanwhile || is_late, "it was not caught up before its partitions came");
     assert!(begun.elapsed() >= Duration::from_millis(2_400), "taken after {:?}", begun.elapsed());
     subscriber.close().await;
 }
@@ -500,16 +502,27 @@ async fn check_says_that_a_group_with_members_stands_still() {
     };
     let still = group().await;
     assert!(still.stuck && still.remedy.is_some() && still.detail.contains("stands still"), "{still:?}");
-    // One that gets on while it is looked at is not stuck, though it has much before it.
-    let looking = group();
+    // One that gets on while it is looked at is not stuck, though it has much before it. A busy
+    // machine may commit nothing of it between the two reads of a look.
+    let looking = async {
+        loop {
+            let found = group().await;
+            if !found.stuck {
+                break found;
+            }
+        }
+    };
     let working = async {
-        for (source, sequence) in &taken[..30] {
+        for (source, sequence) in &taken[..200] {
             subscriber.acknowledge(source, *sequence).await.unwrap();
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    let (at_work, ()) = tokio::join!(looking, working);
-    assert!(!at_work.stuck && at_work.remedy.is_none(), "{at_work:?}");
+    let at_work = tokio::select! {
+        found = looking => found,
+        () = working => panic!("a group that gets on is called stuck"),
+    };
+    assert!(at_work.remedy.is_none(), "{at_work:?}");
     subscriber.close().await;
 }
 

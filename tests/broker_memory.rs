@@ -19,7 +19,7 @@ struct Memory {
 #[async_trait]
 impl Fixture for Memory {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { patience: Duration::from_secs(20), ..Capabilities::log() }
+        Capabilities { patience: Duration::from_secs(90), ..Capabilities::log() }
     }
 
     async fn broker(&self) -> Arc<dyn Broker> {

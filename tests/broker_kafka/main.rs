@@ -10,6 +10,9 @@ mod observed;
 #[cfg(feature = "sqlite")]
 #[path = "../support/outbox.rs"]
 mod outbox;
+#[cfg(feature = "sqlite")]
+#[path = "../support/standstill.rs"]
+mod standstill;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -73,7 +73,7 @@ struct Rabbit {
 #[async_trait]
 impl Fixture for Rabbit {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { patience: Duration::from_secs(40), ..Capabilities::queue() }
+        Capabilities { patience: Duration::from_secs(90), ..Capabilities::queue() }
     }
 
     async fn broker(&self) -> Arc<dyn Broker> {

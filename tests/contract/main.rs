@@ -16,6 +16,8 @@ mod observed;
 mod postgres;
 #[path = "../support/proxy.rs"]
 mod proxy;
+#[path = "../support/standstill.rs"]
+mod standstill;
 #[path = "../support/mod.rs"]
 mod support;
 

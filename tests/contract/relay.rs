@@ -129,7 +129,8 @@ async fn a_broker_file_that_takes_nothing_for_now_makes_no_message_dead_and_hold
 async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_over_within_the_lease() {
     let world = sqlite().await;
     world.enqueue("t", &["a1", "a2"]).await;
-    let request = LeaseRequest::new("zombie", Duration::from_secs(3));
+    // The test waits for its end, which a slow machine must not reach before the checkpoint.
+    let request = LeaseRequest::new("zombie", Duration::from_secs(10));
     let LeaseAnswer::Taken(mut zombie) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
     let read = zombie.read(10).await.unwrap();
     assert_eq!(read.rows.len(), 2);

@@ -24,9 +24,19 @@ pub(crate) fn unique(prefix: &str) -> String {
 }
 
 /// A port for a server of a test's own, which binds it itself. Not one of those that the system
-/// gives to whoever asks for any, of which another test may get it before the server is there.
+/// gives to whoever asks for any, of which another test may get it before the server is there. The
+/// UDP port of the same number, which no server uses, stays bound for as long as this process
+/// lives: so no other test gets this number meanwhile.
 pub(crate) fn free_port() -> u16 {
-    let is_free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    let is_free = |port: &u16| {
+        let address = ("127.0.0.1", *port);
+        let Ok(ours) = std::net::UdpSocket::bind(address) else { return false };
+        let is_free = std::net::TcpListener::bind(address).is_ok();
+        if is_free {
+            Box::leak(Box::new(ours));
+        }
+        is_free
+    };
     (0..1_000).map(|_| fastrand::u16(12_000..30_000)).find(is_free).expect("a free port")
 }
 

@@ -127,8 +127,9 @@ async fn play<S: Rows>(stage: Stage, name: &str) {
     let store = S::connect(&StoreOptions::new(stage.settings.database.url.0.clone())).await.unwrap();
 
     // In no particular order: nobody waits for anybody but for what was committed.
-    let to_provider = ["provider-sender", "--provider", &provider, "--timeout", "5s"];
-    let mut sender = service.start(&to_provider);
+    let to_provider = |patience| ["provider-sender", "--provider", &provider, "--timeout", patience];
+    // Until it is killed it waits longer for an answer than the kill may take.
+    let mut sender = service.start(&to_provider("60s"));
     let mut others = vec![
         service.start(&["emails"]),
         service.start(&["notifications"]),
@@ -152,7 +153,7 @@ async fn play<S: Rows>(stage: Stage, name: &str) {
     until("the fiftieth booking", || async { fiftieth().is_some() }).await;
     sender.kill();
     assert_eq!(fiftieth().unwrap().requests, 1, "the kill came after the answer was given up");
-    sender.restart();
+    let sender = service.start(&to_provider("5s"));
 
     let published = stage.published(&service.topic).await;
     assert!(published.len() >= PAYMENTS);

@@ -90,8 +90,9 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
         } else {
             // Killed all the same, but not counted.
             invalid += 1;
+            // A fast machine needs some steps up to the largest burst, also where rounds are few.
             burst = (burst * 3 / 2).min(5_000);
-            assert!(invalid <= pair.rounds, "{}: kills hit nothing in flight; the run is invalid", pair.name);
+            assert!(invalid <= pair.rounds.max(20), "{}: kills hit nothing in flight; the run is invalid", pair.name);
         }
         settle(&store, &writer, &mut publisher, &mut consumers, &pair).await;
         let history = History {

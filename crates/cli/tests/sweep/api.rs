@@ -118,6 +118,15 @@ impl Api {
         answer(request.send().await.unwrap()).await
     }
 
+    /// The same request again, as a client does, for as long as the store is said to be away: on a
+    /// busy machine it may be.
+    pub(crate) async fn post_while_away(&self, path: &str, key: &str, body: &Value) -> Answer {
+        eventually("an answer that is no 503", SOON, || async {
+            Some(self.post(path, key, body).await).filter(|answer| answer.status != 503)
+        })
+        .await
+    }
+
     /// The same request again and again, as a client does, until it is answered with an outcome.
     pub(crate) async fn post_until_known(&self, path: &str, key: &str, body: &Value) -> Answer {
         eventually("an outcome", SOON, || async {

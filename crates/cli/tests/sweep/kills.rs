@@ -97,7 +97,7 @@ async fn ask_again(plan: &Plan, path: &str, key: &str, amount: i64, reference: &
     let api = Api::start(plan).await;
     let answer = api.post_until_known(path, key, &body(amount, reference)).await;
     assert_eq!(answer.status, 201, "{key}: {answer:?}");
-    let again = api.post(path, key, &body(amount, reference)).await;
+    let again = api.post_while_away(path, key, &body(amount, reference)).await;
     assert_eq!((again.status, again.replayed, &again.bytes), (201, true, &answer.bytes), "{key}");
     api.kill();
     answer
@@ -184,7 +184,7 @@ async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, st
     provider.fault("refuse_keys", -1, 0).await;
     provider.fault("no_query", -1, 0).await;
     let api = Api::start(&plan).await;
-    let pending = api.post("/charges", &key, &body(amount, &reference)).await;
+    let pending = api.post_while_away("/charges", &key, &body(amount, &reference)).await;
     assert!([202, 409].contains(&pending.status), "{pending:?}");
     api.kill();
     let sql = format!("select {} from {}operation where outcome_at is null", S::OPERATION_ID, S::PREFIX);

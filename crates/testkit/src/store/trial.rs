@@ -13,7 +13,7 @@ use oncebox::store::{
 };
 
 /// How long a case waits for something that must happen.
-pub(super) const DEADLINE: Duration = Duration::from_secs(20);
+pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 /// A lease that no case outlives.
 pub(super) const LEASE: Duration = Duration::from_secs(600);
 
