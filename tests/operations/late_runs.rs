@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{Code, Effects, Endpoint, Mode, Outcome, Reconciled, Record, Route, State as Remembered};
-use oncebox::store::{ActContext, Basis, Claimed, Fenced, KeyChange, KeyClaim};
+use oncebox::store::{ActContext, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim};
 
 use super::kit::*;
 use super::layer::{edge, layered};
@@ -26,6 +26,7 @@ on_all! {
     a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
     what_a_late_run_did_is_not_executed_again_though_its_process_died_after_it_said_so,
     a_release_and_a_late_word_at_once_leave_one_of_them_seen,
+    a_transaction_that_runs_a_failed_run_again_does_not_wait_for_its_record,
     a_bridged_success_that_its_guard_did_not_commit_is_unknown,
     a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed,
 }
@@ -336,6 +337,30 @@ async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world:
     one_waits(&world).await;
     frees.commit().await.unwrap();
     assert_eq!(looks.await.unwrap().record, None, "it looked past who frees the key");
+}
+
+// A route was of mode `edge` once, and its late run may report a success while another process has
+// the record locked. Shown by: a claim that waits for the record, and so reads the evidence as it
+// was before the wait.
+async fn a_transaction_that_runs_a_failed_run_again_does_not_wait_for_its_record<S: Sql>(world: World<S>) {
+    if S::NAME == "sqlite" {
+        return; // It has one writer at a time.
+    }
+    let endpoint = world.engine.protect(Endpoint::raw("put", edge())).unwrap();
+    let wanted = claim(&endpoint, K1, Mode::Edge, SOON);
+    let Claimed::Owned(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
+    let failed = oncebox::store::RunOutcome::FailedRetryable { error_code: None };
+    world.store.finish(&owned, &failed, &edge().retention).await.unwrap();
+    let seen = world.record("t1", K1).await.unwrap();
+    let holds = world.store.tx(&format!("select * from {}idempotency_request for update", S::PREFIX)).await;
+    let again = KeyClaim { mode: Mode::Transactional, ..wanted };
+    let begins = world.store.begin_operation(&again, Basis::Reclaim(&seen), SOON);
+    let begun = tokio::time::timeout(SOON, begins).await.expect("it waits").expect("it waited for the lock");
+    assert!(matches!(begun, Begun::Existing(_) | Begun::Locked), "{begun:?}");
+    holds.rollback().await.unwrap();
+    let free = world.store.begin_operation(&again, Basis::Reclaim(&seen), SOON).await.unwrap();
+    let Begun::Claimed(tx) = free else { panic!("nobody holds it: {free:?}") };
+    tx.rollback().await.unwrap();
 }
 
 async fn layer_left_unknown<S: Sql>(world: &World<S>) {

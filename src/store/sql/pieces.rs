@@ -236,12 +236,14 @@ impl Writing<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{sql, words};
+    use super::super::{asked, sql, words};
     use super::*;
 
     #[test]
     fn every_piece_is_written_for_every_database() {
         for (name, piece) in PIECES {
+            // What is asked for is looked up in the texts only, not in their pieces.
+            assert_eq!(asked(piece).next(), None, "{name}");
             for dialect in [Dialect::Postgres, Dialect::MySql, Dialect::Sqlite] {
                 let text = words(piece, dialect);
                 assert!(!text.contains(['{', '}']), "{name}: {text}");

@@ -1,8 +1,8 @@
 //! Idempotency records on every database.
 //!
-//! Guarantees: before a record is changed, a statement of its own locks it. So the change sees
-//! everything that was committed until then, and the current time. Every change compares the epoch
-//! that was read before (O4).
+//! Guarantees: before a change that depends on evidence, a statement of its own locks the record.
+//! So the change sees everything that was committed until then, and the current time. Every change
+//! compares the epoch that was read before (O4).
 //!
 //! Not here: the claim of a new key and the outcome, which are on the hot path, so each database
 //! has its own ([`KeyStore`]); the purge (`expiry`).

@@ -139,14 +139,13 @@ async fn staked_in(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
-    if let Basis::Reclaim(seen) = basis
-        && seen.mode != Mode::Transactional
-    {
-        // Runs of that mode leave evidence, which is read under the lock of the row. The lock is
-        // taken without waiting.
-        tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?;
-    }
-    if let Some(token) = stake(&mut tx, claim, records::renewal(claim, basis, owned), owned).await? {
+    // A late run of another mode may have left evidence, which is read under the lock of the row.
+    // Where that lock is not free, nothing is claimed: a statement that waited for it would not see
+    // the evidence that came meanwhile.
+    let needs_lock = matches!(basis, Basis::Reclaim(seen) if seen.mode != Mode::Transactional);
+    let is_free =
+        !needs_lock || !tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?.is_empty();
+    if is_free && let Some(token) = stake(&mut tx, claim, records::renewal(claim, basis, owned), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
     // A new statement sees what was committed meanwhile.
