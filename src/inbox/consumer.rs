@@ -258,7 +258,7 @@ impl Shared {
 
     /// Registers the consumer, and checks its horizon. Waits for a database or broker that is away.
     async fn register(&self) -> Result<ConsumerId, ConsumerError> {
-        let spec = ConsumerSpec {
+        let mut spec = ConsumerSpec {
             name: self.options.name.clone(),
             id_rule: self.options.id_rule_text(),
             accept: self.options.accept_id_rule,
@@ -267,6 +267,8 @@ impl Shared {
         loop {
             let registered = async {
                 let consumer = self.store.register(&spec).await?;
+                // Once is enough: a rule that is accepted for another process meanwhile stays.
+                spec.accept = false;
                 purge::check(self, consumer).await.map(|()| consumer)
             };
             match registered.await {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::store::OperatorAct;
+use oncebox::store::{ConsumerSpec, OperatorAct};
 use oncebox::{Consumer, ConsumerOptions, Handlers, Horizon, TopicRetention};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -14,6 +14,7 @@ use super::support::eventually;
 on_all! {
     g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old,
     r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven,
+    r31_a_rule_that_is_accepted_while_a_process_waits_for_its_broker_stays,
 }
 
 fn done() -> Does<impl Fn(&str, &oncebox::Message) -> Act + Send + Sync> {
@@ -128,6 +129,23 @@ async fn g8_an_id_without_time_is_judged_by_the_time_that_the_message_states() {
     assert_eq!(dead.reason, "too-old");
     assert_eq!(world.effects().await, ["a1"]);
     consumer.end().await;
+}
+
+/// The process asks its broker how long topics are kept. Shown by: accepting its own rule again
+/// with each try: the other process, which was accepted last, lost its rule.
+async fn r31_a_rule_that_is_accepted_while_a_process_waits_for_its_broker_stays<S: Sql>(world: World<S>) {
+    world.broker.faults().away(Some("the cable"));
+    let options = ConsumerOptions { accept_id_rule: true, ..forgetful() };
+    let broker = std::sync::Arc::new(world.broker.clone());
+    let consumer = Consumer::new(world.store.clone(), broker, Handlers::all(done()), options, world.health.clone());
+    let run = tokio::spawn(async move { consumer.run(CancellationToken::new()).await });
+    eventually("it waits for its broker", SOON, || async { world.says("the cable").then_some(()) }).await;
+    let other = ConsumerSpec { name: "ledger".into(), id_rule: "coordinates@1".into(), accept: true };
+    let consumer = world.store.register(&other).await.unwrap();
+    let run = tokio::time::timeout(SOON, run).await.expect("it ends by itself").unwrap();
+    let error = run.expect_err("it is refused").to_string();
+    assert!(error.contains("`coordinates@1`") && error.contains("`envelope`"), "{error}");
+    assert!(world.store.seen(consumer, "coordinates@1").await.unwrap(), "the rule stays");
 }
 
 /// Each source by itself is too long for a horizon of a minute.

@@ -174,7 +174,7 @@ pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Outp
 async fn on<S: Store>(store: &S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
     match command {
         DeadCommand::List { filter, state } => {
-            let filter = DeadFilter { states: states(*state), ..filter.to_store() };
+            let filter = DeadFilter { states: states(*state), ..filter.to_store(store).await? };
             list(store, &filter, output).await
         }
         DeadCommand::Show { number, payload_to } => show(store, number, payload_to.as_deref(), output).await,
@@ -199,17 +199,21 @@ async fn on<S: Store>(store: &S, command: &DeadCommand, settings: &Settings, out
 }
 
 impl Filter {
-    fn to_store(&self) -> DeadFilter {
-        DeadFilter {
+    async fn to_store<S: Store>(&self, store: &S) -> Result<DeadFilter, AppError> {
+        let message_id = match &self.id {
+            Some(id) => Some(identity_of(store, id, self.source.as_deref()).await?),
+            None => None,
+        };
+        Ok(DeadFilter {
             states: Vec::new(),
             numbers: Vec::new(),
-            message_id: self.id.as_deref().map(|id| identity_of(id, self.source.as_deref())),
+            message_id,
             topic: self.topic.clone(),
             key: self.key.clone(),
             consumer: self.consumer.clone(),
             reason: self.reason.clone(),
             limit: self.limit.unwrap_or(LIMIT),
-        }
+        })
     }
 
     fn is_empty(&self) -> bool {
@@ -222,12 +226,16 @@ impl Filter {
 }
 
 /// The UUID of a message id. Where the id is no UUID, it is made of the source and the text, as a
-/// consumer makes it.
-fn identity_of(id: &str, source: Option<&str>) -> Uuid {
-    match (source, Uuid::try_parse(id)) {
-        (None, Ok(uuid)) => uuid,
-        _ => identity(source.unwrap_or_default(), id).uuid(),
+/// consumer makes it. A consumer takes a UUID in capitals for a text as well. So such an id means
+/// the message that was sent with this text, and the UUID only where there is no such message.
+async fn identity_of<S: Store>(store: &S, id: &str, source: Option<&str>) -> Result<Uuid, AppError> {
+    let as_sent = identity(source.unwrap_or_default(), id).uuid();
+    let (None, Ok(uuid)) = (source, Uuid::try_parse(id)) else { return Ok(as_sent) };
+    if uuid == as_sent {
+        return Ok(uuid);
     }
+    let sent = DeadFilter { states: states(None), message_id: Some(as_sent), limit: 1, ..DeadFilter::default() };
+    Ok(if store.dead(&sent).await?.is_empty() { uuid } else { as_sent })
 }
 
 /// Reads a payload. An empty file is more often a mistake than a payload of no bytes.
@@ -356,7 +364,7 @@ struct Meant {
 }
 
 async fn meant<S: Store>(store: &S, which: &Which, how: &OperatorAct) -> Result<Meant, AppError> {
-    let all = which.filter.to_store();
+    let all = which.filter.to_store(store).await?;
     if which.numbers.is_empty() {
         let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
         let mut filter = DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..all };

@@ -121,7 +121,7 @@ impl Broker for MemoryBroker {
     }
 
     async fn retention(&self, _topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
-        Ok(self.shared.look(|state| state.faults.retention))
+        self.shared.look(|state| state.faults.available().map(|()| state.faults.retention))
     }
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {

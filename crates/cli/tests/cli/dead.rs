@@ -88,6 +88,27 @@ fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
     }
 }
 
+/// A consumer takes a UUID in capitals for a text. Shown by: reading it as the UUID alone; reading
+/// it as a text alone.
+#[test]
+fn an_id_in_capitals_is_the_text_that_was_sent_or_else_the_uuid() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    // The topic is there from then on.
+    place.consume(&config).ok();
+    let sent = "0197A1B2-C3D4-7E5F-8A9B-0C1D2E3F4A09";
+    place.append(Some("acc-7"), &[("ce_id", sent), ("ce_type", "payment.created")], "{}");
+    dead_in_the_outbox(&place, 9, "-1 hour");
+    assert_eq!(numbers(&place, &["--id", sent]), ["o9"], "the other one is not consumed yet");
+    place.consume(&config).ok();
+    assert_eq!(numbers(&place, &["--id", sent]), ["c1"]);
+    assert_eq!(numbers(&place, &["--id", sent, "--source", ""]), ["c1"]);
+    assert_eq!(numbers(&place, &["--id", &sent.to_lowercase()]), ["o9"]);
+    let discard = ["dead", "discard", "--id", sent, "--why", "x", "--yes", "--output", "json"];
+    assert_eq!(place.oncebox(&discard).run().json()["numbers"], json!(["c1"]));
+    assert_eq!(numbers(&place, &["--id", sent]), ["o9"]);
+}
+
 /// Shown by another default: the list is as long as it.
 #[test]
 fn a_list_shows_100_at_most_unless_told_otherwise_and_says_that_there_may_be_more() {
