@@ -67,7 +67,7 @@ pub struct ConsumerArgs {
     #[arg(long, value_name = "ADDR")]
     listen: Option<SocketAddr>,
     /// End with 0 when nothing came for this long after having caught up, for example 2s
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", value_parser = crate::app::config::parse_duration)]
     until_idle: Option<Duration>,
     /// Take an id rule (id, id_epoch) other than the one that a consumer started with: what was
     /// handled under the old rule is not known under the new one. A process that still runs with

@@ -151,6 +151,7 @@ impl Consumer {
 
     async fn work(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
         let shared = &self.0;
+        shared.options.check()?;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
         let consumer = tokio::select! {

@@ -67,7 +67,7 @@ impl Admission {
         }
         let left = left_to_others(count);
         let share = if shares.is_empty() { count } else { count - left };
-        // A new share for the first one too: of the old one, places in use could not be taken away.
+        // The first one gets a new share too: places in use cannot be taken from its old one.
         if shares.len() == 1 {
             shares.values_mut().for_each(|first| *first = Places::new(share as usize));
         }

@@ -162,6 +162,7 @@ async fn claim_and_drive<S, T, R, W>(
     let engine = front.engine();
     match engine.reach().within(engine.store().claim(&begin.claim, begin.basis())).await {
         Ok(Claimed::Owned(owned)) => {
+            front.forget_command();
             front.note(Noted::Acquired);
             let tell = |answer| drop(tell.send(Step::Answer(answer)));
             Edge { front, begin, owned }.drive(guards, run, tell).await;
@@ -179,6 +180,7 @@ async fn claim_and_drive<S, T, R, W>(
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
             // The search below may last a lease. It needs neither a place nor the request's body.
             drop((place, run));
+            front.forget_command();
             release_lost(&front, &begin).await;
         }
     }

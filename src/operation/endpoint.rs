@@ -25,10 +25,11 @@ use crate::error::HandlerError;
 use crate::observe::{self, Noted};
 use crate::operation::rules::identity::IdentityError;
 use crate::operation::rules::raw::RawCommand;
-use crate::operation::rules::route::{Durability, Replay, Requirement, WhileRunning};
+use crate::operation::rules::route::{Durability, Replay, Requirement, RouteError, WhileRunning};
 use crate::operation::rules::{
     Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
 };
+use crate::time::bound;
 
 /// Builds an answer again from the record of what the operation made.
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
@@ -279,6 +280,7 @@ impl Endpoint {
 
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
         self.route.validate(durability)?;
+        bound::check([("request_body_within", self.request_body_within)]).map_err(RouteError::from)?;
         self.keeping.validate()?;
         if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             return Err(EndpointError::Counted(name.clone()));

@@ -133,11 +133,11 @@ impl<S: Keys> EngineBuilder<S> {
     /// stored. Stored answers are still replayed.
     ///
     /// Each process asks the store at most every five seconds, less often where a query is slow,
-    /// and only for tenants that begin operations. Until then a tenant can exceed the limit: it
-    /// keeps a database from filling over hours; use a rate limit against fast clients. It does not
-    /// count records without a body, nor the commands of phased operations, which
-    /// [`Self::open_per_tenant_max`] limits while they run. With a guard store, which does not
-    /// count bytes, [`Engine::protect`](Core::protect) returns an error.
+    /// and only for tenants that begin operations. Between two queries a tenant can exceed the
+    /// limit. So the limit keeps a database from filling over hours; use a rate limit against fast
+    /// clients. It does not count records without a body, nor the commands of phased operations,
+    /// which [`Self::open_per_tenant_max`] limits while they run. With a guard store, which does
+    /// not count bytes, [`Engine::protect`](Core::protect) returns an error.
     #[must_use]
     pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
         self.stored_bytes_per_tenant_max = Some(bytes);
@@ -357,7 +357,7 @@ impl Core {
     /// died leaves no operation in progress if its clients do not return. After the end of its
     /// lease a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN
     /// (O11); one of mode `bridged` is deleted (O2). A record that stays UNKNOWN is reconciled
-    /// again, after pauses that double, from a lease up to an hour. No handler is called.
+    /// again if its route can. The pauses double, from a lease up to an hour. No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.

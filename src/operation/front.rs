@@ -50,7 +50,7 @@ use crate::operation::port::{Fenced, KeptBody, KeyClaim};
 use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
-    Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
+    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
 };
 use crate::time::db_time::DbTime;
 
@@ -82,6 +82,13 @@ pub struct Asking {
     pub key: KeyGiven,
     /// The command, which the caller has read and validated.
     pub command: Arc<dyn Canonical + Send + Sync>,
+}
+
+/// Stands for a command about which nothing more is decided.
+struct Forgotten;
+
+impl Canonical for Forgotten {
+    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
 }
 
 /// What the operation does next.
@@ -244,9 +251,16 @@ impl Front {
         self.stage = Stage::Refused;
     }
 
-    /// A front of the same request, to make an answer while another task holds this one.
+    /// A front of the same request without its command, to make an answer while another task holds
+    /// this one.
     pub(super) fn under_way(&self) -> Self {
-        self.engine.front(&self.endpoint, self.asking.clone())
+        self.engine.front(&self.endpoint, Asking { command: Arc::new(Forgotten), ..self.asking.clone() })
+    }
+
+    /// Drops the command, which may be a copy of the whole body that no memory permit counts. The
+    /// caller has made its claim and takes no more turns, but may hold this front for long.
+    pub(super) fn forget_command(&mut self) {
+        self.asking.command = Arc::new(Forgotten);
     }
 
     /// The same request under a key that the server makes: for an operation that must claim when

@@ -140,6 +140,7 @@ impl Relay {
     }
 
     async fn work(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
+        self.options.check()?;
         observe::relay_starts(self.broker.name());
         self.health.set(&self.part, PartState::Starting);
         let overdue = async {

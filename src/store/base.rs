@@ -6,6 +6,8 @@ use async_trait::async_trait;
 
 use crate::error::StoreError;
 use crate::outbox::enqueue::Enqueue;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+use crate::time::bound;
 
 /// A connection pool to one kind of database, which every duty needs.
 #[async_trait]
@@ -67,5 +69,15 @@ impl StoreOptions {
             create: false,
             ca_file: None,
         }
+    }
+
+    /// Refuses a time that no instant reaches.
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    pub(crate) fn check(&self) -> Result<(), StoreError> {
+        bound::check([
+            ("handler_timeout", self.handler_timeout),
+            ("answer_timeout", self.answer_timeout.unwrap_or_default()),
+        ])
+        .map_err(|error| StoreError::Refused(error.to_string()))
     }
 }

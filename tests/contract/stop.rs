@@ -5,11 +5,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::store::StoreOptions;
-use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError, RetryPolicy};
+use oncebox::{Consumer, ConsumerEnd, ConsumerOptions, HandlerError, Handlers, Relay, RelayOptions, RetryPolicy};
 use oncebox_testkit::memory::MemoryBroker;
+use tokio_util::sync::CancellationToken;
 
 use super::kit::{
-    Act, Behind, Does, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres, sqlite,
+    Act, Behind, Does, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres,
+    relay_options, sqlite,
 };
 use super::proxy::{Failure, When};
 use super::standstill::Standstill;
@@ -229,4 +231,23 @@ async fn a_commit_that_is_on_its_way_at_the_end_of_the_grace_is_waited_for_and_a
         assert_eq!(world.broker.committed("ledger", "t", 0), 1);
     })
     .await;
+}
+
+// A relay with such a grace panicked at its stop, a consumer at its first message. Shown by: no
+// check, in each of the two.
+#[tokio::test]
+async fn a_time_that_no_instant_reaches_is_refused_at_the_start() {
+    let (world, stop) = (sqlite().await, CancellationToken::new());
+    let broker = || Arc::new(world.broker.clone());
+    let options = RelayOptions { shutdown_grace: Duration::MAX, ..relay_options() };
+    let relay = Relay::new(world.store.clone(), broker(), options, world.health.clone());
+    let ended = tokio::time::timeout(SOON, relay.run(stop.clone())).await.expect("it ends by itself");
+    let error = ended.expect_err("it is refused").to_string();
+    assert!(error.contains("`shutdown_grace` must be at most 100 years"), "{error}");
+    let options = ConsumerOptions { handler_timeout: Duration::MAX, ..consumer_options() };
+    let handlers = Handlers::all(Does(|_: &str, _: &oncebox::Message| Act::Done));
+    let consumer = Consumer::new(world.store.clone(), broker(), handlers, options, world.health.clone());
+    let ended = tokio::time::timeout(SOON, consumer.run(stop)).await.expect("it ends by itself");
+    let error = ended.expect_err("it is refused").to_string();
+    assert!(error.contains("consumer `ledger`: `handler_timeout` must be at most 100 years"), "{error}");
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::operation::{Asking, Code, Effects, Ended, Endpoint, Engine, Kept, Mode, Reply, Route, State};
+use oncebox::operation::{Asking, Code, EdgeAnswer, Effects, Ended, Endpoint, Engine, Kept, Mode, Reply, Route, State};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Fenced, Keys};
 
@@ -165,6 +165,36 @@ async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {
     store.faults.claim_waits.store(false, Ordering::SeqCst);
     world.completes(K1).await;
     assert_eq!(gate.calls(), 1);
+}
+
+// The layer's command is a copy of the body that no memory permit counts. Shown by: a front that
+// keeps it: that of the request, that of the run, or that of the search for a lost claim.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o29_nothing_holds_the_command_of_a_request_once_its_claim_was_made() {
+    let world = sqlite().await;
+    let faults = std::sync::Arc::new(Faults::default());
+    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::clone(&faults) };
+    let engine = Engine::builder(store).build();
+    let endpoint = engine.protect(Endpoint::typed::<Put>(leased(Duration::from_secs(600)))).unwrap();
+    let ask = async |number: &str| {
+        let command = std::sync::Arc::new(put("a"));
+        let held = std::sync::Arc::downgrade(&command);
+        let in_run = held.clone();
+        let run = move |_| async move {
+            let answer = in_run.strong_count();
+            Ended { tag: None, kept: Kept::Whole(Reply::new(201)), answer }
+        };
+        let asking = Asking { scope: Some(scope("t1", "p1")), key: key(number), command };
+        (engine.execute_edge(&endpoint, asking, run).await, held)
+    };
+    let (answered, _) = ask(K1).await;
+    assert!(matches!(answered, EdgeAnswer::Ran { answer: 0, .. }), "{answered:?}");
+    // No release is answered, so the search goes on for the lease.
+    faults.claim_answer.store(true, Ordering::SeqCst);
+    faults.finish.store(true, Ordering::SeqCst);
+    let (answered, held) = ask(K2).await;
+    assert!(matches!(answered, EdgeAnswer::Answered(_)), "{answered:?}");
+    until("it is dropped", || async { held.strong_count() == 0 }).await;
 }
 
 // A handler that ends before the first heartbeat is due, a third of its lease after the claim,

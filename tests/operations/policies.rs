@@ -314,6 +314,8 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     }
     let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
     assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
+    let too_long = protect(typed(same_tx()).request_body_within(Duration::MAX)).unwrap_err().to_string();
+    assert_eq!(too_long, "`request_body_within` must be at most 100 years");
     assert!(protect(typed(same_tx())).is_ok());
 }
 

@@ -1,6 +1,7 @@
 //! Proof that comes late, around a parking, or to a database that refuses it (O8); and drives that
 //! come before their time (O9).
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use oncebox::operation::provider::{Answer, Strategy};
@@ -93,23 +94,28 @@ async fn o8_proof_that_the_database_refuses_goes_to_an_operator_in_words<S: Rows
     assert_eq!((operation.evidence.len(), told.arrived().len()), (0, 1));
 }
 
-// The database asks to try again for longer than `refused_max` (the pauses alone take 600 ms), then
-// refuses once. Shown by: counting from the first try (parked at the first refusal).
-async fn o8_a_database_that_was_away_before_it_refuses_is_asked_again(store: PostgresStore) {
+/// The database fails to store so many answers because it is away, and then refuses one.
+async fn is_away_and_refuses(store: &PostgresStore, away: u32) {
     store
-        .write(
+        .write(&format!(
             "create sequence tried;
              create function fails() returns trigger language plpgsql as $$
              declare number bigint := nextval('public.tried');
              begin
-                 if number <= 6 then raise exception 'away' using errcode = '40P01'; end if;
-                 if number = 7 then raise exception 'refused' using errcode = '23514'; end if;
+                 if number <= {away} then raise exception 'away' using errcode = '40P01'; end if;
+                 if number = {away} + 1 then raise exception 'refused' using errcode = '23514'; end if;
                  return new;
              end $$;
              create trigger fails before insert on oncebox.operation_evidence
-                 for each row when (new.kind = 'answer') execute function fails()",
-        )
+                 for each row when (new.kind = 'answer') execute function fails()"
+        ))
         .await;
+}
+
+// The database asks to try again for longer than `refused_max` (the pauses alone take 600 ms), then
+// refuses once. Shown by: counting from the first try (parked at the first refusal).
+async fn o8_a_database_that_was_away_before_it_refuses_is_asked_again(store: PostgresStore) {
+    is_away_and_refuses(&store, 6).await;
     let mut plan = Plan::new(Strategy::None).long_lease();
     plan.settings.refused_max = Duration::from_millis(200);
     let told = Scripted::default().answers(done());
@@ -117,6 +123,32 @@ async fn o8_a_database_that_was_away_before_it_refuses_is_asked_again(store: Pos
     assert_eq!(status(&service.ask(ONE, 700, SOON).await), (201, false));
     assert_eq!((told.arrived().len(), store.number("select last_value from tried").await), (1, 8));
     service.ended_once("settled").await;
+}
+
+// Shown by: an instant that is so far away, which panics.
+async fn o8_a_refusal_may_last_as_long_as_no_instant_reaches(store: PostgresStore) {
+    is_away_and_refuses(&store, 0).await;
+    let mut plan = Plan::new(Strategy::None).long_lease();
+    plan.settings.refused_max = Duration::MAX;
+    let service = Service::start(&store, &plan, Scripted::default().answers(done())).await;
+    assert_eq!(status(&service.ask(ONE, 700, Duration::MAX).await), (201, false));
+    assert_eq!(store.number("select last_value from tried").await, 2);
+    service.ended_once("settled").await;
+}
+
+// Shown by: writing the pause as it is: PostgreSQL and MySQL refuse such an instant, and the
+// operation keeps the lease of a driver that has ended.
+async fn o9_a_pause_that_no_instant_reaches_gives_the_operation_back<S: Rows>(store: S) {
+    let mut plan = Plan { local: true, ..Plan::new(KEY) };
+    (plan.settings.backoff_first, plan.settings.backoff_max) = (Duration::MAX, Duration::MAX);
+    plan.trouble.local_fails.store(1, Ordering::SeqCst);
+    let service = Service::start(&store, &plan, Scripted::default()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    assert!(
+        operation.due_at.is_some_and(|due| operation.now.until(due) > Duration::from_secs(86_400)),
+        "{operation:?}"
+    );
 }
 
 // Shown by: giving it back for a time counted from the drive.
@@ -237,6 +269,7 @@ async fn what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end<S: Rows>(stor
 crate::on_all! {
     o8_proof_that_comes_after_the_parking_un_parks;
     o8_proof_that_the_database_refuses_goes_to_an_operator_in_words;
+    o9_a_pause_that_no_instant_reaches_gives_the_operation_back;
     o9_a_request_that_comes_before_its_time_moves_nothing;
     a_provider_that_is_away_for_long_leaves_no_row_for_each_try;
     a_provider_that_asks_to_wait_for_a_day_leaves_bounded_rows;
@@ -246,11 +279,13 @@ crate::on_all! {
 
 mod locked {
     use super::{
-        o8_a_database_that_was_away_before_it_refuses_is_asked_again, o8_proof_that_comes_before_the_parking_is_used,
+        o8_a_database_that_was_away_before_it_refuses_is_asked_again,
+        o8_a_refusal_may_last_as_long_as_no_instant_reaches, o8_proof_that_comes_before_the_parking_is_used,
     };
 
     crate::on_postgres! {
         o8_proof_that_comes_before_the_parking_is_used;
         o8_a_database_that_was_away_before_it_refuses_is_asked_again;
+        o8_a_refusal_may_last_as_long_as_no_instant_reaches;
     }
 }

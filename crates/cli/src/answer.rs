@@ -22,7 +22,7 @@ pub(super) struct AnswerArgs {
     #[arg(long, value_name = "NUMBER", default_value_t = 1)]
     schema_version: u32,
     /// How long the answer is replayed, from now
-    #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = oncebox::app::config::parse_duration)]
     ttl: Duration,
 }
 

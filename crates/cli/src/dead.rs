@@ -56,7 +56,7 @@ pub(crate) enum DeadCommand {
         rate: u32,
         /// Wait so long for what becomes of each message, and say it; exit code 3 where one was
         /// neither handled nor sent
-        #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+        #[arg(long, value_name = "TIME", default_value = "0s", value_parser = oncebox::app::config::parse_duration)]
         wait: Duration,
         /// Under a new id, so that it is a new message (only one at a time)
         #[arg(long)]

@@ -26,7 +26,7 @@ const NOBODY: &str = "oncebox-doctor";
 pub(super) struct DoctorArgs {
     /// A pending, held or waiting message that is older than this is stuck, and so is who waits for
     /// a lock for so long
-    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = oncebox::app::config::parse_duration)]
     older_than: Duration,
     /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it
     /// passed

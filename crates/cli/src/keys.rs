@@ -95,7 +95,7 @@ pub(crate) struct Filter {
     #[arg(long, value_parser = state)]
     state: Option<State>,
     /// Only claimed longer ago than this, such as 90s or 2h
-    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", value_parser = oncebox::app::config::parse_duration)]
     older_than: Option<Duration>,
     /// At most this many; 100 unless all are purged
     #[arg(long, value_parser = limit::<u32>())]

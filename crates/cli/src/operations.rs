@@ -112,7 +112,7 @@ pub(crate) struct Filter {
     #[arg(long)]
     conflicts: bool,
     /// Only begun longer ago than this, such as 90s or 2h
-    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", value_parser = oncebox::app::config::parse_duration)]
     older_than: Option<Duration>,
     /// At most this many
     #[arg(long, default_value_t = 100, value_parser = limit::<u32>())]

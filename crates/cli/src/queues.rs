@@ -32,7 +32,7 @@ pub(super) struct RepartitionArgs {
     #[arg(long, value_name = "NAME")]
     consumer: Option<String>,
     /// Give up after so long, with exit code 3; without it, wait until it is done
-    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", value_parser = oncebox::app::config::parse_duration)]
     wait: Option<Duration>,
 }
 

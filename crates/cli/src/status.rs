@@ -14,7 +14,7 @@ use oncebox::store::{Status, Store};
 #[derive(Debug, Clone, Args)]
 pub(super) struct StatusArgs {
     /// A pending, held or waiting message that is older than this is stuck
-    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = oncebox::app::config::parse_duration)]
     older_than: Duration,
     /// At most this many shards, consumers, and lines about what is stuck
     #[arg(long, default_value_t = 100, value_parser = limit::<usize>())]

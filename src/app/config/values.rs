@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::time::bound::LONGEST;
+
 /// A duration: `250ms`, `30s`, `5m`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Span(pub Duration);
@@ -40,11 +42,22 @@ impl<'de> Deserialize<'de> for Span {
         let text = String::deserialize(deserializer).map_err(|_| {
             serde::de::Error::custom("a duration is text with a unit, for example \"30s\" or \"250ms\"")
         })?;
-        humantime::parse_duration(&text).map(Self).map_err(|error| {
-            serde::de::Error::custom(format!(
-                "`{text}` is no duration ({error}); write for example \"30s\" or \"250ms\""
-            ))
-        })
+        parse_duration(&text)
+            .map(Self)
+            .map_err(|error| serde::de::Error::custom(format!("{error}; write for example \"30s\" or \"250ms\"")))
+    }
+}
+
+/// Reads a duration as people write it, such as `30s`, of at most 100 years: no instant lies so far
+/// ahead that a longer one could be waited for.
+///
+/// # Errors
+/// What is wrong, in words.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(duration) if duration > LONGEST => Err(format!("`{text}` is longer than 100 years")),
+        Ok(duration) => Ok(duration),
+        Err(error) => Err(format!("`{text}` is no duration ({error})")),
     }
 }
 
@@ -85,11 +98,9 @@ impl<'de> Deserialize<'de> for SpanOrNever {
         if text == "never" {
             return Ok(Self::Never);
         }
-        humantime::parse_duration(&text).map(|span| Self::For(Span(span))).map_err(|error| {
-            serde::de::Error::custom(format!(
-                "`{text}` is no duration ({error}); write for example \"30d\", or \"never\""
-            ))
-        })
+        parse_duration(&text)
+            .map(|span| Self::For(Span(span)))
+            .map_err(|error| serde::de::Error::custom(format!("{error}; write for example \"30d\", or \"never\"")))
     }
 }
 
@@ -196,6 +207,10 @@ mod tests {
         let span: Span = serde_json::from_str("\"1m 30s\"").unwrap();
         assert_eq!(span.0, Duration::from_secs(90));
         assert!(serde_json::from_str::<Span>("30").unwrap_err().to_string().contains("unit"));
+        // `Instant::now()` plus this panics.
+        let forever = "\"300000000000y\"";
+        assert!(serde_json::from_str::<Span>(forever).unwrap_err().to_string().contains("longer than 100 years"));
+        assert!(serde_json::from_str::<SpanOrNever>(forever).is_err());
         let horizon = |text: &str| serde_json::from_str::<SpanOrNever>(text);
         assert_eq!(horizon("\"never\"").unwrap(), SpanOrNever::Never);
         let month = SpanOrNever::For(Span::seconds(30 * 86_400));

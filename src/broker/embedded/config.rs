@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::BrokerError;
+use crate::time::bound;
 
 /// Settings of the embedded broker; [`EmbeddedConfig::new`] takes a path and sets the defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,7 +88,13 @@ impl EmbeddedConfig {
         if self.in_flight_bytes_max == 0 {
             return refused("`in_flight_bytes_max` must be at least 1");
         }
-        Ok(())
+        bound::check([
+            ("session_timeout", self.session_timeout),
+            ("acknowledge_interval", self.acknowledge_interval),
+            ("busy_timeout", self.busy_timeout),
+            ("retention", self.retention.unwrap_or_default()),
+        ])
+        .or_else(|error| refused(&error.to_string()))
     }
 }
 
@@ -119,6 +126,8 @@ mod tests {
         };
         named(EmbeddedConfig { partitions: 0, ..good.clone() }, "partitions");
         named(EmbeddedConfig { session_timeout: Duration::ZERO, ..good.clone() }, "session_timeout");
+        named(EmbeddedConfig { session_timeout: Duration::MAX, ..good.clone() }, "session_timeout");
+        named(EmbeddedConfig { acknowledge_interval: Duration::MAX, ..good.clone() }, "acknowledge_interval");
         named(EmbeddedConfig { source: String::new(), ..good.clone() }, "source");
         named(EmbeddedConfig { in_flight_bytes_max: 0, ..good.clone() }, "in_flight_bytes_max");
         named(EmbeddedConfig { message_bytes_max: usize::MAX, ..good }, "message_bytes_max");

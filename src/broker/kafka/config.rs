@@ -15,6 +15,7 @@ use super::properties;
 use crate::broker::address::percent_decode;
 use crate::error::{BrokerError, redact};
 use crate::text::loopback::is_loopback;
+use crate::time::bound;
 
 const DEFAULT_PORT: u16 = 9092;
 
@@ -181,6 +182,7 @@ impl KafkaConfig {
         if self.linger > longest {
             return Err(refused(format!("`linger` must be at most {longest:?}: {}", properties::LINGER_WHY)));
         }
+        bound::check([("session_timeout", self.session_timeout)]).map_err(|error| refused(error.to_string()))?;
         crate::message::limits::check_printable("source", &self.source, 255)
             .map_err(|error| refused(format!("`source` of published messages: {error}")))?;
         properties::check(&self.properties)

@@ -17,6 +17,7 @@ use url::Url;
 use crate::broker::address::percent_decode;
 use crate::error::{BrokerError, redact};
 use crate::text::hosts::each;
+use crate::time::bound;
 
 /// Settings of the adapter. [`RabbitConfig::new`] takes a URL and sets the defaults.
 #[derive(Clone)]
@@ -129,7 +130,14 @@ impl RabbitConfig {
         if self.held_bytes_max == 0 || self.in_flight_bytes_max == 0 {
             return refused("held_bytes_max and in_flight_bytes_max: at least 1");
         }
-        Ok(())
+        bound::check([
+            ("heartbeat", self.heartbeat),
+            ("connect_deadline", self.connect_deadline),
+            ("close_deadline", self.close_deadline),
+            ("route_retry", self.route_retry),
+            ("quiet_check", self.quiet_check),
+        ])
+        .or_else(|error| refused(&error.to_string()))
     }
 
     /// The addresses and the user for each node of the cluster, in the order of the URL.
@@ -293,15 +301,17 @@ mod tests {
             let error = RabbitConfig::new(url).validate().unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }
-        let zero = |name: &str, setting: fn(&mut RabbitConfig)| {
+        let refuses = |name: &str, setting: fn(&mut RabbitConfig)| {
             let mut config = RabbitConfig::new("amqp://h");
             config.validate().unwrap();
             setting(&mut config);
             assert!(config.validate().unwrap_err().to_string().contains(name), "{name}");
         };
-        zero("partitions", |config| config.partitions = 0);
+        refuses("partitions", |config| config.partitions = 0);
         // `send` would wait for ever.
-        zero("held_bytes_max", |config| config.held_bytes_max = 0);
+        refuses("held_bytes_max", |config| config.held_bytes_max = 0);
+        // The end of a session panicked.
+        refuses("close_deadline", |config| config.close_deadline = Duration::MAX);
         assert!(!format!("{:?}", RabbitConfig::new("amqp://u:secret@h")).contains("secret"));
     }
 }

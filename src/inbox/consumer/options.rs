@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::StoreError;
 use crate::inbox::rules::horizon::Horizon;
 use crate::message::IdRule;
 use crate::outbox::rules::policy::DeadPolicy;
+use crate::time::bound;
 use crate::time::retry::RetryPolicy;
 
 /// What happens to a message whose kind no handler takes.
@@ -154,6 +156,26 @@ impl ConsumerOptions {
             self.handler_timeout = Duration::from_secs(timeout);
         }
         self
+    }
+
+    /// Refuses a time that no instant reaches.
+    pub(super) fn check(&self) -> Result<(), StoreError> {
+        let horizon = match self.horizon {
+            Horizon::Never => Duration::ZERO,
+            Horizon::After(horizon) => horizon,
+        };
+        bound::check([
+            ("handler_timeout", self.handler_timeout),
+            ("in_place_delay", self.retry.in_place_delay),
+            ("base", self.retry.base),
+            ("cap", self.retry.cap),
+            ("horizon", horizon),
+            ("purge_every", self.purge_every),
+            ("redrive_age_max", self.redrive_age_max),
+            ("drain", self.drain),
+            ("shutdown_grace", self.shutdown_grace),
+        ])
+        .map_err(|error| StoreError::Refused(format!("consumer `{}`: {error}", self.name)))
     }
 
     /// Warns of what was set on purpose and keeps others waiting in a store with one writer.

@@ -98,8 +98,8 @@ impl Sealer {
     /// from before encryption has expired (`retention.body`) and the last operation from before it
     /// has ended. An answer that an operator gave from a file is in plain too; a request for it is
     /// then answered as for a body that is not kept. An operator's decisions about operations are
-    /// still used. Columns, such as states, times and the reference of a resource, are
-    /// neither sealed nor authenticated: who can write them can write the business rows as well.
+    /// still used. Columns, such as states, times and the reference of a resource, are neither
+    /// sealed nor authenticated: somebody who can write them can write the business rows as well.
     #[cfg(feature = "encrypt")]
     #[must_use]
     pub fn sealed_only(self) -> Self {

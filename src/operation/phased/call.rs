@@ -255,17 +255,16 @@ impl Driver {
         row: &NewEvidence,
     ) -> Result<bool, StoreError> {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
-        // Counted from the first refusal: the time for which the database was away before does not
-        // count.
-        let mut until = None;
+        // The time for which the database was away before its first refusal does not count.
+        let mut refused_at = None;
         // The observation exists only here. A row that is written twice counts once.
         while let Err(error) = self.phased.store.observe(row).await {
             tracing::error!(operation = %self.driven.operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
             let stops = self.stop.is_cancelled();
             let patient = error.is_transient() || {
-                let now = tokio::time::Instant::now();
-                now < *until.get_or_insert(now + self.phased.settings.refused_max) && !stops
+                let refused_at = refused_at.get_or_insert_with(tokio::time::Instant::now);
+                refused_at.elapsed() < self.phased.settings.refused_max && !stops
             };
             if !proves(verdict) && (!patient || stops) {
                 return Err(error);

@@ -31,6 +31,7 @@ use crate::operation::rules::record::Mode;
 use crate::operation::rules::{Canonical, Code, Record, Scope};
 use crate::operation::{Answered, Asking, BodyPermit, Engine, Front, KeyGiven, Registered, Turn};
 use crate::store::base::Base;
+use crate::time::bound::LONGEST;
 use crate::time::since::Since;
 
 /// Runs the phased operations of an engine. Cheap to clone.
@@ -187,7 +188,7 @@ impl PhasedEngine {
             }
         };
         let command: AnyCommand = command;
-        let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget);
+        let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget.min(LONGEST));
         loop {
             match front.turn().await {
                 Turn::Answer(answered) => return answered,

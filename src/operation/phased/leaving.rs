@@ -21,6 +21,7 @@ use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{Due, Leave, StoredIntent, StoredOperation};
 use crate::operation::rules::flow::{PhaseEnd, Stage};
 use crate::operation::rules::provider::{Gap, Sends};
+use crate::time::bound::LONGEST;
 use crate::time::pace::Pace;
 use crate::time::retry;
 
@@ -222,6 +223,8 @@ impl Driver {
     }
 
     fn due(&self, after: Duration, counts: bool) -> Due {
+        // Beyond this a database refuses the release, and the operation keeps its lease.
+        let after = after.min(LONGEST);
         Due { after: (self.came != Came::Early).then_some(after), attempt: counts && self.came == Came::Due }
     }
 

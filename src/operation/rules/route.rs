@@ -13,6 +13,7 @@ use std::time::Duration;
 use super::key::KeyFormat;
 use super::record::Mode;
 use super::retention::{Retention, RetentionError};
+use crate::time::bound::{self, TooLong};
 
 /// Whether a request must carry a key (M6, M12).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -167,6 +168,15 @@ pub enum RouteError {
     /// The lifetimes of `retention` contradict each other.
     #[error(transparent)]
     Retention(#[from] RetentionError),
+    /// The setting of this name is longer than 100 years.
+    #[error("`{0}` must be at most 100 years")]
+    TooLong(&'static str),
+}
+
+impl From<TooLong> for RouteError {
+    fn from(TooLong(name): TooLong) -> Self {
+        Self::TooLong(name)
+    }
 }
 
 impl MismatchStatus {
@@ -231,7 +241,15 @@ impl Route {
         if let Some((_, error)) = checks.into_iter().find(|(applies, _)| *applies) {
             return Err(error);
         }
-        Ok(self.retention.validate()?)
+        self.retention.validate()?;
+        // The checks above keep every other time shorter than one of these.
+        bound::check([
+            ("lease", self.lease),
+            ("wait_max", self.wait_max),
+            ("id_skew", self.id_skew),
+            ("metadata", self.retention.metadata),
+        ])?;
+        Ok(())
     }
 }
 
@@ -274,6 +292,24 @@ mod tests {
         assert_eq!(refused(&wait), RouteError::NoWait);
         let retention = Retention { ttl: Duration::ZERO, ..Retention::default() };
         assert_eq!(refused(&Route { retention, ..edge }), RouteError::Retention(RetentionError::NoTtl));
+    }
+
+    // Beyond this, `Instant::now() + lease` panics at the first request. Shown by: taking out each
+    // name, in turn.
+    #[test]
+    fn m4_a_time_that_no_instant_reaches_is_refused_by_name() {
+        let (route, forever) = (Route::new(Mode::Edge), Duration::MAX);
+        let retention = Retention { metadata: forever, ..Retention::default() };
+        for (too_long, name) in [
+            (Route { lease: forever, ..route.clone() }, "lease"),
+            (Route { wait_max: forever, ..route.clone() }, "wait_max"),
+            (Route { id_skew: forever, ..route.clone() }, "id_skew"),
+            (Route { retention, ..route.clone() }, "metadata"),
+        ] {
+            assert_eq!(refused(&too_long), RouteError::TooLong(name));
+        }
+        let timeout = Route { timeout: forever, lease: forever, ..route };
+        assert_eq!(refused(&timeout), RouteError::LeaseTooShort, "the timeout is shorter than the lease");
     }
 
     // Shown by: taking out the last check.

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::error::StoreError;
 use crate::outbox::rules::policy::DeadPolicy;
+use crate::time::bound;
 
 /// Settings of a relay.
 #[derive(Debug, Clone)]
@@ -84,6 +86,20 @@ impl RelayOptions {
             shutdown_grace: Duration::from_secs(10),
             until_empty: false,
         }
+    }
+
+    /// Refuses a time that no instant reaches.
+    pub(super) fn check(&self) -> Result<(), StoreError> {
+        bound::check([
+            ("lease", self.lease),
+            ("poll_min", self.poll_min),
+            ("poll_max", self.poll_max),
+            ("mark_after", self.mark_after),
+            ("publish_stall", self.publish_stall),
+            ("probe", self.probe),
+            ("shutdown_grace", self.shutdown_grace),
+        ])
+        .map_err(|error| StoreError::Refused(error.to_string()))
     }
 
     pub(super) fn holds(&self, topic: &str) -> bool {

@@ -23,6 +23,7 @@ use crate::text::loopback::is_loopback;
 
 /// Connects once, and makes the pool.
 pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreError> {
+    options.check()?;
     let mut hosts = hosts(options)?;
     let connect_options = hosts.choose().await?.clone();
     let are_several = hosts.are_several();
@@ -185,6 +186,16 @@ mod tests {
     fn mode_of(options: &StoreOptions) -> Result<String, StoreError> {
         let url = of(options)?.to_url_lossy();
         Ok(url.query_pairs().find(|(name, _)| name == "ssl-mode").map(|(_, value)| value.into_owned()).unwrap())
+    }
+
+    // The server's timeouts are the handler's and some seconds. Shown by: no check (the addition
+    // panics).
+    #[tokio::test]
+    async fn a_timeout_that_no_instant_reaches_is_refused_by_its_name() {
+        let handler_timeout = Duration::MAX;
+        let options = StoreOptions { handler_timeout, ..StoreOptions::new("mysql://localhost/x") };
+        let error = connect(&options).await.unwrap_err().to_string();
+        assert!(error.contains("`handler_timeout` must be at most 100 years"), "{error}");
     }
 
     // Shown to fail by keeping the TLS mode where the host is loopback: then the authority was not

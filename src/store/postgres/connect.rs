@@ -27,6 +27,7 @@ pub(super) const BEGIN: &str = "begin";
 
 /// Connects once, and makes the pool.
 pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, StoreError> {
+    options.check()?;
     let mut hosts = hosts(options)?;
     let connect = hosts.choose().await?.clone();
     let are_several = hosts.are_several();
@@ -168,6 +169,16 @@ mod tests {
 
     fn ssl_mode(url: &str) -> PgSslMode {
         of(url).unwrap().get_ssl_mode()
+    }
+
+    // The server's timeouts are the handler's and some seconds. Shown by: no check (the addition
+    // panics).
+    #[tokio::test]
+    async fn a_timeout_that_no_instant_reaches_is_refused_by_its_name() {
+        let handler_timeout = Duration::MAX;
+        let options = StoreOptions { handler_timeout, ..StoreOptions::new("postgres://localhost/x") };
+        let error = connect(&options).await.unwrap_err().to_string();
+        assert!(error.contains("`handler_timeout` must be at most 100 years"), "{error}");
     }
 
     // Shown to fail by keeping the TLS mode where the host is loopback: then the authority was not

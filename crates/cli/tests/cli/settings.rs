@@ -60,6 +60,7 @@ fn a_value_that_cannot_be_used_is_named_with_what_may_be_written() {
         ("shutdown_grace = 'soon'", &["`shutdown_grace`", "`soon` is no duration", "\"30s\""][..]),
         ("shutdown_grace = 20", &["`shutdown_grace`", "text with a unit", "\"30s\""]),
         ("publisher.lease = '10'", &["`publisher.lease`", "`10` is no duration"]),
+        ("publisher.lease = '300000000000y'", &["`publisher.lease`", "longer than 100 years"]),
         ("publisher.window_bytes = '8 apples'", &["`publisher.window_bytes`", "\"8MiB\""]),
         ("publisher.batch_rows = -1", &["`publisher.batch_rows`", "a whole number that is not negative"]),
         ("publisher.batch_rows = 'many'", &["`publisher.batch_rows`", "found text"]),
