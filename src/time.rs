@@ -12,6 +12,7 @@
 
 pub(crate) mod breaker;
 pub(crate) mod db_time;
+#[cfg(feature = "duties")]
 pub(crate) mod lease;
 pub mod pace;
 pub(crate) mod retry;

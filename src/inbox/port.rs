@@ -13,8 +13,6 @@ use std::any::Any;
 use std::collections::HashSet;
 use std::fmt::Debug;
 use std::sync::Arc;
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-use std::time::Duration;
 
 use async_trait::async_trait;
 use uuid::Uuid;
@@ -177,15 +175,6 @@ pub fn time_in_id(id: MessageId) -> Option<DbTime> {
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
     MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
-}
-
-/// How long a statement inside a handler's transaction waits for a lock. It is well below the
-/// handler timeout, so that a wait for another transaction ends as a lock timeout, which counts no
-/// attempt.
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(crate) fn lock_wait(handler_timeout: Duration) -> Duration {
-    // Not zero: a server takes zero as no limit.
-    (handler_timeout / 2).clamp(Duration::from_millis(100), Duration::from_secs(5))
 }
 
 /// Duty: consumers, inbox rows, attempts.

@@ -49,6 +49,6 @@ impl OperatorSql for MySqlStore {
     }
 
     fn mend_positions<'a>(&'a self, context: &'a ActContext) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        Box::pin(super::check::positions::mend(&self.pool, context))
+        Box::pin(super::mend::positions(&self.pool, context))
     }
 }

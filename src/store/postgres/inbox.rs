@@ -21,11 +21,11 @@ use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{
-    Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, ROLLBACK_MAX, Standing, Undone, lock_wait,
+    Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, ROLLBACK_MAX, Standing, Undone,
 };
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::MessageId;
-use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::bounded::{Ask, Bounded, BoundedPool, lock_wait};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting::{self, Buried};
