@@ -3,7 +3,7 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use oncebox::operation::{Code, Endpoint, KeyFormat, Route};
+use oncebox::operation::{Code, Endpoint, EngineOptions, KeyFormat, Route};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;
@@ -171,7 +171,8 @@ async fn raw(url: &str, rest: &str) -> String {
 // Shown by: an unbounded budget.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_bodies_beyond_the_memory_get_503_and_nothing_runs() {
-    let (world, gate) = (sqlite().await.process(|engine| engine.body_memory_max(1_000)), Gate::open());
+    let (world, gate) =
+        (sqlite().await.process(EngineOptions { body_memory_max: 1_000, ..EngineOptions::default() }), Gate::open());
     let url = serve(door(&world, typed().request_body_max(10_000), &gate)).await + "/put";
     refused(&url, K1, format!(r#"{{"text":"{}"}}"#, "a".repeat(2_000))).await.is(Code::BodyMemoryExceeded);
     assert_eq!(gate.calls(), 0);
@@ -201,7 +202,8 @@ async fn head_of(stream: &mut TcpStream) -> String {
 // was announced and did not come; no end of the wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
-    let (world, gate) = (sqlite().await.process(|engine| engine.body_memory_max(10_000)), Gate::open());
+    let (world, gate) =
+        (sqlite().await.process(EngineOptions { body_memory_max: 10_000, ..EngineOptions::default() }), Gate::open());
     let url = serve(door(&world, typed().request_body_within(SOON), &gate)).await + "/put";
     let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(900));
     let as_other = async |key: &str| send(post(&url, key, body.clone()).header("test-scope", "t2:p1")).await.status;
@@ -240,7 +242,11 @@ async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
 // Shown by: a permit that is dropped after the read.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_a_body_is_held_until_its_run_has_ended() {
-    let world = sqlite().await.process(|engine| engine.body_memory_max(1_000).body_memory_per_tenant_max(1_000));
+    let world = sqlite().await.process(EngineOptions {
+        body_memory_max: 1_000,
+        body_memory_per_tenant_max: Some(1_000),
+        ..EngineOptions::default()
+    });
     let gate = Gate::closed();
     let url = serve(door(&world, typed(), &gate)).await + "/put";
     let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(600));

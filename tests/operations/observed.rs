@@ -10,7 +10,7 @@ use axum::routing::post as route_post;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
 use oncebox::operation::{
-    Code, EffectTx, Endpoint, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
+    Code, EffectTx, Endpoint, EngineOptions, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
@@ -92,7 +92,7 @@ fn hash(key: &str) -> String {
 
 /// A world whose engine takes bodies of a thousand bytes in all.
 async fn narrow() -> World<SqliteStore> {
-    sqlite().await.process(|engine| engine.body_memory_max(1_000))
+    sqlite().await.process(EngineOptions { body_memory_max: 1_000, ..EngineOptions::default() })
 }
 
 // Shown by: answering without counting.

@@ -7,7 +7,7 @@ use oncebox::operation::phased::{
     SettledPoint, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, KeyWindowError, Strategy};
-use oncebox::operation::{Endpoint, Engine, Mode, Reply, Route};
+use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Reply, Route};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::{HandlerError, async_trait};
 use uuid::Uuid;
@@ -41,7 +41,7 @@ fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, FlowError> {
 }
 
 async fn engine(directory: &std::path::Path) -> Engine<SqliteStore> {
-    Engine::builder(crate::world::sqlite(directory).await).build()
+    Engine::new(crate::world::sqlite(directory).await, EngineOptions::default())
 }
 
 // Shown by: leaving `validate` out.
@@ -98,7 +98,7 @@ async fn a_flow_stands_under_the_name_and_mode_of_its_operation_once() {
     let twice = phased().register(of(), &here).unwrap().register(of(), &here);
     assert!(matches!(twice, Err(PhasedEngineError::Flow(FlowError::Registered { version: 1, .. }))));
     // Another engine's: this one has an operation of that name.
-    let other = Engine::builder(SqliteStore::clone(engine.store())).build();
+    let other = Engine::new(SqliteStore::clone(engine.store()), EngineOptions::default());
     let edge = other.protect(Endpoint::typed::<Charge>(Route::new(Mode::Edge))).unwrap();
     assert!(matches!(phased().register(of(), &edge), Err(PhasedEngineError::Mode { .. })));
 }
