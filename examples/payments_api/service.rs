@@ -110,7 +110,7 @@ fn failed(error: impl std::fmt::Display) -> AppError {
 /// The engine of `/charges`, where there is a provider.
 fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Result<Charges<S>, AppError> {
     let endpoint = Endpoint::typed::<NewCharge>(args.route(Mode::Phased)).served_at("POST", "/charges");
-    let typed = TypedOperation::phased(engine, endpoint.operation_path("/operations/")).map_err(failed)?;
+    let typed = TypedOperation::phased(engine, endpoint).map_err(failed)?;
     let phased = match &args.provider {
         None => None,
         Some(url) => {

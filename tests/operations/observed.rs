@@ -101,7 +101,8 @@ async fn m104_what_a_typed_door_refuses_by_itself_is_counted() {
     let (heard, _hearing) = hear();
     let world = narrow().await;
     let gate = Gate::open();
-    let url = serve(door(&world, Endpoint::typed::<Put>(same_tx()).request_body_max(2_000), &gate)).await + "/put";
+    let url = serve(door(&world, Endpoint::typed::<Put>(Route { request_body_max: 2_000, ..same_tx() }), &gate)).await
+        + "/put";
     let text = |length: usize| format!(r#"{{"text":"{}"}}"#, "a".repeat(length));
     send(post(&url, K1, "{")).await.is(Code::RequestInvalid);
     send(post(&url, K1, r#"{"text":1}"#)).await.is(Code::RequestInvalid);
@@ -168,7 +169,7 @@ async fn m104_what_the_layer_refuses_by_itself_is_counted() {
     let (heard, _hearing) = hear();
     let world = narrow().await;
     let gate = Gate::open();
-    let url = layered(&world, Endpoint::raw("put", edge()).request_body_max(2_000), &gate).await + "/put";
+    let url = layered(&world, Endpoint::raw("put", Route { request_body_max: 2_000, ..edge() }), &gate).await + "/put";
     send(post(&url, K1, "{")).await.is(Code::RequestInvalid);
     send(post(&url, K1, "a".repeat(2_001))).await.is(Code::BodyTooLarge);
     send(post(&url, K1, "a".repeat(1_500))).await.is(Code::BodyMemoryExceeded);

@@ -404,6 +404,7 @@ impl Plan {
             key_format: KeyFormat::Opaque,
             after_expiry: AfterExpiry::ExecuteAsNew,
             while_running: self.while_running,
+            operation_path: Some("/operations/".to_owned()),
             lease: self.lease,
             timeout: self.lease / 3,
             completion_budget: self.lease / 6,
@@ -441,7 +442,7 @@ impl<S: Rows> Service<S> {
             ..EngineOptions::default()
         };
         let engine = Engine::new(store.clone(), options);
-        let endpoint = Endpoint::typed::<Charge>(plan.route()).operation_path("/operations/");
+        let endpoint = Endpoint::typed::<Charge>(plan.route());
         let endpoint = engine.protect(endpoint).unwrap();
         let deployment = match plan.deployment {
             Some(deployment) => deployment,
