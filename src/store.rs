@@ -49,8 +49,8 @@ pub use crate::{
     email::port::{EmailOutcome, EmailToSend, Mailbox},
     inbox::port::waiting::{LeasedMessage, RowLease, Scope, Waiting},
     inbox::port::{
-        Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
-        Purged, Standing, Undone,
+        ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Opened, ParkAs, Parked, Proof, Purged, Standing,
+        Undone,
     },
     operator::{
         ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,

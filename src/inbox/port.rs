@@ -40,21 +40,6 @@ pub struct InboxEntry {
     pub hash: ContentHash,
 }
 
-/// The inbox row that was already there for an id.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Known {
-    /// The stored content hash: if the message has another one, that is an alarm.
-    pub hash: ContentHash,
-}
-
-/// The answer of the inbox, in the order of the entries: none where the id is new (its row is
-/// inserted now).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Admission {
-    /// One answer per entry.
-    pub known: Vec<Option<Known>>,
-}
-
 /// What may keep new messages from running. It is read by a statement of its own after their inbox
 /// rows were inserted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -285,7 +270,7 @@ pub trait InboxTx: Send {
     fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
     /// As [`InboxTx::admit_and_look`], without a look at lanes.
-    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Vec<Option<ContentHash>>, StoreError> {
         Ok(self.admit_and_look(entries, &[]).await?.0)
     }
 
@@ -297,11 +282,15 @@ pub trait InboxTx: Send {
     /// Inserts the ids, first and sorted, in one statement (R24), and then gives
     /// [`InboxTx::standing`] for these lanes, unless no id is new. A database that can do so
     /// answers both in one trip. Ids must differ from each other. At most one call.
+    ///
+    /// Returns for each entry, in its order, the content hash of the inbox row that was there
+    /// already: if the message has another one, that is an alarm. None where the id is new; its row
+    /// is inserted now.
     async fn admit_and_look(
         &mut self,
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
-    ) -> Result<(Admission, Option<Standing>), StoreError>;
+    ) -> Result<(Vec<Option<ContentHash>>, Option<Standing>), StoreError>;
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
     /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::{ConsumerError, Shared};
 use crate::error::BrokerError;
 use crate::inbox::port::ConsumerId;
-use crate::inbox::rules::horizon::{Horizon, Sources};
+use crate::inbox::rules::horizon::{Horizon, HorizonTooShort, Sources};
 use crate::observe::{self, PartState};
 use crate::time::pace::{Pace, sleep_unless};
 
@@ -96,7 +96,9 @@ async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), Con
         waiting: options.retry.longest(),
         dead: options.redrive_age_max,
     };
-    sources.check(options.horizon).map_err(|why| ConsumerError::Horizon { consumer: options.name.clone(), why })
+    let refused =
+        |why: HorizonTooShort| ConsumerError::Horizon { consumer: options.name.clone(), why: why.to_string() };
+    sources.check(options.horizon).map_err(refused)
 }
 
 /// Whether the error may end by itself.

@@ -25,20 +25,19 @@ pub(crate) struct Sources {
 
 /// A horizon after which a duplicate can still come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HorizonTooShort {
+pub(crate) struct HorizonTooShort {
     /// The horizon that was set.
-    pub horizon: Duration,
+    horizon: Duration,
     /// The duration that the horizon must exceed, with the skew included; `None` if only
     /// [`Horizon::Never`] is long enough.
-    pub needs: Option<Duration>,
+    needs: Option<Duration>,
     /// The source of duplicates that needs the longer horizon.
-    pub because: Because,
+    because: Because,
 }
 
 /// The source that can deliver a duplicate so late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Because {
+pub(crate) enum Because {
     /// A topic keeps records for this long.
     TopicRetention,
     /// A topic keeps records without limit.
@@ -107,8 +106,6 @@ impl fmt::Display for HorizonTooShort {
         }
     }
 }
-
-impl std::error::Error for HorizonTooShort {}
 
 #[cfg(test)]
 mod tests {
