@@ -116,7 +116,7 @@ fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Resul
         Some(url) => {
             let cards = Cards::new(url, args.provider_timeout()).map_err(failed)?;
             let flow = charges::flow(S::clone(engine.store()), cards).map_err(failed)?;
-            Some(PhasedEngine::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
+            Some(PhasedEngine::new(engine, deployment, [(flow, typed.endpoint())]).map_err(failed)?)
         }
     };
     Ok(Charges { typed, phased, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })

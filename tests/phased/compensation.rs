@@ -95,7 +95,7 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
     let engine = Engine::new(store.clone(), EngineOptions::default());
     let endpoint = engine.protect(Endpoint::typed::<Charge>(Plan::new(KEY).route())).unwrap();
     let deployment = store.deployment().await.unwrap();
-    let phased = PhasedEngine::builder(&engine, deployment).register(flow, &endpoint).unwrap().build();
+    let phased = PhasedEngine::new(&engine, deployment, [(flow, &endpoint)]).unwrap();
     let (scope, key) =
         (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
     let budget = Duration::from_secs(20);

@@ -448,8 +448,8 @@ impl<S: Rows> Service<S> {
             Some(deployment) => deployment,
             None => store.deployment().await.unwrap(),
         };
-        let phased = PhasedEngine::builder(&engine, deployment).settings(plan.settings);
-        let phased = phased.register(flow(plan, provider), &endpoint).unwrap().build();
+        let flows = [(flow(plan, provider), &endpoint)];
+        let phased = PhasedEngine::driven(&engine, deployment, plan.settings, flows).unwrap();
         Self { store: store.clone(), engine, endpoint, phased }
     }
 

@@ -40,8 +40,8 @@ impl Service {
         store.migrate().await.unwrap();
         let engine = Engine::new(store.clone(), EngineOptions::default());
         let endpoint = engine.protect(endpoint).unwrap();
-        let phased = PhasedEngine::builder(&engine, store.deployment().await.unwrap()).settings(settings);
-        let phased = phased.register(flow, &endpoint).unwrap().build();
+        let deployment = store.deployment().await.unwrap();
+        let phased = PhasedEngine::driven(&engine, deployment, settings, [(flow, &endpoint)]).unwrap();
         let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
         let recovery = Recovery::new(&phased, every, oncebox::observe::Health::default());
         let worker = tokio::spawn(recovery.run(CancellationToken::new()));
