@@ -33,8 +33,8 @@ pub struct FingerprintWriter {
 
 /// Takes one value. Made by [`FingerprintWriter::field`], and for each element of a list or map.
 ///
-/// Texts, numbers, truth values, amounts, options, lists and maps write themselves, so a type around
-/// one of them says `self.0.write(out)`.
+/// Texts, numbers, truth values, amounts, options, lists and maps write themselves, so a type
+/// around one of them says `self.0.write(out)`.
 #[derive(Debug)]
 pub struct ValueWriter<'a> {
     out: &'a mut Vec<u8>,
