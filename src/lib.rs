@@ -109,7 +109,10 @@
     allow(dead_code)
 )]
 // Without any store the code that stores share, and that programs run on a store, is not used.
-#![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
+#![cfg_attr(
+    all(feature = "duties", not(any(feature = "postgres", feature = "mysql", feature = "sqlite"))),
+    allow(unused)
+)]
 
 #[cfg(feature = "programs")]
 pub mod app;
