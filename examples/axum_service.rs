@@ -17,7 +17,8 @@ use oncebox::HandlerError;
 use oncebox::app::{LogFormat, start_logging};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedOperation};
 use oncebox::operation::{
-    EffectTx, Endpoint, EndpointError, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route, Scope,
+    EffectTx, Endpoint, EndpointError, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Mode, Outcome,
+    Reply, Route, Scope,
 };
 use oncebox::sqlx::{SqlitePool, query, raw_sql};
 use oncebox::store::sqlite::SqliteStore;
@@ -108,7 +109,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let url = std::env::var("ONCEBOX_DATABASE__URL").unwrap_or_else(|_| "sqlite://oncebox.db".to_owned());
     let store = SqliteStore::connect(&StoreOptions::new(url)).await?;
     raw_sql(TABLES).execute(store.pool()).await?;
-    let engine = Engine::builder(store).build();
+    let engine = Engine::new(store, EngineOptions::default());
 
     let sweeper = engine.clone();
     tokio::spawn(async move {

@@ -32,7 +32,3 @@ pub use self::{
     publisher::run_publisher_with,
     signals::stop_on_signals,
 };
-#[cfg(feature = "kafka")]
-pub use connect::kafka_config;
-#[cfg(feature = "rabbitmq")]
-pub use connect::rabbit_config;

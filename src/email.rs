@@ -8,6 +8,7 @@
 
 #[cfg(feature = "email")]
 pub(crate) mod carriage;
+#[cfg(feature = "duties")]
 pub(crate) mod port;
 #[cfg(feature = "email")]
 pub mod sender;

@@ -74,7 +74,7 @@ impl StoreError {
     /// At start the program ends with this error. During work it is shown and retried, because the
     /// server may get another certificate.
     #[must_use]
-    pub fn is_untrusted(&self) -> bool {
+    pub(crate) fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
     }
 }

@@ -125,7 +125,7 @@ where
     let given = given.map_err(|problem| refused(&problem))?;
     let scope = request.extensions().get::<Scope>().cloned();
     let bytes = request.get_ref().encoded_len();
-    if bytes > endpoint.request_body_max() {
+    if bytes > endpoint.route().request_body_max {
         return Err(refused(&Problem::new(Code::BodyTooLarge)));
     }
     let mut permit = engine.body_memory(scope.as_ref().map_or("", Scope::tenant));

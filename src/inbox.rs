@@ -17,6 +17,7 @@
 pub(crate) mod consumer;
 #[cfg(feature = "consumer")]
 pub(crate) mod handler;
+#[cfg(feature = "duties")]
 pub(crate) mod port;
 pub(crate) mod rules;
 #[cfg(feature = "consumer")]

@@ -65,7 +65,8 @@
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
 //! `embedded`) each; `tls` to databases, unless a service gives its sqlx another one; `relay` and
-//! `consumer`, inside a service; `operations`, and on top of them `http`, `openapi`, `grpc`,
+//! `consumer`, inside a service; `duties`, which they bring, for what a store does beyond to
+//! connect, check and migrate; `operations`, and on top of them `http`, `openapi`, `grpc`,
 //! `client`, `email`, `redis`, `compress`, `encrypt`; `metrics`, `otel` for what their names say;
 //! `programs` for settings and a `main` of one's own. A service that only enqueues on PostgreSQL:
 //! `oncebox = { version = "0.1", default-features = false, features = ["postgres", "tls"] }`.
@@ -108,7 +109,10 @@
     allow(dead_code)
 )]
 // Without any store the code that stores share, and that programs run on a store, is not used.
-#![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
+#![cfg_attr(
+    all(feature = "duties", not(any(feature = "postgres", feature = "mysql", feature = "sqlite"))),
+    allow(unused)
+)]
 
 #[cfg(feature = "programs")]
 pub mod app;
@@ -128,6 +132,7 @@ pub mod message;
 pub mod observe;
 #[cfg(feature = "operations")]
 pub mod operation;
+#[cfg(feature = "duties")]
 mod operator;
 mod outbox;
 pub mod store;
@@ -147,12 +152,13 @@ pub mod adapter {
     pub use crate::{
         broker::envelope::{arrive, headers},
         broker::share::{Seat, Share, share},
-        inbox::port::time_in_id,
         inbox::rules::horizon::{Age, Bounds, Verdict, judge},
         inbox::rules::position::{Break, BrokerOffsets, Position, start},
         text::hex::hex,
-        time::{db_time::DbTime, lease::Lease},
+        time::db_time::DbTime,
     };
+    #[cfg(feature = "duties")]
+    pub use crate::{inbox::port::time_in_id, time::lease::Lease};
     #[cfg(feature = "operations")]
     pub use crate::{
         operation::port::stored::Columns,
@@ -168,12 +174,12 @@ pub use self::{
     inbox::rules::horizon::{Horizon, TopicRetention},
     message::{Message, NewMessage},
     outbox::enqueue::{commit, enqueue, enqueue_all},
-    outbox::rules::policy::DeadPolicy,
-    store::Store,
     time::breaker::BreakerOptions,
     time::pace,
     time::retry::RetryPolicy,
 };
+#[cfg(feature = "duties")]
+pub use self::{outbox::rules::policy::DeadPolicy, store::Store};
 pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;

@@ -17,6 +17,7 @@ pub(crate) mod pointer;
 mod trace;
 pub mod wire;
 
+#[cfg(any(feature = "duties", feature = "rabbitmq"))]
 pub(crate) use self::hash::lane_id;
 pub use self::{
     arrived::{Arrived, Coordinates, Message, Unusable},

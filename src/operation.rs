@@ -55,7 +55,7 @@ pub use self::{
     codec::{Kept, SealError, Sealer},
     edge::{EdgeAnswer, Ended, Guard, GuardError},
     endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered},
-    engine::{Core, Engine, EngineBuilder},
+    engine::{Core, Engine, EngineOptions},
     front::{Asking, KeyGiven},
     memory::BodyPermit,
     reply::{Answered, Keep, Problem, Reply},

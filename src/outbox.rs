@@ -11,7 +11,9 @@
 //! Not here: the statements (`store`), and the protocols of brokers (`broker`).
 
 pub(crate) mod enqueue;
+#[cfg(feature = "duties")]
 pub(crate) mod port;
 #[cfg(feature = "relay")]
 pub(crate) mod relay;
+#[cfg(feature = "duties")]
 pub(crate) mod rules;

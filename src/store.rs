@@ -13,6 +13,7 @@
 //! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves
 //! (the `rules` of each subject).
 
+#[cfg(feature = "duties")]
 use std::sync::Arc;
 
 #[cfg(feature = "operations")]
@@ -24,8 +25,9 @@ mod bounded;
 #[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 mod headers;
 pub(crate) mod schema;
-#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
+#[cfg(all(feature = "duties", any(feature = "mysql", feature = "postgres", feature = "sqlite")))]
 mod sql;
+#[cfg(feature = "duties")]
 pub(crate) mod statements;
 
 #[cfg(feature = "mysql")]
@@ -40,24 +42,25 @@ pub mod sqlite;
 pub use self::{
     base::{Base, StoreOptions},
     schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity},
-    statements::{Dialect, Piece, SetError, SqlValue, Statements, split as split_named},
 };
+pub use crate::outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all, hint};
+#[cfg(feature = "duties")]
 pub use crate::{
-    email::port::{EmailOutcome, EmailToSend, Mailbox, NewEmail},
+    email::port::{EmailOutcome, EmailToSend, Mailbox},
     inbox::port::waiting::{LeasedMessage, RowLease, Scope, Waiting},
     inbox::port::{
-        Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
-        Purged, Standing, Undone,
+        ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Opened, ParkAs, Parked, Proof, Purged, Standing,
+        Undone,
     },
     operator::{
         ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
         LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
     },
-    outbox::enqueue::{Enqueue, commit, enqueue, enqueue_all, hint},
     outbox::port::{
         Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
         ReadBatch, RelaySession, RequestedAct,
     },
+    store::statements::{Dialect, Piece, SetError, SqlValue, Statements, split as split_named},
 };
 #[cfg(feature = "operations")]
 pub use crate::{
@@ -75,7 +78,9 @@ pub use crate::{
     },
 };
 
-/// A database adapter: all duties of messages together.
+/// A database adapter: all duties of messages together. A service that only enqueues needs
+/// [`Schema`] of it, to connect, check and migrate.
+#[cfg(feature = "duties")]
 pub trait Store: Schema + Statements + Duties {
     /// This store as an object. Its methods are compiled with the adapter; those of the type itself
     /// are compiled again in each program that names it.
@@ -83,8 +88,10 @@ pub trait Store: Schema + Statements + Duties {
 }
 
 /// The duties that the relay, the consumer and the programs use of a database.
+#[cfg(feature = "duties")]
 pub trait Duties: Outbox + Inbox + Waiting + Operator + Mailbox {}
 
+#[cfg(feature = "duties")]
 impl<S: Outbox + Inbox + Waiting + Operator + Mailbox> Duties for S {}
 
 /// A database adapter that serves operations too. It is a trait of its own, so that `Store` asks

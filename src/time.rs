@@ -14,6 +14,7 @@
 pub(crate) mod bound;
 pub(crate) mod breaker;
 pub(crate) mod db_time;
+#[cfg(feature = "duties")]
 pub(crate) mod lease;
 pub mod pace;
 pub(crate) mod retry;

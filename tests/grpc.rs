@@ -18,7 +18,7 @@ use futures_util::future::BoxFuture;
 use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, protect, refusal, reply, seen};
 use oncebox::operation::resend::{Next, after_attempt};
 use oncebox::operation::{
-    Endpoint, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Registered, Route, Scope,
+    Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Mode, Outcome, Registered, Route, Scope,
 };
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
@@ -195,7 +195,7 @@ impl World {
         let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
         store.migrate().await.unwrap();
         sqlx::query("create table payment (id text primary key, amount integer)").execute(store.pool()).await.unwrap();
-        let engine = Engine::builder(store.clone()).build();
+        let engine = Engine::new(store.clone(), EngineOptions::default());
         let endpoint = protect(&engine, Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
         let service = Payments { engine, endpoint, started: Arc::default(), go_on: Arc::default() };
         Self { service, store, _directory: directory }
@@ -330,7 +330,10 @@ async fn m104_m109_what_the_door_refuses_by_itself_is_counted() {
 async fn m120_m109_a_tenant_over_its_quota_gets_resource_exhausted_with_its_pause() {
     let world = World::new().await;
     world.call(KEY, payment(100)).await.unwrap();
-    let engine = Engine::builder(world.store.clone()).stored_bytes_per_tenant_max(1).build();
+    let engine = Engine::new(
+        world.store.clone(),
+        EngineOptions { stored_bytes_per_tenant_max: Some(1), ..EngineOptions::default() },
+    );
     let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
     let full = Payments { engine, endpoint, ..world.service.clone() };
     let status = call(full.clone(), Some("t1"), OTHER, payment(100)).await.unwrap_err();
@@ -347,7 +350,7 @@ async fn m120_m109_a_tenant_over_its_quota_gets_resource_exhausted_with_its_paus
 async fn m4_a_unary_call_takes_no_operation_of_another_mode() {
     let world = World::new().await;
     for mode in [Mode::Edge, Mode::Bridged, Mode::Phased] {
-        let engine = Engine::builder(world.store.clone()).build();
+        let engine = Engine::new(world.store.clone(), EngineOptions::default());
         let endpoint = || Endpoint::typed::<CreatePayment>(Route::new(mode));
         let refused = protect(&engine, endpoint()).unwrap_err().to_string();
         assert_eq!(
@@ -409,7 +412,8 @@ async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_out
 async fn o29_m109_a_run_holds_the_memory_of_its_message_after_its_call_was_dropped() {
     let world = World::new().await;
     // For one message of the two.
-    let engine = Engine::builder(world.store.clone()).body_memory_max(12).body_memory_per_tenant_max(12).build();
+    let options = EngineOptions { body_memory_max: 12, body_memory_per_tenant_max: Some(12), ..EngineOptions::default() };
+    let engine = Engine::new(world.store.clone(), options);
     let endpoint = protect(&engine, Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
     let service = Payments { engine, endpoint, ..world.service.clone() };
     let slow = CreatePayment { account_id: "slow".to_owned(), ..payment(100) };

@@ -165,9 +165,7 @@ fn m4_every_setting_of_a_route_and_of_an_engine_stands_on_its_page() {
     }
     let endpoint = "src/operation/endpoint.rs";
     settings.extend(names_in(endpoint, "\nimpl Endpoint {", &["pub fn "]));
-    settings.extend(names_in("src/operation/engine.rs", "impl<S: Keys> EngineBuilder<S> {", &["pub fn "]));
-    let door = "src/operation/phased/engine.rs";
-    settings.extend(names_in(door, "impl<S: Base> PhasedEngineBuilder<S> {", &["pub fn "]));
+    settings.extend(names_in("src/operation/engine.rs", "pub struct EngineOptions {", &["pub "]));
     settings.extend(names_in("src/operation/rules/retention.rs", "pub struct Retention {", &["pub "]));
     settings.extend(names_in("src/operation/phased/registry.rs", "pub struct DriveSettings {", &["pub "]));
     let manifest = read("Cargo.toml");

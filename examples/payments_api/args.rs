@@ -81,6 +81,7 @@ impl Args {
             // Keys of any form, which are free again after their time; the default asks for UUID v7
             // and refuses late ones.
             route.key_format = KeyFormat::Opaque;
+            route.operation_path = Some("/operations/".to_owned());
             route.after_expiry = AfterExpiry::ExecuteAsNew;
         }
         route

@@ -17,7 +17,7 @@ use oncebox::app::{AppError, LogFormat, open_broker, run_publisher_with, start_l
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedOperation, problem_response, well_known};
 use oncebox::observe::Health;
 use oncebox::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
-use oncebox::operation::{Code, Endpoint, Engine, Mode, Problem, Scope};
+use oncebox::operation::{Code, Endpoint, Engine, EngineOptions, Mode, Problem, Scope};
 use oncebox::store::StoreOptions;
 use oncebox::{Relay, RelayOptions, StoreError, observe};
 use tokio::net::TcpListener;
@@ -61,11 +61,12 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     let (store, found): (S, _) = open(&args.database).await?;
     let deployment = found.ours(&args)?;
     let health = Health::default();
-    let mut engine = Engine::builder(store.clone()).health(health.clone());
+    let mut options = EngineOptions { health: health.clone(), ..EngineOptions::default() };
     if let Some(here) = &args.region {
-        engine = engine.region(here, |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned()));
+        let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
+        options.region = Some((here.clone(), Arc::new(home)));
     }
-    let engine = engine.build();
+    let engine = Engine::new(store.clone(), options);
     let payment = Endpoint::typed::<NewPayment>(args.route(Mode::Transactional)).served_at("POST", "/payments");
     let payments = TypedOperation::new(&engine, payment).map_err(failed)?;
     let charges = Arc::new(charges(&args, deployment, &engine)?);
@@ -109,13 +110,13 @@ fn failed(error: impl std::fmt::Display) -> AppError {
 /// The engine of `/charges`, where there is a provider.
 fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Result<Charges<S>, AppError> {
     let endpoint = Endpoint::typed::<NewCharge>(args.route(Mode::Phased)).served_at("POST", "/charges");
-    let typed = TypedOperation::phased(engine, endpoint.operation_path("/operations/")).map_err(failed)?;
+    let typed = TypedOperation::phased(engine, endpoint).map_err(failed)?;
     let phased = match &args.provider {
         None => None,
         Some(url) => {
             let cards = Cards::new(url, args.provider_timeout()).map_err(failed)?;
             let flow = charges::flow(S::clone(engine.store()), cards).map_err(failed)?;
-            Some(PhasedEngine::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
+            Some(PhasedEngine::new(engine, deployment, [(flow, typed.endpoint())]).map_err(failed)?)
         }
     };
     Ok(Charges { typed, phased, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })
@@ -129,7 +130,7 @@ async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
     settings.broker.url = Secret(args.broker.clone().ok_or_else(|| AppError::usage("--recovery only needs --broker"))?);
     settings.broker.kafka.create_topics = true;
     let phased = async |store: S| {
-        let engine = Engine::builder(store.clone()).build();
+        let engine = Engine::new(store.clone(), EngineOptions::default());
         let deployment = Found::read(&store).await?.ours(&args)?;
         let charges = charges(&args, deployment, &engine)?;
         charges.phased.ok_or_else(|| AppError::usage("--recovery only needs --provider"))

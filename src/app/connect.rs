@@ -212,14 +212,15 @@ async fn open_named(settings: &Settings) -> Result<AnyBroker, AppError> {
     exists("broker.ca_file", settings.broker.ca_file.as_deref())?;
     match scheme {
         #[cfg(feature = "kafka")]
-        "kafka" | "kafkas" => kafka_config(settings)
+        "kafka" | "kafkas" => settings
+            .kafka()
             .and_then(crate::broker::kafka::KafkaBroker::new)
             .map(|broker| Arc::new(broker) as AnyBroker)
             .map_err(wrong_setting),
         #[cfg(not(feature = "kafka"))]
         "kafka" | "kafkas" => Err(missing_feature("kafka")),
         #[cfg(feature = "rabbitmq")]
-        "amqp" | "amqps" => crate::broker::rabbitmq::RabbitBroker::new(rabbit_config(settings))
+        "amqp" | "amqps" => crate::broker::rabbitmq::RabbitBroker::new(settings.rabbitmq())
             .map(|broker| Arc::new(broker) as AnyBroker)
             .map_err(wrong_setting),
         #[cfg(not(feature = "rabbitmq"))]
@@ -287,48 +288,51 @@ fn missing_feature(feature: &str) -> AppError {
     AppError::usage(format!("this program was built without the feature `{feature}` that the broker URL needs"))
 }
 
-/// The configuration of Kafka from these settings.
-///
-/// # Errors
-/// What is wrong in the URL, without its password.
-#[cfg(feature = "kafka")]
-pub fn kafka_config(settings: &Settings) -> Result<crate::broker::kafka::KafkaConfig, BrokerError> {
-    let from = &settings.broker.kafka;
-    let mut config = crate::broker::kafka::KafkaConfig::from_url(&settings.broker.url.0)?;
-    config.source.clone_from(&settings.publisher.source);
-    config.ca_file.clone_from(&settings.broker.ca_file);
-    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max.0;
-    config.create_topics = from.create_topics;
-    config.partitions = from.partitions;
-    config.replication = from.replication;
-    config.session_timeout = from.session_timeout.0;
-    config.properties.clone_from(&from.properties);
-    if let Some(mechanism) = &from.sasl_mechanism {
-        config.sasl_mechanism = mechanism.parse()?;
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+impl Settings {
+    /// The configuration of Kafka from these settings.
+    ///
+    /// # Errors
+    /// What is wrong in the URL, without its password.
+    #[cfg(feature = "kafka")]
+    pub fn kafka(&self) -> Result<crate::broker::kafka::KafkaConfig, BrokerError> {
+        let from = &self.broker.kafka;
+        let mut config = crate::broker::kafka::KafkaConfig::from_url(&self.broker.url.0)?;
+        config.source.clone_from(&self.publisher.source);
+        config.ca_file.clone_from(&self.broker.ca_file);
+        config.in_flight_bytes_max = self.broker.in_flight_bytes_max.0;
+        config.create_topics = from.create_topics;
+        config.partitions = from.partitions;
+        config.replication = from.replication;
+        config.session_timeout = from.session_timeout.0;
+        config.properties.clone_from(&from.properties);
+        if let Some(mechanism) = &from.sasl_mechanism {
+            config.sasl_mechanism = mechanism.parse()?;
+        }
+        if from.username.is_some() {
+            config.user.clone_from(&from.username);
+        }
+        if let Some(password) = &from.password {
+            config.password = Some(password.0.clone());
+        }
+        Ok(config)
     }
-    if from.username.is_some() {
-        config.user.clone_from(&from.username);
-    }
-    if let Some(password) = &from.password {
-        config.password = Some(password.0.clone());
-    }
-    Ok(config)
-}
 
-/// The configuration of RabbitMQ from these settings.
-#[cfg(feature = "rabbitmq")]
-#[must_use]
-pub fn rabbit_config(settings: &Settings) -> crate::broker::rabbitmq::RabbitConfig {
-    let from = &settings.broker.rabbitmq;
-    let mut config = crate::broker::rabbitmq::RabbitConfig::new(settings.broker.url.0.clone());
-    config.source.clone_from(&settings.publisher.source);
-    config.ca_file.clone_from(&settings.broker.ca_file);
-    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max.0;
-    config.exchange.clone_from(&from.exchange);
-    config.alternate_exchange.clone_from(&from.alternate_exchange);
-    config.pipeline_per_key = from.pipeline_per_key;
-    config.partitions = from.partitions;
-    config
+    /// The configuration of RabbitMQ from these settings.
+    #[cfg(feature = "rabbitmq")]
+    #[must_use]
+    pub fn rabbitmq(&self) -> crate::broker::rabbitmq::RabbitConfig {
+        let from = &self.broker.rabbitmq;
+        let mut config = crate::broker::rabbitmq::RabbitConfig::new(self.broker.url.0.clone());
+        config.source.clone_from(&self.publisher.source);
+        config.ca_file.clone_from(&self.broker.ca_file);
+        config.in_flight_bytes_max = self.broker.in_flight_bytes_max.0;
+        config.exchange.clone_from(&from.exchange);
+        config.alternate_exchange.clone_from(&from.alternate_exchange);
+        config.pipeline_per_key = from.pipeline_per_key;
+        config.partitions = from.partitions;
+        config
+    }
 }
 
 #[cfg(feature = "embedded")]

@@ -13,19 +13,6 @@ use async_trait::async_trait;
 use crate::error::StoreError;
 use crate::inbox::port::waiting::RowLease;
 
-/// An e-mail to be sent once.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NewEmail {
-    /// Unique: for example `receipt_payment_pay_789`.
-    pub unique_key: String,
-    /// The address that the e-mail goes to.
-    pub recipient: String,
-    /// The subject line of the e-mail.
-    pub subject: String,
-    /// The body of the e-mail, as plain text.
-    pub body: String,
-}
-
 /// An e-mail row that this sender has leased.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EmailToSend {

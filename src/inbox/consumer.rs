@@ -51,7 +51,6 @@ use crate::broker::{Broker, Subscription};
 use crate::error::{BrokerError, StoreError};
 use crate::inbox::port::waiting::Scope;
 use crate::inbox::port::{ConsumerId, ConsumerSpec};
-use crate::inbox::rules::horizon::HorizonTooShort;
 use crate::observe::{self, Health, PartState};
 use crate::store::{Duties, Store};
 
@@ -217,7 +216,7 @@ pub enum ConsumerError {
         /// The name of the consumer whose horizon is too short.
         consumer: String,
         /// Which messages can still come, and for how long.
-        why: HorizonTooShort,
+        why: String,
     },
 }
 

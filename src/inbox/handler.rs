@@ -6,11 +6,10 @@ use std::fmt;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use crate::email::port::NewEmail;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::InboxTx;
 use crate::message::{Message, NewMessage};
-use crate::outbox::enqueue::Enqueue;
+use crate::outbox::enqueue::{Enqueue, NewEmail};
 use crate::store::Store;
 use crate::store::base::Base;
 

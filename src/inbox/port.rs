@@ -41,21 +41,6 @@ pub struct InboxEntry {
     pub hash: ContentHash,
 }
 
-/// The inbox row that was already there for an id.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Known {
-    /// The stored content hash: if the message has another one, that is an alarm.
-    pub hash: ContentHash,
-}
-
-/// The answer of the inbox, in the order of the entries: none where the id is new (its row is
-/// inserted now).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Admission {
-    /// One answer per entry.
-    pub known: Vec<Option<Known>>,
-}
-
 /// What may keep new messages from running. It is read by a statement of its own after their inbox
 /// rows were inserted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -178,15 +163,6 @@ pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
 }
 
-/// How long a statement inside a handler's transaction waits for a lock. It is well below the
-/// handler timeout, so that a wait for another transaction ends as a lock timeout, which counts no
-/// attempt.
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(crate) fn lock_wait(handler_timeout: Duration) -> Duration {
-    // Not zero: a server takes zero as no limit.
-    (handler_timeout / 2).clamp(Duration::from_millis(100), Duration::from_secs(5))
-}
-
 /// Duty: consumers, inbox rows, attempts.
 ///
 /// The consumer is compiled once, for any store: a call costs a boxed future beside its round trip.
@@ -295,7 +271,7 @@ pub trait InboxTx: Send {
     fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
     /// As [`InboxTx::admit_and_look`], without a look at lanes.
-    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Vec<Option<ContentHash>>, StoreError> {
         Ok(self.admit_and_look(entries, &[]).await?.0)
     }
 
@@ -307,11 +283,15 @@ pub trait InboxTx: Send {
     /// Inserts the ids, first and sorted, in one statement (R24), and then gives
     /// [`InboxTx::standing`] for these lanes, unless no id is new. A database that can do so
     /// answers both in one trip. Ids must differ from each other. At most one call.
+    ///
+    /// Returns for each entry, in its order, the content hash of the inbox row that was there
+    /// already: if the message has another one, that is an alarm. None where the id is new; its row
+    /// is inserted now.
     async fn admit_and_look(
         &mut self,
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
-    ) -> Result<(Admission, Option<Standing>), StoreError>;
+    ) -> Result<(Vec<Option<ContentHash>>, Option<Standing>), StoreError>;
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
     /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,

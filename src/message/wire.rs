@@ -7,15 +7,15 @@
 use chrono::{DateTime, SecondsFormat, Utc};
 
 /// The value of `specversion`.
-pub const SPEC_VERSION: &str = "1.0";
+pub(crate) const SPEC_VERSION: &str = "1.0";
 /// The header with the content type on Kafka.
 pub(crate) const CONTENT_TYPE: &str = "content-type";
 /// The header with the W3C trace context: trace id, parent span and flags.
-pub const TRACEPARENT: &str = "traceparent";
+pub(crate) const TRACEPARENT: &str = "traceparent";
 /// The header with the vendors' state of the W3C trace context.
-pub const TRACESTATE: &str = "tracestate";
+pub(crate) const TRACESTATE: &str = "tracestate";
 /// The header that hash exchanges use: the key, or the message id if there is no key.
-pub const ONCEBOX_HASH: &str = "oncebox-hash";
+pub(crate) const ONCEBOX_HASH: &str = "oncebox-hash";
 
 /// The header names of one protocol binding.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +32,12 @@ pub struct Names {
     pub spec_version: &'static str,
     /// The header that carries the key of the message.
     pub partition_key: &'static str,
+    /// The header with the W3C trace context: trace id, parent span and flags.
+    pub traceparent: &'static str,
+    /// The header with the vendors' state of the W3C trace context.
+    pub tracestate: &'static str,
+    /// The header that hash exchanges use: the key, or the message id if there is no key.
+    pub hash: &'static str,
 }
 
 /// The names on Kafka, and on the embedded broker, which uses the same.
@@ -42,6 +48,9 @@ pub const KAFKA: Names = Names {
     time: "ce_time",
     spec_version: "ce_specversion",
     partition_key: "ce_partitionkey",
+    traceparent: TRACEPARENT,
+    tracestate: TRACESTATE,
+    hash: ONCEBOX_HASH,
 };
 
 /// The names on RabbitMQ, as headers of AMQP 0.9.1.
@@ -52,6 +61,9 @@ pub const AMQP: Names = Names {
     time: "cloudEvents_time",
     spec_version: "cloudEvents_specversion",
     partition_key: "cloudEvents_partitionkey",
+    traceparent: TRACEPARENT,
+    tracestate: TRACESTATE,
+    hash: ONCEBOX_HASH,
 };
 
 /// The text of a time in a header: RFC 3339, microseconds, UTC.

@@ -90,7 +90,9 @@ pub(super) fn encode(
             );
             AnswerBody::Tombstone(Tombstone::Withheld)
         }
-        (Keep::Exact, _) if reply.body.len() > endpoint.keeping.body_max => AnswerBody::Tombstone(Tombstone::Oversize),
+        (Keep::Exact, _) if reply.body.len() > endpoint.route.kept_body_max => {
+            AnswerBody::Tombstone(Tombstone::Oversize)
+        }
         (Keep::Exact, _) => match redact::redacted(&reply.body, &endpoint.keeping.redact) {
             // The body cannot be parsed, so nobody can prove that it holds no secret.
             None => AnswerBody::Tombstone(Tombstone::Withheld),

@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use uuid::Uuid;
@@ -25,11 +24,10 @@ use crate::error::HandlerError;
 use crate::observe::{self, Noted};
 use crate::operation::rules::identity::IdentityError;
 use crate::operation::rules::raw::RawCommand;
-use crate::operation::rules::route::{Durability, Replay, Requirement, RouteError, WhileRunning};
+use crate::operation::rules::route::{Durability, Replay, Requirement, WhileRunning};
 use crate::operation::rules::{
     Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
 };
-use crate::time::bound;
 
 /// Builds an answer again from the record of what the operation made.
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
@@ -65,7 +63,7 @@ pub enum Reconciled {
 
 /// A protected operation as it is declared, before an engine registers it.
 pub struct Endpoint {
-    route: Route,
+    pub(super) route: Route,
     /// The type of the command; `None` for a raw operation.
     command: Option<&'static str>,
     readable: std::ops::RangeInclusive<u32>,
@@ -78,10 +76,6 @@ pub struct Endpoint {
     pub(super) reconcile: Option<Reconcile>,
     /// Each header has the version of the fingerprint from which it counts.
     counted_headers: Vec<(String, u32)>,
-    request_body_max: usize,
-    request_body_within: Duration,
-    multipart: bool,
-    operation_path: Option<String>,
     place: Option<(String, String)>,
 }
 
@@ -112,10 +106,6 @@ impl Endpoint {
             rebuild: None,
             reconcile: None,
             counted_headers: vec![("prefer".to_owned(), 1), ("if-match".to_owned(), 1)],
-            request_body_max: 1 << 20,
-            request_body_within: Duration::from_secs(10),
-            multipart: false,
-            operation_path: None,
             place: None,
         }
     }
@@ -146,38 +136,6 @@ impl Endpoint {
         if self.command.is_none() {
             self.readable = *self.readable.start()..=version.max(*self.readable.end());
         }
-        self
-    }
-
-    /// The longest request body, in bytes. Default 1 MiB.
-    #[must_use]
-    pub fn request_body_max(mut self, bytes: usize) -> Self {
-        self.request_body_max = bytes;
-        self
-    }
-
-    /// How long a request body may take to arrive, from its head to its last byte. Default 10 s. A
-    /// slower one gets 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
-    #[must_use]
-    pub fn request_body_within(mut self, time: Duration) -> Self {
-        self.request_body_within = time;
-        self
-    }
-
-    /// Takes multipart bodies, in the generic layer, which refuses them otherwise (415). They are
-    /// compared byte for byte, so a client that draws a new boundary for a retry gets 422: set this
-    /// only where clients send the same bytes again.
-    #[must_use]
-    pub fn takes_multipart(mut self) -> Self {
-        self.multipart = true;
-        self
-    }
-
-    /// The longest answer that is kept, in bytes. A longer one leaves a tombstone (pitfall 19).
-    /// Default 256 KiB.
-    #[must_use]
-    pub fn kept_body_max(mut self, bytes: usize) -> Self {
-        self.keeping.body_max = bytes;
         self
     }
 
@@ -233,13 +191,6 @@ impl Endpoint {
         self
     }
 
-    /// The path at which clients read an operation; its id is appended: `/operations/`.
-    #[must_use]
-    pub fn operation_path(mut self, prefix: &str) -> Self {
-        self.operation_path = Some(prefix.to_owned());
-        self
-    }
-
     /// The method and path under which the operation is published (`/.well-known/idempotency`).
     #[must_use]
     pub fn served_at(mut self, method: &str, path: &str) -> Self {
@@ -260,10 +211,6 @@ impl Endpoint {
             && self.keeping == other.keeping
             && self.schema_version == other.schema_version
             && self.counted_headers == other.counted_headers
-            && self.request_body_max == other.request_body_max
-            && self.request_body_within == other.request_body_within
-            && self.multipart == other.multipart
-            && self.operation_path == other.operation_path
     }
 
     /// Refuses an operation of a mode that this door cannot serve: all its requests would get 503
@@ -280,7 +227,6 @@ impl Endpoint {
 
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
         self.route.validate(durability)?;
-        bound::check([("request_body_within", self.request_body_within)]).map_err(RouteError::from)?;
         self.keeping.validate()?;
         if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             return Err(EndpointError::Counted(name.clone()));
@@ -295,7 +241,7 @@ impl Endpoint {
         if self.route.reconciles != self.reconcile.is_some() {
             return Err(EndpointError::Reconcile);
         }
-        if self.route.while_running == WhileRunning::Accepted && self.operation_path.is_none() {
+        if self.route.while_running == WhileRunning::Accepted && self.route.operation_path.is_none() {
             return Err(EndpointError::OperationPath);
         }
         let operation = self.operation.clone()?;
@@ -334,18 +280,6 @@ impl Registered {
         &self.0.fingerprinter
     }
 
-    pub(crate) fn request_body_max(&self) -> usize {
-        self.0.endpoint.request_body_max
-    }
-
-    pub(crate) fn request_body_within(&self) -> Duration {
-        self.0.endpoint.request_body_within
-    }
-
-    pub(crate) fn is_multipart_taken(&self) -> bool {
-        self.0.endpoint.multipart
-    }
-
     /// The request headers that belong to the command, in lower case, each with the version of the
     /// fingerprint from which it counts.
     pub(crate) fn counted_headers(&self) -> &[(String, u32)] {
@@ -360,11 +294,7 @@ impl Registered {
 
     /// The URL of an operation, if a path was given.
     pub(crate) fn location_of(&self, operation_id: Uuid) -> Option<String> {
-        self.0.endpoint.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
-    }
-
-    pub(crate) fn kept_body_max(&self) -> usize {
-        self.0.endpoint.keeping.body_max
+        self.0.endpoint.route.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
     }
 
     /// Counts a request that the caller refuses with this code before it takes a turn of its

@@ -69,64 +69,28 @@ struct Inner {
     tasks: TaskTracker,
 }
 
-/// Collects the settings of an [`Engine`].
-pub struct EngineBuilder<S: Keys> {
-    store: S,
-    keyring: Keyring,
-    sealer: Sealer,
-    body_memory_max: usize,
-    body_memory_per_tenant_max: Option<usize>,
-    open_per_tenant_max: Option<u32>,
-    stored_bytes_per_tenant_max: Option<u64>,
-    region: Option<(String, Home)>,
-    health: Health,
-}
-
-impl<S: Keys> EngineBuilder<S> {
+/// The settings of an [`Engine`].
+#[derive(Clone)]
+pub struct EngineOptions {
     /// The secrets for the fingerprints of commands and principals. Default: none. The fingerprints
     /// are then plain SHA-256, and someone who can read the database can guess commands offline
     /// (pitfall 25).
-    #[must_use]
-    pub fn keyring(mut self, keyring: Keyring) -> Self {
-        self.keyring = keyring;
-        self
-    }
-
+    pub keyring: Keyring,
     /// The encryption keys for stored bodies and commands. Default: stored in plain.
-    #[must_use]
-    pub fn sealer(mut self, sealer: Sealer) -> Self {
-        self.sealer = sealer;
-        self
-    }
-
+    pub sealer: Sealer,
     /// How many bytes of request bodies this process may hold at once. Default 64 MiB. A request
     /// beyond the limit gets 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
-    #[must_use]
-    pub fn body_memory_max(mut self, bytes: usize) -> Self {
-        self.body_memory_max = bytes;
-        self
-    }
-
+    pub body_memory_max: usize,
     /// How many bytes of [`Self::body_memory_max`] one tenant may hold. Default: half, so that a
     /// tenant that sends many or slow requests leaves room for others.
-    #[must_use]
-    pub fn body_memory_per_tenant_max(mut self, bytes: usize) -> Self {
-        self.body_memory_per_tenant_max = Some(bytes);
-        self
-    }
-
+    pub body_memory_per_tenant_max: Option<usize>,
     /// How many operations of one tenant may run in this process at once. The same number may be
     /// committed without an outcome in the store: running in other processes, or unknown and not
     /// resolved (O11). Default: no limit. A request beyond it gets 429
     /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. The limit costs one count in the store
     /// before each claim. That count locks nothing: requests that come at once may exceed it, by at
     /// most the limit for each process.
-    #[must_use]
-    pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
-        self.open_per_tenant_max = Some(operations);
-        self
-    }
-
+    pub open_per_tenant_max: Option<u32>,
     /// How many bytes the stored answers of one tenant may take: headers and body as they stand in
     /// the database, until the lifetime of the body ends. Default: no limit. Beyond it, a request
     /// that would run for the first time gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is
@@ -138,67 +102,20 @@ impl<S: Keys> EngineBuilder<S> {
     /// clients. It does not count records without a body, nor the commands of phased operations,
     /// which [`Self::open_per_tenant_max`] limits while they run. With a guard store, which does
     /// not count bytes, [`Engine::protect`](Core::protect) returns an error.
-    #[must_use]
-    pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
-        self.stored_bytes_per_tenant_max = Some(bytes);
-        self
-    }
-
+    pub stored_bytes_per_tenant_max: Option<u64>,
     /// The region of this service, and a function that returns the region that keeps the keys of a
     /// scope. A request whose keys another region keeps gets 421 with that region's name; it is
     /// never redirected (M106). The function returns `None` for keys that every region may serve.
-    #[must_use]
-    pub fn region(
-        mut self,
-        here: impl Into<String>,
-        home: impl Fn(&Scope) -> Option<String> + Send + Sync + 'static,
-    ) -> Self {
-        self.region = Some((here.into(), Arc::new(home)));
-        self
-    }
-
+    pub region: Option<(String, Home)>,
     /// Where the engine reports whether its store answers, as the part `operations`. The engine
     /// asks the store four times a second on a connection of its own, so `/readyz` waits for no
     /// database. Default: the log only.
-    #[must_use]
-    pub fn health(mut self, health: Health) -> Self {
-        self.health = health;
-        self
-    }
-
-    /// Makes the engine. Inside a Tokio runtime, the engine begins at once to watch its store.
-    #[must_use]
-    pub fn build(self) -> Engine<S> {
-        let admission = Admission::new(self.store.connections_max());
-        let store = Arc::new(self.store);
-        let core = Core {
-            inner: Arc::new(Inner {
-                store: Arc::clone(&store) as Arc<dyn Keys>,
-                keyring: self.keyring,
-                sealer: self.sealer,
-                running: Running::default(),
-                reach: Reach::new(self.health),
-                admission,
-                usual: Mutex::default(),
-                body_memory: BodyMemory::new(self.body_memory_max, self.body_memory_per_tenant_max),
-                open_per_tenant_max: self.open_per_tenant_max,
-                stored_quota: self.stored_bytes_per_tenant_max.map(StoredQuota::new),
-                region: self.region,
-                live: Live::new(),
-                endpoints: Mutex::default(),
-                tasks: TaskTracker::new(),
-            }),
-        };
-        core.reach();
-        Engine { core, store }
-    }
+    pub health: Health,
 }
 
-impl<S: Keys> Engine<S> {
-    /// Returns a builder for an engine on this store.
-    pub fn builder(store: S) -> EngineBuilder<S> {
-        EngineBuilder {
-            store,
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
             keyring: Keyring::plain(),
             sealer: Sealer::plain(),
             body_memory_max: 64 << 20,
@@ -208,6 +125,35 @@ impl<S: Keys> Engine<S> {
             region: None,
             health: Health::default(),
         }
+    }
+}
+
+impl<S: Keys> Engine<S> {
+    /// An engine on this store. Inside a Tokio runtime it begins at once to watch its store.
+    #[must_use]
+    pub fn new(store: S, options: EngineOptions) -> Self {
+        let admission = Admission::new(store.connections_max());
+        let store = Arc::new(store);
+        let core = Core {
+            inner: Arc::new(Inner {
+                store: Arc::clone(&store) as Arc<dyn Keys>,
+                keyring: options.keyring,
+                sealer: options.sealer,
+                running: Running::default(),
+                reach: Reach::new(options.health),
+                admission,
+                usual: Mutex::default(),
+                body_memory: BodyMemory::new(options.body_memory_max, options.body_memory_per_tenant_max),
+                open_per_tenant_max: options.open_per_tenant_max,
+                stored_quota: options.stored_bytes_per_tenant_max.map(StoredQuota::new),
+                region: options.region,
+                live: Live::new(),
+                endpoints: Mutex::default(),
+                tasks: TaskTracker::new(),
+            }),
+        };
+        core.reach();
+        Self { core, store }
     }
 
     /// The store that holds the records of keys.
@@ -498,8 +444,9 @@ impl fmt::Debug for Core {
     }
 }
 
-impl<S: Keys> fmt::Debug for EngineBuilder<S> {
+// Secrets are not shown, and a function has nothing to show.
+impl fmt::Debug for EngineOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EngineBuilder").field("store", &self.store).finish_non_exhaustive()
+        f.debug_struct("EngineOptions").finish_non_exhaustive()
     }
 }

@@ -57,7 +57,7 @@ pub mod webhook;
 pub use self::{
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
     ends::{First, Local, LocalPoint, Settled, SettledPoint},
-    engine::{PhasedEngine, PhasedEngineBuilder, PhasedEngineError},
+    engine::{PhasedEngine, PhasedEngineError},
     flow::{Flow, FlowBuilder, FlowError},
     identity::{Identities, ProviderKey},
     phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase},

@@ -10,9 +10,21 @@ use sqlx::{Database, Transaction};
 use tokio::sync::Notify;
 use uuid::Uuid;
 
-use crate::email::port::NewEmail;
 use crate::error::StoreError;
 use crate::message::NewMessage;
+
+/// An e-mail to be sent once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewEmail {
+    /// Unique: for example `receipt_payment_pay_789`.
+    pub unique_key: String,
+    /// The address that the e-mail goes to.
+    pub recipient: String,
+    /// The subject line of the e-mail.
+    pub subject: String,
+    /// The body of the e-mail, as plain text.
+    pub body: String,
+}
 
 /// A connection of sqlx that leads to an outbox.
 pub trait Enqueue: Send {

@@ -59,6 +59,14 @@ const RESTED: Duration = Duration::from_secs(1);
 const SIGN_OF_LIFE_MAX: Duration = Duration::from_secs(5);
 const CONNECT_MAX: Duration = Duration::from_secs(30);
 
+/// How long a statement inside a handler's transaction waits for a lock. It is well below the
+/// handler timeout, so that a wait for another transaction ends as a lock timeout, which counts no
+/// attempt.
+pub(super) fn lock_wait(handler_timeout: Duration) -> Duration {
+    // Not zero: a server takes zero as no limit.
+    (handler_timeout / 2).clamp(Duration::from_millis(100), Duration::from_secs(5))
+}
+
 /// One part of an answer: the result of a statement, or a row.
 type Part<Db> = Either<<Db as Database>::QueryResult, <Db as Database>::Row>;
 

@@ -16,19 +16,28 @@
 mod check;
 mod connect;
 mod door;
+#[cfg(feature = "duties")]
 mod inbox;
 mod mailbox;
+#[cfg(feature = "duties")]
+mod mend;
+#[cfg(feature = "duties")]
 mod message;
 #[cfg(feature = "operations")]
 mod operations;
+#[cfg(feature = "duties")]
 mod operator;
 #[cfg(feature = "operations")]
 mod phases;
+#[cfg(feature = "duties")]
 mod relay;
 mod schema;
+#[cfg(feature = "duties")]
 mod sql;
+#[cfg(feature = "duties")]
 mod statements;
 
+#[cfg(feature = "duties")]
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,6 +48,7 @@ use sqlx::{MySql, MySqlPool};
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
 use crate::store::base::{Base, StoreOptions};
+#[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
 use crate::text::hex::hex;
 
@@ -71,6 +81,7 @@ impl Base for MySqlStore {
     }
 }
 
+#[cfg(feature = "duties")]
 impl Store for MySqlStore {
     fn into_duties(self) -> Arc<dyn Duties> {
         Arc::new(self)

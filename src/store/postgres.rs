@@ -17,21 +17,31 @@
 
 mod check;
 mod connect;
+#[cfg(feature = "duties")]
 mod diverted;
 mod door;
+#[cfg(feature = "duties")]
 mod inbox;
+#[cfg(feature = "duties")]
 mod mend;
 #[cfg(feature = "operations")]
 mod operations;
+#[cfg(feature = "duties")]
 mod operator;
+#[cfg(feature = "duties")]
 mod partitions;
 #[cfg(feature = "operations")]
 mod phases;
+#[cfg(feature = "duties")]
 mod read;
+#[cfg(feature = "duties")]
 mod relay;
 mod schema;
+#[cfg(feature = "duties")]
 mod sql;
+#[cfg(feature = "duties")]
 mod statements;
+#[cfg(feature = "duties")]
 mod text;
 
 use std::sync::atomic::AtomicBool;
@@ -42,11 +52,13 @@ use async_trait::async_trait;
 use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
+#[cfg(feature = "duties")]
 pub use statements::PostgresStatement;
 
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
 use crate::store::base::{Base, StoreOptions};
+#[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
 
 /// The store on PostgreSQL: outbox, inbox and operations. Cheap to clone.
@@ -85,6 +97,7 @@ impl Base for PostgresStore {
     }
 }
 
+#[cfg(feature = "duties")]
 impl Store for PostgresStore {
     fn into_duties(self) -> Arc<dyn Duties> {
         Arc::new(self)

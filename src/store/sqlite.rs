@@ -20,19 +20,25 @@
 mod check;
 mod connect;
 mod door;
+#[cfg(feature = "duties")]
 mod inbox;
 mod message;
 #[cfg(feature = "operations")]
 mod operations;
+#[cfg(feature = "duties")]
 mod operator;
 #[cfg(feature = "operations")]
 mod phases;
 #[cfg(all(test, feature = "operations"))]
 mod plans;
+#[cfg(feature = "duties")]
 mod relay;
+#[cfg(feature = "duties")]
 mod savepoint;
 mod schema;
+#[cfg(feature = "duties")]
 mod sql;
+#[cfg(feature = "duties")]
 mod statements;
 mod write;
 
@@ -47,12 +53,15 @@ macro_rules! now_ms {
 /// A common table expression `n` with the rows `i` = 0, 1, ... of a bound blob of fixed-size parts:
 /// a statement takes many ids at once with it. `$blob` is the parameter, `$size` the size
 /// of a part. An empty blob gives one part that matches nothing.
+#[cfg(feature = "duties")]
 macro_rules! parts {
     ($blob:literal, $size:literal) => {
         concat!("n(i) as (select 0 union all select i + 1 from n where (i + 2) * ", $size, " <= length(", $blob, "))")
     };
 }
-use {now_ms, parts};
+use now_ms;
+#[cfg(feature = "duties")]
+use parts;
 
 /// A duration in whole milliseconds, as the tables store it.
 fn millis(duration: std::time::Duration) -> i64 {

@@ -22,8 +22,8 @@ on_all! {
 }
 
 fn accepting(route: &Route) -> Endpoint {
-    Endpoint::raw("put", Route { while_running: WhileRunning::Accepted, ..route.clone() })
-        .operation_path("/operations/")
+    let operation_path = Some("/operations/".to_owned());
+    Endpoint::raw("put", Route { while_running: WhileRunning::Accepted, operation_path, ..route.clone() })
 }
 
 /// It is 202 with the place of the operation of the first request, and says when to come again.
@@ -287,7 +287,9 @@ async fn m18_a_multipart_body_is_refused_by_the_layer_unless_the_route_takes_it(
         assert!(refused.is(Code::UnsupportedMediaType).json()["detail"].as_str().unwrap().contains("boundary"));
     }
     assert_eq!((gate.calls(), world.record("t1", K1).await), (0, None), "the key is free");
-    let takes = answers.raw(&world.another_process(), Endpoint::takes_multipart, &gate).await;
+    let takes = answers
+        .raw(&world.another_process(), |_| Endpoint::raw("put", Route { takes_multipart: true, ..edge() }), &gate)
+        .await;
     for is_replayed in [false, true] {
         let taken = send(upload(&takes, "multipart/form-data; boundary=b")).await;
         assert_eq!((taken.status, taken.is_replayed()), (201, is_replayed), "{taken:?}");

@@ -3,7 +3,7 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use oncebox::operation::{Code, Endpoint, KeyFormat, Route};
+use oncebox::operation::{Code, Endpoint, EngineOptions, KeyFormat, Route};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;
@@ -136,7 +136,7 @@ async fn m70_a_body_that_is_not_the_command_is_refused_and_frees_the_key() {
 // Shown by: `to_bytes(usize::MAX)` (pitfall 23); reading before comparing the length.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pitfall_23_bodies_are_bounded_whether_their_length_is_said_or_not() {
-    let (_world, gate, url) = stage(typed().request_body_max(100)).await;
+    let (_world, gate, url) = stage(Endpoint::typed::<Put>(Route { request_body_max: 100, ..same_tx() })).await;
     let of = |length: usize| format!(r#"{{"text":"{}"}}"#, "a".repeat(length - 11));
     assert_eq!(send(post(&url, K1, of(100))).await.status, 201);
     refused(&url, K2, of(101)).await.is(Code::BodyTooLarge);
@@ -171,8 +171,10 @@ async fn raw(url: &str, rest: &str) -> String {
 // Shown by: an unbounded budget.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_bodies_beyond_the_memory_get_503_and_nothing_runs() {
-    let (world, gate) = (sqlite().await.process(|engine| engine.body_memory_max(1_000)), Gate::open());
-    let url = serve(door(&world, typed().request_body_max(10_000), &gate)).await + "/put";
+    let (world, gate) =
+        (sqlite().await.process(EngineOptions { body_memory_max: 1_000, ..EngineOptions::default() }), Gate::open());
+    let url = serve(door(&world, Endpoint::typed::<Put>(Route { request_body_max: 10_000, ..same_tx() }), &gate)).await
+        + "/put";
     refused(&url, K1, format!(r#"{{"text":"{}"}}"#, "a".repeat(2_000))).await.is(Code::BodyMemoryExceeded);
     assert_eq!(gate.calls(), 0);
     assert_eq!(send(post(&url, K1, BODY)).await.status, 201);
@@ -201,8 +203,11 @@ async fn head_of(stream: &mut TcpStream) -> String {
 // was announced and did not come; no end of the wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
-    let (world, gate) = (sqlite().await.process(|engine| engine.body_memory_max(10_000)), Gate::open());
-    let url = serve(door(&world, typed().request_body_within(SOON), &gate)).await + "/put";
+    let (world, gate) =
+        (sqlite().await.process(EngineOptions { body_memory_max: 10_000, ..EngineOptions::default() }), Gate::open());
+    let url = serve(door(&world, Endpoint::typed::<Put>(Route { request_body_within: SOON, ..same_tx() }), &gate))
+        .await
+        + "/put";
     let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(900));
     let as_other = async |key: &str| send(post(&url, key, body.clone()).header("test-scope", "t2:p1")).await.status;
     let mut slow = Vec::new();
@@ -228,8 +233,9 @@ async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
     drop((slow, full));
 
     let next = world.another_process();
-    let route = typed().request_body_within(std::time::Duration::from_millis(200));
-    let url = serve(door(&next, route, &gate)).await + "/put";
+    let hasty =
+        Endpoint::typed::<Put>(Route { request_body_within: std::time::Duration::from_millis(200), ..same_tx() });
+    let url = serve(door(&next, hasty, &gate)).await + "/put";
     let answer = head_of(&mut unfinished(&url, "t1", 9_000, b"{").await).await;
     assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("IDEMPOTENCY_BODY_TOO_SLOW"), "{answer}");
     assert_eq!(gate.calls(), 2);
@@ -238,7 +244,11 @@ async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
 // Shown by: a permit that is dropped after the read.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_a_body_is_held_until_its_run_has_ended() {
-    let world = sqlite().await.process(|engine| engine.body_memory_max(1_000).body_memory_per_tenant_max(1_000));
+    let world = sqlite().await.process(EngineOptions {
+        body_memory_max: 1_000,
+        body_memory_per_tenant_max: Some(1_000),
+        ..EngineOptions::default()
+    });
     let gate = Gate::closed();
     let url = serve(door(&world, typed(), &gate)).await + "/put";
     let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(600));

@@ -160,9 +160,9 @@ const MADE: &str = "/notes/7";
 /// Both doors with this route, each as a process of its own: 201 with the `Location` of what was
 /// made. Behind the typed one the handler names it too.
 async fn making<S: Sql>(world: &World<S>, route: &Route, body_max: usize, gate: &Gate) -> [(&'static str, String); 2] {
-    let of = |endpoint: Endpoint| endpoint.kept_body_max(body_max);
+    let route = Route { kept_body_max: body_max, ..route.clone() };
     let typed = Endpoint::typed::<Put>(Route { mode: Mode::Transactional, ..route.clone() });
-    let door = TypedOperation::<S, Put>::new(&world.another_process().engine, of(typed)).unwrap();
+    let door = TypedOperation::<S, Put>::new(&world.another_process().engine, typed).unwrap();
     let passes = gate.clone();
     let handler = move |request: Request| {
         let (door, gate) = (door.clone(), passes.clone());
@@ -178,8 +178,8 @@ async fn making<S: Sql>(world: &World<S>, route: &Route, body_max: usize, gate: 
         }
     };
     let typed = serve(Router::new().route("/put", route_post(handler))).await + "/put";
-    let raw = Endpoint::raw("put", Route { mode: Mode::Edge, ..route.clone() });
-    let layer = IdempotencyLayer::new(&world.another_process().engine, of(raw)).unwrap();
+    let raw = Endpoint::raw("put", Route { mode: Mode::Edge, ..route });
+    let layer = IdempotencyLayer::new(&world.another_process().engine, raw).unwrap();
     let passes = gate.clone();
     let handler = move || {
         let gate = passes.clone();

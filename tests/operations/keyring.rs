@@ -9,8 +9,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{
-    Code, EffectTx, Effects, Endpoint, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply, Retention, Route,
-    State,
+    Code, EffectTx, Effects, Endpoint, EngineOptions, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply,
+    Retention, Route, State,
 };
 
 use super::kit::*;
@@ -33,7 +33,7 @@ fn ring(write: &str, kids: &[&str]) -> Keyring {
 
 /// A process with these secrets.
 fn with_ring<S: Sql>(world: &World<S>, write: &str, kids: &[&str]) -> World<S> {
-    world.process(|engine| engine.keyring(ring(write, kids)))
+    world.process(EngineOptions { keyring: ring(write, kids), ..EngineOptions::default() })
 }
 
 /// How many records have exactly these texts.
@@ -158,7 +158,7 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
 
 /// A claim under these secrets whose process died.
 async fn left_behind<S: Sql>(world: &World<S>, ring: &Keyring, key_text: &str) {
-    let endpoint = world.process(|engine| engine.keyring(ring.clone())).protect(edge());
+    let endpoint = world.process(EngineOptions { keyring: ring.clone(), ..EngineOptions::default() }).protect(edge());
     let claim = claim(&endpoint, key_text, Mode::Edge, Duration::from_millis(1));
     let claim = oncebox::store::KeyClaim { principal: scope("t1", "p1").mark(ring), ..claim };
     world.is_left_behind(&claim).await;
@@ -210,16 +210,15 @@ async fn o21_over_http_an_unknown_key_id_is_503_and_never_422<S: Sql>(world: Wor
 
 /// A process with these secrets, whose answers are sealed for their fingerprint.
 fn sealing<S: Sql>(world: &World<S>, write: &str, kids: &[&str]) -> World<S> {
-    world.process(|engine| {
-        let engine = engine.keyring(ring(write, kids));
-        #[cfg(feature = "encrypt")]
-        let engine = {
-            let kid: Kid = "e1".parse().unwrap();
-            let secret = [9_u8; 32];
-            engine.sealer(oncebox::operation::Sealer::encrypting(&kid, [(kid.clone(), secret.as_slice())]).unwrap())
-        };
-        engine
-    })
+    let options = EngineOptions { keyring: ring(write, kids), ..EngineOptions::default() };
+    #[cfg(feature = "encrypt")]
+    let options = {
+        let kid: Kid = "e1".parse().unwrap();
+        let secret = [9_u8; 32];
+        let sealer = oncebox::operation::Sealer::encrypting(&kid, [(kid.clone(), secret.as_slice())]).unwrap();
+        EngineOptions { sealer, ..options }
+    };
+    world.process(options)
 }
 
 /// A route whose first run of all fails, with nothing outstanding.

@@ -10,7 +10,7 @@ use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
-    Answered, Code, EffectTx, Endpoint, Engine, EngineBuilder, FingerprintWriter, IdempotentCommand, Identity, Key,
+    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Identity, Key,
     KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
@@ -117,25 +117,25 @@ pub(crate) struct World<S: OperationStore> {
 impl<S: Sql> World<S> {
     pub(crate) async fn on(store: S, url: &str) -> Self {
         store.exec(S::EFFECT).await;
-        let engine = Engine::builder(store.clone()).build();
+        let engine = Engine::new(store.clone(), EngineOptions::default());
         Self { store, engine, url: url.to_owned(), _directory: None }
     }
 
     /// An engine as another process has it: the same store, another map of what runs.
     pub(crate) fn another_process(&self) -> Self {
-        self.process(|engine| engine)
+        self.process(EngineOptions::default())
     }
 
-    /// Another process, whose engine is set up like this.
-    pub(crate) fn process(&self, set_up: impl FnOnce(EngineBuilder<S>) -> EngineBuilder<S>) -> Self {
-        Self { engine: set_up(Engine::builder(self.store.clone())).build(), ..self.clone() }
+    /// Another process, whose engine has these settings.
+    pub(crate) fn process(&self, options: EngineOptions) -> Self {
+        Self { engine: Engine::new(self.store.clone(), options), ..self.clone() }
     }
 
     /// The same database through a pool of so many connections.
     pub(crate) async fn with_pool_of(&self, connections_max: u32) -> Self {
         let options = StoreOptions { connections_max, ..StoreOptions::new(self.url.clone()) };
         let store = S::connect(&options).await.unwrap();
-        Self { engine: Engine::builder(store.clone()).build(), store, ..self.clone() }
+        Self { engine: Engine::new(store.clone(), EngineOptions::default()), store, ..self.clone() }
     }
 
     /// The same service with another definition of the operation, as its next version is deployed.

@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::operation::{Asking, Code, EdgeAnswer, Effects, Ended, Endpoint, Engine, Kept, Mode, Reply, Route, State};
+use oncebox::operation::{
+    Asking, Code, EdgeAnswer, Effects, Ended, Endpoint, Engine, EngineOptions, Kept, Mode, Reply, Route, State,
+};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Fenced, Keys};
 
@@ -27,7 +29,7 @@ async fn stage(gate: Gate, route: Route) -> Stage {
 async fn stage_with(gate: Gate, route: Route, faults: Faults) -> Stage {
     let world = sqlite().await;
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(faults) };
-    let engine = Engine::builder(store.clone()).build();
+    let engine = Engine::new(store.clone(), EngineOptions::default());
     let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
     let url = serve(gated(&gate, "done").route_layer(layer)).await + "/put";
     Stage { world, store, gate, url }
@@ -147,7 +149,7 @@ async fn o11_a_claim_that_arrives_behind_its_release_is_released() {
 async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {
     let (world, gate) = (sqlite().await, Gate::open());
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
-    let engine = Engine::builder(store.clone()).build();
+    let engine = Engine::new(store.clone(), EngineOptions::default());
     let endpoint = engine.protect(Endpoint::typed::<Put>(edge())).unwrap();
     store.faults.claim_waits.store(true, Ordering::SeqCst);
     let held = gate.clone();
@@ -174,7 +176,7 @@ async fn o29_nothing_holds_the_command_of_a_request_once_its_claim_was_made() {
     let world = sqlite().await;
     let faults = std::sync::Arc::new(Faults::default());
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::clone(&faults) };
-    let engine = Engine::builder(store).build();
+    let engine = Engine::new(store, EngineOptions::default());
     let endpoint = engine.protect(Endpoint::typed::<Put>(leased(Duration::from_secs(600)))).unwrap();
     let ask = async |number: &str| {
         let command = std::sync::Arc::new(put("a"));
@@ -307,7 +309,7 @@ async fn evidence(world: &World<SqliteStore>) -> usize {
 
 /// Another process with the same operation, whose handler answers `other`.
 async fn stage_on(world: &World<SqliteStore>, gate: Gate) -> String {
-    let engine = Engine::builder(world.store.clone()).build();
+    let engine = Engine::new(world.store.clone(), EngineOptions::default());
     let route = Route { effects: Effects::Repeatable, ..edge() };
     let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
     serve(gated(&gate, "other").route_layer(layer)).await + "/put"

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use oncebox::HandlerError;
 use oncebox::operation::{
-    Answered, Asking, Code, EdgeAnswer, EffectTx, Ended, Endpoint, Engine, Kept, Mode, Outcome, Registered, Reply,
-    Route, State,
+    Answered, Asking, Code, EdgeAnswer, EffectTx, Ended, Endpoint, Engine, EngineOptions, Kept, Mode, Outcome,
+    Registered, Reply, Route, State,
 };
 use oncebox::store::{Basis, Claimed, Fenced, Keys, StoreOptions};
 use tokio::sync::Barrier;
@@ -25,7 +25,7 @@ async fn behind_a_network<S: Sql>(direct: &World<S>) -> (World<S>, Proxy) {
         ..StoreOptions::new(proxy.url.clone())
     };
     let store = S::connect(&options).await.unwrap();
-    (World { engine: Engine::builder(store.clone()).build(), store, ..direct.clone() }, proxy)
+    (World { engine: Engine::new(store.clone(), EngineOptions::default()), store, ..direct.clone() }, proxy)
 }
 
 on_servers! {

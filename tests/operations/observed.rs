@@ -10,7 +10,7 @@ use axum::routing::post as route_post;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
 use oncebox::operation::{
-    Code, EffectTx, Endpoint, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
+    Code, EffectTx, Endpoint, EngineOptions, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
@@ -92,7 +92,7 @@ fn hash(key: &str) -> String {
 
 /// A world whose engine takes bodies of a thousand bytes in all.
 async fn narrow() -> World<SqliteStore> {
-    sqlite().await.process(|engine| engine.body_memory_max(1_000))
+    sqlite().await.process(EngineOptions { body_memory_max: 1_000, ..EngineOptions::default() })
 }
 
 // Shown by: answering without counting.
@@ -101,7 +101,8 @@ async fn m104_what_a_typed_door_refuses_by_itself_is_counted() {
     let (heard, _hearing) = hear();
     let world = narrow().await;
     let gate = Gate::open();
-    let url = serve(door(&world, Endpoint::typed::<Put>(same_tx()).request_body_max(2_000), &gate)).await + "/put";
+    let url = serve(door(&world, Endpoint::typed::<Put>(Route { request_body_max: 2_000, ..same_tx() }), &gate)).await
+        + "/put";
     let text = |length: usize| format!(r#"{{"text":"{}"}}"#, "a".repeat(length));
     send(post(&url, K1, "{")).await.is(Code::RequestInvalid);
     send(post(&url, K1, r#"{"text":1}"#)).await.is(Code::RequestInvalid);
@@ -168,7 +169,7 @@ async fn m104_what_the_layer_refuses_by_itself_is_counted() {
     let (heard, _hearing) = hear();
     let world = narrow().await;
     let gate = Gate::open();
-    let url = layered(&world, Endpoint::raw("put", edge()).request_body_max(2_000), &gate).await + "/put";
+    let url = layered(&world, Endpoint::raw("put", Route { request_body_max: 2_000, ..edge() }), &gate).await + "/put";
     send(post(&url, K1, "{")).await.is(Code::RequestInvalid);
     send(post(&url, K1, "a".repeat(2_001))).await.is(Code::BodyTooLarge);
     send(post(&url, K1, "a".repeat(1_500))).await.is(Code::BodyMemoryExceeded);

@@ -1,6 +1,7 @@
 //! What an author chooses: lifetimes, late retries, what is replayed, limits (O3, O4, O20, O23,
 //! O29, M62 to M68, M97, M98, M106).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -8,8 +9,8 @@ use oncebox::HandlerError;
 use oncebox::adapter::unreadable;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
 use oncebox::operation::{
-    AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
-    Replay, Reply, Requirement, Retention, Route, Scope, State,
+    AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, EngineOptions, Keep, KeyFormat, KeyGiven, Mode,
+    Outcome, Registered, Replay, Reply, Requirement, Retention, Route, Scope, State,
 };
 use oncebox::store::KeyFilter;
 use oncebox::store::sqlite::SqliteStore;
@@ -176,7 +177,7 @@ async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(wor
 
 // Shown by: counting all tenants together; storing the refused one.
 async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(world: World<S>) {
-    let world = world.process(|engine| engine.open_per_tenant_max(1));
+    let world = world.process(EngineOptions { open_per_tenant_max: Some(1), ..EngineOptions::default() });
     let endpoint = world.protect(same_tx());
     let (gate, open) = (Gate::closed(), Gate::open());
     let running = running(&world, &endpoint, K1, &gate);
@@ -192,7 +193,7 @@ async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(worl
 
 // Shown by: counting what runs here only; counting what has its outcome.
 async fn o11_what_is_unresolved_counts_against_the_quota<S: Sql>(world: World<S>) {
-    let world = world.process(|engine| engine.open_per_tenant_max(1));
+    let world = world.process(EngineOptions { open_per_tenant_max: Some(1), ..EngineOptions::default() });
     let endpoint = world.protect(same_tx());
     let gate = Gate::open();
     first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
@@ -224,7 +225,9 @@ async fn m105_a_key_that_cannot_be_read_is_shown_as_such_and_hides_no_other<S: S
 // Shown by: not asking.
 async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(world: World<S>) {
     let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
-    let services = ["eu", "us"].map(|here| world.process(|engine| engine.region(here, home)));
+    let services = ["eu", "us"].map(|here| {
+        world.process(EngineOptions { region: Some((here.to_owned(), Arc::new(home))), ..EngineOptions::default() })
+    });
     let gate = Gate::open();
     for (number, service) in services.iter().enumerate() {
         let endpoint = service.protect(same_tx());
@@ -314,7 +317,8 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     }
     let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
     assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
-    let too_long = protect(typed(same_tx()).request_body_within(Duration::MAX)).unwrap_err().to_string();
+    let slow = Route { request_body_within: Duration::MAX, ..same_tx() };
+    let too_long = protect(typed(slow)).unwrap_err().to_string();
     assert_eq!(too_long, "`request_body_within` must be at most 100 years");
     assert!(protect(typed(same_tx())).is_ok());
 }
@@ -337,7 +341,7 @@ async fn m4_a_mode_that_the_door_does_not_serve_is_refused_with_both_names() {
     ];
     for (door, takes, register) in doors {
         for mode in Mode::ALL {
-            let engine = Engine::builder(world.store.clone()).build();
+            let engine = Engine::new(world.store.clone(), EngineOptions::default());
             let registered = register(&engine, Endpoint::typed::<Put>(Route::new(mode)));
             if takes.contains(&mode) {
                 registered.unwrap();

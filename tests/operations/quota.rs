@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::operation::{Code, Endpoint, Engine, Retention, Route};
+use oncebox::operation::{Code, Endpoint, Engine, EngineOptions, Retention, Route};
 
 use super::faulty::{Faults, Faulty};
 use super::kit::*;
@@ -19,7 +19,7 @@ on_all! {
 
 /// A process whose tenants may have so many bytes stored.
 fn bounded<S: Sql>(world: &World<S>, bytes: u64) -> World<S> {
-    world.process(|engine| engine.stored_bytes_per_tenant_max(bytes))
+    world.process(EngineOptions { stored_bytes_per_tenant_max: Some(bytes), ..EngineOptions::default() })
 }
 
 // Shown by: refusing nothing; counting all tenants together; asking before the key is looked for;
@@ -99,7 +99,7 @@ async fn m120_over_http_a_full_tenant_gets_429_for_what_is_new_and_its_answers_f
 async fn o29_of_requests_that_come_at_once_no_more_run_than_the_quota_allows() {
     let (world, gate) = (sqlite().await, Gate::closed());
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
-    let engine = Engine::builder(store.clone()).open_per_tenant_max(1).build();
+    let engine = Engine::new(store.clone(), EngineOptions { open_per_tenant_max: Some(1), ..EngineOptions::default() });
     let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
     let url = serve(gated(&gate, "done").route_layer(layer)).await + "/put";
     // Each was told that nothing runs and that nothing is open, and none has begun.
@@ -122,7 +122,10 @@ async fn m120_m60_the_store_is_asked_now_and_then_and_one_that_cannot_say_runs_n
     let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
     let gate = Gate::open();
     let serving = async || {
-        let engine = Engine::builder(store.clone()).stored_bytes_per_tenant_max(1 << 20).build();
+        let engine = Engine::new(
+            store.clone(),
+            EngineOptions { stored_bytes_per_tenant_max: Some(1 << 20), ..EngineOptions::default() },
+        );
         let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
         serve(gated(&gate, "done").route_layer(layer)).await + "/put"
     };

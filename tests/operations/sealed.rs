@@ -1,7 +1,7 @@
 //! Answers that are encrypted: unreadable in the database, opened for their own request only, and
 //! read beside a new key (M67, HTTP section 11).
 
-use oncebox::operation::{Code, Kid, Sealer};
+use oncebox::operation::{Code, EngineOptions, Kid, Sealer};
 
 use super::kept::{Answers, ask, holds, stored};
 use super::kit::*;
@@ -18,7 +18,7 @@ fn sealer(write: &str, kids: &[&str]) -> Sealer {
 }
 
 fn sealing<S: Sql>(world: &World<S>, sealer: Sealer) -> World<S> {
-    world.process(|engine| engine.sealer(sealer))
+    world.process(EngineOptions { sealer, ..EngineOptions::default() })
 }
 
 /// A transactional or an edge operation of this process.

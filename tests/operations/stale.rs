@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::operation::{
-    Answered, Code, Endpoint, Engine, Identity, Mode, Reconciled, Registered, Reply, Route, State,
+    Answered, Code, Endpoint, Engine, EngineOptions, Identity, Mode, Reconciled, Registered, Reply, Route, State,
 };
 use oncebox::store::{ActContext, Basis, Claimed, KeyChange, KeyClaim, RunOutcome};
 
@@ -48,7 +48,8 @@ async fn state<S: Sql>(world: &World<S>, key: &str) -> Option<State> {
 // Shown by: a sweep that does not look at open records (both stay IN_PROGRESS, and the tenant gets
 // 429 for ever); one that does not look at their leases.
 async fn o11_a_client_that_never_returns_leaves_no_open_record<S: Sql>(world: World<S>) {
-    let engine = Engine::builder(world.store.clone()).open_per_tenant_max(3).build();
+    let engine =
+        Engine::new(world.store.clone(), EngineOptions { open_per_tenant_max: Some(3), ..EngineOptions::default() });
     let world = World { engine, ..world };
     let endpoint = world.protect(edge());
     let lives = claim(&endpoint, "key-that-lives-0001", Mode::Edge, SOON);
@@ -197,7 +198,8 @@ async fn o11_a_claim_that_cannot_be_read_hides_no_other<S: Sql>(world: World<S>)
 // Shown by: a sweep that ends with the first error of a purge (the claim stays open).
 async fn o11_a_purge_that_meets_a_lock_leaves_no_claim_open<S: Sql>(world: World<S>) {
     let faults = Arc::new(Faults::default());
-    let engine = Engine::builder(Faulty { inner: world.store.clone(), faults: Arc::clone(&faults) }).build();
+    let engine =
+        Engine::new(Faulty { inner: world.store.clone(), faults: Arc::clone(&faults) }, EngineOptions::default());
     let endpoint = engine.protect(Endpoint::typed::<Put>(edge())).unwrap();
     left(&world, &endpoint, K1, Mode::Edge).await;
     faults.purge_busy.store(true, Ordering::SeqCst);

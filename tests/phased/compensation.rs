@@ -7,7 +7,9 @@ use oncebox::operation::phased::{
     Effect, First, FirstPhase, Flow, Phase, PhasedEngine, Settled, SettledPhase, Settlement, Settlements, Undo,
 };
 use oncebox::operation::provider::Answer;
-use oncebox::operation::{Answered, Code, Endpoint, Engine, Key, KeyFormat, KeyGiven, Reply, Scope, Stage};
+use oncebox::operation::{
+    Answered, Code, Endpoint, Engine, EngineOptions, Key, KeyFormat, KeyGiven, Reply, Scope, Stage,
+};
 use oncebox::store::StoredOperation;
 use oncebox::{HandlerError, NewMessage, async_trait};
 
@@ -90,10 +92,10 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
         .undo(&order.release, Released)
         .build()
         .unwrap();
-    let engine = Engine::builder(store.clone()).build();
+    let engine = Engine::new(store.clone(), EngineOptions::default());
     let endpoint = engine.protect(Endpoint::typed::<Charge>(Plan::new(KEY).route())).unwrap();
     let deployment = store.deployment().await.unwrap();
-    let phased = PhasedEngine::builder(&engine, deployment).register(flow, &endpoint).unwrap().build();
+    let phased = PhasedEngine::new(&engine, deployment, [(flow, &endpoint)]).unwrap();
     let (scope, key) =
         (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
     let budget = Duration::from_secs(20);

@@ -11,8 +11,8 @@ use oncebox::operation::phased::{
 };
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{
-    AfterExpiry, Answered, Code, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven,
-    Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
+    AfterExpiry, Answered, Code, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Key, KeyFormat,
+    KeyGiven, Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
 };
 use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
@@ -404,6 +404,7 @@ impl Plan {
             key_format: KeyFormat::Opaque,
             after_expiry: AfterExpiry::ExecuteAsNew,
             while_running: self.while_running,
+            operation_path: Some("/operations/".to_owned()),
             lease: self.lease,
             timeout: self.lease / 3,
             completion_budget: self.lease / 6,
@@ -434,19 +435,21 @@ pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flo
 
 impl<S: Rows> Service<S> {
     pub(crate) async fn start<P: Adapter + Debug>(store: &S, plan: &Plan, provider: P) -> Self {
-        let engine = Engine::builder(store.clone()).sealer(plan.sealer.clone()).keyring(plan.keyring.clone());
-        let engine = match plan.stored_max {
-            Some(bytes) => engine.stored_bytes_per_tenant_max(bytes).build(),
-            None => engine.build(),
+        let options = EngineOptions {
+            sealer: plan.sealer.clone(),
+            keyring: plan.keyring.clone(),
+            stored_bytes_per_tenant_max: plan.stored_max,
+            ..EngineOptions::default()
         };
-        let endpoint = Endpoint::typed::<Charge>(plan.route()).operation_path("/operations/");
+        let engine = Engine::new(store.clone(), options);
+        let endpoint = Endpoint::typed::<Charge>(plan.route());
         let endpoint = engine.protect(endpoint).unwrap();
         let deployment = match plan.deployment {
             Some(deployment) => deployment,
             None => store.deployment().await.unwrap(),
         };
-        let phased = PhasedEngine::builder(&engine, deployment).settings(plan.settings);
-        let phased = phased.register(flow(plan, provider), &endpoint).unwrap().build();
+        let flows = [(flow(plan, provider), &endpoint)];
+        let phased = PhasedEngine::driven(&engine, deployment, plan.settings, flows).unwrap();
         Self { store: store.clone(), engine, endpoint, phased }
     }
 

@@ -7,7 +7,7 @@ use oncebox::operation::phased::{
     SettledPoint, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, KeyWindowError, Strategy};
-use oncebox::operation::{Endpoint, Engine, Mode, Reply, Route};
+use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Registered, Reply, Route};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::{HandlerError, async_trait};
 use uuid::Uuid;
@@ -41,7 +41,7 @@ fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, FlowError> {
 }
 
 async fn engine(directory: &std::path::Path) -> Engine<SqliteStore> {
-    Engine::builder(crate::world::sqlite(directory).await).build()
+    Engine::new(crate::world::sqlite(directory).await, EngineOptions::default())
 }
 
 // Shown by: leaving `validate` out.
@@ -78,11 +78,10 @@ async fn o5_a_call_that_does_not_fit_into_the_lease_is_refused() {
     let plan = Plan::new(KEY).short_lease();
     let endpoint = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
     let slow = Scripted::default().timeout(plan.lease * 2 / 3);
-    let refused =
-        PhasedEngine::builder(&engine, Uuid::nil()).register(flow(&plan, slow), &endpoint).expect_err("refused");
+    let refused = PhasedEngine::new(&engine, Uuid::nil(), [(flow(&plan, slow), &endpoint)]).expect_err("refused");
     assert!(matches!(refused, PhasedEngineError::Flow(FlowError::Timeout { effect: "charge", .. })), "{refused}");
     let quick = Scripted::default().timeout(plan.lease * 2 / 3 - Duration::from_millis(1));
-    PhasedEngine::builder(&engine, Uuid::nil()).register(flow(&plan, quick), &endpoint).expect("good");
+    PhasedEngine::new(&engine, Uuid::nil(), [(flow(&plan, quick), &endpoint)]).expect("good");
 }
 
 #[tokio::test]
@@ -92,13 +91,14 @@ async fn a_flow_stands_under_the_name_and_mode_of_its_operation_once() {
     let plan = Plan::new(KEY);
     let here = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
     let other = engine.protect(Endpoint::raw("other", plan.route())).unwrap();
-    let phased = || PhasedEngine::builder(&engine, Uuid::nil());
     let of = || flow(&plan, Scripted::default());
-    assert!(matches!(phased().register(of(), &other), Err(PhasedEngineError::Name { .. })));
-    let twice = phased().register(of(), &here).unwrap().register(of(), &here);
+    let phased = |operation: &Registered| PhasedEngine::new(&engine, Uuid::nil(), [(of(), operation)]);
+    assert!(matches!(phased(&other), Err(PhasedEngineError::Name { .. })));
+    assert!(phased(&here).is_ok());
+    let twice = PhasedEngine::new(&engine, Uuid::nil(), [(of(), &here), (of(), &here)]);
     assert!(matches!(twice, Err(PhasedEngineError::Flow(FlowError::Registered { version: 1, .. }))));
     // Another engine's: this one has an operation of that name.
-    let other = Engine::builder(SqliteStore::clone(engine.store())).build();
+    let other = Engine::new(SqliteStore::clone(engine.store()), EngineOptions::default());
     let edge = other.protect(Endpoint::typed::<Charge>(Route::new(Mode::Edge))).unwrap();
-    assert!(matches!(phased().register(of(), &edge), Err(PhasedEngineError::Mode { .. })));
+    assert!(matches!(phased(&edge), Err(PhasedEngineError::Mode { .. })));
 }

@@ -28,14 +28,14 @@ async fn r24_more_duplicates_than_the_server_keeps_warnings_are_all_known() {
     let consumer = db.consumer("ledger").await;
     let known: Vec<InboxEntry> = (0..300).map(|_| entry()).collect();
     let mut tx = db.store.begin(consumer).await.unwrap();
-    assert!(tx.admit(&known).await.unwrap().known.iter().all(Option::is_none));
+    assert!(tx.admit(&known).await.unwrap().iter().all(Option::is_none));
     tx.commit().await.unwrap();
 
     let mut batch = known.clone();
     batch.splice(100..100, (0..5).map(|_| entry()));
     batch.reverse();
     let mut tx = db.store.begin(consumer).await.unwrap();
-    let answers = tx.admit(&batch).await.unwrap().known;
+    let answers = tx.admit(&batch).await.unwrap();
     for (entry, answer) in batch.iter().zip(answers) {
         assert_eq!(answer.is_some(), known.contains(entry));
     }
@@ -62,7 +62,7 @@ async fn r24_a_server_that_changes_a_value_fails_the_batch() {
         execute(&mut app, &format!("delete from oncebox_inbox; alter table oncebox_inbox modify {back}")).await;
     }
     let mut tx = db.store.begin(consumer).await.unwrap();
-    assert_eq!(tx.admit(&[entry(), entry()]).await.unwrap().known, [None, None]);
+    assert_eq!(tx.admit(&[entry(), entry()]).await.unwrap(), [None, None]);
     tx.rollback().await.unwrap();
 }
 
@@ -85,7 +85,7 @@ async fn r24_counts_of_rows_and_text_keys_decide_nothing() {
         .map(|id| InboxEntry { id: oncebox::message::identity("s", id), hash: HASH })
         .into();
     let mut tx = db.store.begin(consumer).await.unwrap();
-    assert!(tx.admit(&entries).await.unwrap().known.iter().all(Option::is_none));
+    assert!(tx.admit(&entries).await.unwrap().iter().all(Option::is_none));
     tx.commit().await.unwrap();
 }
 
@@ -299,7 +299,7 @@ async fn a8_a_deadlock_of_duplicates_is_transient_and_its_retry_finds_the_truth(
     let consumer = db.consumer("ledger").await;
     let id = entry();
     let mut first = db.store.begin(consumer).await.unwrap();
-    assert_eq!(first.admit(&[id]).await.unwrap().known, [None]);
+    assert_eq!(first.admit(&[id]).await.unwrap(), [None]);
     let contender = || {
         let store = db.store.clone();
         tokio::spawn(async move {
@@ -309,7 +309,7 @@ async fn a8_a_deadlock_of_duplicates_is_transient_and_its_retry_finds_the_truth(
                 match tx.admit(&[id]).await {
                     Ok(admission) => {
                         tx.commit().await.unwrap();
-                        return (admission.known[0].is_none(), deadlocks);
+                        return (admission[0].is_none(), deadlocks);
                     }
                     Err(error) => {
                         assert!(error.is_transient(), "{error:?}");

@@ -34,7 +34,7 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
         let mut admin = database.connection().await;
         admin.execute(KILL_OTHERS).await.unwrap();
         let mut tx = database.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
+        assert_eq!(tx.admit(&[entry()]).await.unwrap(), [None]);
         tx.commit().await.unwrap();
     })
     .await;
@@ -82,7 +82,7 @@ async fn r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server() 
         eventually("the server ended it", Duration::from_secs(60), || async {
             let mut other = database.store.begin(consumer).await.unwrap();
             match other.admit(&[one]).await {
-                Ok(admission) => assert_eq!(admission.known, [None]),
+                Ok(admission) => assert_eq!(admission, [None]),
                 Err(busy) => {
                     assert!(matches!(busy, StoreError::Busy(_)), "{busy}");
                     other.rollback().await.unwrap();
@@ -208,7 +208,7 @@ async fn a_batch_takes_two_round_trips_beside_its_handler() {
             let mut tx = store.begin(consumer).await.unwrap();
             let before = proxy.requests();
             let (admission, standing) = tx.admit_and_look(&[entry(), entry()], &[[7; 16]]).await.unwrap();
-            assert_eq!((admission.known.as_slice(), standing.unwrap().blocked.len()), ([None, None].as_slice(), 0));
+            assert_eq!((admission.as_slice(), standing.unwrap().blocked.len()), ([None, None].as_slice(), 0));
             assert!(tx.connection::<PgConnection>().is_ok(), "as for a handler");
             assert_eq!(tx.prove().await.unwrap(), Proof::Same);
             assert_eq!(proxy.requests() - before, trips);
@@ -242,7 +242,7 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
             ("commit and chain; insert into effect values (9)", Proof::Ended),
         ] {
             let mut tx = database.store.begin(consumer).await.unwrap();
-            assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
+            assert_eq!(tx.admit(&[entry()]).await.unwrap(), [None]);
             let _ = sqlx::raw_sql(handler).execute(tx.connection::<PgConnection>().unwrap()).await;
             assert_eq!(tx.prove().await.unwrap(), proof, "{handler}");
             match proof {
@@ -394,7 +394,7 @@ async fn a_transaction_whose_id_a_crash_gave_to_another_was_not_committed() {
                 other.execute("update oncebox.limits set value = value where name = 'headers_max'").await.unwrap();
             }
             let mut tx = store.begin(consumer).await.unwrap();
-            assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
+            assert_eq!(tx.admit(&[entry()]).await.unwrap(), [None]);
             let id = "select pg_current_xact_id()::text::bigint";
             let ours: i64 = sqlx::query_scalar(id).fetch_one(tx.connection::<PgConnection>().unwrap()).await.unwrap();
             server.kill();

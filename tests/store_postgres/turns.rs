@@ -64,7 +64,7 @@ async fn batch(store: &PostgresStore, consumer: ConsumerId) {
     for known in [false, true] {
         let mut tx = store.begin(consumer).await.unwrap();
         let admitted = tx.admit(&entries).await.unwrap();
-        assert!(admitted.known.iter().all(|one| one.is_some() == known));
+        assert!(admitted.iter().all(|one| one.is_some() == known));
         tx.standing(&[[1; 16], [2; 16]]).await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         tx.commit().await.unwrap();

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::operation::{
-    Durability, Effects, Endpoint, EndpointError, Engine, Identity, Key, KeyFormat, Keyring, Mode, Retention, Route,
-    RouteError, Scope, State,
+    Durability, Effects, Endpoint, EndpointError, Engine, EngineOptions, Identity, Key, KeyFormat, Keyring, Mode,
+    Retention, Route, RouteError, Scope, State,
 };
 use oncebox::store::redis::{RedisKeys, RedisOptions};
 use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
@@ -153,11 +153,16 @@ async fn o25_a_guard_takes_no_route_that_needs_a_memory() {
 async fn m120_o25_a_quota_on_stored_bytes_is_refused_at_start() {
     let Some(fixture) = Prefix::start("m120_o25_a_quota_on_stored_bytes_is_refused_at_start").await else { return };
     let repeatable = Route { effects: Effects::Repeatable, ..Route::new(Mode::Edge) };
-    let bounded = Engine::builder(fixture.store().clone()).stored_bytes_per_tenant_max(1 << 20).build();
+    let bounded = Engine::new(
+        fixture.store().clone(),
+        EngineOptions { stored_bytes_per_tenant_max: Some(1 << 20), ..EngineOptions::default() },
+    );
     let refused = bounded.protect(Endpoint::raw("send_receipt", repeatable.clone())).unwrap_err();
     assert!(matches!(refused, EndpointError::StoredBytes), "{refused}");
     assert!(refused.to_string().contains("stored_bytes_per_tenant_max"), "{refused}");
-    Engine::builder(fixture.store().clone()).build().protect(Endpoint::raw("send_receipt", repeatable)).unwrap();
+    Engine::new(fixture.store().clone(), EngineOptions::default())
+        .protect(Endpoint::raw("send_receipt", repeatable))
+        .unwrap();
     fixture.end().await;
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use oncebox::operation::phased::webhook::delivery;
 use oncebox::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::operation::{
-    Answered, Delivery, Endpoint, Engine, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered, Scope,
+    Answered, Delivery, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered, Scope,
 };
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
@@ -38,10 +38,10 @@ impl Service {
         let url = format!("sqlite://{}", directory.path().join("test.db").display());
         let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
         store.migrate().await.unwrap();
-        let engine = Engine::builder(store.clone()).build();
+        let engine = Engine::new(store.clone(), EngineOptions::default());
         let endpoint = engine.protect(endpoint).unwrap();
-        let phased = PhasedEngine::builder(&engine, store.deployment().await.unwrap()).settings(settings);
-        let phased = phased.register(flow, &endpoint).unwrap().build();
+        let deployment = store.deployment().await.unwrap();
+        let phased = PhasedEngine::driven(&engine, deployment, settings, [(flow, &endpoint)]).unwrap();
         let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
         let recovery = Recovery::new(&phased, every, oncebox::observe::Health::default());
         let worker = tokio::spawn(recovery.run(CancellationToken::new()));

@@ -50,7 +50,7 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
     if !matches!(settings.broker.url.0.split_once(':'), Some(("amqp" | "amqps", _))) {
         return Err(AppError::usage("only RabbitMQ has queues of consumers; set [broker] url to amqp:// or amqps://"));
     }
-    let broker = RabbitBroker::new(oncebox::app::rabbit_config(settings))?;
+    let broker = RabbitBroker::new(settings.rabbitmq())?;
     let partitions = settings.broker.rabbitmq.partitions;
     let begun = tokio::time::Instant::now();
     let mut done = Vec::new();

@@ -60,14 +60,14 @@ pub(super) async fn read_body(
     scope: &Scope,
     mut body: Body,
 ) -> Result<(Vec<u8>, BodyPermit), Box<Problem>> {
-    let max = endpoint.request_body_max();
+    let max = endpoint.route().request_body_max;
     let said = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if said.is_some_and(|said| said > max as u64) {
         return Err(Box::new(Problem::new(Code::BodyTooLarge)));
     }
     let mut permit = engine.body_memory(scope.tenant());
     let mut bytes = Vec::new();
-    let until = tokio::time::Instant::now() + endpoint.request_body_within();
+    let until = tokio::time::Instant::now() + endpoint.route().request_body_within;
     loop {
         let frame = match tokio::time::timeout_at(until, body.frame()).await {
             Ok(Some(Ok(frame))) => frame,
@@ -109,7 +109,7 @@ pub(super) fn content_type(headers: &HeaderMap) -> Cow<'_, str> {
 /// The problem for a multipart body, which the layer would compare byte for byte: a client that
 /// draws a new boundary for its retry would get 422.
 pub(super) fn multipart_refused(endpoint: &Registered, headers: &HeaderMap) -> Option<Problem> {
-    if endpoint.is_multipart_taken() || !essence(&content_type(headers)).starts_with("multipart/") {
+    if endpoint.route().takes_multipart || !essence(&content_type(headers)).starts_with("multipart/") {
         return None;
     }
     let detail = "this operation takes no multipart body: its boundary changes from one try to the next".to_owned();

@@ -123,7 +123,7 @@ where
         Err(error) => return refused(&endpoint, &invalid(error.to_string())),
     };
     let asking = Asking { scope, key, command: Arc::new(command) };
-    let (kept_max, budget) = (endpoint.kept_body_max(), endpoint.route().completion_budget);
+    let (kept_max, budget) = (endpoint.route().kept_body_max, endpoint.route().completion_budget);
     let run = move |guard: Option<Guard<S>>| async move {
         // Holds the memory permit until the handler is done.
         let _permit = permit;

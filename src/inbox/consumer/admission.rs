@@ -42,18 +42,14 @@ pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fa
         }
     }
     let lanes: HashSet<_> = items.iter().filter_map(|item| item.lane_id).collect();
-    let (admission, standing) = tx.admit_and_look(&entries, &lanes.into_iter().collect::<Vec<_>>()).await?;
-    if admission.known.len() != entries.len() {
-        return Err(StoreError::Corrupt(format!(
-            "the inbox answered {} of {} ids",
-            admission.known.len(),
-            entries.len()
-        )));
+    let (known, standing) = tx.admit_and_look(&entries, &lanes.into_iter().collect::<Vec<_>>()).await?;
+    if known.len() != entries.len() {
+        return Err(StoreError::Corrupt(format!("the inbox answered {} of {} ids", known.len(), entries.len())));
     }
     let fate = |(index, item): (usize, &Item)| {
         let (winner, entry) = winners[&item.message.id];
-        let standing = match admission.known[entry] {
-            Some(known) => known.hash,
+        let standing = match known[entry] {
+            Some(hash) => hash,
             None if winner == index => return Fate::New,
             None => items[winner].hash,
         };

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{ConsumerError, Shared};
 use crate::inbox::port::ConsumerId;
-use crate::inbox::rules::horizon::{Horizon, Sources};
+use crate::inbox::rules::horizon::{Horizon, HorizonTooShort, Sources};
 use crate::observe;
 use crate::time::pace::{Pace, sleep_unless};
 
@@ -76,5 +76,7 @@ pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), C
         waiting: options.retry.longest(),
         dead: options.redrive_age_max,
     };
-    sources.check(options.horizon).map_err(|why| ConsumerError::Horizon { consumer: options.name.clone(), why })
+    let refused =
+        |why: HorizonTooShort| ConsumerError::Horizon { consumer: options.name.clone(), why: why.to_string() };
+    sources.check(options.horizon).map_err(refused)
 }

@@ -3,17 +3,10 @@
 use super::headers;
 use crate::operation::endpoint::EndpointError;
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::operation) struct Keeping {
     pub(in crate::operation) headers: Vec<String>,
     pub(in crate::operation) redact: Vec<String>,
-    pub(in crate::operation) body_max: usize,
-}
-
-impl Default for Keeping {
-    fn default() -> Self {
-        Self { headers: Vec::new(), redact: Vec::new(), body_max: 256 << 10 }
-    }
 }
 
 impl Keeping {

@@ -152,7 +152,7 @@ fn m67_what_an_earlier_version_sealed_is_still_opened() {
 #[test]
 fn m68_what_is_not_kept_leaves_a_tombstone_or_a_reference() {
     let (identity, fingerprint) = of("t1", K1, 1);
-    let endpoint = endpoint().kept_body_max(10);
+    let endpoint = Endpoint::typed::<Pay>(Route { kept_body_max: 10, ..Route::new(Mode::Transactional) });
     let encoded = |kept: Kept| encode(&endpoint, &Sealer::plain(), &identity, &fingerprint, &kept).unwrap().body;
     assert_eq!(encoded(Kept::Whole(reply(b"12345678901"))), AnswerBody::Tombstone(Tombstone::Oversize));
     assert_eq!(encoded(Kept::Oversize(Reply::new(201))), AnswerBody::Tombstone(Tombstone::Oversize));
@@ -168,7 +168,7 @@ fn m68_what_is_not_kept_leaves_a_tombstone_or_a_reference() {
 #[test]
 fn m34_m63_m99_the_resource_is_kept_beside_the_body_or_without_it() {
     let (identity, fingerprint) = of("t1", K1, 1);
-    let endpoint = endpoint().kept_body_max(10);
+    let endpoint = Endpoint::typed::<Pay>(Route { kept_body_max: 10, ..Route::new(Mode::Transactional) });
     let encoded = |kept: &Kept| encode(&endpoint, &Sealer::plain(), &identity, &fingerprint, kept).unwrap();
     let payment = Reply::new(201).made("payment", "7", "/payments/7");
     let made = payment.resource.clone();

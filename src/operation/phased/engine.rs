@@ -9,7 +9,6 @@
 //!
 //! Not here: the phases after the first ([`driver`](super::driver)).
 
-use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -41,13 +40,6 @@ pub struct PhasedEngine {
     stop: CancellationToken,
 }
 
-/// Collects the flows and settings of a [`PhasedEngine`].
-#[derive(Debug)]
-pub struct PhasedEngineBuilder<S> {
-    phased: Phased,
-    of: PhantomData<fn(S)>,
-}
-
 /// Why an operation cannot be registered.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -73,45 +65,45 @@ pub enum PhasedEngineError {
     },
 }
 
-impl<S: Base> PhasedEngineBuilder<S> {
-    /// Sets how operations are driven.
-    #[must_use]
-    pub fn settings(mut self, settings: DriveSettings) -> Self {
-        self.phased.settings = settings;
-        self
-    }
-
-    /// Registers a flow for a protected operation.
+impl PhasedEngine {
+    /// The phased operations of an engine: each flow with its protected operation. `deployment` is
+    /// the id of this deployment, from its configuration. If the database has another id, nothing
+    /// is sent (O22).
     ///
     /// # Errors
-    /// [`PhasedEngineError`]: the operation could not be recovered.
-    pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
-        let (flow, operation) = (flow.0, endpoint.operation().as_str());
-        if flow.name != operation {
-            return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
-        }
-        if endpoint.route().mode != Mode::Phased {
-            return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
-        }
-        self.phased.register(flow, endpoint.clone())?;
-        Ok(self)
+    /// [`PhasedEngineError`]: an operation could not be recovered.
+    pub fn new<'e, S: Phases + Base>(
+        engine: &Engine<S>,
+        deployment: Uuid,
+        flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
+    ) -> Result<Self, PhasedEngineError> {
+        Self::driven(engine, deployment, DriveSettings::default(), flows)
     }
 
-    /// Makes the engine with all registered flows.
-    #[must_use]
-    pub fn build(self) -> PhasedEngine {
-        PhasedEngine { phased: Arc::new(self.phased), stop: CancellationToken::new() }
-    }
-}
-
-impl PhasedEngine {
-    /// Returns a builder for the phased operations of this engine. `deployment` is the id of this
-    /// deployment, from its configuration. If the database has another id, nothing is sent (O22).
-    #[must_use]
-    pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> PhasedEngineBuilder<S> {
+    /// As [`Self::new`], with settings of how operations are driven.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn driven<'e, S: Phases + Base>(
+        engine: &Engine<S>,
+        deployment: Uuid,
+        settings: DriveSettings,
+        flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
+    ) -> Result<Self, PhasedEngineError> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
-        let phased = Phased::new(engine.core().clone(), store, deployment);
-        PhasedEngineBuilder { phased, of: PhantomData }
+        let mut phased = Phased::new(engine.core().clone(), store, deployment);
+        phased.settings = settings;
+        for (flow, endpoint) in flows {
+            let (flow, operation) = (flow.0, endpoint.operation().as_str());
+            if flow.name != operation {
+                return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
+            }
+            if endpoint.route().mode != Mode::Phased {
+                return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
+            }
+            phased.register(flow, endpoint.clone())?;
+        }
+        Ok(Self { phased: Arc::new(phased), stop: CancellationToken::new() })
     }
 
     /// Stops the drivers that requests started here, after the calls in flight. A worker continues

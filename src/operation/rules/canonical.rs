@@ -32,6 +32,9 @@ pub struct FingerprintWriter {
 }
 
 /// Takes one value. Made by [`FingerprintWriter::field`], and for each element of a list or map.
+///
+/// Texts, numbers, truth values, amounts, options, lists and maps write themselves, so a type
+/// around one of them says `self.0.write(out)`.
 #[derive(Debug)]
 pub struct ValueWriter<'a> {
     out: &'a mut Vec<u8>,
@@ -74,7 +77,7 @@ impl ValueWriter<'_> {
     }
 
     /// A text, byte for byte.
-    pub fn text(self, text: &str) {
+    pub(super) fn text(self, text: &str) {
         self.put(b's', text.as_bytes());
     }
 
@@ -84,39 +87,39 @@ impl ValueWriter<'_> {
     }
 
     /// A boolean value, as a tag without content.
-    pub fn boolean(self, value: bool) {
+    pub(super) fn boolean(self, value: bool) {
         self.put(if value { b't' } else { b'f' }, &[]);
     }
 
     /// A whole number, as its decimal digits.
-    pub fn integer(self, digits: impl Into<i128>) {
+    pub(super) fn integer(self, digits: impl Into<i128>) {
         self.put(b'i', digits.into().to_string().as_bytes());
     }
 
     /// An amount, in its shortest form.
-    pub fn decimal(self, amount: Decimal) {
+    pub(super) fn decimal(self, amount: Decimal) {
         self.put(b'd', amount.to_string().as_bytes());
     }
 
     /// An absent value, which differs from any default. Fill in defaults before.
-    pub fn absent(self) {
+    pub(super) fn absent(self) {
         self.put(b'n', &[]);
     }
 
     /// An optional value that is present. It differs from the bare value, so an absent value inside
     /// a present one (null in a patch) differs from an absent one.
-    pub fn present(self, value: &(impl FingerprintValue + ?Sized)) {
+    pub(super) fn present(self, value: &(impl FingerprintValue + ?Sized)) {
         self.put(b'o', &encoded(value));
     }
 
     /// A list of values in this order.
-    pub fn list<'v, V: FingerprintValue + ?Sized + 'v>(self, values: impl IntoIterator<Item = &'v V>) {
+    pub(super) fn list<'v, V: FingerprintValue + ?Sized + 'v>(self, values: impl IntoIterator<Item = &'v V>) {
         let values: Vec<Vec<u8>> = values.into_iter().map(encoded).collect();
         self.put(b'l', &framed(values.iter().map(Vec::as_slice)));
     }
 
     /// A map, sorted by the canonical bytes of the keys.
-    pub fn map<'v, K, V>(self, entries: impl IntoIterator<Item = (&'v K, &'v V)>)
+    pub(super) fn map<'v, K, V>(self, entries: impl IntoIterator<Item = (&'v K, &'v V)>)
     where
         K: FingerprintValue + ?Sized + 'v,
         V: FingerprintValue + ?Sized + 'v,

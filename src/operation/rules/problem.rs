@@ -19,6 +19,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::record::UnknownName;
+
 /// What is known of a key when a problem is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KeyState {
@@ -243,24 +245,22 @@ impl fmt::Display for KeyState {
     }
 }
 
-/// The text is not a code of this engine. It may come from an application or a newer program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a code that this program knows")]
-pub struct UnknownCode;
-
 impl FromStr for Code {
-    type Err = UnknownCode;
+    type Err = UnknownName;
 
-    fn from_str(text: &str) -> Result<Self, UnknownCode> {
-        Self::all().find(|code| code.as_str() == text).ok_or(UnknownCode)
+    fn from_str(text: &str) -> Result<Self, UnknownName> {
+        Self::all().find(|code| code.as_str() == text).ok_or_else(|| UnknownName::of("code", text))
     }
 }
 
 impl FromStr for KeyState {
-    type Err = UnknownCode;
+    type Err = UnknownName;
 
-    fn from_str(text: &str) -> Result<Self, UnknownCode> {
-        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or(UnknownCode)
+    fn from_str(text: &str) -> Result<Self, UnknownName> {
+        Self::ALL
+            .into_iter()
+            .find(|state| state.as_str() == text)
+            .ok_or_else(|| UnknownName::of("state of a key", text))
     }
 }
 
@@ -308,7 +308,7 @@ mod tests {
             assert_eq!(row.name.parse(), Ok(row.code));
             assert_eq!(row.key_state.as_str().parse(), Ok(row.key_state));
         }
-        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(UnknownCode));
+        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(UnknownName::of("code", "INSUFFICIENT_FUNDS")));
     }
 
     // Shown by: `Spent` for a mismatch.

@@ -148,11 +148,18 @@ pub struct Resource {
     pub location: Option<String>,
 }
 
+/// A text that is not a known state, mode, tombstone or code. It may come from a newer program.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is no {what} that this program knows")]
 pub struct UnknownName {
     what: &'static str,
     text: String,
+}
+
+impl UnknownName {
+    pub(super) fn of(what: &'static str, text: &str) -> Self {
+        Self { what, text: text.to_owned() }
+    }
 }
 
 impl State {
@@ -250,8 +257,7 @@ macro_rules! names {
                 type Err = UnknownName;
 
                 fn from_str(text: &str) -> Result<Self, UnknownName> {
-                    let unknown = || UnknownName { what: $what, text: text.to_owned() };
-                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(unknown)
+                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| UnknownName::of($what, text))
                 }
             }
         )*

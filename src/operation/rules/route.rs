@@ -136,6 +136,21 @@ pub struct Route {
     /// does not say by `Idempotent<E>` what its errors mean (O10). Set this only if the handler has
     /// done nothing when it answers so. Default no.
     pub release_untagged: bool,
+    /// The longest request body, in bytes. Default 1 MiB.
+    pub request_body_max: usize,
+    /// How long a request body may take to arrive, from its head to its last byte. Default 10 s. A
+    /// slower one gets 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
+    pub request_body_within: Duration,
+    /// Whether the generic layer takes multipart bodies, which it refuses otherwise (415). They are
+    /// compared byte for byte, so a client that draws a new boundary for a retry gets 422: set this
+    /// only where clients send the same bytes again. Default no.
+    pub takes_multipart: bool,
+    /// The longest answer that is kept, in bytes. A longer one leaves a tombstone (pitfall 19).
+    /// Default 256 KiB.
+    pub kept_body_max: usize,
+    /// The path at which clients read an operation; its id is appended: `/operations/`. Default
+    /// none.
+    pub operation_path: Option<String>,
 }
 
 /// A combination of settings under which an operation could run twice, or be lost.
@@ -212,6 +227,11 @@ impl Route {
             retention: Retention::default(),
             id_skew: Duration::from_secs(60),
             release_untagged: false,
+            request_body_max: 1 << 20,
+            request_body_within: Duration::from_secs(10),
+            takes_multipart: false,
+            kept_body_max: 256 << 10,
+            operation_path: None,
         }
     }
 
@@ -246,6 +266,7 @@ impl Route {
         bound::check([
             ("lease", self.lease),
             ("wait_max", self.wait_max),
+            ("request_body_within", self.request_body_within),
             ("id_skew", self.id_skew),
             ("metadata", self.retention.metadata),
         ])?;

@@ -14,10 +14,9 @@ use sqlx::{AssertSqlSafe, Executor, MySql};
 
 use super::MySqlStore;
 use crate::error::{StoreError, redact};
-use crate::inbox::port::lock_wait;
 use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
-use crate::store::bounded::{BoundedPool, pool_options};
+use crate::store::bounded::{BoundedPool, lock_wait, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
 

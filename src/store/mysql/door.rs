@@ -16,10 +16,9 @@ use sqlx::Row;
 use sqlx::mysql::MySqlConnection;
 use uuid::Uuid;
 
-use crate::email::port::NewEmail;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Limits, MessageId, NewMessage, TraceContext, bucket};
-use crate::outbox::enqueue::Enqueue;
+use crate::outbox::enqueue::{Enqueue, NewEmail};
 use crate::store::headers::headers_json;
 use crate::text::hex::hex;
 

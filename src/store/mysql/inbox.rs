@@ -26,11 +26,9 @@ use uuid::Uuid;
 use super::{MySqlStore, hex, hex_list, is_locked, number, sixteen};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
-use crate::inbox::port::{
-    Admission, ConsumerId, InboxEntry, InboxTx, Known, LOOKS, Parked, Proof, ROLLBACK_MAX, Standing, Undone,
-};
+use crate::inbox::port::{ConsumerId, InboxEntry, InboxTx, LOOKS, Parked, Proof, ROLLBACK_MAX, Standing, Undone};
 use crate::inbox::rules::horizon::Bounds;
-use crate::message::MessageId;
+use crate::message::{ContentHash, MessageId};
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
@@ -178,10 +176,10 @@ impl InboxTx for MySqlInboxTx {
         &mut self,
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
-    ) -> Result<(Admission, Option<Standing>), StoreError> {
+    ) -> Result<(Vec<Option<ContentHash>>, Option<Standing>), StoreError> {
         if entries.is_empty() {
             self.set_savepoint(None).await?;
-            return Ok((Admission { known: Vec::new() }, None));
+            return Ok((Vec::new(), None));
         }
         // Sorted, so that two batches with the same ids wait for each other and do not deadlock.
         let mut sorted = entries.to_vec();
@@ -209,7 +207,7 @@ impl InboxTx for MySqlInboxTx {
         }
         let answer = |entry: &InboxEntry| match found.get(&entry.id) {
             Some((hash, true)) if *hash == entry.hash => Ok(None),
-            Some((hash, false)) => Ok(Some(Known { hash: *hash })),
+            Some((hash, false)) => Ok(Some(*hash)),
             Some(_) => Err(StoreError::Corrupt(format!("the inbox changed the content hash of {}", entry.id))),
             // The row that made the message a duplicate was purged in between: a transient error,
             // so the batch runs again.
@@ -217,14 +215,14 @@ impl InboxTx for MySqlInboxTx {
         };
         let known = entries.iter().map(answer).collect::<Result<_, _>>()?;
         if self.received.is_none() {
-            return Ok((Admission { known }, None));
+            return Ok((known, None));
         }
         let first = bounds.rows.first().ok_or_else(|| no_consumer(self.consumer))?;
         let standing = match first.try_get::<i64, _>(3)? {
             0 => self.at_receipt(Standing { blocked: HashSet::new(), bounds: bounds_of(first)? }),
             _ => self.standing(lanes).await?,
         };
-        Ok((Admission { known }, Some(standing)))
+        Ok((known, Some(standing)))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {

@@ -7,8 +7,8 @@
 use sqlx::MySqlConnection;
 
 use super::inserted;
-use crate::email::port::NewEmail;
 use crate::error::StoreError;
+use crate::outbox::enqueue::NewEmail;
 
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
 const TEXT_BYTES_MAX: usize = 65_535;

@@ -48,6 +48,6 @@ impl OperatorSql for MySqlStore {
     }
 
     async fn mend_positions(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
-        super::check::positions::mend(&self.pool, context).await
+        super::mend::positions(&self.pool, context).await
     }
 }

@@ -152,6 +152,7 @@ macro_rules! synchronous {
         )
     };
 }
+#[cfg(feature = "duties")]
 pub(super) use synchronous;
 
 /// Commits must survive a crash before anything is acknowledged for them. A stricter setting of the

@@ -4,12 +4,10 @@
 use sqlx::{PgConnection, Postgres, QueryBuilder, Row};
 use uuid::Uuid;
 
-use crate::email::port::NewEmail;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Limits, NewMessage};
-use crate::outbox::enqueue::Enqueue;
+use crate::outbox::enqueue::{Enqueue, NewEmail};
 use crate::store::headers::headers_json;
-use crate::store::sql::mailbox;
 
 /// PostgreSQL stores no value of 1 GiB or more.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
@@ -26,6 +24,9 @@ const WIDEST: Limits = Limits {
     content_type_bytes_max: 255,
     message_bytes_max: VALUE_BYTES_MAX,
 };
+
+const QUEUE_EMAIL: &str = "insert into oncebox.email (unique_key, recipient, subject, body) values ($1, $2, $3, $4) \
+  on conflict (unique_key) do nothing";
 
 impl Enqueue for PgConnection {
     async fn write(&mut self, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
@@ -48,7 +49,8 @@ impl Enqueue for PgConnection {
     }
 
     async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        mailbox::queue(self, email).await
+        let queue = sqlx::query(QUEUE_EMAIL).bind(&email.unique_key).bind(&email.recipient);
+        Ok(queue.bind(&email.subject).bind(&email.body).execute(self).await?.rows_affected() == 1)
     }
 }
 

@@ -20,12 +20,10 @@ use super::connect::synchronous;
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
-use crate::inbox::port::{
-    Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, ROLLBACK_MAX, Standing, Undone, lock_wait,
-};
+use crate::inbox::port::{ConsumerId, InboxEntry, InboxTx, Parked, Proof, ROLLBACK_MAX, Standing, Undone};
 use crate::inbox::rules::horizon::Bounds;
-use crate::message::MessageId;
-use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::message::{ContentHash, MessageId};
+use crate::store::bounded::{Ask, Bounded, BoundedPool, lock_wait};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::waiting::{self, Buried};
@@ -205,9 +203,9 @@ impl InboxTx for PostgresTx {
         &mut self,
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
-    ) -> Result<(Admission, Option<Standing>), StoreError> {
+    ) -> Result<(Vec<Option<ContentHash>>, Option<Standing>), StoreError> {
         if entries.is_empty() {
-            return Ok((Admission { known: Vec::new() }, None));
+            return Ok((Vec::new(), None));
         }
         let row = admit(&mut self.tx, self.consumer, entries, lanes).await.map_err(admit_error)?;
         let stood: HashMap<Uuid, Option<Uuid>> = match row.try_get::<Option<Vec<Uuid>>, _>(0)? {
@@ -219,18 +217,18 @@ impl InboxTx for PostgresTx {
             // ago, so the message is a duplicate; its own hash is returned, because the stored one
             // is gone.
             let hash = |stored: &Option<Uuid>| stored.map_or(entry.hash, Uuid::into_bytes);
-            stood.get(&entry.id.uuid()).map(|stored| Known { hash: hash(stored) })
+            stood.get(&entry.id.uuid()).map(hash)
         });
         let known: Vec<_> = known.collect();
         if stood.len() == entries.len() {
-            return Ok((Admission { known }, None));
+            return Ok((known, None));
         }
         self.ours = Ids::of(entries.iter().map(|entry| entry.id).filter(|id| !stood.contains_key(&id.uuid())));
         self.witness = row.try_get(6)?;
         let began_at: Option<i64> = row.try_get(4)?;
         let began_at = began_at.ok_or_else(|| no_consumer(self.consumer))?;
         let standing = standing_of(row.try_get(2)?, row.try_get(3)?, began_at, row.try_get(5)?);
-        Ok((Admission { known }, Some(standing)))
+        Ok((known, Some(standing)))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {

@@ -61,19 +61,6 @@ pub(in crate::store) const FORGET: &str = concat!(
     " where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = false"
 );
 
-/// Queues an e-mail in the caller's transaction. Returns false where its unique key is there
-/// already. MySQL, which knows no `on conflict`, has a text of its own.
-#[cfg(any(feature = "postgres", feature = "sqlite"))]
-pub(in crate::store) async fn queue(
-    session: &mut dyn super::Session,
-    email: &crate::email::port::NewEmail,
-) -> Result<bool, StoreError> {
-    const QUEUE: &str = "insert into oncebox.email (unique_key, recipient, subject, body{lite: , due_at, created_at}) \
-        values (:unique_key, :recipient, :subject, :body{lite: , {now}, {now}}) on conflict (unique_key) do nothing";
-    let queue = sql(QUEUE).bind("unique_key", &email.unique_key).bind("recipient", &email.recipient);
-    Ok(session.run(queue.bind("subject", &email.subject).bind("body", &email.body)).await? == 1)
-}
-
 /// A longer time is this one: no database can subtract every duration from its clock.
 const KEPT_MAX: Duration = Duration::from_secs(100 * 365 * 86_400);
 

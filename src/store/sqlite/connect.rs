@@ -14,6 +14,7 @@ use sqlx::{Connection, Pool, Sqlite};
 use crate::error::StoreError;
 use crate::flock::{Held, Turn};
 use crate::store::base::{Base, StoreOptions};
+#[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
 
 /// How long a statement waits for the write lock, and a transaction for its turn.
@@ -153,6 +154,7 @@ impl Base for SqliteStore {
     }
 }
 
+#[cfg(feature = "duties")]
 impl Store for SqliteStore {
     fn into_duties(self) -> Arc<dyn Duties> {
         Arc::new(self)

@@ -12,11 +12,10 @@ use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
 
 use super::message::headers_to_json;
-use crate::email::port::NewEmail;
+use super::now_ms;
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::outbox::enqueue::Enqueue;
-use crate::store::sql::mailbox;
+use crate::outbox::enqueue::{Enqueue, NewEmail};
 
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
@@ -30,6 +29,14 @@ select cast(substr(?1, m.value ->> 0, m.value ->> 1) as text), cast(substr(?1, m
        cast(substr(?1, m.value ->> 8, m.value ->> 9) as text), substr(?1, m.value ->> 10, m.value ->> 11),
        cast(substr(?1, m.value ->> 12, m.value ->> 13) as text)
   from json_each(?2) as m";
+
+const QUEUE_EMAIL: &str = concat!(
+    "insert into oncebox_email (unique_key, recipient, subject, body, due_at, created_at) values (?, ?, ?, ?, ",
+    now_ms!(),
+    ", ",
+    now_ms!(),
+    ") on conflict (unique_key) do nothing"
+);
 
 /// A message in the form of the columns.
 struct Row {
@@ -102,6 +109,7 @@ impl Enqueue for SqliteConnection {
     }
 
     async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        mailbox::queue(self, email).await
+        let queue = sqlx::query(QUEUE_EMAIL).bind(&email.unique_key).bind(&email.recipient);
+        Ok(queue.bind(&email.subject).bind(&email.body).execute(self).await?.rows_affected() == 1)
     }
 }

@@ -20,9 +20,9 @@ use super::write::Write;
 use super::{now_ms, parts};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::LeasedMessage;
-use crate::inbox::port::{Admission, ConsumerId, InboxEntry, InboxTx, Known, Parked, Proof, Standing, Undone};
+use crate::inbox::port::{ConsumerId, InboxEntry, InboxTx, Parked, Proof, Standing, Undone};
 use crate::inbox::rules::horizon::Bounds;
-use crate::message::MessageId;
+use crate::message::{ContentHash, MessageId};
 use crate::store::base::Base;
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
@@ -150,7 +150,7 @@ impl InboxTx for SqliteInboxTx {
         &mut self,
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
-    ) -> Result<(Admission, Option<Standing>), StoreError> {
+    ) -> Result<(Vec<Option<ContentHash>>, Option<Standing>), StoreError> {
         if self.admitted.is_some() {
             return Err(StoreError::Corrupt("ids were admitted twice in one transaction".to_owned()));
         }
@@ -164,7 +164,7 @@ impl InboxTx for SqliteInboxTx {
         let old: Vec<MessageId> = entries.iter().map(|entry| entry.id).filter(|id| !new.contains(id)).collect();
         let hashes = known(self.write.connection(), self.consumer, &old).await?;
         let known = |entry: &InboxEntry| match hashes.iter().find(|(id, _)| *id == entry.id) {
-            Some((_, hash)) => Ok(Some(Known { hash: *hash })),
+            Some((_, hash)) => Ok(Some(*hash)),
             None if new.contains(&entry.id) => Ok(None),
             None => Err(StoreError::Corrupt(format!("message {} is neither new nor known", entry.id))),
         };
@@ -172,7 +172,7 @@ impl InboxTx for SqliteInboxTx {
         let has_new = !new.is_empty();
         self.admitted = Some(new);
         let standing = if has_new { Some(self.standing(lanes).await?) } else { None };
-        Ok((Admission { known }, standing))
+        Ok((known, standing))
     }
 
     async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {

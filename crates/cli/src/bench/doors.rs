@@ -23,8 +23,8 @@ use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::operation::{
-    Answered, Code, Endpoint, Engine, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven, Mode, Outcome,
-    Registered, Reply, Route, Scope,
+    Answered, Code, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven,
+    Mode, Outcome, Registered, Reply, Route, Scope,
 };
 
 /// How many clients send requests at the same time.
@@ -82,7 +82,7 @@ struct DoorA<S: Yard> {
 
 impl<S: Yard> DoorA<S> {
     fn open(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
-        let engine = Engine::builder(store).build();
+        let engine = Engine::new(store, EngineOptions::default());
         let pay = engine.protect(Endpoint::typed::<Pay>(Route::new(Mode::Transactional))).map_err(failed)?;
         let scope = Scope::new("t1", "p1").map_err(failed)?;
         Ok(Self { engine, pay, maker: Arc::clone(maker), scope })

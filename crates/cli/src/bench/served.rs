@@ -28,7 +28,7 @@ use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedOperation};
-use oncebox::operation::{Endpoint, Engine, Mode, Outcome, Reply, Route, Scope};
+use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Outcome, Reply, Route, Scope};
 
 impl JsonCommand for Pay {}
 
@@ -72,7 +72,7 @@ pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Loa
 
 impl Service {
     async fn start<S: Yard>(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
-        let engine = Engine::builder(store.clone()).build();
+        let engine = Engine::new(store.clone(), EngineOptions::default());
         let door = TypedOperation::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)));
         let layer = IdempotencyLayer::new(&engine, Endpoint::raw("bench_layer", Route::new(Mode::Edge)));
         let shop = Arc::new(Shop { store, maker: Arc::clone(maker) });

@@ -65,13 +65,10 @@ impl Raw {
     pub(super) async fn open(settings: &Settings, broker: &AnyBroker, linger: Duration) -> Result<Self, AppError> {
         match broker.name() {
             #[cfg(feature = "kafka")]
-            "kafka" => Ok(Self::Kafka(oncebox::broker::kafka::RawProducer::new(
-                &oncebox::app::kafka_config(settings)?,
-                linger,
-            )?)),
+            "kafka" => Ok(Self::Kafka(oncebox::broker::kafka::RawProducer::new(&settings.kafka()?, linger)?)),
             #[cfg(feature = "rabbitmq")]
             "rabbitmq" => {
-                let config = oncebox::app::rabbit_config(settings);
+                let config = settings.rabbitmq();
                 Ok(Self::Rabbit(Box::new(oncebox::broker::rabbitmq::RawPublisher::open(&config, 1_000).await?)))
             }
             _ => {

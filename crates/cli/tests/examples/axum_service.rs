@@ -8,7 +8,7 @@ use axum::routing::delete;
 use axum::{Extension, Router};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope};
-use oncebox::operation::{Endpoint, Engine, Mode, Requirement, Route, Scope};
+use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Requirement, Route, Scope};
 use oncebox::sqlx::{SqlitePool, query, query_scalar, raw_sql};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Schema, StoreOptions};
@@ -100,7 +100,7 @@ impl Shop {
     }
 
     fn engine(&self) -> Engine<SqliteStore> {
-        Engine::builder(self.store.clone()).build()
+        Engine::new(self.store.clone(), EngineOptions::default())
     }
 
     /// Payments and notes.

@@ -13,8 +13,8 @@ use super::trial::{
 use super::{Connection, Fixture, Trial};
 use oncebox::adapter::Position;
 use oncebox::error::StoreError;
-use oncebox::message::{MessageId, identity};
-use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, Proof};
+use oncebox::message::{ContentHash, MessageId, identity};
+use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Opened, Proof};
 
 /// A consumer is registered once. Its id rule changes only if the operator accepts that (R31).
 pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Trial<F>) {
@@ -43,14 +43,14 @@ pub async fn r24_the_unique_key_decides_what_is_new<F: Fixture>(trial: &Trial<F>
     entries.reverse();
     let mut tx = trial.store.begin(consumer).await.unwrap();
     let admission = tx.admit(&entries[10..30]).await.unwrap();
-    assert_eq!(admission.known, vec![None; 20]);
+    assert_eq!(admission, vec![None; 20]);
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
     let mut tx = trial.store.begin(consumer).await.unwrap();
     let admission = tx.admit(&entries).await.unwrap();
-    for (number, known) in admission.known.iter().enumerate() {
+    for (number, known) in admission.iter().enumerate() {
         let is_known = (10..30).contains(&number);
-        assert_eq!(*known, is_known.then_some(Known { hash: [7; 16] }), "entry {number}");
+        assert_eq!(*known, is_known.then_some([7; 16]), "entry {number}");
     }
     tx.rollback().await.unwrap();
     let ids: Vec<MessageId> = entries.iter().map(|entry| entry.id).collect();
@@ -58,7 +58,7 @@ pub async fn r24_the_unique_key_decides_what_is_new<F: Fixture>(trial: &Trial<F>
     assert_eq!(known, ids[10..30].iter().copied().collect());
     assert!(trial.store.known(consumer, &[]).await.unwrap().is_empty());
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.admit(&[]).await.unwrap().known.is_empty());
+    assert!(tx.admit(&[]).await.unwrap().is_empty());
     tx.commit().await.unwrap();
 }
 
@@ -70,7 +70,7 @@ pub async fn an_id_that_another_open_transaction_inserted_is_contested<F: Fixtur
     for entry in [new_entry(), untimed] {
         assert!(!trial.store.is_contested(consumer, &[entry.id]).await.unwrap(), "nobody has it");
         let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None], "asking changed nothing");
+        assert_eq!(tx.admit(&[entry]).await.unwrap(), vec![None], "asking changed nothing");
         if F::CONCURRENT_WRITERS {
             assert!(trial.store.is_contested(consumer, &[entry.id]).await.unwrap());
             assert!(!trial.store.is_contested(consumer, &[new_entry().id]).await.unwrap(), "another id");
@@ -83,16 +83,16 @@ pub async fn an_id_that_another_open_transaction_inserted_is_contested<F: Fixtur
 
 /// Two transactions admit one id. The second waits until the first has ended, which `settled`
 /// shows. Returns the answer of the second.
-async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known> {
+async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<ContentHash> {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
     let mut first = trial.store.begin(consumer).await.unwrap();
-    assert_eq!(first.admit(&[entry]).await.unwrap().known, vec![None]);
+    assert_eq!(first.admit(&[entry]).await.unwrap(), vec![None]);
     let settled = Arc::new(AtomicBool::new(false));
     let (store, seen) = (trial.store.clone(), Arc::clone(&settled));
     let second = tokio::spawn(async move {
         let mut tx = store.begin(consumer).await.unwrap();
-        let answer = tx.admit(&[entry]).await.unwrap().known[0];
+        let answer = tx.admit(&[entry]).await.unwrap()[0];
         assert!(seen.load(Ordering::SeqCst), "the second was answered before the first had ended");
         tx.commit().await.unwrap();
         answer
@@ -113,7 +113,7 @@ async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known>
 
 /// The first transaction commits, so the second finds a duplicate.
 pub async fn r24_a_concurrent_duplicate_waits_and_is_known_after_the_commit<F: Fixture>(trial: &Trial<F>) {
-    assert_eq!(concurrent(trial, true).await, Some(Known { hash: [7; 16] }));
+    assert_eq!(concurrent(trial, true).await, Some([7; 16]));
 }
 
 /// The first transaction rolls back, so the message is new to the second.
@@ -132,7 +132,7 @@ pub async fn r24_batches_that_overlap_do_not_deadlock<F: Fixture>(trial: &Trial<
             let store = trial.store.clone();
             batches.spawn(async move {
                 let mut tx = store.begin(consumer).await.unwrap();
-                let known = tx.admit(&entries).await.unwrap().known;
+                let known = tx.admit(&entries).await.unwrap();
                 tx.commit().await.unwrap();
                 known.iter().filter(|known| known.is_none()).count()
             });
@@ -158,7 +158,7 @@ pub async fn g7_another_content_under_the_same_id_is_seen<F: Fixture>(trial: &Tr
     trial.admit(consumer, &[first]).await;
     for _ in 0..2 {
         let other = InboxEntry { hash: [8; 16], ..first };
-        assert_eq!(trial.admit(consumer, &[other]).await, [Some(Known { hash: [7; 16] })]);
+        assert_eq!(trial.admit(consumer, &[other]).await, [Some([7; 16])]);
     }
 }
 
@@ -425,7 +425,7 @@ pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Tr
         let _ = tokio::time::timeout(Duration::from_micros(300 * round), work).await;
     }
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
+    assert_eq!(tx.admit(&[entry]).await.unwrap(), vec![None]);
     effect::<F>(tx.connection().unwrap(), "m", "2").await.unwrap();
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();

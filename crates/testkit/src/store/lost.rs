@@ -84,7 +84,7 @@ pub async fn g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error<F: Fi
     let entry = new_entry();
     for lost in [true, false] {
         let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
+        assert_eq!(tx.admit(&[entry]).await.unwrap(), vec![None]);
         effect::<F>(tx.connection().unwrap(), "m", "").await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         if !lost {

@@ -20,7 +20,7 @@ async fn handler<F: Fixture>(trial: &Trial<F>, statements: &[&str]) -> End {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
     let mut tx: Tx = trial.store.begin(consumer).await.unwrap();
-    assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
+    assert_eq!(tx.admit(&[entry]).await.unwrap(), vec![None]);
     effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
     for statement in statements {
         careless::<F>(tx.connection().unwrap(), statement).await;
@@ -54,7 +54,7 @@ async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {
         let (entry, note) = (new_entry(), round.to_string());
         let mut tx = trial.store.begin(consumer).await.unwrap();
-        assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
+        assert_eq!(tx.admit(&[entry]).await.unwrap(), vec![None]);
         effect::<F>(tx.connection().unwrap(), "works", &note).await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         if round % 2 == 0 {
@@ -212,7 +212,7 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
         holder.commit().await.unwrap();
         assert_eq!(trial.number("select count(*) from held where by_whom = 'second'").await, 0, "{statement}");
         let mut again = trial.store.begin(consumer).await.unwrap();
-        let known = again.admit(&[entry]).await.unwrap().known[0].is_some();
+        let known = again.admit(&[entry]).await.unwrap()[0].is_some();
         assert_eq!(known, expected == Undone::Committed, "{statement}");
         again.rollback().await.unwrap();
     }

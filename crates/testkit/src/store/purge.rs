@@ -151,7 +151,7 @@ pub async fn g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict<
         purge(trial, consumer, soon(trial, consumer).await, 10).await;
         tx = trial.store.begin(consumer).await.unwrap();
     }
-    assert_eq!(tx.admit(&[entry(&old)]).await.unwrap().known, vec![None]);
+    assert_eq!(tx.admit(&[entry(&old)]).await.unwrap(), vec![None]);
     let bounds = tx.standing(&[]).await.unwrap().bounds;
     assert_eq!(judge(Age::InId(time_in_id(old.id).unwrap()), bounds), Verdict::TooOld);
     tx.forget(&[old.id]).await.unwrap();

@@ -6,10 +6,10 @@ use sqlx::Transaction;
 use uuid::Uuid;
 
 use super::{Connection, Fixture, KeysFixture};
-use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId, NewMessage};
+use oncebox::message::{Arrived, ContentHash, Coordinates, IdRule, Message, MessageId, NewMessage};
 use oncebox::store::{
-    ActContext, Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, LeaseAnswer, LeaseRequest, Mark,
-    Outbox, OutboxRow, ParkAs, Parked, RelaySession, Scope,
+    ActContext, Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox,
+    OutboxRow, ParkAs, Parked, RelaySession, Scope,
 };
 
 /// How long a case waits for something that must happen.
@@ -135,9 +135,9 @@ impl<F: Fixture> Trial<F> {
     }
 
     /// Admits messages in one committed transaction. Returns what was known of each.
-    pub(super) async fn admit(&self, consumer: ConsumerId, entries: &[InboxEntry]) -> Vec<Option<Known>> {
+    pub(super) async fn admit(&self, consumer: ConsumerId, entries: &[InboxEntry]) -> Vec<Option<ContentHash>> {
         let mut tx = self.store.begin(consumer).await.unwrap();
-        let known = tx.admit(entries).await.unwrap().known;
+        let known = tx.admit(entries).await.unwrap();
         tx.commit().await.unwrap();
         known
     }
@@ -154,7 +154,7 @@ impl<F: Fixture> Trial<F> {
     /// Parks a message together with its inbox row, in one committed transaction.
     pub async fn park(&self, consumer: ConsumerId, message: &Message, park_as: ParkAs) {
         let mut tx = self.store.begin(consumer).await.unwrap();
-        let known = tx.admit(&[entry(message)]).await.unwrap().known;
+        let known = tx.admit(&[entry(message)]).await.unwrap();
         assert_eq!(known, vec![None], "a case parks what is new");
         tx.park(&[parked(message, park_as)]).await.unwrap();
         tx.commit().await.unwrap();

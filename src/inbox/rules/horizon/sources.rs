@@ -25,14 +25,14 @@ pub(crate) struct Sources {
 
 /// A horizon after which a duplicate can still come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HorizonTooShort {
+pub(crate) struct HorizonTooShort {
     /// The horizon that was set.
-    pub horizon: Duration,
+    horizon: Duration,
     /// The duration that the horizon must exceed, with the skew included; `None` if only
     /// [`Horizon::Never`] is long enough.
-    pub needs: Option<Duration>,
+    needs: Option<Duration>,
     /// What can deliver a duplicate so late, in words.
-    pub because: &'static str,
+    because: &'static str,
 }
 
 const TOPIC: &str = "a topic keeps records";
@@ -80,8 +80,6 @@ impl fmt::Display for HorizonTooShort {
         }
     }
 }
-
-impl std::error::Error for HorizonTooShort {}
 
 #[cfg(test)]
 mod tests {
