@@ -190,7 +190,8 @@ pub trait Publisher: Send {
     /// lets a topic be sent to again whose refusal the runtime has received.
     ///
     /// States are cached: a topic that is known to be ready costs nothing; the broker is asked
-    /// again about the others, in one request where it allows that.
+    /// again about the others, in one request where it allows that. It ends within a deadline of
+    /// its own: the relay keeps its lease as long as it waits.
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError>;
 
     /// The state of one topic, as [`topics`](Self::topics) tells it.

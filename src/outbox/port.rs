@@ -1,7 +1,7 @@
 //! What the relay needs of a store: the port of the outbox.
 //!
 //! A session owns one shard: from the moment at which it takes the lease, which raises the epoch,
-//! until its first error but [`StoreError::Limit`]. It reads new rows in position order. Before
+//! until its first error (but see [`RelaySession`]). It reads new rows in position order. Before
 //! they are sent it commits a checkpoint, synchronously and begun after the read (R5: so what was
 //! read is as durable as that commit). A checkpoint also carries the mark: the rows that are
 //! proven, that is, the broker has said that it stored them.
@@ -199,9 +199,9 @@ pub trait Outbox: Debug + Send + Sync {
     async fn shards(&self) -> Result<Vec<i32>, StoreError>;
 }
 
-/// The ownership of one shard. After any error but [`StoreError::Limit`] (a message or a bound is
-/// too large, and nothing was written) nobody knows what took effect: drop the session and open
-/// another.
+/// The ownership of one shard. After an error nobody knows what took effect: drop the session and
+/// open another. Two errors are no such end: [`StoreError::Limit`] (a message or a bound is too
+/// large, and nothing was written), and one of [`tidy`](Self::tidy) that does not pass by itself.
 ///
 /// # Cancel safety
 /// Do not drop the future of a method before it is done, unless you drop the session with it.
@@ -233,7 +233,9 @@ pub trait RelaySession: Debug + Send {
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError>;
 
     /// Housekeeping between reads: makes the next partitions, and deletes proven rows. It is
-    /// bounded and does not block the application.
+    /// bounded and does not block the application. After an error that does not pass by itself the
+    /// session must be usable, and the next call must try again: one that does nothing would count
+    /// as a success.
     async fn tidy(&mut self) -> Result<(), StoreError>;
 
     /// The open gaps, once there are half as many as the bound allows; otherwise none. Always none

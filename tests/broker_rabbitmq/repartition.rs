@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use lapin::options::{ExchangeDeleteOptions, QueueDeleteOptions};
+use lapin::Channel;
+use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::FieldTable;
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig, Repartition};
 use oncebox::broker::{Broker, Subscriber};
 use oncebox::error::BrokerError;
@@ -48,6 +50,22 @@ async fn read(subscriber: &mut dyn Subscriber, count: usize, log: &mut Vec<(Stri
         log.push((key, number(delivery.arrived.payload.as_deref().unwrap())));
         subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
     }
+}
+
+/// Takes steps until the change is done. Consumers of the old number read what came back to the old
+/// queues.
+async fn finish(new: &RabbitBroker, old: &RabbitBroker, corner: &Corner, log: &mut Vec<(String, u64)>) {
+    let subscription = corner.subscription();
+    let done = tokio::time::timeout(SOON, async {
+        while let Repartition::Draining { ready, .. } = new.repartition(&subscription, &corner.topic).await.unwrap() {
+            if ready > 0 {
+                let mut reader = old.subscriber(&subscription).await.unwrap();
+                read(&mut *reader, 1, log).await;
+                reader.close().await;
+            }
+        }
+    });
+    done.await.expect("the old queues are read empty and deleted");
 }
 
 #[tokio::test]
@@ -103,6 +121,93 @@ async fn of_several_queues_one_that_is_left_is_not_taken_for_the_only_queue_and_
     clean(&corner).await;
 }
 
+/// It fails where the marker has the number of what is left: the second step takes that for a
+/// change to another number, and a consumer with one queue reads the new one first.
+#[tokio::test]
+async fn of_several_queues_one_that_is_left_is_read_before_the_one_queue_that_follows() {
+    let Some(corner) = Corner::of("of_several_queues_one_that_is_left_is_read_before").await else { return };
+    let (old, new, subscription) = (with(&corner, 2), with(&corner, 1), corner.subscription());
+    old.subscriber(&subscription).await.unwrap().close().await;
+    let gone = format!("{}.1", corner.queue());
+    corner.channel.queue_delete(gone.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    publish(&old, vec![(0, message(&corner.topic, Some("k"), 7))]).await;
+    until(&new, &corner, 2, 1, 0).await;
+    publish(&new, vec![(0, message(&corner.topic, Some("k"), 8))]).await;
+    until(&new, &corner, 2, 1, 0).await;
+    new.subscriber(&subscription).await.map(drop).expect_err("before the old queue is empty");
+    let mut log = Vec::new();
+    let mut reader = old.subscriber(&subscription).await.unwrap();
+    read(&mut *reader, 1, &mut log).await;
+    reader.close().await;
+    finish(&new, &old, &corner, &mut log).await;
+    let mut reader = new.subscriber(&subscription).await.unwrap();
+    read(&mut *reader, 1, &mut log).await;
+    reader.close().await;
+    assert_eq!(first_occurrences(&log)["k"], [7, 8]);
+    clean(&corner).await;
+}
+
+/// It fails where a marker alone says that its queues are drained: the way back is refused for
+/// ever, and a consumer of the old number makes a queue that gets nothing.
+#[tokio::test]
+async fn a_marker_that_a_broken_off_change_left_behind_does_not_stop_the_way_back() {
+    let Some(corner) = Corner::of("a_marker_that_a_broken_off_change_left_behind").await else { return };
+    let (one, two, subscription) = (with(&corner, 1), with(&corner, 2), corner.subscription());
+    two.subscriber(&subscription).await.unwrap().close().await;
+    let marker = format!("{}.draining.1", corner.queue());
+    let (kind, options) =
+        (lapin::ExchangeKind::Fanout, ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() });
+    corner.channel.exchange_declare(marker.as_str().into(), kind, options, FieldTable::default()).await.unwrap();
+    one.subscriber(&subscription).await.map(drop).expect_err("nothing of its number is drained");
+    finish(&one, &two, &corner, &mut Vec::new()).await;
+    one.subscriber(&subscription).await.unwrap().close().await;
+    finish(&two, &one, &corner, &mut Vec::new()).await;
+    two.subscriber(&subscription).await.unwrap().close().await;
+    clean(&corner).await;
+}
+
+/// It fails where the first queue goes first, or the marker last: later steps do not see what is
+/// left, and messages are hashed to queues that nobody reads.
+#[tokio::test]
+async fn a_change_that_is_broken_off_while_it_deletes_leaves_nothing_behind_once_it_is_done() {
+    let Some(corner) = Corner::of("a_change_that_is_broken_off_while_it_deletes").await else { return };
+    let (one, four, subscription) = (with(&corner, 1), with(&corner, 4), corner.subscription());
+    four.subscriber(&subscription).await.unwrap().close().await;
+    let queue = |at: u32| format!("{}.{at}", corner.queue());
+    let (first, last) = (queue(0), queue(3));
+    let begins_to_delete = async {
+        let channel = corner.connection.create_channel().await.unwrap();
+        while is_queue(&channel, &first).await && is_queue(&channel, &last).await {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let mut log = Vec::new();
+    tokio::select! {
+        () = begins_to_delete => {}
+        () = finish(&one, &four, &corner, &mut log) => {}
+    }
+    finish(&one, &four, &corner, &mut log).await;
+    for at in 0..4 {
+        let channel = corner.connection.create_channel().await.unwrap();
+        assert!(!is_queue(&channel, &queue(at)).await, "queue {at} is left");
+    }
+    for rest in ["hash", "draining.4"] {
+        let channel = corner.connection.create_channel().await.unwrap();
+        let exchange = format!("{}.{rest}", corner.queue());
+        let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
+        let (kind, table) = (lapin::ExchangeKind::Fanout, FieldTable::default());
+        let answer = channel.exchange_declare(exchange.as_str().into(), kind, passive, table).await;
+        assert!(answer.is_err(), "the exchange {rest} is left");
+    }
+    clean(&corner).await;
+}
+
+/// Whether the server has this queue. Where it has not, it closes the channel.
+async fn is_queue(channel: &Channel, name: &str) -> bool {
+    let passive = QueueDeclareOptions::default().passive();
+    channel.queue_declare(name.into(), passive, FieldTable::default()).await.is_ok()
+}
+
 #[tokio::test]
 async fn changing_the_number_of_queues_keeps_every_message_and_the_order_of_every_key() {
     let Some(corner) = Corner::of("changing_the_number_of_queues_keeps_every_message").await else { return };
@@ -134,17 +239,7 @@ async fn changing_the_number_of_queues_keeps_every_message_and_the_order_of_ever
         read(&mut *reader, 40, &mut log).await;
         until(&new, &corner, from as usize, 0, u64::from(from)).await;
         reader.close().await;
-        let done = tokio::time::timeout(SOON, async {
-            while let Repartition::Draining { ready, .. } = new.repartition(&subscription, &corner.topic).await.unwrap()
-            {
-                if ready > 0 {
-                    let mut reader = old.subscriber(&subscription).await.unwrap();
-                    read(&mut *reader, 1, &mut log).await;
-                    reader.close().await;
-                }
-            }
-        });
-        done.await.expect("the old queues are read empty and deleted");
+        finish(&new, &old, &corner, &mut log).await;
         // A backlog for the way back.
         let mut reader = new.subscriber(&subscription).await.unwrap();
         read(&mut *reader, 100, &mut log).await;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use oncebox::broker::Broker;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox};
 use oncebox::{RelayEnd, RelayOptions, StoreError};
 use oncebox_testkit::memory::{Fault, matching};
@@ -13,7 +14,7 @@ use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
 
 use super::kit::Sql;
-use super::kit::{SOON, first_occurrences, message, relay_options, sqlite};
+use super::kit::{SOON, World, first_occurrences, message, relay_options, sqlite};
 use super::support::eventually;
 
 #[tokio::test]
@@ -160,6 +161,33 @@ async fn g9_a_client_that_takes_no_rows_costs_the_relay_no_lease() {
     let relay = world.relay(RelayOptions { lease, ..relay_options() });
     world.enqueue("t", &["a1"]).await;
     eventually("it waits", SOON, || async { world.says("client does not answer").then_some(()) }).await;
+    nobody_else_gets_the_lease(&world, lease).await;
+    world.broker.faults().take_no_rows(false);
+    world.until_published("t", &["a1"]).await;
+    world.until_status("marked", |status| status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown by: no renewal while a stop waits (the other one took the lease, and would have sent the
+/// row again).
+#[tokio::test]
+async fn g9_a_stop_that_waits_for_the_broker_keeps_the_lease_until_its_mark_is_made() {
+    let world = sqlite().await;
+    world.broker.faults().hold_receipts(true);
+    let lease = Duration::from_secs(6);
+    let relay = world.relay(RelayOptions { lease, shutdown_grace: SOON, ..relay_options() });
+    world.enqueue("t", &["a1"]).await;
+    world.until_published("t", &["a1"]).await;
+    relay.stop.cancel();
+    nobody_else_gets_the_lease(&world, lease).await;
+    world.broker.faults().hold_receipts(false);
+    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    let status = world.status().await;
+    assert_eq!((status.pending, status.shards[0].owner.as_ref()), (0, None));
+}
+
+/// Asks for the lease for longer than it lasts.
+async fn nobody_else_gets_the_lease(world: &World<SqliteStore>, lease: Duration) {
     let began = std::time::Instant::now();
     let other = LeaseRequest::new("other", lease);
     eventually("more than a lease is over", SOON, || async {
@@ -168,10 +196,6 @@ async fn g9_a_client_that_takes_no_rows_costs_the_relay_no_lease() {
         (began.elapsed() > lease * 3 / 2).then_some(())
     })
     .await;
-    world.broker.faults().take_no_rows(false);
-    world.until_published("t", &["a1"]).await;
-    world.until_status("marked", |status| status.pending == 0).await;
-    relay.end().await.unwrap();
 }
 
 /// Shown to fail: without the mark of a stop both rows were still pending.

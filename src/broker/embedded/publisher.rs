@@ -282,8 +282,8 @@ impl Writer {
         let Self { log, connection, topics, answers, blocks } = self;
         let failed = |error: sqlx::Error| log.failed("append to", &error);
         let mut write = begin(log, connection, blocks).await?;
-        // From here on the turn is ours. A session that ended before has no say any more: the next
-        // one may have written these rows already.
+        // From here on the turn is ours. If this session has ended meanwhile, the next one may have
+        // written these rows already, so it writes nothing.
         if answers.is_closed() {
             return Err(BrokerError::Session("the session has ended".to_owned()));
         }
@@ -335,7 +335,7 @@ async fn begin<'c>(
         return begun;
     }
     let why = format!("the broker file `{}` is in use", log.config.path.display());
-    // A reason that a failed write gave says more, and stays.
+    // If a write has failed before, its reason is shown already, and it says more than this one.
     let is_ours = blocks.send_if_modified(|shown| {
         if shown.is_some() {
             return false;

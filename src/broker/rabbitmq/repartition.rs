@@ -21,7 +21,7 @@ use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
-use super::topology::{Topology, durable, hash_exchange};
+use super::topology::{Topology, durable, hash_exchange, queues};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
@@ -36,7 +36,7 @@ pub enum Repartition {
     /// The old queues get no more messages. Consumers of the old number must empty them and must
     /// then be stopped.
     Draining {
-        /// The number of old queues.
+        /// The number of partitions with which consumers read the old queues.
         from: usize,
         /// Messages that are ready in the old queues.
         ready: u64,
@@ -75,6 +75,12 @@ async fn numbered(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String
         }
         found.push(name);
     }
+}
+
+/// The number of partitions with which consumers read these queues. A numbered queue that stands
+/// alone is the rest of several: with partitions = 1 they would read the new queue.
+fn number(queue: &str, old: &[String]) -> usize {
+    if old[0] == queue { 1 } else { old.len().max(2) }
 }
 
 /// The name of the exchange that exists while queues of this number are drained. It routes nothing:
@@ -116,18 +122,21 @@ pub(super) async fn step(
     // Also where one of several queues is left: the hash exchange still routes to it.
     if wanted > 1 && old[0] != queue {
         return Err(BrokerError::Refused(format!(
-            "the number of numbered queues of topic `{topic}` is {} and partitions = {wanted}: both use the same names; \
-             go to partitions = 1 first, then to {wanted}",
-            old.len()
+            "topic `{topic}` has queues with names that partitions = {wanted} would use again ({}); go to partitions = \
+             1 first, then to {wanted}",
+            old.join(", ")
         )));
     }
+    let from = number(&queue, &old);
     if is_draining(&queue, topology).await? {
         return Err(BrokerError::Refused(format!(
-            "topic `{topic}` is on its way from partitions = {wanted} to {}; finish that first",
-            old.len()
+            "topic `{topic}` is on its way from partitions = {wanted} to {from}; finish that first"
         )));
     }
-    let marker = draining(&queue, old.len());
+    // An older version that was broken off could leave this marker behind. Once the new queues
+    // exist, it would say that they are drained.
+    topology.delete_exchange(&draining(&queue, wanted as usize)).await?;
+    let marker = draining(&queue, from);
     topology.declare_exchange(&marker, lapin::ExchangeKind::Fanout, durable(), FieldTable::default()).await?;
     topology.bind_layout(subscription, topic, unlimited).await?;
     unbind(topic, &queue, topology).await?;
@@ -137,16 +146,18 @@ pub(super) async fn step(
         }
         let (ready, consumers) = left(&old, topology).await?;
         if ready + consumers > 0 {
-            return Ok(Repartition::Draining { from: old.len(), ready, consumers });
+            return Ok(Repartition::Draining { from, ready, consumers });
         }
     }
-    for one in &old {
-        topology.delete_queue(one).await?;
-    }
-    if old.len() > 1 {
+    // If this is broken off, the next step must find what is left. It finds the old queues, and
+    // counts them from the first one: so they are deleted last, and the first one at the very end.
+    topology.delete_exchange(&marker).await?;
+    if wanted == 1 {
         topology.delete_exchange(&hash_exchange(&queue)).await?;
     }
-    topology.delete_exchange(&marker).await?;
+    for one in old.iter().rev() {
+        topology.delete_queue(one).await?;
+    }
     Ok(Repartition::Done)
 }
 
@@ -180,8 +191,10 @@ pub(super) async fn left(queues: &[String], topology: &mut Topology<'_>) -> Resu
     Ok((ready, consumers))
 }
 
-/// Whether queues of the configured number are drained for a change to another number.
+/// Whether queues of the configured number are drained for a change to another number. A marker
+/// without queues is the rest of a change that was broken off after it had deleted them.
 pub(super) async fn is_draining(queue: &str, topology: &mut Topology<'_>) -> Result<bool, BrokerError> {
+    let first = &queues(topology.config, queue)[0];
     let marker = draining(queue, topology.config.partitions as usize);
-    Ok(topology.exchange_exists(&marker).await?)
+    Ok(topology.queue_as_it_stands(first).await?.is_some() && topology.exchange_exists(&marker).await?)
 }

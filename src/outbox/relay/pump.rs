@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::ending::{Doubt, End, Ending, Of};
 use super::release::Release;
-use super::sending::Unsent;
+use super::sending::{Unsent, renewing};
 use super::trial::Trials;
 use super::window::Window;
 use super::{Memory, Relay};
@@ -578,7 +578,9 @@ impl<'a> Pump<'a> {
         let grace = self.relay.options.shutdown_grace;
         let deadline = Instant::now() + grace - MARK_KEPT.min(grace / 4);
         while self.window.in_flight() > 0 && Instant::now() < deadline {
-            match tokio::time::timeout_at(deadline, self.publisher.settle(&mut self.settled)).await {
+            let settling = tokio::time::timeout_at(deadline, self.publisher.settle(&mut self.settled));
+            let lease = self.relay.options.lease;
+            match renewing(self.session.as_mut(), &mut self.checkpoint_at, lease, settling).await? {
                 Ok(Ok(())) => self.heard(Ok(()))?,
                 // Rows that are not proven are sent again by the next session.
                 Ok(Err(_)) | Err(_) => break,

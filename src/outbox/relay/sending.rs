@@ -332,9 +332,9 @@ impl Pump<'_> {
     }
 }
 
-/// Waits for the broker's client, and renews the lease meanwhile. Otherwise a client that is full
-/// would cost the lease, and the next owner would wait for the same broker.
-async fn renewing<T>(
+/// Waits for the broker's client, and renews the lease meanwhile. Otherwise a client that is full,
+/// or answers late, would cost the lease, and the next owner would wait for the same broker.
+pub(super) async fn renewing<T>(
     session: &mut dyn RelaySession,
     checkpoint_at: &mut Instant,
     lease: Duration,

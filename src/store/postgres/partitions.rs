@@ -112,7 +112,8 @@ pub(super) async fn tidy_outbox(
     if waits && last_value < tidied.make_from {
         return Ok(());
     }
-    // What fails below is tried again by the next call: it must not look tidied until then.
+    // If something below fails, the next call must try it again: a call that does nothing would
+    // count as a success.
     tidied.not_before = None;
     let mut again = LOOK_EVERY;
     let state = raw_sql(OUTBOX_STATE).one(&mut *connection).await?;
