@@ -412,7 +412,8 @@ async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_out
 async fn o29_m109_a_run_holds_the_memory_of_its_message_after_its_call_was_dropped() {
     let world = World::new().await;
     // For one message of the two.
-    let options = EngineOptions { body_memory_max: 12, body_memory_per_tenant_max: Some(12), ..EngineOptions::default() };
+    let options =
+        EngineOptions { body_memory_max: 12, body_memory_per_tenant_max: Some(12), ..EngineOptions::default() };
     let engine = Engine::new(world.store.clone(), options);
     let endpoint = protect(&engine, Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
     let service = Payments { engine, endpoint, ..world.service.clone() };

@@ -181,9 +181,10 @@ impl<S: Sql> World<S> {
     /// Makes a claim as a process that dies after it, and waits until its lease is over.
     pub(crate) async fn is_left_behind(&self, claim: &KeyClaim) {
         assert!(matches!(self.store.claim(claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
-        until("its lease is over", || async {
+        // A sweep leaves a claim alone until its lease has been over for half of its length.
+        until("its lease has long been over", || async {
             let look = self.store.find(&claim.identity).await.unwrap();
-            look.record.is_some_and(|record| !record.is_owned(look.now))
+            look.record.and_then(|record| record.lease).is_some_and(|lease| lease.until.after(lease.length) <= look.now)
         })
         .await;
     }

@@ -111,7 +111,9 @@ impl Base for SqliteStore {
             .create_if_missing(options.create)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
-            .busy_timeout(BUSY_TIMEOUT);
+            .busy_timeout(BUSY_TIMEOUT)
+            // The thread of a connection waits for its reader after so many rows, 50 by default.
+            .row_buffer_size(256);
         let fresh = Arc::new(OnceLock::new());
         let at_first = Arc::clone(&fresh);
         let pool = PoolOptions::new()
