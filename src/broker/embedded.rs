@@ -31,6 +31,7 @@ mod publisher;
 mod record;
 mod retention;
 mod subscriber;
+mod talk;
 mod topology;
 
 use std::sync::Arc;

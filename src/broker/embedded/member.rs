@@ -11,7 +11,6 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::TryRecvError;
 use std::time::Duration;
 
@@ -24,7 +23,7 @@ use tokio::time::Instant;
 use super::group::{self, Fenced, Membership, Standing};
 use super::log::Log;
 use super::record::{self, Range};
-use super::subscriber::{MemberState, Said};
+use super::talk::{MemberState, Said, Told};
 use super::topology::{self, Topic};
 use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
@@ -37,19 +36,6 @@ const BATCH_BYTES: usize = 4 * 1024 * 1024;
 const BATCHES_QUEUED: usize = 2;
 const POLL_MIN: Duration = Duration::from_millis(2);
 const POLL_MAX: Duration = Duration::from_millis(20);
-
-/// What the task tells the subscriber.
-#[derive(Debug)]
-pub(super) enum Told {
-    /// New sources. Nothing of them is read before `begin` has set where they begin.
-    Assigned(Vec<(PartitionId, BrokerOffsets)>),
-    Deliveries(Vec<Delivery>),
-    Revoked {
-        sources: Vec<PartitionId>,
-        lost: bool,
-        done: RevokeGuard,
-    },
-}
 
 /// A partition that this member owns.
 #[derive(Debug)]
@@ -252,7 +238,7 @@ impl Member {
                 self.writing = None;
                 return self.written(finished);
             }
-            () = shared.wake.notified() => {}
+            () = shared.woken() => {}
             () = events.closed() => {}
             Ok(()) = appended.changed() => *poll_at = Instant::now(),
             () = tokio::time::sleep_until(until) => {}
@@ -434,7 +420,7 @@ impl Member {
             self.tell(Told::Revoked { sources, lost: false, done: guard });
         }
         let idle = self.owned.is_empty() && standing.complete;
-        self.shared.others_hold_all.store(idle, Ordering::Release);
+        self.shared.note_that_others_hold_all(idle);
     }
 
     /// Gives up at once the partitions that other members own already.
@@ -478,7 +464,7 @@ impl Member {
 
     /// Reads a batch where there is room for one. Returns true where it sent one to the subscriber.
     async fn fetch(&mut self) -> Result<bool, BrokerError> {
-        if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
+        if !self.shared.takes_a_batch(BATCHES_QUEUED) {
             return Ok(false);
         }
         let (rows, weight) = self.in_flight();
@@ -529,7 +515,7 @@ impl Member {
         if deliveries.is_empty() {
             return Ok(false);
         }
-        self.shared.queued.fetch_add(1, Ordering::AcqRel);
+        self.shared.queued_batch();
         self.tell(Told::Deliveries(deliveries));
         Ok(true)
     }

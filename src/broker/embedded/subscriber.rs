@@ -8,53 +8,18 @@
 //! Not here: heartbeats and reading. They go on while the runtime is busy with a handler.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use async_trait::async_trait;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::log::Log;
-use super::member::{Member, Told};
+use super::member::Member;
+use super::talk::{MemberState, Told};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::{BrokerOffsets, Position, start};
-
-/// What the runtime said and the task has not noted yet.
-#[derive(Debug, Default)]
-pub(super) struct Said {
-    /// The first offset to deliver, by source; `None` for a source that is not to be read.
-    pub(super) begun: HashMap<PartitionId, Option<i64>>,
-    /// The next offset to be handled, by source.
-    pub(super) acknowledged: HashMap<PartitionId, i64>,
-    /// Deliveries that are not acknowledged but finished (false) or set aside (true).
-    pub(super) spared: Vec<(PartitionId, i64, bool)>,
-}
-
-/// The state that the subscriber and its task share.
-#[derive(Debug, Default)]
-pub(super) struct MemberState {
-    said: Mutex<Said>,
-    /// Wakes the task of the membership.
-    pub(super) wake: Notify,
-    pub(super) paused: AtomicBool,
-    /// The number of batches that wait for `next`.
-    pub(super) queued: AtomicUsize,
-    /// True where this member has no partition because live members own all of them.
-    pub(super) others_hold_all: AtomicBool,
-}
-
-impl MemberState {
-    fn say(&self, say: impl FnOnce(&mut Said)) {
-        say(&mut self.said.lock().unwrap_or_else(PoisonError::into_inner));
-        self.wake.notify_one();
-    }
-
-    pub(super) fn take_said(&self) -> Said {
-        std::mem::take(&mut *self.said.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
 
 /// A member of a group, for the runtime.
 #[derive(Debug)]
@@ -101,8 +66,7 @@ impl Subscriber for EmbeddedSubscriber {
                 Event::Assigned(ids)
             }
             Told::Deliveries(deliveries) => {
-                self.shared.queued.fetch_sub(1, Ordering::AcqRel);
-                self.shared.wake.notify_one();
+                self.shared.took_batch();
                 for delivery in &deliveries {
                     if let Some((next, _)) = self.delivered.get_mut(&delivery.source) {
                         *next = delivery.sequence + 1;
@@ -124,49 +88,44 @@ impl Subscriber for EmbeddedSubscriber {
             let Some(found) = self.unbegun.remove(&source) else { continue };
             let start = start(position.as_ref(), &found);
             self.delivered.insert(source.clone(), (start.at, found.end));
-            self.shared.say(|said| _ = said.begun.insert(source.clone(), Some(start.at)));
+            self.shared.begin(&source, Some(start.at));
             begun.push(Begun { source, topic_id: found.topic_id, start });
         }
         Ok(begun)
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
-        self.shared.say(|said| {
-            let next = said.acknowledged.entry(source.clone()).or_insert(0);
-            *next = through.saturating_add(1).max(*next);
-        });
+        self.shared.acknowledge(source, through);
         Ok(())
     }
 
     async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
-        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence, false));
-        self.shared.say(|said| said.spared.extend(spared));
+        self.shared.spare(source, sequences, false);
     }
 
     fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
-        self.shared.say(|said| said.spared.push((source.clone(), sequence, true)));
+        self.shared.spare(source, &[sequence], true);
     }
 
     fn refuse(&mut self, source: &PartitionId) {
         if let Some((_, end)) = self.delivered.get_mut(source) {
             // Nothing of it is waited for.
             *end = 0;
-            self.shared.say(|said| _ = said.begun.insert(source.clone(), None));
+            self.shared.begin(source, None);
         }
     }
 
     fn pause(&mut self, paused: bool) {
-        self.shared.paused.store(paused, Ordering::Release);
-        self.shared.wake.notify_one();
+        self.shared.pause(paused);
     }
 
     fn has_no_share(&self) -> bool {
-        self.shared.others_hold_all.load(Ordering::Acquire)
+        self.shared.others_hold_all()
     }
 
     async fn caught_up(&mut self) -> Result<bool, BrokerError> {
         if self.delivered.is_empty() && self.unbegun.is_empty() {
-            return Ok(self.shared.others_hold_all.load(Ordering::Acquire));
+            return Ok(self.shared.others_hold_all());
         }
         Ok(self.unbegun.is_empty() && self.delivered.values().all(|(next, end)| next >= end))
     }
