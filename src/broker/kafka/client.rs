@@ -3,7 +3,7 @@
 //! Promise: the settings that the promises depend on are set here, and no property can change them
 //! (`properties` refuses it).
 //!
-//! Not here: sizes that depend on topics (`topology`).
+//! Not here: which sizes the topics ask for (`topology`).
 
 use std::time::Duration;
 
@@ -12,7 +12,6 @@ use rdkafka::config::RDKafkaLogLevel;
 
 use super::config::KafkaConfig;
 use super::properties;
-use super::topology::Sizes;
 
 /// How long opening a session may take.
 pub(super) const OPEN_DEADLINE: Duration = Duration::from_secs(10);
@@ -22,6 +21,22 @@ pub(super) const ASK_DEADLINE: Duration = Duration::from_secs(5);
 // librdkafka's queue is twice as large as our own bound. The publisher waits at our bound, because
 // a full queue is an error in librdkafka.
 const QUEUE_ROWS_MIN: usize = 1_000;
+
+/// The sizes that a producer needs for its topics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sizes {
+    /// The largest message that any of the topics takes.
+    pub(super) message_max: usize,
+    /// The largest batch that all of the topics take.
+    pub(super) batch_max: usize,
+}
+
+impl Sizes {
+    /// True where a producer made for `self` is also right for `other`.
+    pub(super) fn covers(self, other: Self) -> bool {
+        self.message_max >= other.message_max && self.batch_max <= other.batch_max
+    }
+}
 
 fn common(config: &KafkaConfig) -> ClientConfig {
     let mut settings = ClientConfig::new();

@@ -19,12 +19,12 @@ use rdkafka::producer::{BaseProducer, BaseRecord, Producer, PurgeConfig};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::blocking;
-use super::client::{self, ASK_DEADLINE};
+use super::client::{self, ASK_DEADLINE, Sizes};
 use super::config::KafkaConfig;
 use super::context::Reports;
 use super::opening::Place;
 use super::properties;
-use super::topology::{self, Grown, Sizes, TopicLimits};
+use super::topology::{self, Grown, TopicLimits};
 use super::window::{PublishContext, PublishWindow};
 use super::{errors, wire};
 use crate::broker::{Publisher, Settled, TopicState};

@@ -15,7 +15,7 @@ use rdkafka::message::DeliveryResult;
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer, ProducerContext};
 
 use super::config::KafkaConfig;
-use super::topology::{Sizes, TopicLimits};
+use super::topology::TopicLimits;
 use super::{blocking, client, properties, wire};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
@@ -63,7 +63,7 @@ impl RawProducer {
     /// # Errors
     /// [`BrokerError::Refused`] names a setting that the client does not take.
     pub fn new(config: &KafkaConfig, linger: Duration) -> Result<Self, BrokerError> {
-        let sizes: Sizes = TopicLimits::default().sizes();
+        let sizes = TopicLimits::default().sizes();
         let mut settings = client::producer(config, sizes);
         settings
             .set("linger.ms", linger.as_millis().to_string())

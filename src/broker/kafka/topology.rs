@@ -15,7 +15,7 @@ use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::metadata::{Metadata, MetadataPartition, MetadataTopic};
 
 use super::blocking::{self, Admin, Asker};
-use super::client;
+use super::client::{self, Sizes};
 use super::config::KafkaConfig;
 use super::errors;
 use crate::broker::{Subscription, TopicState};
@@ -30,22 +30,6 @@ const ASKED_ONE_BY_ONE: usize = 8;
 
 /// Settings of a topic by name.
 pub(super) type TopicSettings = BTreeMap<String, String>;
-
-/// The sizes that a producer needs for its topics.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Sizes {
-    /// The largest message that any of the topics takes.
-    pub(super) message_max: usize,
-    /// The largest batch that all of the topics take.
-    pub(super) batch_max: usize,
-}
-
-impl Sizes {
-    /// True where a producer made for `self` is also right for `other`.
-    pub(super) fn covers(self, other: Self) -> bool {
-        self.message_max >= other.message_max && self.batch_max <= other.batch_max
-    }
-}
 
 /// What the broker told about a topic; `None` for what it did not tell.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
