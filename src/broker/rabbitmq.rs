@@ -9,7 +9,7 @@
 //! | `cuts` | connections that are cut at the same message (R16) |
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |
-//! | `repartition` | changing the number of queues without reordering messages |
+//! | `repartition` | changing the number of queues without reordering messages; which consumers may read |
 //! | `check`, `tap` | findings for an operator; reading all messages for demo, bench and tests |
 //! | `raw` | the client library alone, for comparison in `bench` |
 //! | `wire`, `error` | CloudEvents over AMQP 0.9.1; the meaning of reply codes |

@@ -1,4 +1,5 @@
-//! Changes the number of queues of a consumer's topic, without reordering messages.
+//! Changes the number of queues of a consumer's topic, without reordering messages, and admits the
+//! consumers that fit the number.
 //!
 //! Why: all messages of a key are in one queue. If the number of queues changed while messages
 //! wait, later messages of a key would be in another queue than the earlier ones, and could be
@@ -21,7 +22,7 @@ use lapin::options::ExchangeUnbindOptions;
 use lapin::types::FieldTable;
 
 use super::config::RabbitConfig;
-use super::topology::{Topology, durable, hash_exchange, queues};
+use super::topology::{QueueState, Topology, durable, hash_exchange, queues};
 use crate::broker::Subscription;
 use crate::error::BrokerError;
 
@@ -43,6 +44,28 @@ pub enum Repartition {
         /// Consumers that are connected to the old queues.
         consumers: u64,
     },
+}
+
+/// Declares everything that a subscription needs for one topic. Returns the queues in order.
+///
+/// # Errors
+/// [`BrokerError::Refused`] where queues of another number of partitions exist.
+pub(super) async fn admit(
+    subscription: &Subscription,
+    topic: &str,
+    unlimited: bool,
+    topology: &mut Topology<'_>,
+) -> Result<Vec<(String, QueueState)>, BrokerError> {
+    let queue = subscription.queue(topic);
+    let other = other_layout(&queue, topology).await?;
+    if other.is_empty() {
+        return topology.bind_layout(subscription, topic, unlimited).await;
+    }
+    if !is_draining(&queue, topology).await? {
+        let (ready, _) = left(&other, topology).await?;
+        return Err(refused(topology.config, topic, &other, ready));
+    }
+    topology.declare_queues(&queue, unlimited).await
 }
 
 /// The existing queues of another number. Empty if there are none.
@@ -90,7 +113,7 @@ fn draining(queue: &str, from: usize) -> String {
 }
 
 /// The error for a consumer of the configured number while queues of another number exist.
-pub(super) fn refused(config: &RabbitConfig, topic: &str, other: &[String], ready: u64) -> BrokerError {
+fn refused(config: &RabbitConfig, topic: &str, other: &[String], ready: u64) -> BrokerError {
     BrokerError::Refused(format!(
         "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; \
          set partitions = {} again, or change the number with `oncebox queues repartition`",
@@ -193,7 +216,7 @@ pub(super) async fn left(queues: &[String], topology: &mut Topology<'_>) -> Resu
 
 /// Whether queues of the configured number are drained for a change to another number. A marker
 /// without queues is the rest of a change that was broken off after it had deleted them.
-pub(super) async fn is_draining(queue: &str, topology: &mut Topology<'_>) -> Result<bool, BrokerError> {
+async fn is_draining(queue: &str, topology: &mut Topology<'_>) -> Result<bool, BrokerError> {
     let first = &queues(topology.config, queue)[0];
     let marker = draining(queue, topology.config.partitions as usize);
     Ok(topology.queue_as_it_stands(first).await?.is_some() && topology.exchange_exists(&marker).await?)

@@ -28,6 +28,7 @@ use lapin::{Channel, Consumer};
 
 use super::config::RabbitConfig;
 use super::error::{streaming, within};
+use super::repartition;
 use super::socket::Link;
 use super::topology::{QueueState, Topology};
 use super::wire;
@@ -137,7 +138,7 @@ impl RabbitSubscriber {
         // producers need no publisher of ours.
         topology.exchange().await?;
         for topic in &subscription.topics {
-            queues.extend(topology.subscribe(subscription, topic, unlimited).await?);
+            queues.extend(repartition::admit(subscription, topic, unlimited, &mut topology).await?);
         }
         drop(topology);
         let share = (subscription.in_flight_max / queues.len().max(1)).max(1);

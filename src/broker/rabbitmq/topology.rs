@@ -16,7 +16,6 @@ use lapin::{Channel, ExchangeKind};
 
 use super::config::RabbitConfig;
 use super::error::{ACCESS_REFUSED, COMMAND_INVALID, Fault, NOT_FOUND, PRECONDITION_FAILED, inequivalent};
-use super::repartition;
 use super::socket::Link;
 use crate::broker::Subscription;
 use crate::error::BrokerError;
@@ -127,29 +126,12 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// Declares everything that a subscription needs for one topic. Returns the queues in order.
-    ///
-    /// # Errors
-    /// [`BrokerError::Refused`] where queues of another number of partitions exist.
-    pub(super) async fn subscribe(
+    /// Declares the queues of the configured number. Returns them in order.
+    pub(super) async fn declare_queues(
         &mut self,
-        subscription: &Subscription,
-        topic: &str,
+        queue: &str,
         unlimited: bool,
     ) -> Result<Vec<(String, QueueState)>, BrokerError> {
-        let queue = subscription.queue(topic);
-        let other = repartition::other_layout(&queue, self).await?;
-        if other.is_empty() {
-            return self.bind_layout(subscription, topic, unlimited).await;
-        }
-        if !repartition::is_draining(&queue, self).await? {
-            let (ready, _) = repartition::left(&other, self).await?;
-            return Err(repartition::refused(self.config, topic, &other, ready));
-        }
-        self.declare_queues(&queue, unlimited).await
-    }
-
-    async fn declare_queues(&mut self, queue: &str, unlimited: bool) -> Result<Vec<(String, QueueState)>, BrokerError> {
         let queues = queues(self.config, queue);
         let mut found = Vec::with_capacity(queues.len());
         for queue in queues {
