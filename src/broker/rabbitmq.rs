@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `config` | settings, and reading the URL |
 //! | `socket` | a connection whose socket we own (R29), TLS |
-//! | `publisher`, `confirms`, `lanes` | the session, its task, the order of a key's rows (R20, R21) |
+//! | `publisher`, `confirms`, `unsettled`, `lanes` | the session, its task, what both share, the order of a key's rows (R20, R21) |
 //! | `cuts` | connections that are cut at the same message (R16) |
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |
@@ -34,6 +34,7 @@ mod socket;
 mod subscriber;
 mod tap;
 mod topology;
+mod unsettled;
 mod version;
 mod wire;
 

@@ -34,8 +34,8 @@ use super::config::RabbitConfig;
 use super::cuts::Cuts;
 use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, is_cut, reply};
 use super::lanes::{LaneId, Lanes, Row};
-use super::publisher::Unsettled;
 use super::socket::Link;
+use super::unsettled::Unsettled;
 use super::wire;
 use crate::broker::{Receipt, Refusal};
 use crate::error::BrokerError;
@@ -237,7 +237,7 @@ impl Confirms {
     }
 
     fn publish(&mut self) {
-        if self.ending.is_some() || self.shared.lock().blocked.is_some() {
+        if self.ending.is_some() || self.shared.lock().blocked().is_some() {
             return;
         }
         // What came before the row in flight is then proven, so that the runtime knows the message
@@ -309,7 +309,7 @@ impl Confirms {
             state.settle(row.tag, row.message.weight(), Err(behind()));
         }
         if let Some(lane) = lane {
-            self.refused_keys.insert(lane, state.handovers);
+            self.refused_keys.insert(lane, state.handovers());
         }
     }
 
@@ -367,7 +367,7 @@ impl Confirms {
                 self.lanes.settled(lane);
             } else if acked {
                 self.say(tag, weight, Ok(Receipt::Confirm));
-                self.shared.lock().no_route.remove(&place.1);
+                self.shared.lock().has_a_route(&place.1);
                 self.lanes.settled(lane);
             } else {
                 let why =
@@ -418,8 +418,8 @@ impl Confirms {
         for (tag, weight) in std::iter::once((tag, weight)).chain(behind) {
             state.settle(tag, weight, Err(Refusal::Destination(why.to_owned())));
         }
-        state.no_route.insert(topic.to_owned(), (Instant::now(), why.to_owned()));
-        self.refused.insert(topic.to_owned(), (state.handovers, why.to_owned()));
+        state.has_no_route(topic, why);
+        self.refused.insert(topic.to_owned(), (state.handovers(), why.to_owned()));
     }
 
     fn say(&self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
@@ -430,11 +430,11 @@ impl Confirms {
         match event {
             Event::ConnectionBlocked(why) => {
                 tracing::warn!(%why, "rabbitmq takes no messages for now");
-                self.shared.lock().blocked = Some(why);
+                self.shared.lock().note_blocked(Some(why));
             }
             Event::ConnectionUnblocked => {
                 tracing::info!("rabbitmq takes messages again");
-                self.shared.lock().blocked = None;
+                self.shared.lock().note_blocked(None);
             }
             // An error of a channel is handled with its confirms, which tell the affected rows, or
             // it belongs to a probe.
@@ -451,7 +451,7 @@ impl Confirms {
     /// is due, and while the server is blocked. There the client library writes nothing, so it
     /// cannot answer a close of the server, and without that answer it reports no end.
     fn look_at_the_connection(&mut self) {
-        let is_blocked = self.shared.lock().blocked.is_some();
+        let is_blocked = self.shared.lock().blocked().is_some();
         if self.ending.is_none()
             && (is_blocked || self.publishing.is_empty())
             && !self.link.connection().status().connected()

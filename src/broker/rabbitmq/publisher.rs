@@ -1,17 +1,15 @@
-//! A publishing session: the runtime's side, and the state that it shares with its task.
+//! A publishing session: the runtime's side.
 //!
-//! Guarantees: `settle` loses nothing when it is dropped, because outcomes stay in the shared state
-//! until they are handed over. Dropping the session cuts its connection. A topic without a route is
-//! not ready before it is time to try again.
+//! Guarantees: `settle` loses nothing when it is dropped, because outcomes stay in the state that
+//! the session shares with its task (`unsettled`) until they are handed over. Dropping the session
+//! cuts its connection.
 //!
 //! Not here: confirms, returns and channels (`confirms`), the order of a key (`lanes`).
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
 use async_trait::async_trait;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::config::RabbitConfig;
@@ -19,85 +17,10 @@ use super::confirms::{Confirms, Rows};
 use super::cuts::Cuts;
 use super::socket::Link;
 use super::topology::Topology;
-use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
+use super::unsettled::Unsettled;
+use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
-
-/// The state that the publisher and the task share.
-#[derive(Debug, Default)]
-pub(super) struct Unsettled {
-    state: Mutex<State>,
-    /// Notified when there are outcomes, an end or room, or when the server blocks or unblocks.
-    changed: Notify,
-}
-
-/// What the lock protects; it is never held over an await.
-#[derive(Debug, Default)]
-pub(super) struct State {
-    /// Outcomes that were not handed over to the runtime yet.
-    pub(super) outcomes: Vec<Settled>,
-    /// How often outcomes were handed over. The runtime sends later rows with their knowledge.
-    pub(super) handovers: u64,
-    /// The number of rows that were sent and have no outcome.
-    pub(super) outstanding: usize,
-    /// Bytes of those rows.
-    pub(super) held_bytes: usize,
-    /// Why the session ended.
-    pub(super) ended: Option<BrokerError>,
-    /// Why the server accepts no messages now.
-    pub(super) blocked: Option<String>,
-    /// Topics whose last message was returned: when, and why.
-    pub(super) no_route: HashMap<String, (Instant, String)>,
-}
-
-impl State {
-    /// Whether a topic can be sent to. After a message was returned the topic is not ready for this
-    /// time.
-    fn state_of(&mut self, topic: &str, route_retry: Duration) -> TopicState {
-        if let Some((at, why)) = self.no_route.get(topic)
-            && at.elapsed() < route_retry
-        {
-            return TopicState::NotReady(why.clone());
-        }
-        // AMQP does not show routes in advance: only sending a row shows whether there is one.
-        self.no_route.remove(topic);
-        TopicState::Ready
-    }
-
-    /// Records the outcome of a row.
-    pub(super) fn settle(&mut self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
-        self.outcomes.push(Settled { tag, outcome });
-        self.outstanding = self.outstanding.saturating_sub(1);
-        self.held_bytes = self.held_bytes.saturating_sub(weight);
-    }
-}
-
-impl Unsettled {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn notify(&self) {
-        self.changed.notify_waiters();
-    }
-
-    pub(super) fn end(&self, error: BrokerError) {
-        self.lock().ended.get_or_insert(error);
-        self.notify();
-    }
-
-    /// Waits until `look` returns a value for the state.
-    async fn until<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> T {
-        loop {
-            let mut changed = std::pin::pin!(self.changed.notified());
-            changed.as_mut().enable();
-            if let Some(found) = look(&mut self.lock()) {
-                return found;
-            }
-            changed.await;
-        }
-    }
-}
 
 /// One publishing session on RabbitMQ, with a connection of its own.
 pub(super) struct RabbitPublisher {
@@ -128,7 +51,7 @@ impl RabbitPublisher {
     }
 
     fn ended(&self) -> Result<(), BrokerError> {
-        self.shared.lock().ended.clone().map_or(Ok(()), Err)
+        self.shared.lock().ended()
     }
 }
 
@@ -155,42 +78,17 @@ impl Publisher for RabbitPublisher {
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
         let held_bytes_max = self.config.held_bytes_max;
         let bytes: usize = rows.iter().map(|(_, message)| message.weight()).sum();
-        let known = self
-            .shared
-            .until(|state| match &state.ended {
-                Some(error) => Some(Err(error.clone())),
-                // While the server is blocked no room becomes free. Then `send` must not wait, so
-                // that the runtime can ask why.
-                None if state.held_bytes >= held_bytes_max && state.blocked.is_none() => None,
-                None => {
-                    state.outstanding += rows.len();
-                    state.held_bytes += bytes;
-                    Some(Ok(state.handovers))
-                }
-            })
-            .await?;
+        let known = self.shared.until(|state| state.take_in(rows.len(), bytes, held_bytes_max)).await?;
         let sent = self.rows.as_ref().is_some_and(|sender| sender.send(Rows { rows, known }).is_ok());
         if sent { Ok(()) } else { self.ended().and(Err(BrokerError::Session("the session has ended".to_owned()))) }
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
-        self.shared
-            .until(|state| {
-                if !state.outcomes.is_empty() {
-                    settled.append(&mut state.outcomes);
-                    state.handovers += 1;
-                    return Some(Ok(()));
-                }
-                match &state.ended {
-                    Some(error) => Some(Err(error.clone())),
-                    None => (state.outstanding == 0).then_some(Ok(())),
-                }
-            })
-            .await
+        self.shared.until(|state| state.hand_over(settled)).await
     }
 
     fn blocked(&self) -> Option<String> {
-        self.shared.lock().blocked.clone()
+        self.shared.lock().blocked().map(str::to_owned)
     }
 
     async fn close(mut self: Box<Self>) {
