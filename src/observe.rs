@@ -22,7 +22,7 @@ pub(crate) use health::Trouble;
 pub(crate) use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
 use record::{counter, gauge, histogram, metrics_table};
 #[cfg(feature = "metrics")]
-pub use table::{Kind, Metric, metrics};
+pub use table::{Kind, Metric};
 
 metrics_table! {
     PUBLISHED "oncebox_published_total" Counter Count "broker" "messages that the broker has proven to have";
@@ -103,6 +103,15 @@ impl DeliveryOutcome {
             Self::Unhandled => "unhandled",
         }
     }
+}
+
+/// Every metric of the programs.
+#[cfg(feature = "metrics")]
+pub fn metrics() -> impl Iterator<Item = &'static Metric> {
+    let all = METRICS.iter();
+    #[cfg(feature = "operations")]
+    let all = all.chain(operations::METRICS);
+    all
 }
 
 /// Describes all metrics to the recorder. Call this once after the recorder is installed.

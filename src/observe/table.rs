@@ -28,14 +28,6 @@ pub struct Metric {
     pub about: &'static str,
 }
 
-/// Every metric of the programs.
-pub fn metrics() -> impl Iterator<Item = &'static Metric> {
-    let all = super::METRICS.iter();
-    #[cfg(feature = "operations")]
-    let all = all.chain(super::operations::METRICS);
-    all
-}
-
 pub(super) fn describe(metric: &Metric) {
     match metric.kind {
         Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.about),
