@@ -111,6 +111,18 @@ pub(in crate::store) fn foreign(text: &str) -> Value {
     Value::Foreign(Some(text.to_owned()))
 }
 
+/// A name as it is compared: MySQL keeps names as bytes.
+fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
+    let name = name.into();
+    if dialect == Dialect::MySql { name.map(str::as_bytes).into() } else { name.into() }
+}
+
+/// An id of an outbox row or an audit row: SQLite keeps these as text.
+fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
+    let id = id.into();
+    if dialect == Dialect::Sqlite { id.map(|id| id.to_string()).into() } else { id.into() }
+}
+
 impl Value {
     /// Whether `{if name: ..}` is written.
     fn is_given(&self) -> bool {

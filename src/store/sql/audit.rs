@@ -2,8 +2,7 @@
 
 use uuid::Uuid;
 
-use super::operator::{id, name};
-use super::{Row, Session, Value, sql};
+use super::{Row, Session, Value, id, name, sql};
 use crate::error::StoreError;
 use crate::operator::{ActContext, AuditEntry};
 use crate::store::statements::Dialect;

@@ -16,7 +16,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::{SqlStore, Value, audit, sql};
+use super::{SqlStore, audit, sql};
 use crate::email::port::Mailbox;
 use crate::error::StoreError;
 use crate::operator::{
@@ -25,18 +25,6 @@ use crate::operator::{
 };
 use crate::store::base::Base;
 use crate::store::statements::Dialect;
-
-/// A name as it is compared: MySQL keeps names as bytes.
-pub(super) fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
-    let name = name.into();
-    if dialect == Dialect::MySql { name.map(str::as_bytes).into() } else { name.into() }
-}
-
-/// An id of an outbox row or an audit row: SQLite keeps these as text.
-pub(super) fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
-    let id = id.into();
-    if dialect == Dialect::Sqlite { id.map(|id| id.to_string()).into() } else { id.into() }
-}
 
 /// The part of the operator's duty that each database implements itself.
 #[async_trait]

@@ -5,7 +5,6 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::list::{self, ConsumerRow, FoundMessage, FoundRow};
-use super::{id, name};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::message::{Headers, MessageId, content_hash, lane_id};
@@ -15,7 +14,7 @@ use crate::operator::{
 use crate::store::headers::headers_json;
 use crate::store::sql::audit::{self, Act};
 use crate::store::sql::waiting::wake;
-use crate::store::sql::{Session, Value, foreign, sql};
+use crate::store::sql::{Session, Value, foreign, id, name, sql};
 use crate::store::statements::Dialect;
 
 /// The header with the id that the message had before.

@@ -9,12 +9,11 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
-use super::{id, name};
 use crate::error::StoreError;
 use crate::message::{Headers, lane_id, wire};
 use crate::operator::{COUNTED_MAX, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry, firsts};
 use crate::store::headers::parse_headers;
-use crate::store::sql::{Row, Session, Statement, Value, sql};
+use crate::store::sql::{Row, Session, Statement, Value, id, name, sql};
 use crate::store::statements::Dialect;
 
 /// The length of a list whose filter has the limit 0.
