@@ -43,6 +43,8 @@
 
 pub(in crate::store) mod audit;
 #[cfg(feature = "operations")]
+pub(in crate::store) mod evidence;
+#[cfg(feature = "operations")]
 mod expiry;
 mod history;
 pub(in crate::store) mod inbox;

@@ -7,7 +7,8 @@
 use uuid::Uuid;
 
 use super::audit::Act;
-use super::phases::{append, fence_of, follow, forget, lock, read, same_times};
+use super::evidence::append;
+use super::phases::{fence_of, follow, forget, lock, read, same_times};
 use super::records::{KeyStore, OutcomeTransaction};
 use super::{Session, Transaction, live, records, sql};
 use crate::error::StoreError;

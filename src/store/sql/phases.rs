@@ -18,14 +18,14 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use self::stored::{evidence_of, intent_of, operation_of};
+use self::stored::{intent_of, operation_of};
 use self::tx::SqlPhaseTx;
 pub(super) use self::tx::{fence_of, forget, same_times};
 use super::records::run_locked;
-use super::{Session, SqlStore, Statement, sql};
+use super::{Session, SqlStore, Statement, evidence, sql};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
-use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
+use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{
     Driven, Leave, NewOperation, PhaseTx, Phases, Run, StoredOperation, Taken, follows, no_record, unreadable,
 };
@@ -122,11 +122,6 @@ pub(in crate::store) const INTENTS: &str = "\
        {micros last_sent_at}, sends, outcome, undoes \
       from oncebox.operation_intent where operation_id = :id order by first_sent_at, effect";
 
-/// The evidence of an operation, with its columns in the order of [`evidence_of`].
-pub(in crate::store) const EVIDENCE: &str = "\
-    select operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, {micros observed_at} \
-      from oncebox.operation_evidence where operation_id = :id order by evidence_id";
-
 /// No process drives the operation, and one may take it up. A lease that ends later than its full
 /// length from now was written before the clock went back, and is over (R22).
 macro_rules! is_free {
@@ -200,17 +195,6 @@ const TAKE_BACK_SEND: &str = concat!(
     is_ours!(),
     ")"
 );
-
-const APPEND: &str = "insert into oncebox.operation_evidence \
-      (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, observed_at) \
-    values (:id, :effect, :epoch, :send, :kind, :verdict, :status, :bytes, :kid, {clock})";
-
-/// Keeps only the last answer that asks to wait: a provider that asks for it all day leaves one
-/// row. None of these answers proves anything.
-const FORGET_WAITS: &str = "delete from oncebox.operation_evidence \
-    where operation_id = :id and effect = :effect and verdict = 'wait' and evidence_id < \
-     (select last from (select max(evidence_id) as last from oncebox.operation_evidence \
-                         where operation_id = :id and effect = :effect and verdict = 'wait') w)";
 
 const UNPARK: &str = "update oncebox.operation set parked = null, due_at = {clock}, updated_at = {clock} \
     where operation_id = :id and parked is not null";
@@ -299,7 +283,7 @@ impl<S: PhaseStore + Operations> Phases for S {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        observe(self, evidence).await
+        evidence::observe(self, evidence).await
     }
 
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
@@ -355,37 +339,6 @@ async fn take_due(
 /// A statement of a driver, with the values bound that [`is_ours`] compares.
 fn ours(text: &'static str, driven: &Driven) -> Statement {
     sql(text).bind("id", driven.operation_id).bind("epoch", driven.epoch).bind("owner", driven.owner)
-}
-
-fn appended(evidence: &NewEvidence) -> Statement {
-    sql(APPEND)
-        .bind("id", evidence.operation_id)
-        .bind("effect", &evidence.effect)
-        .bind("epoch", evidence.epoch)
-        .bind("send", i64::from(evidence.send).min(i64::from(i32::MAX)))
-        .bind("kind", &evidence.kind)
-        .bind("verdict", &evidence.verdict)
-        .bind("status", evidence.status.map(i64::from))
-        .bind("bytes", &evidence.bytes.bytes[..])
-        .bind("kid", evidence.bytes.kid.as_deref())
-}
-
-/// Appends one row of evidence; the server sets its time.
-pub(in crate::store) async fn append(session: &mut dyn Session, evidence: &NewEvidence) -> Result<(), StoreError> {
-    session.run(appended(evidence)).await.map(drop)
-}
-
-/// Appends evidence in a transaction of its own, as [`Phases::observe`] says.
-pub(super) async fn observe(store: &dyn SqlStore, evidence: &NewEvidence) -> Result<(), StoreError> {
-    if !evidence.asks_to_wait() {
-        return store.run_alone(appended(evidence)).await.map(drop);
-    }
-    let mut transaction = store.begin_sql().await?;
-    let session = transaction.session();
-    append(session, evidence).await?;
-    let forget = sql(FORGET_WAITS).bind("id", evidence.operation_id).bind("effect", &evidence.effect);
-    session.run(forget).await?;
-    transaction.commit().await
 }
 
 /// Locks the row of an operation, if there is one, and gives its epoch.
@@ -449,12 +402,6 @@ pub(in crate::store) async fn read(
     let Some(row) = session.first(sql(OPERATION).bind("id", operation_id)).await? else { return Ok(None) };
     let intents = session.rows(sql(INTENTS).bind("id", operation_id)).await?;
     let intents = intents.iter().map(|row| intent_of(&**row)).collect::<Result<_, _>>()?;
-    let evidence = evidence(session, operation_id).await?;
+    let evidence = evidence::read(session, operation_id).await?;
     operation_of(&*row, intents, evidence).map(Some)
-}
-
-/// What was observed of an operation, oldest first.
-pub(super) async fn evidence(session: &mut dyn Session, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
-    let rows = session.rows(sql(EVIDENCE).bind("id", operation_id)).await?;
-    rows.iter().map(|row| evidence_of(&**row)).collect()
 }

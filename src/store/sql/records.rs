@@ -12,7 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::{Row, Session, SqlStore, Statement, Transaction, expiry, live, phases, sql};
+use super::{Row, Session, SqlStore, Statement, Transaction, evidence, expiry, live, sql};
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::stored::{corrupt, unpack};
@@ -291,11 +291,11 @@ impl<S: KeyStore> Keys for S {
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        phases::observe(self, evidence).await
+        evidence::observe(self, evidence).await
     }
 
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
-        let mut seen = phases::evidence(&mut *self.reader().await?, operation_id).await?;
+        let mut seen = evidence::read(&mut *self.reader().await?, operation_id).await?;
         seen.retain(|row| row.evidence.is_of_run());
         Ok(seen)
     }

@@ -15,7 +15,7 @@ use crate::store::base::{Base, StoreOptions};
 use crate::store::schema::Schema;
 use crate::store::sql::inbox::{STORED, purge};
 use crate::store::sql::operator::{list, status};
-use crate::store::sql::{mailbox, outbox, phases, records, sql, waiting};
+use crate::store::sql::{evidence, mailbox, outbox, phases, records, sql, waiting};
 use crate::store::statements::Dialect;
 
 /// The text for SQLite. It gets a value for every name that these texts use.
@@ -89,7 +89,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("take", of_operation(phases::TAKE)),
         ("operation", of_operation(phases::OPERATION)),
         ("intents", of_operation(phases::INTENTS)),
-        ("evidence", of_operation(phases::EVIDENCE)),
+        ("evidence", of_operation(evidence::EVIDENCE)),
         ("kept of a tenant", kept.in_words_of(Dialect::Sqlite).unwrap().0),
     ];
     let mut walks = Vec::new();

@@ -1,8 +1,8 @@
-//! Reads operations, intents and evidence from rows, the same for every database. Columns are read
+//! Reads operations and intents from rows, the same for every database. Columns are read
 //! by position, times in microseconds. Not here: the statements.
 
 use crate::error::StoreError;
-use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
+use crate::operation::port::evidence::{Sealed, StoredEvidence};
 use crate::operation::port::phases::{NewIntent, StoredIntent, StoredOperation};
 use crate::operation::port::stored::corrupt;
 use crate::operation::rules::Identity;
@@ -67,19 +67,4 @@ pub(super) fn intent_of(row: &dyn Row) -> Result<StoredIntent, StoreError> {
         sends: row.get(9)?,
         outcome: row.get_opt(10)?,
     })
-}
-
-/// A row of [`EVIDENCE`](super::EVIDENCE).
-pub(super) fn evidence_of(row: &dyn Row) -> Result<StoredEvidence, StoreError> {
-    let evidence = NewEvidence {
-        operation_id: row.get(0)?,
-        effect: row.get(1)?,
-        epoch: row.get(2)?,
-        send: row.get(3)?,
-        kind: row.get(4)?,
-        verdict: row.get(5)?,
-        status: row.get_opt(6)?,
-        bytes: Sealed { bytes: row.get(7)?, kid: row.get_opt(8)? },
-    };
-    Ok(StoredEvidence { evidence, at: row.get(9)? })
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::{HeldPhase, PhaseStore, evidence, follow, is_ours, leave_in, ours};
+use super::{HeldPhase, PhaseStore, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::evidence::StoredEvidence;
@@ -17,7 +17,7 @@ use crate::operation::port::phases::{
 use crate::operation::port::{Basis, Begun, Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
-use crate::store::sql::{Session, Statement, sql};
+use crate::store::sql::{Session, Statement, evidence, sql};
 
 #[derive(Debug)]
 pub(super) struct SqlPhaseTx {
@@ -283,7 +283,7 @@ impl PhaseTx for SqlPhaseTx {
     }
 
     async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError> {
-        evidence(self.held.session(), self.driven.operation_id).await
+        evidence::read(self.held.session(), self.driven.operation_id).await
     }
 
     async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
