@@ -10,9 +10,9 @@ use std::collections::HashMap;
 
 use sqlx::MySql;
 
-use super::{schema, without_transactions};
+use super::without_transactions;
 use crate::error::StoreError;
-use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::{Finding, LOST_AT_FAILOVER};
 
 /// A packet must hold the largest message twice, because it is sent as base64 with its envelope.
@@ -21,12 +21,11 @@ const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
 /// (R11).
 const PURGE_LAG_MAX: i64 = 250_000;
 
-/// Checks everything and returns one finding for each subject.
-pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, StoreError> {
-    let mut connection = pool.acquire().await?;
-    let version: String = sqlx::query_scalar("select version()").one(&mut connection).await?;
-    let global = Variables::read(&mut connection, "show global variables").await?;
-    let session = Variables::read(&mut connection, "show session variables").await?;
+/// Checks the server, also before the schema exists, and returns one finding for each subject.
+pub(super) async fn of_server(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreError> {
+    let version: String = sqlx::query_scalar("select version()").one(&mut *connection).await?;
+    let global = Variables::read(connection, "show global variables").await?;
+    let session = Variables::read(connection, "show session variables").await?;
     let mut findings = vec![
         server(&version),
         isolation(&session),
@@ -41,17 +40,19 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
     ];
     let readers: i64 =
         sqlx::query_scalar("select count(*) from information_schema.processlist where command like 'Binlog Dump%'")
-            .one(&mut connection)
+            .one(&mut *connection)
             .await?;
     findings.push(replicas(&global, readers));
-    findings.extend(purge_lag(&mut connection).await);
-    // The server is checked before the schema exists, too.
-    if schema::applied(&mut connection).await?.newest().is_some() {
-        findings.extend(engines(&mut connection).await?);
-        findings.push(function(schema::has_function(&mut connection).await?));
-        findings.push(triggers(&mut connection).await?);
-        findings.push(positions::look(&mut connection).await?);
-    }
+    findings.extend(purge_lag(connection).await);
+    Ok(findings)
+}
+
+/// Checks what is in the database of a schema that exists.
+pub(super) async fn of_schema(connection: &mut Bounded<MySql>, has_function: bool) -> Result<Vec<Finding>, StoreError> {
+    let mut findings = engines(connection).await?;
+    findings.push(function(has_function));
+    findings.push(triggers(connection).await?);
+    findings.push(positions::look(connection).await?);
     Ok(findings)
 }
 

@@ -11,10 +11,10 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
-use super::{MySqlStore, number};
+use super::{MySqlStore, check, number};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState};
+use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
     MigrationText::breaking(1, "tables", include_str!("../../../migrations/mysql/0001_tables.sql")),
@@ -74,12 +74,18 @@ impl Schema for MySqlStore {
         Ok(applied(&mut self.pool.acquire().await?).await?.list(MIGRATIONS))
     }
 
-    async fn check(&self) -> Result<Vec<crate::store::schema::Finding>, StoreError> {
-        super::check::run(&self.pool).await
+    async fn check(&self) -> Result<Vec<Finding>, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        let mut findings = check::of_server(&mut connection).await?;
+        if applied(&mut connection).await?.newest().is_some() {
+            let has_function = has_function(&mut connection).await?;
+            findings.extend(check::of_schema(&mut connection, has_function).await?);
+        }
+        Ok(findings)
     }
 }
 
-pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
+async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
     let applied = "select version, serves_from from oncebox_migration order by version";
     let found: sqlx::Result<Vec<(i64, i64)>> = sqlx::query_as(applied).all(connection).await;
     match found {
@@ -121,7 +127,7 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
 }
 
 /// Whether the SQL door exists as a function too.
-pub(super) async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
+async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
     let found: i64 = sqlx::query_scalar(
         "select count(*) from information_schema.routines \
          where routine_schema = database() and routine_name = 'oncebox_enqueue' and routine_type = 'FUNCTION'",
