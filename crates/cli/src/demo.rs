@@ -11,6 +11,7 @@ mod processes;
 mod roles;
 mod show;
 mod stage;
+mod tables;
 
 use std::path::PathBuf;
 
@@ -50,7 +51,7 @@ pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> 
     oncebox::with_store_type!(&place.settings.database.url.0, |S| on::<S>(&args, place, output).await)
 }
 
-async fn on<S: show::Tables>(args: &DemoArgs, place: Place, output: Output) -> Result<(), AppError> {
+async fn on<S: tables::Tables>(args: &DemoArgs, place: Place, output: Output) -> Result<(), AppError> {
     // At a signal the show is dropped, and its processes with it.
     let stop = stop_on_signals()?;
     let stage = stage::Stage::set::<S>(place).await?;

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde::Serialize;
 
 use super::roles::Payment;
-use super::show::Tables;
 use super::stage::Stage;
+use super::tables::Tables;
 use crate::common::{Output, failed, table};
 use oncebox::app::{AnyBroker, AppError};
 
