@@ -20,7 +20,7 @@ pub mod held;
 pub mod inbox;
 pub mod key_operator;
 pub mod keys;
-mod keys_machine;
+pub mod keys_machine;
 pub mod lifetimes;
 mod limits;
 pub mod lost;
@@ -150,7 +150,7 @@ pub trait KeysFixture: Sized + Send + Sync + 'static {
 macro_rules! keys_conformance {
     ($fixture:ty) => {
         $crate::keys_conformance! { $fixture;
-            [
+            keys: [
                 m39_of_twenty_claims_at_once_one_owns,
                 m42_what_refuses_a_claim_stands_whole,
                 o16_keys_and_tenants_that_differ_in_one_byte_are_different,
@@ -171,23 +171,25 @@ macro_rules! keys_conformance {
                 m103_what_is_open_is_counted,
                 m120_what_a_tenant_has_stored_is_counted,
                 o2_a_claim_of_another_door_is_refused,
+            ];
+            keys_machine: [
                 m31_every_call_changes_a_record_as_the_machine_is_drawn,
                 o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone,
-            ]
+            ];
         }
     };
-    ($fixture:ty; [$($case:ident),* $(,)?]) => {
-        $(
+    ($fixture:ty; $($module:ident: [$($case:ident),* $(,)?];)*) => {
+        $($(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $case() {
                 use $crate::store::KeysFixture;
                 let Some(fixture) = <$fixture as KeysFixture>::start(stringify!($case)).await else {
                     return;
                 };
-                $crate::store::keys::$case(&fixture).await;
+                $crate::store::$module::$case(&fixture).await;
                 fixture.end().await;
             }
-        )*
+        )*)*
     };
 }
 

@@ -6,10 +6,6 @@ use std::time::{Duration, SystemTime};
 use uuid::Uuid;
 
 use super::KeysFixture;
-pub use super::keys_machine::{
-    m31_every_call_changes_a_record_as_the_machine_is_drawn,
-    o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone,
-};
 use super::trial::eventually;
 use oncebox::error::StoreError;
 use oncebox::operation::{
