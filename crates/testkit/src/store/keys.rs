@@ -1,5 +1,5 @@
 //! Cases of idempotency records that are claimed and finished by separate statements (O2 to O4,
-//! O11, O16, O23, M29 to M42, M99, M100): what every [`Keys`] must do, in a database or elsewhere.
+//! O11, O16, M29 to M42, M99, M100): what every [`Keys`] must do, in a database or elsewhere.
 
 use std::time::{Duration, SystemTime};
 
