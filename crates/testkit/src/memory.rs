@@ -20,22 +20,23 @@
 //! # }
 //! ```
 
-mod faults;
 mod groups;
 pub mod matching;
 mod publisher;
 mod state;
 mod subscriber;
+mod topics;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
 
-pub use self::faults::{Fault, Faults};
 use self::publisher::MemoryPublisher;
-use self::state::{BrokerState, Record};
+use self::state::BrokerState;
+pub use self::state::faults::{Fault, Faults};
 use self::subscriber::MemorySubscriber;
+use self::topics::Record;
 use oncebox::TopicRetention;
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::state::Topic;
+use super::topics::Topic;
 use oncebox::adapter::{Seat, Share, share};
 
 /// A partition of a topic.
@@ -29,11 +29,20 @@ impl Lease {
 #[derive(Debug, Default)]
 pub(super) struct Group {
     /// The topics of each member. Members are in the order in which they joined.
-    pub(super) members: BTreeMap<i64, Vec<String>>,
+    members: BTreeMap<i64, Vec<String>>,
     leases: BTreeMap<Place, Lease>,
 }
 
 impl Group {
+    pub(super) fn join(&mut self, member: i64, topics: Vec<String>) {
+        self.members.insert(member, topics);
+    }
+
+    /// The topics of a member, where it is in the group.
+    pub(super) fn topics_of(&self, member: i64) -> Option<&[String]> {
+        self.members.get(&member).map(Vec::as_slice)
+    }
+
     pub(super) fn committed(&self, topic: &str, partition: i32) -> i64 {
         self.leases.get(&(topic.to_owned(), partition)).map_or(0, |lease| lease.committed)
     }

@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use super::faults::Fault;
-use super::state::{BrokerState, Record, State};
+use super::state::faults::Fault;
+use super::state::{BrokerState, State};
+use super::topics::Record;
 use oncebox::adapter;
 use oncebox::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use oncebox::error::BrokerError;

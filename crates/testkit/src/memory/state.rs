@@ -1,17 +1,18 @@
-//! The content of the broker in memory: topics, partitions, records. One lock protects it, and a
-//! counter of changes lets sessions wait.
+//! The content of the broker in memory: topics, groups, faults. One lock protects it, and a counter
+//! of changes lets sessions wait.
+
+pub(super) mod faults;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use chrono::{DateTime, Utc};
-use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
-use super::faults::Switches;
+use self::faults::Switches;
 use super::groups::Group;
+use super::topics::{Record, Topic, end};
 use oncebox::adapter;
 use oncebox::broker::Subscription;
 use oncebox::message::{Arrived, Coordinates};
@@ -69,22 +70,6 @@ impl BrokerState {
     }
 }
 
-/// One record of a partition.
-#[derive(Debug, Clone)]
-pub(super) struct Record {
-    pub(super) key: Option<Vec<u8>>,
-    pub(super) headers: Vec<(String, Vec<u8>)>,
-    pub(super) payload: Option<Vec<u8>>,
-    pub(super) appended_at: DateTime<Utc>,
-}
-
-/// A topic: its id, which also decides how shares are spread, and its partitions.
-#[derive(Debug)]
-pub(super) struct Topic {
-    pub(super) id: i64,
-    pub(super) partitions: Vec<Vec<Record>>,
-}
-
 /// The whole content of the broker, behind one lock.
 #[derive(Debug)]
 pub(super) struct State {
@@ -106,7 +91,7 @@ impl State {
 
     pub(super) fn ensure_topic(&mut self, name: &str) {
         if !self.topics.contains_key(name) {
-            let topic = Topic { id: self.next_id(), partitions: vec![Vec::new(); self.partitions] };
+            let topic = Topic::new(self.next_id(), self.partitions);
             self.topics.insert(name.to_owned(), topic);
         }
     }
@@ -122,11 +107,7 @@ impl State {
     /// Appends to the partition that the hash of `hashed` selects. Returns partition and offset.
     pub(super) fn append(&mut self, topic: &str, hashed: &[u8], record: Record) -> (i32, i64) {
         let Some(topic) = self.topics.get_mut(topic) else { return (0, 0) };
-        let digest = Sha256::digest(hashed);
-        let number = usize::from(u16::from_be_bytes([digest[0], digest[1]])) % topic.partitions.len();
-        let partition = &mut topic.partitions[number];
-        partition.push(record);
-        (i32::try_from(number).unwrap_or(i32::MAX), end(partition) - 1)
+        topic.append(hashed, record)
     }
 
     pub(super) fn all(&self, topic: &str) -> Vec<Arrived> {
@@ -157,11 +138,6 @@ impl State {
     }
 
     fn partition(&self, topic: &str, number: i32) -> &[Record] {
-        let partitions = self.topics.get(topic).map(|topic| topic.partitions.as_slice()).unwrap_or_default();
-        usize::try_from(number).ok().and_then(|number| partitions.get(number)).map(Vec::as_slice).unwrap_or_default()
+        self.topics.get(topic).map(|topic| topic.partition(number)).unwrap_or_default()
     }
-}
-
-fn end(partition: &[Record]) -> i64 {
-    i64::try_from(partition.len()).unwrap_or(i64::MAX)
 }

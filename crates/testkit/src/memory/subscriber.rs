@@ -80,7 +80,7 @@ impl MemorySubscriber {
             let mut topics = subscription.topics.clone();
             topics.sort();
             topics.dedup();
-            state.groups.entry(group.clone()).or_default().members.insert(member, topics);
+            state.groups.entry(group.clone()).or_default().join(member, topics);
             Ok::<_, BrokerError>((state.sessions, member))
         })?;
         Ok(Self {
@@ -141,8 +141,7 @@ impl MemorySubscriber {
             }
         }
 
-        let known =
-            group.members.get(&self.member).is_some_and(|read| read.iter().all(|name| topics.contains_key(name)));
+        let known = group.topics_of(self.member).is_some_and(|read| read.iter().all(|name| topics.contains_key(name)));
         let (take, give_up, complete) = group.share(self.member, topics);
         if !take.is_empty() {
             let leases: Vec<_> = take.into_iter().map(|place| (group.take(self.member, &place), place)).collect();

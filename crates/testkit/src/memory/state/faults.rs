@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-use super::state::BrokerState;
+use super::BrokerState;
 use oncebox::TopicRetention;
 use oncebox::error::BrokerError;
 use oncebox::message::OutgoingMessage;
@@ -33,24 +33,24 @@ type Matcher = Box<dyn FnMut(&OutgoingMessage) -> bool + Send>;
 
 /// The state of the switches.
 #[derive(Default)]
-pub(super) struct Switches {
+pub(in crate::memory) struct Switches {
     on_publish: Vec<(Fault, Matcher)>,
     away: Option<String>,
-    pub(super) blocked: Option<String>,
-    pub(super) full: bool,
-    pub(super) receipts_held: bool,
-    pub(super) accept_after_refusal: bool,
-    pub(super) topics_must_exist: bool,
+    pub(in crate::memory) blocked: Option<String>,
+    pub(in crate::memory) full: bool,
+    pub(in crate::memory) receipts_held: bool,
+    pub(in crate::memory) accept_after_refusal: bool,
+    pub(in crate::memory) topics_must_exist: bool,
     missing_topics: BTreeSet<String>,
     silent_topics: BTreeSet<String>,
-    pub(super) deliveries_held: bool,
-    pub(super) acknowledgements_lost: bool,
-    pub(super) retention: Option<TopicRetention>,
-    pub(super) deleted_below: i64,
-    pub(super) in_flight_unbounded: bool,
+    pub(in crate::memory) deliveries_held: bool,
+    pub(in crate::memory) acknowledgements_lost: bool,
+    pub(in crate::memory) retention: Option<TopicRetention>,
+    pub(in crate::memory) deleted_below: i64,
+    pub(in crate::memory) in_flight_unbounded: bool,
     /// Sessions up to this number have ended. The same holds for subscribers below.
-    pub(super) publishers_ended: u64,
-    pub(super) subscribers_ended: u64,
+    pub(in crate::memory) publishers_ended: u64,
+    pub(in crate::memory) subscribers_ended: u64,
 }
 
 impl fmt::Debug for Switches {
@@ -62,7 +62,7 @@ impl fmt::Debug for Switches {
 impl Switches {
     /// The fault that applies to a row. Every matcher is called for every row, so that matchers
     /// that count see all of them.
-    pub(super) fn meet(&mut self, message: &OutgoingMessage) -> Option<Fault> {
+    pub(in crate::memory) fn meet(&mut self, message: &OutgoingMessage) -> Option<Fault> {
         let mut met = None;
         for (fault, matcher) in &mut self.on_publish {
             if matcher(message) && met.is_none() {
@@ -72,19 +72,19 @@ impl Switches {
         met
     }
 
-    pub(super) fn available(&self) -> Result<(), BrokerError> {
+    pub(in crate::memory) fn available(&self) -> Result<(), BrokerError> {
         match &self.away {
             Some(reason) => Err(BrokerError::Unavailable(reason.clone())),
             None => Ok(()),
         }
     }
 
-    pub(super) fn is_silent(&self, topic: &str) -> bool {
+    pub(in crate::memory) fn is_silent(&self, topic: &str) -> bool {
         self.silent_topics.contains(topic)
     }
 
     /// Why a topic cannot be published to. `exists`: whether it was created.
-    pub(super) fn missing(&self, topic: &str, exists: bool) -> Option<String> {
+    pub(in crate::memory) fn missing(&self, topic: &str, exists: bool) -> Option<String> {
         let missing = self.missing_topics.contains(topic) || (self.topics_must_exist && !exists);
         missing.then(|| format!("unknown topic `{topic}`"))
     }
@@ -97,7 +97,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    pub(super) fn new(shared: Arc<BrokerState>) -> Self {
+    pub(in crate::memory) fn new(shared: Arc<BrokerState>) -> Self {
         Self { shared }
     }
 
