@@ -18,6 +18,7 @@ mod growth;
 mod keys;
 mod latency;
 mod memory;
+mod pay;
 mod relay;
 #[cfg(all(feature = "http", feature = "client"))]
 mod served;

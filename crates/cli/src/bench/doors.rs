@@ -14,46 +14,21 @@ use super::Load;
 use super::bed::Bed;
 use super::crowd::crowd;
 use super::figure::Figure;
+use super::pay::{CLIENTS, Pay, milliseconds};
 use super::usage::resident;
 use super::work::Maker;
-use super::yard::{ACCOUNTS, Yard};
+use super::yard::Yard;
 use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::operation::{
-    Answered, Code, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Key, KeyFormat, KeyGiven,
-    Mode, Outcome, Registered, Reply, Route, Scope,
+    Answered, Code, Endpoint, Engine, EngineOptions, Key, KeyFormat, KeyGiven, Mode, Outcome, Registered, Reply, Route,
+    Scope,
 };
 
-/// How many clients send requests at the same time.
-pub(super) const CLIENTS: usize = 16;
 const DUPLICATES: usize = 1_000;
-
-#[derive(Debug, Clone, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Pay {
-    pub(super) account: i64,
-    pub(super) amount: i64,
-    /// Fills the request up to the size that the benchmark says.
-    pub(super) note: String,
-}
-
-impl IdempotentCommand for Pay {
-    const OPERATION: &'static str = "bench_pay";
-    const VERSION: u32 = 1;
-
-    fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) {
-        writer.field("account", &self.account).field("amount", &self.amount).field("note", self.note.as_str());
-    }
-}
-
-impl Pay {
-    pub(super) fn any() -> Self {
-        Self { account: fastrand::i64(0..ACCOUNTS), amount: 1_000, note: String::new() }
-    }
-}
 
 /// How a request was answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,11 +122,6 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     #[cfg(all(feature = "http", feature = "client"))]
     let figures = [figures, super::served::measure(bed, &maker, load).await?].concat();
     Ok(figures)
-}
-
-/// Milliseconds that each of the clients waits for one request.
-pub(super) fn milliseconds(rate: f64) -> f64 {
-    CLIENTS as f64 * 1e3 / rate
 }
 
 async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result<f64, AppError> {
