@@ -10,6 +10,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
+//! | `context`, `point` | the operation that a phase belongs to, and where it continues |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
@@ -28,6 +29,7 @@
 //! (`rules::flow`), and the rows (`store`).
 
 mod call;
+mod context;
 mod driver;
 mod effect;
 #[cfg(feature = "email")]
@@ -43,6 +45,7 @@ mod identity;
 mod leaving;
 mod opening;
 mod phase;
+mod point;
 mod provider;
 mod recovery;
 mod registry;
@@ -55,12 +58,14 @@ mod vault;
 pub mod webhook;
 
 pub use self::{
+    context::Context,
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
-    ends::{First, Local, LocalPoint, Settled, SettledPoint},
+    ends::{First, Local, Settled},
     engine::{PhasedEngine, PhasedEngineError},
     flow::{Flow, FlowBuilder, FlowError},
     identity::{Identities, ProviderKey},
-    phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase},
+    phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
+    point::{LocalPoint, SettledPoint},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},
     registry::DriveSettings,

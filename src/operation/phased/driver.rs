@@ -27,13 +27,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
+use super::context::Context;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
 use super::flow::{AnyCommand, AnyFlow, Erased, Given};
 use super::hold::Hold;
 use super::leaving::{FIRST_ENDED, gap_name};
-use super::phase::Context;
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;

@@ -15,6 +15,7 @@ use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use super::context::Context;
 use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
 use super::effect::{Intent, Settlements};
 use super::ends::First;
@@ -22,7 +23,6 @@ use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
 use super::identity::Identities;
 use super::leaving::FIRST_ENDED;
-use super::phase::Context;
 use super::registry::{Member, Phased};
 use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
