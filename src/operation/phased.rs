@@ -16,7 +16,7 @@
 //! | `identity` | identities derived from the operation |
 //! | `engine`, `opening` | a request for an operation, and the first phase |
 //! | `taken` | prepares the driver of an operation that was taken over |
-//! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and its release |
+//! | `driver` with its folder, `hold` | from a recovery point to the next: phases, calls, the lease, and its release |
 //! | `evidence`, `vault` | how observations are stored |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
@@ -28,7 +28,6 @@
 //! ([`rules::provider`](crate::operation::rules::provider)), which stage follows which
 //! (`rules::flow`), and the rows (`store`).
 
-mod call;
 mod context;
 mod driver;
 mod effect;
@@ -42,14 +41,12 @@ mod hold;
 #[cfg(feature = "client")]
 pub mod http;
 mod identity;
-mod leaving;
 mod opening;
 mod phase;
 mod point;
 mod provider;
 mod recovery;
 mod registry;
-mod rerun;
 #[cfg(any(feature = "client", feature = "email"))]
 mod sending;
 mod taken;
