@@ -20,7 +20,7 @@
 //! | `edge` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | finds out the outcome of an edge run whose end was not recorded |
-//! | `stale` | ends abandoned claims |
+//! | `sweep` | deletes expired data, and ends abandoned claims |
 //! | `standing` | marks a run as unknown in the background, after its request was answered |
 //! | `running`, `memory` | the runs of this process; how much memory request bodies may take |
 //! | `reach`, `admission` | whether the store answers; how many operations its connections carry |
@@ -44,8 +44,8 @@ mod reconcile;
 mod reply;
 pub(crate) mod rules;
 mod running;
-mod stale;
 mod standing;
+mod sweep;
 mod transactional;
 
 #[cfg(feature = "http")]

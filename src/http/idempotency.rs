@@ -29,15 +29,17 @@ mod layer;
 mod objects;
 #[cfg(feature = "openapi")]
 mod openapi;
+mod outcome;
 mod respond;
 mod typed;
 
 pub use self::{
     discovery::well_known,
-    extract::{IdempotencyGuard, Idempotent, OutcomeTag},
+    extract::{IdempotencyGuard, Idempotent},
     intake::IdempotencyScope,
     layer::{IdempotencyLayer, IdempotencyService},
     objects::read_json,
+    outcome::OutcomeTag,
     respond::{problem_response, respond},
     typed::{JsonCommand, Scoped, Taken, TypedOperation},
 };

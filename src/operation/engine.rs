@@ -6,16 +6,16 @@
 //! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is refused
 //! at once; only for a connection of the store it may wait a second.
 //!
-//! Not here: the decision about each request ([`Front`](super::Front)).
+//! Not here: the decision about each request ([`Front`](super::Front)), and the sweep
+//! ([`sweep`](super::sweep)).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::join_all;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
@@ -28,9 +28,8 @@ use super::quota::StoredQuota;
 use super::reach::Reach;
 use super::reply::Reply;
 use super::running::Running;
-use super::stale;
 use crate::error::StoreError;
-use crate::observe::{self, Forgotten, Health};
+use crate::observe::{self, Health};
 use crate::operation::port::{Answer, KeptBody, Keys};
 use crate::operation::rules::pace;
 use crate::operation::rules::route::Durability;
@@ -295,49 +294,6 @@ impl Core {
         Ok(())
     }
 
-    /// Deletes expired data: bodies, then the records of every protected operation, at most about
-    /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
-    /// regularly, in as many processes as you like.
-    ///
-    /// It also ends abandoned claims, at most `limit` of each operation, so that a process that
-    /// died leaves no operation in progress if its clients do not return. After the end of its
-    /// lease a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN
-    /// (O11); one of mode `bridged` is deleted (O2). A record that stays UNKNOWN is reconciled
-    /// again if its route can. The pauses double, from a lease up to an hour. No handler is called.
-    ///
-    /// # Errors
-    /// The error of the store; what was deleted or ended before it stays so.
-    pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
-        self.announce().await;
-        let mut forgotten = self.inner.store.expire_bodies(limit).await?;
-        observe::forgotten(Forgotten::Bodies, forgotten);
-        let protected = self.protected();
-        let (mut swept, mut asks, mut ended) = (HashSet::new(), Vec::new(), Ok(()));
-        for endpoint in protected.iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
-            let route = endpoint.route();
-            let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
-            let purged = purged.await;
-            if let Err(error @ StoreError::Unavailable(_)) = purged {
-                return Err(error);
-            }
-            // A record that somebody has locked does not hold up the other operations.
-            ended = ended.and(purged.map(|keys| {
-                observe::forgotten(Forgotten::Keys, keys);
-                forgotten += keys;
-            }));
-            let mut of_route = Vec::new();
-            match stale::end(self, endpoint, limit, &mut of_route).await {
-                Err(error @ StoreError::Unavailable(_)) => return Err(error),
-                other => ended = ended.and(other),
-            }
-            asks.push(stale::ask(self, endpoint, of_route));
-        }
-        // Last, and all routes at once: what one of them waits for, a provider that does not answer
-        // for example, holds up neither the purge nor the others.
-        join_all(asks).await;
-        ended.map(|()| forgotten)
-    }
-
     /// What is known of the store. Starts the task that watches it, if it does not run yet.
     pub(super) fn reach(&self) -> &Reach {
         self.inner.reach.attend(&self.inner.store);
@@ -358,7 +314,8 @@ impl Core {
         }
     }
 
-    async fn announce(&self) {
+    /// Writes down from time to time which fingerprint versions this process reads and writes.
+    pub(super) async fn announce(&self) {
         let versions: Vec<_> = self.protected().iter().map(|one| one.fingerprinter().versions()).collect();
         self.inner.live.announce(self.store(), &versions).await;
     }

@@ -10,12 +10,13 @@
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
+//! | `context`, `point` | the operation that a phase belongs to, and where it continues |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
 //! | `engine`, `opening` | a request for an operation, and the first phase |
 //! | `taken` | prepares the driver of an operation that was taken over |
-//! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and its release |
+//! | `driver` with its folder, `hold` | from a recovery point to the next: phases, calls, the lease, and its release |
 //! | `evidence`, `vault` | how observations are stored |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
@@ -27,7 +28,7 @@
 //! ([`rules::provider`](crate::operation::rules::provider)), which stage follows which
 //! (`rules::flow`), and the rows (`store`).
 
-mod call;
+mod context;
 mod driver;
 mod effect;
 #[cfg(feature = "email")]
@@ -40,13 +41,12 @@ mod hold;
 #[cfg(feature = "client")]
 pub mod http;
 mod identity;
-mod leaving;
 mod opening;
 mod phase;
+mod point;
 mod provider;
 mod recovery;
 mod registry;
-mod rerun;
 #[cfg(any(feature = "client", feature = "email"))]
 mod sending;
 mod taken;
@@ -55,12 +55,14 @@ mod vault;
 pub mod webhook;
 
 pub use self::{
+    context::Context,
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
-    ends::{First, Local, LocalPoint, Settled, SettledPoint},
+    ends::{First, Local, Settled},
     engine::{PhasedEngine, PhasedEngineError},
     flow::{Flow, FlowBuilder, FlowError},
     identity::{Identities, ProviderKey},
-    phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase},
+    phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
+    point::{LocalPoint, SettledPoint},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},
     registry::DriveSettings,

@@ -1,5 +1,5 @@
-//! For handlers behind the layer: a wrapper that reports when the operation starts, the guard, and
-//! a tag for the outcome.
+//! What a handler behind the layer extracts: a wrapper that reports when the operation starts, and
+//! the guard.
 
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use axum::http::StatusCode;
@@ -7,10 +7,9 @@ use axum::http::request::Parts;
 use axum::response::Response;
 use sqlx::{Database, Transaction};
 
-use super::layer::reply_of;
+use super::outcome::reply_of;
 use super::respond::reply_response;
 use crate::operation::port::{Bridged, Operations};
-use crate::operation::rules::Outcome;
 use crate::operation::{Guard, GuardError, Progress};
 use crate::store::base::Base;
 
@@ -40,11 +39,6 @@ where
         Ok(Self(inner))
     }
 }
-
-/// The outcome of the operation, as an extension of its response:
-/// `response.extensions_mut().insert(OutcomeTag(..))`.
-#[derive(Debug, Clone)]
-pub struct OutcomeTag(pub Outcome<()>);
 
 /// The claim of the request, for a handler that commits its outcome with its effects (O2).
 #[derive(Debug, Clone)]

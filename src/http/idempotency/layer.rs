@@ -10,29 +10,24 @@ use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
-use axum::body::{Body, HttpBody};
+use axum::body::Body;
 use axum::extract::{FromRequestParts, OriginalUri, RawPathParams, Request};
 use axum::http::request::Parts;
 use axum::http::{Method, header};
 use axum::response::Response;
-use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use futures_util::stream;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::extract::OutcomeTag;
 use super::intake::{content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, unread};
+use super::outcome::ended;
 use super::respond::respond;
 use crate::operation::port::Keys;
 use crate::operation::rules::json::JsonError;
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::{Code, Mode};
-use crate::operation::{
-    Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
-};
+use crate::operation::{Asking, EdgeAnswer, Endpoint, EndpointError, Engine, Guard, Problem, Registered};
 
 /// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
 #[derive(Debug)]
@@ -176,88 +171,6 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
         }
     }
     Ok(command)
-}
-
-/// The part of a response that can be stored. A stream is never collected, because that would delay
-/// the client (pitfall 19). Nor is a body for whose end the run would have to wait longer than the
-/// completion budget: it keeps its claim, and the connections of a guard, until it ends.
-async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<Response> {
-    let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
-    let head = head(&response);
-    let status = head.status;
-    match response.body().size_hint().upper() {
-        None => {
-            if cfg!(debug_assertions) {
-                tracing::error!(
-                    status,
-                    "a protected route answers with a stream: it is sent, and never replayed; leave the route unprotected"
-                );
-            }
-            Ended { tag, kept: Kept::Stream(head), answer: response }
-        }
-        Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(head), answer: response },
-        Some(_) => {
-            let (parts, body) = response.into_parts();
-            match read_whole(body, kept_max, within).await {
-                Ok(bytes) => {
-                    let kept = Kept::Whole(Reply { body: bytes.clone(), ..head });
-                    Ended { tag, kept, answer: Response::from_parts(parts, Body::from(bytes)) }
-                }
-                // The handler has ended, its body has not. The effects of the handler stay, and the
-                // client gets what comes, up to the error.
-                Err(unended) => {
-                    tracing::warn!(status, "an answer is not kept: its body {}", unended.why);
-                    Ended { tag, kept: Kept::Stream(head), answer: Response::from_parts(parts, unended.body) }
-                }
-            }
-        }
-    }
-}
-
-fn head(response: &Response) -> Reply {
-    let headers = response.headers().iter();
-    let headers = headers.map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
-    Reply { headers: headers.collect(), ..Reply::new(response.status().as_u16()) }
-}
-
-/// Reads a response completely within this time; else an error that says why it cannot be read.
-pub(super) async fn reply_of(response: Response, within: Duration) -> Result<Reply, String> {
-    let (head, body) = (head(&response), response.into_body());
-    let Some(upper) = body.size_hint().upper() else {
-        return Err("the answer is a stream, and a guard commits a whole answer".to_owned());
-    };
-    let body = read_whole(body, usize::try_from(upper).unwrap_or(usize::MAX), within).await;
-    Ok(Reply { body: body.map_err(|unended| format!("the body of the answer {}", unended.why))?, ..head })
-}
-
-/// A body that could not be read to its end.
-struct Unended {
-    /// What it did, as the rest of a sentence.
-    why: String,
-    /// All of it, with what was read already.
-    body: Body,
-}
-
-async fn read_whole(body: Body, max: usize, within: Duration) -> Result<Vec<u8>, Unended> {
-    let until = tokio::time::Instant::now() + within;
-    let (mut read, mut length, mut rest) = (Vec::new(), 0, body.into_data_stream());
-    loop {
-        let (why, failed) = match tokio::time::timeout_at(until, rest.next()).await {
-            Ok(None) => return Ok(read.concat()),
-            Ok(Some(Ok(data))) => {
-                length += data.len();
-                read.push(data);
-                if length <= max {
-                    continue;
-                }
-                ("is longer than it said".to_owned(), None)
-            }
-            Ok(Some(Err(error))) => (format!("failed: {error}"), Some(Err(error))),
-            Err(_) => (format!("did not end within {}", humantime::format_duration(within)), None),
-        };
-        let read = stream::iter(read.into_iter().map(Ok).chain(failed));
-        return Err(Unended { why, body: Body::from_stream(read.chain(rest)) });
-    }
 }
 
 impl<S: Keys> Clone for IdempotencyLayer<S> {

@@ -15,10 +15,15 @@
 //!   that cannot be found out goes to an operator with a reason. Nothing unknown becomes a failure
 //!   (O9, O13).
 //!
-//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), a
-//! phase that did not advance its operation ([`rerun`](super::rerun)), the release of an operation
-//! ([`leaving`](super::leaving)), and the choice of the next step
+//! Its folder has the calls ([`call`]), what follows a phase that did not advance its operation
+//! ([`rerun`]), and the release of an operation ([`leaving`]).
+//!
+//! Not here: the first phase ([`opening`](super::opening)), and the choice of the next step
 //! ([`provider`](crate::operation::rules::provider)).
+
+mod call;
+mod leaving;
+mod rerun;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -27,13 +32,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
+use self::leaving::gap_name;
+use super::context::Context;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
 use super::flow::{AnyCommand, AnyFlow, Erased, Given};
 use super::hold::Hold;
-use super::leaving::{FIRST_ENDED, gap_name};
-use super::phase::Context;
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
@@ -51,12 +56,15 @@ use crate::time::since::Since;
 
 /// Why a provider is queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asks {
+enum Asks {
     /// The strategy of the effect allows nothing else.
     Only,
     /// To find the effect before it is sent again.
     First,
 }
+
+/// The reason to park an operation whose first phase may not be committed as a whole.
+pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
 
 /// How often a phase runs again after a transient error of the database (R27).
 pub(super) const TRIES: u32 = 5;
@@ -99,40 +107,40 @@ pub(super) struct Ended {
 
 #[derive(Debug)]
 pub(super) struct Driver {
-    pub(super) phased: Arc<Phased>,
-    pub(super) member: Arc<Member>,
-    pub(super) context: Context,
-    pub(super) command: AnyCommand,
-    pub(super) driven: Driven,
-    pub(super) hold: Hold,
-    pub(super) fingerprint: Fingerprint,
-    pub(super) stop: CancellationToken,
+    phased: Arc<Phased>,
+    member: Arc<Member>,
+    context: Context,
+    command: AnyCommand,
+    driven: Driven,
+    hold: Hold,
+    fingerprint: Fingerprint,
+    stop: CancellationToken,
     /// The effect whose first send this driver committed with its intent and has not made yet.
-    pub(super) fresh: Option<&'static str>,
-    pub(super) came: Came,
+    fresh: Option<&'static str>,
+    came: Came,
     /// Whether a provider answered: a provider that is away counts no attempt (G10).
-    pub(super) reached: bool,
+    reached: bool,
     /// How many calls of this drive proved nothing.
-    pub(super) vain: u32,
+    vain: u32,
     /// Whether a call could not even be made, for a reason on our side.
-    pub(super) unmade: bool,
+    unmade: bool,
     /// How often work ran again after transient errors since the last commit.
-    pub(super) again: u32,
+    again: u32,
     /// Whether this driver stored proof of an effect.
-    pub(super) proof: bool,
+    proof: bool,
     /// Taken before the last read, so it is never later than the database time of that read.
-    pub(super) read_at: Since,
+    read_at: Since,
     /// Whether the provider was just queried before a resend.
-    pub(super) asked: bool,
+    asked: bool,
     /// The answer that this driver wrote with the outcome.
-    pub(super) reply: Option<Reply>,
+    reply: Option<Reply>,
 }
 
 /// What a driver needs of its operation. The fingerprint is part of the associated data of the
 /// sealed answer.
 pub(super) type Ready = (Arc<Member>, Context, AnyCommand, Fingerprint);
 
-pub(super) enum Next {
+enum Next {
     Again,
     End(End),
 }
@@ -170,6 +178,13 @@ impl Driver {
         }
     }
 
+    /// Sends this effect first. Its intent was committed with the first phase, and so was the
+    /// beginning of its first send.
+    pub(super) fn intending(mut self, effect: Option<&'static str>) -> Self {
+        self.fresh = effect;
+        self
+    }
+
     /// Drives until the operation ends, waits or is lost. An error of the database ends the drive:
     /// committed steps stay, and the operation is released if the database allows it.
     pub(super) async fn drive(mut self) -> Result<Ended, StoreError> {
@@ -201,7 +216,7 @@ impl Driver {
 
     /// Counts a transient failure and waits a moment. Returns whether the step runs again in this
     /// drive.
-    pub(super) async fn once_more(&mut self) -> bool {
+    async fn once_more(&mut self) -> bool {
         self.again += 1;
         if self.again <= TRIES {
             tokio::time::sleep(before_try(self.again)).await;
@@ -534,6 +549,10 @@ impl Driver {
             sleep_unless(&self.stop, time).await;
         }
     }
+
+    fn note(&self, what: Noted) {
+        self.member.note(self.context.identity(), what);
+    }
 }
 
 fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
@@ -553,6 +572,14 @@ pub(super) async fn guarded<T>(
         Ok(Err(panic)) => Err(HandlerError::retryable(format!("the phase panicked: {}", panic_text(panic.as_ref())))),
         Err(_) => Err(HandlerError::retryable(format!("the phase ran longer than {timeout:?}"))),
     }
+}
+
+/// Rolls back all writes of a phase. Returns whether its transaction was still the one that began.
+pub(super) async fn take_back(mut tx: Box<dyn PhaseTx>) -> Result<Proof, StoreError> {
+    let proof = tx.undo_effects().await;
+    // If the connection does not answer, it is closed, and the server rolls back.
+    let _ = tx.rollback().await;
+    proof
 }
 
 pub(super) fn new_intent(

@@ -10,9 +10,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::ends::SettledPoint;
+use super::context::Context;
 use super::identity::ProviderKey;
-use super::phase::Context;
+use super::point::SettledPoint;
 use super::provider::{Prepare, Provider};
 use crate::error::HandlerError;
 use crate::operation::rules::provider::{Settled, Strategy};

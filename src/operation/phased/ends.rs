@@ -65,16 +65,9 @@
 //! Not here: which stage each end leads to ([`flow`](crate::operation::rules::flow)).
 
 use super::effect::{Compensation, Intent, Proven};
+use super::point::{LocalPoint, SettledPoint};
 use crate::operation::Reply;
 use crate::operation::rules::flow::PhaseEnd;
-
-/// A recovery point before the first intent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LocalPoint(pub &'static str);
-
-/// A recovery point after an effect is settled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SettledPoint(pub &'static str);
 
 /// How the first phase ends. Before it commits, nothing of the operation is stored.
 #[derive(Debug)]

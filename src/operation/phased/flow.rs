@@ -16,9 +16,11 @@ use async_trait::async_trait;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::context::Context;
 use super::effect::{Declared, Effect, Settlements, Undo};
-use super::ends::{First, Local, LocalPoint, Settled, SettledPoint};
-use super::phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
+use super::ends::{First, Local, Settled};
+use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
+use super::point::{LocalPoint, SettledPoint};
 use super::provider::Provider;
 use crate::error::{HandlerError, StoreError};
 use crate::operation::port::phases::{FIRST_POINT, PhaseTx};

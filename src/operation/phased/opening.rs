@@ -15,16 +15,14 @@ use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
+use super::context::Context;
+use super::driver::{Came, Driver, Ended, FIRST_ENDED, TRIES, before_try, guarded, new_intent, outcome, take_back};
 use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
 use super::identity::Identities;
-use super::leaving::FIRST_ENDED;
-use super::phase::Context;
 use super::registry::{Member, Phased};
-use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
@@ -111,10 +109,8 @@ impl Opening {
         let phased = Arc::clone(&self.phased);
         let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.lease(), asked);
         let fingerprint = begin.claim.fingerprint.clone();
-        let driver = Driver {
-            fresh,
-            ..Driver::new(self.phased, (self.member, context, self.command, fingerprint), hold, Came::First, self.stop)
-        };
+        let ready = (self.member, context, self.command, fingerprint);
+        let driver = Driver::new(self.phased, ready, hold, Came::First, self.stop).intending(fresh);
         // From here on duplicates read the record of the operation.
         drop(begin);
         let permit = self.permit;

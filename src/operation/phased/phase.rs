@@ -12,22 +12,14 @@ use std::fmt;
 use async_trait::async_trait;
 use uuid::Uuid;
 
+use super::context::Context;
 use super::effect::Settlements;
 use super::ends::{First, Local, Settled};
-use super::identity::Identities;
 use crate::error::{HandlerError, StoreError};
 use crate::message::NewMessage;
 use crate::operation::port::phases::PhaseTx;
-use crate::operation::rules::Identity;
 use crate::outbox::enqueue::enqueue;
 use crate::store::base::Base;
-
-/// The facts about its operation that a phase may use.
-#[derive(Debug, Clone)]
-pub struct Context {
-    identities: Identities,
-    identity: Identity,
-}
 
 /// The transaction of a phase: a connection, without a way to end the transaction.
 pub struct Phase<'a, S: Base> {
@@ -56,34 +48,6 @@ pub trait SettledPhase<S: Base, C>: Send + Sync + 'static {
     /// Runs the phase. An error rolls this phase back; the operation is UNKNOWN until the phase
     /// succeeds.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C, settled: &Settlements) -> Result<Settled, HandlerError>;
-}
-
-impl Context {
-    pub(super) fn new(identities: Identities, identity: Identity) -> Self {
-        Self { identities, identity }
-    }
-
-    /// The id of the operation that the phase belongs to.
-    #[must_use]
-    pub fn operation_id(&self) -> Uuid {
-        self.identities.operation_id()
-    }
-
-    /// Derives the identities of rows, messages and effects.
-    #[must_use]
-    pub fn identities(&self) -> Identities {
-        self.identities
-    }
-
-    /// The tenant of the request.
-    #[must_use]
-    pub fn tenant(&self) -> &str {
-        self.identity.tenant()
-    }
-
-    pub(crate) fn identity(&self) -> &Identity {
-        &self.identity
-    }
 }
 
 impl<S: Base> fmt::Debug for Phase<'_, S> {

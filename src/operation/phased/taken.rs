@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
+use super::context::Context;
 use super::driver::{Came, Driver, End, Ended, Ready};
 use super::hold::Hold;
 use super::identity::Identities;
-use super::phase::Context;
 use super::registry::Phased;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};

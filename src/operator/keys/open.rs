@@ -2,7 +2,7 @@
 //! its lease is over, or a handler of mode `same_tx` has committed it by itself.
 //!
 //! Not here: which acts there are ([`KeyOperator`]), and the sweep that ends abandoned claims by
-//! itself (`operation::stale`).
+//! itself (`operation::sweep`).
 
 use super::{CHANGED, KeyOperator, changed, ended_late, refused};
 use crate::error::StoreError;

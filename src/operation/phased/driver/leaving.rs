@@ -8,14 +8,14 @@
 //! * An operation that a request took over before it was due keeps its due time, so clients that
 //!   ask often change nothing.
 //!
-//! Not here: why the operation is released ([`driver`](super::driver)).
+//! Not here: why the operation is released ([`driver`](super)).
 
 use std::time::Duration;
 
-use super::driver::{Came, Driver, End, Next};
-use super::effect::Declared;
-use super::evidence;
+use super::{Came, Driver, End, Next};
 use crate::error::{HandlerError, StoreError};
+use crate::operation::phased::effect::Declared;
+use crate::operation::phased::evidence;
 use crate::operation::port::Fenced;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{Due, Leave, StoredIntent, StoredOperation};
@@ -24,9 +24,6 @@ use crate::operation::rules::provider::{Gap, Sends};
 use crate::time::bound::LONGEST;
 use crate::time::pace::Pace;
 use crate::time::retry;
-
-/// The reason to park an operation whose first phase may not be committed as a whole.
-pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
 
 /// The reason as an operator reads it.
 pub(super) fn gap_name(gap: Gap) -> &'static str {

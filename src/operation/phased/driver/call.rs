@@ -2,18 +2,18 @@
 //! into the lease and into the provider's window at that moment. Its answer is stored even if the
 //! lease is lost (O5, O6, O8), and after a stop as long as the grace lasts.
 //!
-//! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
+//! Not here: whether a call is made ([`driver`](super)), and what its answer proves
 //! ([`provider`](crate::operation::rules::provider)).
 
 use std::time::Duration;
 
-use super::driver::{Asks, Driver, End, Next};
-use super::effect::Declared;
-use super::evidence::{self, By, Observation};
-use super::identity::ProviderKey;
-use super::provider::{Asked, Call, Sent};
+use super::{Asks, Driver, End, Next};
 use crate::error::StoreError;
 use crate::observe::Noted;
+use crate::operation::phased::effect::Declared;
+use crate::operation::phased::evidence::{self, By, Observation};
+use crate::operation::phased::identity::ProviderKey;
+use crate::operation::phased::provider::{Asked, Call, Sent};
 use crate::operation::port::Fenced;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation};
@@ -298,9 +298,5 @@ impl Driver {
             }
         }
         Ok(())
-    }
-
-    pub(super) fn note(&self, what: Noted) {
-        self.member.note(self.context.identity(), what);
     }
 }

@@ -1,5 +1,6 @@
-//! Ends abandoned claims: their process died, and no client sends the request again. Without it
-//! they would stay open for ever and count in the quota of their tenant (O11).
+//! The sweep of an engine: deletes expired data, and ends abandoned claims: their process died, and
+//! no client sends the request again. Without the sweep these claims would stay open for ever and
+//! count in the quota of their tenant (O11).
 //!
 //! Guarantees: the sweep never calls a handler. Every write is fenced, so if several sweeps and
 //! requests end the same claim, one of them does. The end is what a repeated request would get:
@@ -22,9 +23,11 @@
 //! Not here: phased operations, which recovery workers continue, and the answer to a request
 //! ([`Front`](super::Front)).
 
+use std::collections::HashSet;
 use std::future::ready;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use futures_util::{StreamExt, stream};
 use tokio::time::Instant;
 
@@ -32,7 +35,7 @@ use super::endpoint::Registered;
 use super::engine::Core;
 use super::reconcile;
 use crate::error::StoreError;
-use crate::observe::{self, Noted};
+use crate::observe::{self, Forgotten, Noted};
 use crate::operation::port::{Basis, Claimed, Fenced};
 use crate::operation::rules::{Mode, Record};
 
@@ -44,6 +47,51 @@ const STARTS_FOR: Duration = Duration::from_secs(10);
 /// the lease of the route.
 const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 
+impl Core {
+    /// Deletes expired data: bodies, then the records of every protected operation, at most about
+    /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
+    /// regularly, in as many processes as you like.
+    ///
+    /// It also ends abandoned claims, at most `limit` of each operation, so that a process that
+    /// died leaves no operation in progress if its clients do not return. After the end of its
+    /// lease a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN
+    /// (O11); one of mode `bridged` is deleted (O2). A record that stays UNKNOWN is reconciled
+    /// again if its route can. The pauses double, from a lease up to an hour. No handler is called.
+    ///
+    /// # Errors
+    /// The error of the store; what was deleted or ended before it stays so.
+    pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
+        self.announce().await;
+        let mut forgotten = self.store().expire_bodies(limit).await?;
+        observe::forgotten(Forgotten::Bodies, forgotten);
+        let protected = self.protected();
+        let (mut swept, mut asks, mut ended) = (HashSet::new(), Vec::new(), Ok(()));
+        for endpoint in protected.iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
+            let route = endpoint.route();
+            let purged = self.store().purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
+            let purged = purged.await;
+            if let Err(error @ StoreError::Unavailable(_)) = purged {
+                return Err(error);
+            }
+            // A record that somebody has locked does not hold up the other operations.
+            ended = ended.and(purged.map(|keys| {
+                observe::forgotten(Forgotten::Keys, keys);
+                forgotten += keys;
+            }));
+            let mut of_route = Vec::new();
+            match end(self, endpoint, limit, &mut of_route).await {
+                Err(error @ StoreError::Unavailable(_)) => return Err(error),
+                other => ended = ended.and(other),
+            }
+            asks.push(ask(self, endpoint, of_route));
+        }
+        // Last, and all routes at once: what one of them waits for, a provider that does not answer
+        // for example, holds up neither the purge nor the others.
+        join_all(asks).await;
+        ended.map(|()| forgotten)
+    }
+}
+
 /// Reads at most `limit` abandoned claims of an operation and ends them. Adds to `asks` those that
 /// are to be reconciled, and if the claims were fewer than `limit`, also records that are UNKNOWN,
 /// up to that number. Where one claim cannot be ended, for example because its record is locked,
@@ -51,12 +99,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 ///
 /// # Errors
 /// The first error of the store, after all claims were tried; at once if the store is away.
-pub(super) async fn end(
-    engine: &Core,
-    endpoint: &Registered,
-    limit: u32,
-    asks: &mut Vec<Record>,
-) -> Result<(), StoreError> {
+async fn end(engine: &Core, endpoint: &Registered, limit: u32, asks: &mut Vec<Record>) -> Result<(), StoreError> {
     let mut all = Ok(());
     let stale = engine.store().stale(endpoint.operation(), limit).await?;
     let room = limit.saturating_sub(u32::try_from(stale.len()).unwrap_or(limit));
@@ -95,7 +138,7 @@ pub(super) async fn end(
 
 /// Reconciles these records of an operation. One that fails is only logged: a later sweep starts it
 /// again.
-pub(super) async fn ask(engine: &Core, endpoint: &Registered, asks: Vec<Record>) {
+async fn ask(engine: &Core, endpoint: &Registered, asks: Vec<Record>) {
     let until = Instant::now() + STARTS_FOR;
     let asks = stream::iter(asks).take_while(|_| ready(Instant::now() < until));
     asks.for_each_concurrent(RECONCILED_AT_ONCE, |record| async move {

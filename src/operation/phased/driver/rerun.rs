@@ -6,11 +6,11 @@
 //! database.
 //!
 //! Not here: when the phase runs again ([`leaving`](super::leaving)), and the first phase
-//! ([`opening`](super::opening)).
+//! ([`opening`](crate::operation::phased::opening)).
 
 use std::time::Duration;
 
-use super::driver::{Driver, End, Next};
+use super::{Driver, End, Next, take_back};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
@@ -111,12 +111,4 @@ impl Driver {
         tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
         self.park_for_operator("phase-ended-impossibly").await
     }
-}
-
-/// Rolls back all writes of a phase. Returns whether its transaction was still the one that began.
-pub(super) async fn take_back(mut tx: Box<dyn PhaseTx>) -> Result<Proof, StoreError> {
-    let proof = tx.undo_effects().await;
-    // If the connection does not answer, it is closed, and the server rolls back.
-    let _ = tx.rollback().await;
-    proof
 }
