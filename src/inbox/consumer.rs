@@ -6,8 +6,8 @@
 //! database or broker is away, no attempt is counted (G10).
 //!
 //! The path of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane;
-//! batches of the messages that are there) → `batch` (one transaction) or `alone` (a message that
-//! failed or is suspect) → back to `intake`, which acknowledges.
+//! batches of the messages that are there) → `batch` (one transaction) or `lane::alone` (a message
+//! that failed or is suspect) → back to `intake`, which acknowledges.
 //!
 //! Beside it run the retries that are due later (`retries`), the purge of inbox rows older than the
 //! horizon (`purge`), and the record of how far each partition is done (`positions`).
@@ -17,7 +17,6 @@
 //! acknowledge, which messages are too old.
 
 mod admission;
-mod alone;
 mod aside;
 mod batch;
 mod blame;
@@ -33,10 +32,10 @@ mod positions;
 mod presence;
 mod purge;
 mod retries;
-mod settle;
 mod solo;
 mod stored_rows;
 mod transaction;
+mod verdict;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};

@@ -7,19 +7,16 @@
 //! released without a person. A broker or database that is away costs no attempt (G10). Every write
 //! is fenced (G9). The relay is ready only while its work makes progress.
 //!
-//! The path of a row: `pump` reads it and makes a checkpoint, `sending` decides and sends, the
-//! broker settles, `pump` marks. Diverted rows return through `release`; rows of a blocked topic
-//! return after a `trial`, which runs beside the session.
+//! The path of a row: `pump` reads it and makes a checkpoint, `pump::sending` decides and sends,
+//! the broker settles, `pump` marks. Diverted rows return through `pump::release`; rows of a
+//! blocked topic return after a `trial`, which runs beside the session.
 //!
 //! Not here: the cursor (the store's), what a refusal means (`rules`: `isolate`,
 //! `diversion`).
 
-mod bounds;
 mod ending;
 mod options;
 mod pump;
-mod release;
-mod sending;
 mod trial;
 mod window;
 

@@ -13,8 +13,8 @@ use super::admission::{Fate, admit};
 use super::calls::{Failure, Wanted};
 use super::item::Item;
 use super::options::Unhandled;
-use super::settle::{self, dead};
 use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
+use super::verdict::{dead, id_reused, out_of_time};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked};
 use crate::message::{Message, MessageId};
@@ -114,11 +114,11 @@ async fn body(
         let outcome = match fate {
             Fate::Duplicate => DeliveryOutcome::Duplicate,
             Fate::Mismatch => {
-                parked.push(settle::id_reused(&shared.options.name, item));
+                parked.push(id_reused(&shared.options.name, item));
                 DeliveryOutcome::Mismatch
             }
             Fate::OutOfTime(reason) => {
-                parked.push(settle::out_of_time(&shared.options.name, item, reason));
+                parked.push(out_of_time(&shared.options.name, item, reason));
                 DeliveryOutcome::Dead
             }
             Fate::New | Fate::Behind if item.unusable.is_some() => {

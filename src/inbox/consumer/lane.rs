@@ -6,6 +6,9 @@
 //! [`crate::inbox::rules::split`] decides the parts; [`crate::inbox::rules::suspicion`] decides
 //! which messages are suspect.
 
+mod alone;
+mod settle;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +17,11 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::field::display;
 
-use super::alone::{self, Why};
+use super::Shared;
 use super::aside::Aside;
 use super::batch::{self, BatchEnd};
 use super::calls::Failure;
 use super::item::{Done, End, Item};
-use super::{Shared, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::split::{self, Part, TransientFault};
@@ -27,21 +29,22 @@ use crate::inbox::rules::suspicion::Run;
 use crate::message::MessageId;
 use crate::observe::{self, DeliveryOutcome, Trouble};
 use crate::time::pace::sleep_unless;
+use alone::Why;
 
 /// The name of the trouble of a lane that waits for the database.
 pub(super) const DATABASE: &str = "database";
 
-pub(super) struct Lane {
+struct Lane {
     number: usize,
-    pub(super) shared: Arc<Shared>,
-    pub(super) consumer: ConsumerId,
-    pub(super) done: mpsc::UnboundedSender<Done>,
-    pub(super) stop: CancellationToken,
+    shared: Arc<Shared>,
+    consumer: ConsumerId,
+    done: mpsc::UnboundedSender<Done>,
+    stop: CancellationToken,
     /// The grace of a stop is over: work that still runs is dropped.
-    pub(super) abandon: CancellationToken,
+    abandon: CancellationToken,
     /// Counts transient failures in a row, whatever the lane was doing.
-    pub(super) fault: TransientFault,
-    pub(super) aside: Aside,
+    fault: TransientFault,
+    aside: Aside,
     /// How often the batch that was taken last, or a part of it, waited for a lock in vain.
     lock_waits: u32,
 }
@@ -249,7 +252,7 @@ impl Lane {
 
     /// Wakes keys of messages that were stored behind their head: a retrier may have removed the
     /// head meanwhile.
-    pub(super) async fn wake_parked(&self, items: &[Item], outcomes: &[DeliveryOutcome]) {
+    async fn wake_parked(&self, items: &[Item], outcomes: &[DeliveryOutcome]) {
         let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == DeliveryOutcome::Retried);
         let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.lane_id).collect();
         if lanes.is_empty() {
@@ -264,11 +267,7 @@ impl Lane {
 
     /// Runs the items in one transaction. `None`: the grace of a stop ended first, and nothing of
     /// the transaction stays.
-    pub(super) async fn transaction(
-        &self,
-        items: &[Item],
-        attempt: Option<u32>,
-    ) -> Option<Result<BatchEnd, StoreError>> {
+    async fn transaction(&self, items: &[Item], attempt: Option<u32>) -> Option<Result<BatchEnd, StoreError>> {
         batch::run(&self.shared, self.consumer, items, attempt, &self.abandon).await.transpose()
     }
 
@@ -373,7 +372,7 @@ impl Lane {
 
     /// Whether the item must not be started: its partition is revoked, or a stop came, after which
     /// an older message of the key may be left between two of its tries.
-    pub(super) fn is_left(&self, item: &Item) -> bool {
+    fn is_left(&self, item: &Item) -> bool {
         item.source.is_revoked() || self.stop.is_cancelled()
     }
 
@@ -385,7 +384,7 @@ impl Lane {
 
     /// Leaves items for later. Where their try was `counted`, it is taken back, because it was not
     /// made.
-    pub(super) async fn leave(&self, items: &[Item], counted: bool) {
+    async fn leave(&self, items: &[Item], counted: bool) {
         if counted {
             self.uncount(items).await;
         }
@@ -410,7 +409,7 @@ impl Lane {
         tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), id, sent_id, %why, "tries that were not made stay counted");
     }
 
-    pub(super) fn report(&self, item: &Item, end: End) {
+    fn report(&self, item: &Item, end: End) {
         let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
         // The intake is gone only if the subscriber is gone: then the message comes again.
         let _ = self.done.send(Done { source, sequence, end, was_aside });
@@ -418,7 +417,7 @@ impl Lane {
 
     /// Sets aside messages that another process's transaction holds, or that follow such a message.
     /// Where their try was `counted`, it is taken back.
-    pub(super) async fn set_aside(&mut self, items: Vec<Item>, counted: bool) {
+    async fn set_aside(&mut self, items: Vec<Item>, counted: bool) {
         if counted {
             self.uncount(&items).await;
         }
@@ -431,7 +430,7 @@ impl Lane {
         }
     }
 
-    pub(super) fn went_well(&mut self) {
+    fn went_well(&mut self) {
         if self.fault.times() > 0 {
             self.fault.is_over();
             self.waits_no_more();
@@ -447,19 +446,19 @@ impl Lane {
     }
 
     /// Waits before the next try. The database works for others, so no trouble is shown.
-    pub(super) async fn pause(&mut self) {
+    async fn pause(&mut self) {
         sleep_unless(&self.stop, self.fault.pause(fastrand::f64())).await;
     }
 
     /// Waits for a database that is away or returned a transient error.
-    pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
+    async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
         let pause = self.fault.pause(fastrand::f64());
         self.say_waiting(&why.to_string());
         sleep_unless(&self.stop, pause).await;
     }
 
     /// The same for work that a stop must not leave undone. Returns false if the grace is over.
-    pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
+    async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
         let pause = self.fault.pause(fastrand::f64());
         self.say_waiting(&why.to_string());
         sleep_unless(&self.abandon, pause).await

@@ -26,8 +26,8 @@ use super::Shared;
 use super::blame::{self, Blame, Fault};
 use super::calls::{Failure, Wanted};
 use super::failing::Failing;
-use super::settle::{self, KILLS};
 use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
+use super::verdict::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::waiting::{LeasedMessage, RowLease};
 use crate::inbox::port::{ConsumerId, InboxTx};
@@ -268,7 +268,7 @@ impl Retrier {
                 Ok(RunEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RunEnd::Ended) => {
                     self.desk.is_over(&run);
-                    run.iter().for_each(|one| settle::ended(&self.shared.options.name, &one.message));
+                    run.iter().for_each(|one| verdict::ended(&self.shared.options.name, &one.message));
                     return self.wake_next(&run).await;
                 }
                 Ok(RunEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
@@ -346,7 +346,7 @@ impl Retrier {
         self.desk.is_over(std::slice::from_ref(&head));
         let options = &self.shared.options;
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
-        let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
+        let owed = match verdict::decide(&options.retry, &error, head.message.attempt) {
             Decision::Dead(reason) => Owed::Bury(Box::new(head), reason, error),
             Decision::InPlace(after) | Decision::Wait(after) => {
                 observe::delivered(&options.name, DeliveryOutcome::Retried, 1);
@@ -469,7 +469,7 @@ async fn body(
 ) -> Result<RunEnd, StoreError> {
     // Before the handler: no handler runs without the lease, and one that commits by itself commits
     // its messages as dead.
-    if !tx.bury(run, settle::ENDED, settle::WHY_ENDED, shared.options.holds()).await? {
+    if !tx.bury(run, verdict::ENDED, verdict::WHY_ENDED, shared.options.holds()).await? {
         return Ok(RunEnd::LeaseLost);
     }
     let mut wanted = Vec::with_capacity(run.len());

@@ -6,6 +6,10 @@
 //! more is sent, and the caller gets the doubt. A topic whose rows are neither taken nor refused
 //! delays other rows for about a second.
 
+mod bounds;
+mod release;
+mod sending;
+
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
 
@@ -14,10 +18,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::ending::{Doubt, End, Ending, Of};
-use super::release::Release;
-use super::sending::{Unsent, renewing};
 use super::trial::Trials;
-use super::window::Window;
+use super::window::{Unsent, Window};
 use super::{Memory, Relay};
 use crate::broker::{Publisher, Settled};
 use crate::error::{BrokerError, StoreError};
@@ -25,33 +27,35 @@ use crate::observe::{self, PartState, Trouble};
 use crate::outbox::port::{OpenGaps, RelaySession};
 use crate::outbox::rules::diversion::Diversion as DivertedRows;
 use crate::time::lease::Lease;
+use release::Release;
+use sending::renewing;
 
 /// State of one relay session: its lease, its publisher, and the rows between them.
 pub(super) struct Pump<'a> {
-    pub(super) relay: &'a Relay,
-    pub(super) session: Box<dyn RelaySession>,
-    pub(super) publisher: Box<dyn Publisher>,
-    pub(super) memory: &'a mut Memory,
-    pub(super) window: Window,
-    pub(super) unsent: VecDeque<Unsent>,
+    relay: &'a Relay,
+    session: Box<dyn RelaySession>,
+    publisher: Box<dyn Publisher>,
+    memory: &'a mut Memory,
+    window: Window,
+    unsent: VecDeque<Unsent>,
     /// The tag of the row that is in flight alone: nothing else is sent until it is settled.
-    pub(super) alone: Option<u64>,
-    pub(super) diverted: DivertedRows,
+    alone: Option<u64>,
+    diverted: DivertedRows,
     /// Rows that are diverted in the window and not yet stored as dead or held.
-    pub(super) unmarked: HashSet<i64>,
-    pub(super) ready_topics: HashSet<String>,
-    pub(super) release: Release,
-    pub(super) trials: Trials,
-    pub(super) ending: Option<Ending>,
+    unmarked: HashSet<i64>,
+    ready_topics: HashSet<String>,
+    release: Release,
+    trials: Trials,
+    ending: Option<Ending>,
     /// The clock for rows in flight. It counts only time in which this loop ran and the broker was
     /// not blocked, so that a freeze of this process, its machine or the database is not taken for
     /// silence of the broker.
-    pub(super) clock: Duration,
+    clock: Duration,
     turned_at: Instant,
     looked_at: Duration,
     settled: Vec<Settled>,
-    pub(super) checkpoint_at: Instant,
-    pub(super) read_at: Instant,
+    checkpoint_at: Instant,
+    read_at: Instant,
     /// When a read last found something.
     found_at: Instant,
     /// True where what was found last was announced by a hint.
@@ -64,11 +68,11 @@ pub(super) struct Pump<'a> {
     empty: bool,
     /// True where there are more dead and held rows than `held_rows_max`. A row that is not loaded
     /// could be overtaken, so nothing is read until all are loaded.
-    pub(super) not_loaded: bool,
+    not_loaded: bool,
     /// True where `dead_rows_max` is reached; looked at from time to time.
-    pub(super) too_many_dead: bool,
+    too_many_dead: bool,
     /// True where rows have left the dead and held table since it was loaded.
-    pub(super) some_left: bool,
+    some_left: bool,
     /// True while the health shows that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
@@ -76,7 +80,7 @@ pub(super) struct Pump<'a> {
     done_since: Option<Instant>,
     /// True while the health may show that no topic takes messages. It begins as true, because an
     /// earlier session may have shown it.
-    pub(super) shown_blocked: bool,
+    shown_blocked: bool,
 }
 
 /// How long a checkpoint may wait after a read without rows, which needs it for gaps or for rows of
@@ -92,8 +96,6 @@ const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
 const SILENT_MAX: Duration = Duration::from_secs(5);
 /// How often the session checks for silence.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// How long a session that is ending waits for rows in flight.
-pub(super) const DRAIN_MAX: Duration = Duration::from_millis(500);
 /// The part of a stop's grace that is kept for the last mark.
 const MARK_KEPT: Duration = Duration::from_secs(2);
 /// A longer step is shown in the health: the database or the broker's client does not answer.
@@ -289,7 +291,7 @@ impl<'a> Pump<'a> {
     }
 
     /// How many more rows may be read before the oldest unmarked ones are marked.
-    pub(super) fn room(&self) -> usize {
+    fn room(&self) -> usize {
         self.relay.options.window_rows.max(1).saturating_sub(self.window.span())
     }
 
@@ -472,7 +474,7 @@ impl<'a> Pump<'a> {
 
     /// The doubt after the broker's session was lost: by rows refused before, or for no known
     /// cause.
-    pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
+    fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(mut ending) => ending.doubt(),
             // The cause was found already: no other row is suspected.
@@ -542,7 +544,7 @@ impl<'a> Pump<'a> {
     }
 
     /// Topics whose oldest row in flight has waited for `KEPT_WAITING_MAX`, with that time.
-    pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
+    fn silent_topics(&self) -> Vec<(String, Duration)> {
         let mut silent = self.window.silence(self.clock, self.goes_in_turn());
         silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
         silent

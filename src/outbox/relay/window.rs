@@ -1,4 +1,4 @@
-//! The rows that were read and are not marked yet: batches as read, rows as sent.
+//! The rows that were read and are not marked yet: batches as read, rows to be sent, rows as sent.
 //!
 //! Promise: a mark covers only the oldest batches, each with all its rows proven or diverted. Tags
 //! ascend by one. The rows since the oldest unmarked one are counted, to bound what a crash sends
@@ -7,7 +7,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
-use super::sending::Unsent;
+use crate::message::OutgoingMessage;
 use crate::outbox::port::{Diversion, Mark};
 
 /// How many keys are remembered with the time of their last settled row. Above it all are
@@ -33,6 +33,18 @@ impl Batch {
     fn matters(&self) -> bool {
         self.rows > 0 || self.mark.moves_rows()
     }
+}
+
+/// A row that was read, and that a checkpoint has followed, and that is not sent yet.
+#[derive(Debug)]
+pub(super) struct Unsent {
+    pub(super) position: i64,
+    pub(super) batch: u64,
+    pub(super) message: OutgoingMessage,
+    /// True where the row comes from the dead and held table.
+    pub(super) is_release: bool,
+    /// True where the row must be in flight alone.
+    pub(super) alone: bool,
 }
 
 /// A row that was sent.
@@ -349,7 +361,6 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::message::OutgoingMessage;
 
     fn send(window: &mut Window, position: i64, batch: u64, topic: &str, is_release: bool) -> u64 {
         let message = OutgoingMessage::sample(topic, Some("a"));

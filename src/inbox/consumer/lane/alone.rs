@@ -12,13 +12,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::batch::BatchEnd;
-use super::blame::{self, Blame, Fault};
-use super::calls::Failure;
-use super::item::{End, Item};
-use super::lane::Lane;
-use super::settle;
+use super::{Lane, settle};
 use crate::error::{HandlerError, StoreError};
+use crate::inbox::consumer::batch::BatchEnd;
+use crate::inbox::consumer::blame::{self, Blame, Fault};
+use crate::inbox::consumer::calls::Failure;
+use crate::inbox::consumer::item::{End, Item};
+use crate::inbox::consumer::verdict;
 use crate::inbox::port::ParkAs;
 use crate::observe::{self, DeliveryOutcome};
 use crate::time::pace::sleep_unless;
@@ -72,7 +72,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 let Some(tries) = count(lane, &item, Some(&error), counted).await else { return };
                 counted = tries;
             }
-            match settle::decide(&lane.shared.options.retry, &error, counted) {
+            match verdict::decide(&lane.shared.options.retry, &error, counted) {
                 Decision::InPlace(pause) => {
                     observe::delivered(&lane.shared.options.name, DeliveryOutcome::Retried, 1);
                     if !sleep_unless(&lane.stop, pause).await {
@@ -105,7 +105,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
             if !shared.options.retry.allows(counted) {
                 drop(alone);
-                let error = HandlerError::retryable(settle::KILLS);
+                let error = HandlerError::retryable(verdict::KILLS);
                 let park_as = dies(lane, ATTEMPTS);
                 return settle::park(lane, item, park_as, counted - 1, &error).await;
             }

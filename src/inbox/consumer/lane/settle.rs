@@ -5,62 +5,20 @@
 
 use std::sync::Arc;
 
-use super::Shared;
-use super::admission::{Fate, admit};
-use super::blame::{Blame, Fault};
-use super::item::{End, Item};
-use super::lane::Lane;
-use super::transaction::roll_back;
+use super::Lane;
 use crate::error::{HandlerError, StoreError};
+use crate::inbox::consumer::Shared;
+use crate::inbox::consumer::admission::{Fate, admit};
+use crate::inbox::consumer::blame::{Blame, Fault};
+use crate::inbox::consumer::item::{End, Item};
+use crate::inbox::consumer::transaction::roll_back;
+use crate::inbox::consumer::verdict::{self, dead, id_reused, out_of_time};
 use crate::inbox::port::{ConsumerId, ParkAs, Parked};
 use crate::message::Message;
 use crate::observe::{self, DeliveryOutcome};
-use crate::time::retry::{Asked, Decision, RetryPolicy};
 
 /// How many bytes of id, kind and source are kept of a message that cannot be stored whole.
 const SHORT_MAX: usize = 1_000;
-
-/// The reason of a message whose handler ended the transaction that it was given.
-pub(super) const ENDED: &str = "transaction-ended";
-/// The error text for such a message.
-pub(super) const WHY_ENDED: &str =
-    "the handler ended the transaction it was given; whether its effects are complete is not known";
-
-/// The error text for a message each of whose tries ended with the process.
-pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
-
-/// Decides what follows a failed try; `counted` is the number of tries.
-pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) -> Decision {
-    let asked = match error.after() {
-        _ if error.is_terminal() => Asked::NoRetry,
-        Some(after) => Asked::After(after),
-        None if error.is_late() => Asked::NotInPlace,
-        None => Asked::Nothing,
-    };
-    retry.next(counted, asked, fastrand::f64())
-}
-
-/// The stored form of a message that is dead before any try. `reason` is a code such as
-/// `unhandled`, `error` a sentence for people.
-pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
-    let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
-    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
-}
-
-/// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
-/// does not stop later messages of its key.
-pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
-    dead(item, "id-reused", "the same id stands in the inbox with different content", false)
-}
-
-/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It
-/// does not stop later messages of its key.
-pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
-    let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
-    dead(item, reason, why, false)
-}
 
 /// Stores the message, then reports it as committed. Tries until that works, the consumer stops or
 /// the partition is taken away; the broker delivers it again then. A message that the database
@@ -213,19 +171,13 @@ impl Drop for Unstored<'_> {
 /// Stores as dead a message whose handler committed its transaction. The caller tries again after
 /// an error, because the message is stored nowhere else.
 async fn store_ended(shared: &Shared, consumer: ConsumerId, item: &Item) -> Result<(), StoreError> {
-    let parked = Parked { attempts: 1, ..dead(item, ENDED, WHY_ENDED, shared.options.holds()) };
+    let parked = Parked { attempts: 1, ..dead(item, verdict::ENDED, verdict::WHY_ENDED, shared.options.holds()) };
     let mut tx = shared.store.begin(consumer).await?;
     if let Err(error) = tx.park(&[parked]).await {
         roll_back(tx).await;
         return Err(error);
     }
     tx.commit().await?;
-    ended(&shared.options.name, &item.message);
+    verdict::ended(&shared.options.name, &item.message);
     Ok(())
-}
-
-/// Reports a message that is dead because its handler ended the transaction.
-pub(super) fn ended(consumer: &str, message: &Message) {
-    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY_ENDED}");
-    observe::delivered(consumer, DeliveryOutcome::Dead, 1);
 }

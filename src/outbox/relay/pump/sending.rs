@@ -11,28 +11,19 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::ending::{Doubt, Ending, Of, Refused};
-use super::pump::{DRAIN_MAX, Pump};
-use super::trial;
+use super::{Pump, release};
 use crate::broker::{Refusal, TopicState};
 use crate::error::StoreError;
-use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
 use crate::outbox::port::{Diversion, Mark, RelaySession};
+use crate::outbox::relay::ending::{Doubt, Ending, Of, Refused};
+use crate::outbox::relay::trial;
+use crate::outbox::relay::window::Unsent;
 use crate::outbox::rules::diversion::{Diverted, DivertedRow};
 use crate::time::lease::Lease;
 
-/// A row that was read, and that a checkpoint has followed, and that is not sent yet.
-#[derive(Debug)]
-pub(super) struct Unsent {
-    pub(super) position: i64,
-    pub(super) batch: u64,
-    pub(super) message: OutgoingMessage,
-    /// True where the row comes from the dead and held table.
-    pub(super) is_release: bool,
-    /// True where the row must be in flight alone.
-    pub(super) alone: bool,
-}
+/// How long a session that is ending waits for rows in flight.
+const DRAIN_MAX: Duration = Duration::from_millis(500);
 
 /// A row that goes to the dead and held table, or stays there.
 #[derive(Debug)]
@@ -195,7 +186,7 @@ impl Pump<'_> {
                 self.release.close(&topic);
             }
         }
-        match super::release::why(&diversion) {
+        match release::why(&diversion) {
             Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),
             // Dead under policy `skip`: the row holds no other row.
             None => self.diverted.leave(position),

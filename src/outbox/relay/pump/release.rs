@@ -11,13 +11,14 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::ending::Doubt;
-use super::pump::Pump;
-use super::sending::Unsent;
-use super::trial::TrialResult;
+use super::Pump;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
 use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow, RequestedAct};
+use crate::outbox::relay::TOPICS;
+use crate::outbox::relay::ending::Doubt;
+use crate::outbox::relay::trial::TrialResult;
+use crate::outbox::relay::window::Unsent;
 use crate::outbox::rules::diversion::{Diversion as DivertedRows, Diverted, DivertedRow};
 
 /// How often the session looks for requests of operators.
@@ -309,7 +310,7 @@ impl Pump<'_> {
     fn show_blocked(&mut self, why: Option<String>) {
         if self.shown_blocked != why.is_some() {
             self.shown_blocked = why.is_some();
-            self.relay.health.trouble(&self.relay.part, super::TOPICS, why.map(Trouble::Stops));
+            self.relay.health.trouble(&self.relay.part, TOPICS, why.map(Trouble::Stops));
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! Not here: which rows are held (`rules::diversion`), and the counting (the store's).
 
-use super::ending::Doubt;
-use super::pump::Pump;
+use super::Pump;
+use crate::outbox::relay::ending::Doubt;
 
 impl Pump<'_> {
     /// Why no more rows may be dead or held, so that nothing new is read.

@@ -1,0 +1,57 @@
+//! The verdict on a message that failed or cannot be handled: what follows a failed try, and how a
+//! dead message is stored and told. Lanes and retriers judge alike.
+
+use super::item::Item;
+use crate::error::HandlerError;
+use crate::inbox::port::{ParkAs, Parked};
+use crate::message::Message;
+use crate::observe::{self, DeliveryOutcome};
+use crate::time::retry::{Asked, Decision, RetryPolicy};
+
+/// The reason of a message whose handler ended the transaction that it was given.
+pub(super) const ENDED: &str = "transaction-ended";
+/// The error text for such a message.
+pub(super) const WHY_ENDED: &str =
+    "the handler ended the transaction it was given; whether its effects are complete is not known";
+
+/// The error text for a message each of whose tries ended with the process.
+pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
+
+/// Decides what follows a failed try; `counted` is the number of tries.
+pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) -> Decision {
+    let asked = match error.after() {
+        _ if error.is_terminal() => Asked::NoRetry,
+        Some(after) => Asked::After(after),
+        None if error.is_late() => Asked::NotInPlace,
+        None => Asked::Nothing,
+    };
+    retry.next(counted, asked, fastrand::f64())
+}
+
+/// The stored form of a message that is dead before any try. `reason` is a code such as
+/// `unhandled`, `error` a sentence for people.
+pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
+    let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
+    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
+}
+
+/// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
+/// does not stop later messages of its key.
+pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
+    dead(item, "id-reused", "the same id stands in the inbox with different content", false)
+}
+
+/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It
+/// does not stop later messages of its key.
+pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
+    let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
+    dead(item, reason, why, false)
+}
+
+/// Reports a message that is dead because its handler ended the transaction.
+pub(super) fn ended(consumer: &str, message: &Message) {
+    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY_ENDED}");
+    observe::delivered(consumer, DeliveryOutcome::Dead, 1);
+}
