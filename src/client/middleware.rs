@@ -43,6 +43,8 @@ impl Transport for Chain<'_, '_> {
     }
 }
 
+/// Makes a request of the client's own. An error, after which nothing is sent: the body is a stream,
+/// or the key or the URL cannot be used.
 fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     let body = match request.body() {
         None => Vec::new(),
