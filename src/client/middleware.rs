@@ -43,8 +43,8 @@ impl Transport for Chain<'_, '_> {
     }
 }
 
-/// Makes a request of the client's own. An error, after which nothing is sent: the body is a stream,
-/// or the key or the URL cannot be used.
+/// Makes a request of the client's own. It fails, before anything is sent, where the body is a
+/// stream, or where the key or the URL cannot be used.
 fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     let body = match request.body() {
         None => Vec::new(),

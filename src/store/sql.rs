@@ -396,8 +396,8 @@ impl Writing<'_> {
         }
     }
 
-    /// Writes the placeholder of a value. MySQL has no numbers in them, so a value that stands twice
-    /// is bound twice there.
+    /// Writes the placeholder of a value. MySQL has no numbers in them, so a value that stands
+    /// twice is bound twice there.
     fn placeholder(&mut self, name: &'static str) {
         let known = self.names.iter().position(|known| *known == name);
         let number = match (self.dialect, known) {

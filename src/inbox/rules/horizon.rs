@@ -34,8 +34,8 @@ pub enum Age {
     /// `ce_time`, or the broker's record time, for an id without a time. The inbox row of such a
     /// message is purged by its time of receipt.
     Stated(DbTime),
-    /// There is no time: an old duplicate cannot be told from a new message, and runs again. `doctor`
-    /// says so of each consumer with a horizon.
+    /// There is no time: an old duplicate cannot be told from a new message, and runs again.
+    /// `doctor` says so of each consumer with a horizon.
     Unknown,
 }
 
