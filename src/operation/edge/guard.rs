@@ -204,7 +204,7 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
         match timeout(route.completion_budget, tx.stands()).await {
             Ok(Ok(())) => {}
             Ok(Err(error @ StoreError::Fenced(_))) => {
-                // Not `Undone`: the handler may have committed by itself, so the key becomes UNKNOWN.
+                // Not `Undone`: the handler may have committed by itself; the key becomes UNKNOWN.
                 *self.progress.committed() = Committed::No;
                 return Err(error.into());
             }
