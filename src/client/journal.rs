@@ -181,6 +181,7 @@ impl KeyJournal {
             TryLockError::WouldBlock => JournalError::Locked(directory.clone()),
             TryLockError::Error(source) => at(&path)(source),
         })?;
+        // An operation is sent only once its file is finished, so these were never sent.
         for path in files(&directory, UNFINISHED)? {
             fs::remove_file(&path).map_err(at(&path))?;
         }

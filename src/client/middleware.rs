@@ -43,6 +43,8 @@ impl Transport for Chain<'_, '_> {
     }
 }
 
+/// Makes a request of the client's own. It fails, before anything is sent, where the body is a
+/// stream, or where the key or the URL cannot be used.
 fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
     let body = match request.body() {
         None => Vec::new(),

@@ -18,6 +18,8 @@ pub trait KeyField {
     }
 }
 
+/// Returns the key of a call. A key that cannot be used is [`KeyGiven::Malformed`], and the route
+/// decides what follows. The only error is that of two different keys.
 pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> Result<KeyGiven, Box<Problem>> {
     let lines: Vec<&[u8]> = metadata.get_all(KEY_METADATA).iter().map(|value| value.as_bytes()).collect();
     let in_metadata = Key::from_header(&lines, format);

@@ -55,7 +55,7 @@ pub struct Arrived {
 }
 
 impl Arrived {
-    /// The bytes that a delivery weighs in memory.
+    /// The bytes that a delivery weighs in memory, with 200 for all that is not counted one by one.
     pub(crate) fn weight(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::len)
             + self.key.as_ref().map_or(0, Vec::len)
@@ -93,7 +93,8 @@ pub struct Message {
     pub trace: Option<TraceContext>,
     /// Where it stood in the broker.
     pub coordinates: Coordinates,
-    /// The number of this attempt, from 1. Only counted attempts are included.
+    /// The number of this attempt, from 1. A try that was not counted, such as one that ended in a
+    /// deadlock, does not raise it.
     pub attempt: u32,
 }
 
@@ -107,7 +108,8 @@ pub struct Unusable {
 }
 
 impl Message {
-    /// Applies the id rule of the consumer.
+    /// Applies the id rule of the consumer. `epoch` is the consumer's `id_epoch`: a part of each id
+    /// from coordinates, which an operator changes when a topic was deleted and made anew.
     ///
     /// # Errors
     /// [`Unusable`] if the rule finds no id. Its message has an id made from the coordinates, so

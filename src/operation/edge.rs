@@ -150,8 +150,8 @@ async fn claim_and_drive<S, T, R, W>(
     R: FnOnce(Option<Guard<S>>) -> W,
     W: Future<Output = Ended<T>>,
 {
-    // A bridged handler holds a connection, as a transactional one does. Other handlers may hold
-    // none.
+    // A bridged handler holds a connection, as a transactional one does, so it needs a place.
+    // Whether another handler holds one is not known.
     let place = match front.endpoint().route().mode {
         Mode::Bridged => match front.engine().admission().place(front.endpoint().operation()).await {
             Some(place) => Some(place),

@@ -6,8 +6,8 @@
 //! * No committed row is lost, none is sent before its writer's commit is durable, and a long
 //!   transaction elsewhere stalls nothing (R1 to R9; the state machine is
 //!   `crate::outbox::rules::gaps`).
-//! * The doors are functions of the database; the Rust door calls the same ones, so no limit
-//!   depends on the language.
+//! * Messages are enqueued by functions of the database (the *SQL doors*). Rust calls the same
+//!   functions as any other language, so no limit depends on the language.
 //! * An effect commits together with its inbox row, and only in the transaction that inserted it
 //!   (R23, R24).
 //!

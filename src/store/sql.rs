@@ -14,7 +14,7 @@
 //! | `{span :name}` | a bound [`Value::Span`], to be added to a time |
 //! | `{lease}`, `{lease :name}` | the column with the length of a lease, and what it is set to |
 //! | `{lease of ALIAS}` | the length of a lease that is stored, to be added to a time |
-//! | `{key}` | the column of that name, which is a word of MySQL's |
+//! | `{key}` | the column `key`, in quotes on MySQL, where this word is reserved |
 //! | `{in ints :name}` | is one of a bound list; also `ids`, `bytes`, `texts` |
 //! | `{lock}`, `{lock free}` | locks the rows of a SELECT; `free` skips rows that others have locked |
 //! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | after FROM: the rows whose column is in a list |
@@ -29,7 +29,8 @@
 //! A list is bound as an array on PostgreSQL. Elsewhere it is a JSON array, with ids and bytes in
 //! hexadecimal, so a text may also read `:name` by `json_table` or `json_each`.
 //!
-//! A text that is empty for a database does nothing there.
+//! A text that is empty for a database does nothing there. PostgreSQL plans a text that begins with
+//! `/* planned anew */` for each run, so that no cached plan comes from empty tables.
 //!
 //! Guarantees:
 //!
@@ -144,7 +145,8 @@ impl Value {
         }
     }
 
-    /// A list as a JSON array; none for other values.
+    /// A list as a JSON array; none for other values. [`Value::Foreigns`] is none of them either: a
+    /// database binds it as texts or as bytes, whichever it stores.
     #[cfg(any(feature = "mysql", feature = "sqlite"))]
     pub(in crate::store) fn as_json_list(&self) -> Option<String> {
         let hexes = |bytes: &mut dyn Iterator<Item = &[u8]>| bytes.map(hex).collect::<Vec<_>>();
@@ -290,6 +292,7 @@ fn asked(text: &'static str) -> impl Iterator<Item = &'static str> {
     })
 }
 
+/// Returns a text in the words of a database from [`WRITTEN`], where its first use writes it.
 fn written(statement: &Statement, dialect: Dialect) -> Arc<Written> {
     let given = |bits: u64, name: &str| bits << 1 | u64::from(is_given(&statement.values, name));
     let given = asked(statement.text).fold(0, given);
@@ -317,6 +320,8 @@ struct Writing<'a> {
 }
 
 impl Writing<'_> {
+    /// Copies a text and replaces words in braces, names of tables, and `:name`. What stands in
+    /// quotes is copied as it is, and so is a cast, such as `::text`.
     fn write(&mut self, text: &'static str) {
         let mut rest = text;
         while let Some(at) = rest.find(['{', ':', '\'', 'o']) {
@@ -405,6 +410,8 @@ impl Writing<'_> {
         }
     }
 
+    /// Writes the placeholder of a value. MySQL has no numbers in them, so a value that stands
+    /// twice is bound twice there.
     fn placeholder(&mut self, name: &'static str) {
         let known = self.names.iter().position(|known| *known == name);
         let number = match (self.dialect, known) {
@@ -457,6 +464,7 @@ pub(in crate::store) fn savepoint_name() -> String {
 
 /// A connection that runs statements.
 pub(in crate::store) trait Session: Send {
+    /// Runs a statement and returns all rows of its answer.
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>>;
 
     /// Runs a statement and returns how many rows it changed.
@@ -504,6 +512,7 @@ pub(in crate::store) trait Transaction: Send {
 pub(in crate::store) trait SqlStore: Send + Sync {
     fn dialect(&self) -> Dialect;
 
+    /// A connection of the pool for statements that read; it begins no transaction.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 
     /// A transaction for writes.

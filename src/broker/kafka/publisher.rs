@@ -166,8 +166,9 @@ impl KafkaPublisher {
     }
 
     /// Forgets topics that changed: each must be seen in the metadata again before it is used, with
-    /// its limits and partitions. Called also when the session is dropped: the sessions of a process
-    /// share what they know about limits.
+    /// its limits and partitions. So the next message that is too large is refused before it is
+    /// sent. Called also when the session is dropped: the sessions of a process share what they
+    /// know about limits.
     fn distrust_changed_topics(&mut self) {
         for topic in self.session.window.changed_topics() {
             if self.ready.remove(&topic) {

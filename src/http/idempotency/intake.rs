@@ -51,8 +51,11 @@ pub(super) fn unread(engine: &Core, endpoint: &Registered, scope: Option<Scope>,
     engine.front(endpoint, Asking { scope, key, command: Arc::new(Unread) })
 }
 
-/// Reads the body within the limits of the operation, or returns the problem to answer with. Keep
-/// the permit as long as the bytes.
+/// Reads the body within the limits of the operation. Keep the permit as long as the bytes.
+///
+/// # Errors
+/// The problem to answer with: 413 (too long), 503 (no memory is free for it), 408 (too slow), or
+/// 400 (it ended early, or has trailers).
 pub(super) async fn read_body(
     engine: &Core,
     endpoint: &Registered,

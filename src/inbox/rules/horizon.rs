@@ -4,9 +4,10 @@
 //!
 //! Guarantees:
 //!
-//! * A duplicate whose inbox row was purged is *too old*, never new (G8), unless it carries no time
-//!   at all: when its time is below what this consumer has purged, the row that could tell is gone.
-//!   A consumer that never purged calls no message too old.
+//! * A duplicate whose inbox row was purged is *too old*, never new (G8). A message is too old when
+//!   its time is below what this consumer has purged: the row that could tell is gone. A consumer
+//!   that never purged calls no message too old. A message without any time counts as new, because
+//!   nothing tells how old it is.
 //! * An id whose time lies beyond database time and skew is *from the future*. Its inbox row would
 //!   outlive every purge bound.
 //! * A horizon is refused, with its reason, when a duplicate can still come after it.
@@ -27,13 +28,14 @@ use crate::time::db_time::DbTime;
 /// The time from which the age of a message is known, when the inbox does not know the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Age {
-    /// The time inside the id. Such a row is purged when this time and its time of receipt are both
-    /// below the purge bound.
+    /// The time inside the id. The inbox row of such a message is purged when this time and its
+    /// time of receipt are both below the purge bound.
     InId(DbTime),
-    /// `ce_time`, or the broker's record time, for an id without a time. Such a row is purged by
-    /// its time of receipt.
+    /// `ce_time`, or the broker's record time, for an id without a time. The inbox row of such a
+    /// message is purged by its time of receipt.
     Stated(DbTime),
-    /// There is no time: an old duplicate cannot be told from a new message. `doctor` reports this.
+    /// There is no time: an old duplicate cannot be told from a new message, and runs again.
+    /// `doctor` says so of each consumer with a horizon.
     Unknown,
 }
 

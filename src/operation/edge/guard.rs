@@ -1,5 +1,6 @@
-//! What the layer gives to a handler: how far its run has come, and a way to commit the outcome
-//! together with the handler's effects (O2).
+//! The guard that a handler behind the layer gets: it commits the outcome together with the
+//! effects of the handler (O2). Beside it, how far a run has come: the layer judges a failure by
+//! that (O10).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,17 +28,23 @@ pub(crate) struct Progress(Arc<Far>);
 
 #[derive(Debug, Default)]
 struct Far {
+    /// The body has a wrapped extractor, which sets `started`.
     met: AtomicBool,
+    /// The operation's own code has begun.
     started: AtomicBool,
     committed: Mutex<Committed>,
 }
 
 #[derive(Debug, Default)]
 enum Committed {
+    /// The guard was not used, or the handler had ended the transaction before.
     #[default]
     No,
+    /// The guard rolled everything back. In mode `bridged` the same key may run again.
     Undone,
+    /// The commit is under way, or its answer was lost.
     Unknown,
+    /// The outcome is stored; this is its answer.
     Yes(Reply),
 }
 
@@ -197,6 +204,7 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
         match timeout(route.completion_budget, tx.stands()).await {
             Ok(Ok(())) => {}
             Ok(Err(error @ StoreError::Fenced(_))) => {
+                // Not `Undone`: the handler may have committed by itself; the key becomes UNKNOWN.
                 *self.progress.committed() = Committed::No;
                 return Err(error.into());
             }

@@ -40,6 +40,7 @@ update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = $2,
 returning epoch, revision, scanned_to, gaps::text, bucket_from, bucket_to, pg_current_xact_id()::text::bigint,
   greatest((select max(position) from oncebox.decision), (select max(position) from oncebox.outbox_dead), 0)";
 
+/// Who has the lease, and the seconds that are left of it.
 const HOLDER: &str = "
 select owner, extract(epoch from lease_until - clock_timestamp())::float8 from oncebox.shard where shard_id = $1";
 
@@ -81,6 +82,7 @@ select coalesce('the prepared transaction `' || p.gid || '`', 'the transaction o
    and l.relation in (select relid from pg_partition_tree('oncebox.outbox'))
  order by age(t.transactionid) desc limit 1";
 
+/// Those of the transactions `$1` that have not ended.
 const STILL_HOLDING: &str = "
 select distinct transactionid::text::bigint from pg_locks
  where locktype = 'transactionid' and mode = 'ExclusiveLock' and granted and transactionid::text::bigint = any($1)";
@@ -167,9 +169,11 @@ pub(super) struct PostgresSession {
     batches: VecDeque<(u64, u64)>,
     batch: u64,
     read_bytes: usize,
+    /// The last position drawn from the sequence, as the last read found it.
     last_value: i64,
     /// No decision and no dead or held row exists above this position.
     decided_to: i64,
+    /// When the locks were read last.
     watched: Option<Instant>,
     tidied: partitions::Tidied,
 }
@@ -199,8 +203,8 @@ impl RelaySession for PostgresSession {
         let outcome = outcome.map_err(|error| doubt(&error))?;
         self.batch += 1;
         if let Some(number) = outcome.batch {
-            // The cursor gave no new number, because all rows are of other shards: replaces the
-            // entry of the batch before.
+            // Where neither this read nor the last had a row of this shard, the cursor gives the
+            // same number again: this entry replaces the last one.
             self.batches.pop_back_if(|(_, last)| *last == number);
             self.batches.push_back((self.batch, number));
         }
@@ -217,6 +221,7 @@ impl RelaySession for PostgresSession {
 
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
         let ticket = self.cursor.begin_checkpoint();
+        // `None`: nothing is marked, and the checkpoint is written alone.
         let moved = match mark.through.and_then(|through| self.cursor_batch(through)) {
             Some(number) => self.cursor.mark_through(number),
             None => self.cursor.mark_idle(),

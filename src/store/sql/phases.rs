@@ -1,4 +1,5 @@
-//! Operations in phases, on every database.
+//! Stores operations in phases, on every database: takes them up, moves them on, keeps what was
+//! sent and observed, and gives them up.
 //!
 //! Guarantees: of many processes that take an operation up, one raises its epoch, under the lock of
 //! its row. A phase moves its operation on only in the transaction that it began in, and from the
@@ -156,7 +157,9 @@ const DUE: &str = concat!(
       order by o.due_at limit :limit {lock free}"
 );
 
-/// `attempts` first: MySQL sets from left to right.
+/// Takes up a free operation. Where an owner is still named, its lease ended under it, which counts
+/// as an attempt. `attempts` is set first, because it needs the old owner: MySQL sets from left to
+/// right.
 pub(in crate::store) const TAKE: &str = concat!(
     "update oncebox.operation as o set attempts = o.attempts + case when o.owner is not null then 1 else 0 end, \
        epoch = o.epoch + 1, owner = :owner, lease_until = {clock} + {span :lease}, {lease} = {lease :lease}, \
@@ -170,6 +173,7 @@ const DRIVE_ON: &str = concat!(
     is_ours!()
 );
 
+/// Gives up an operation. Without `:after` it is due when it was due before; parked it is not due.
 const LEAVE: &str = concat!(
     "update oncebox.operation as o set state = coalesce(:state, o.state), owner = null, lease_until = null, \
        {lease} = null, attempts = o.attempts + :attempts, parked = :parked, updated_at = {clock}, \
@@ -177,6 +181,7 @@ const LEAVE: &str = concat!(
     is_ours!()
 );
 
+/// Counts a send, only while the driver's lease stands: a driver that lost it must send nothing.
 const BEGIN_SEND: &str = concat!(
     "update oncebox.operation_intent as i set sends = i.sends + 1, \
        last_sent_at = {greatest}(i.last_sent_at, {clock}) \
@@ -188,6 +193,7 @@ const BEGIN_SEND: &str = concat!(
 
 const SENDS: &str = "select sends from oncebox.operation_intent where operation_id = :id and effect = :effect";
 
+/// Takes back the last send, but never the first, which began with the intent.
 const TAKE_BACK_SEND: &str = concat!(
     "update oncebox.operation_intent as i set sends = i.sends - 1 \
      where i.operation_id = :id and i.effect = :effect and i.outcome is null and i.sends = :send and i.sends > 1 \
@@ -199,6 +205,7 @@ const TAKE_BACK_SEND: &str = concat!(
 const UNPARK: &str = "update oncebox.operation set parked = null, due_at = {clock}, updated_at = {clock} \
     where operation_id = :id and parked is not null";
 
+/// Deletes the mark of a run. On SQLite a run has none.
 const UNMARK: &str = "{pg my: delete from oncebox.operation_phase where operation_id = :id}";
 
 /// Most steps keep the state of the record. Then its row keeps its time too, because a new one

@@ -1,8 +1,10 @@
 //! Consuming: effects per second from the real broker.
 //!
-//! All sides read the same topic, under different names, and update the same table. The clock of a
-//! side runs from its first delivery to its last acknowledgement, so that none pays for joining a
-//! group. What was committed is counted behind each.
+//! A side is one way to consume: by hand (`by_hand`), or the consumer of oncebox with one of its
+//! handlers. All sides read the same topic, under different names, and update the same table. The
+//! clock of a side runs from its first delivery to its last acknowledgement, so that none pays for
+//! joining a group. The benchmark fails unless each message had one effect for each side that was
+//! counted; the loop by hand is not counted.
 
 mod by_hand;
 
@@ -29,8 +31,9 @@ use oncebox::{
     BatchMessageHandler, Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec,
 };
 
-/// The side with one transaction a message gets `messages / SLOW_SHARE` messages.
+/// The loop by hand is slow, with a commit for each message: it gets `messages / SLOW_SHARE`.
 const SLOW_SHARE: usize = 4;
+/// How long the client that fills the topic waits for more messages to send together.
 pub(super) const LINGER: Duration = Duration::from_millis(5);
 
 /// A handler that does one business write for each message.
@@ -71,16 +74,20 @@ pub(super) async fn sql<S: Yard>(store: &S) -> Result<Handlers<S>, AppError> {
 /// Effects per second of each side, in one round.
 struct Round {
     loop_by_hand: f64,
-    /// With one lane, and with four where the database has several writers.
+    /// First with one lane; then with four, where the database has several writers.
     lanes: Vec<Lanes>,
 }
 
 struct Lanes {
+    /// By hand in batches, with one statement for the effects of a batch.
     by_hand: f64,
-    /// By hand, with a statement a message.
+    /// By hand in batches, with a statement a message.
     each_by_hand: f64,
+    /// oncebox with [`Effect`], a handler of one message.
     one: f64,
+    /// oncebox with [`InSets`].
     sets: f64,
+    /// oncebox with the handler that is configured as SQL.
     sql: f64,
     /// Messages per second that had come before.
     duplicates: f64,
@@ -135,8 +142,8 @@ fn figures(rounds: &[Round]) -> Vec<Figure> {
     const BATCH: &str = "by hand: 100 a transaction, ids and effects each in one statement";
     const EFFECT: &str = "an effect of the sql handler";
     const EACH: &str = "by hand: 100 a transaction, ids in one statement, effects in one each";
-    // For each number of lanes: against the loop, one, one against a statement each, sets, sql, a
-    // duplicate.
+    // For one lane and for four, in this order: one message against the loop, against a batch by
+    // hand, and against a statement each; sets; sql; a duplicate.
     const NAMES: [[&str; 6]; 2] = [
         ["consume.batches", "consume.one", "consume.one.of_each", "consume.sets", "consume.sql", "consume.duplicate"],
         [

@@ -72,6 +72,8 @@ impl Process {
     }
 }
 
+/// Starts this program. The log is appended to: a process that is started again keeps what the
+/// killed one wrote.
 fn spawn(args: &[String], log: &Path) -> Result<Child, AppError> {
     let open = || File::options().create(true).append(true).open(log);
     let (out, err) = open()

@@ -59,6 +59,8 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
         }
     }
+    // `counted`: how many tries the database has counted, this one included where it is counted
+    // before it runs. `unspent`: the last of them was not made yet, so leaving takes it back.
     let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
     let shared = Arc::clone(&lane.shared);
     let mut blame = Blame::default();
@@ -215,7 +217,7 @@ fn dies(lane: &Lane, reason: &str) -> ParkAs {
 }
 
 /// Waits for a database that is away. Returns true if a stop or revocation came and the message is
-/// left for later.
+/// left for later. `unspent`: its last counted try was not made, so the count is taken back.
 async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -> bool {
     lane.wait_out(away).await;
     let leaves = lane.is_left(item);

@@ -44,7 +44,7 @@ const DEAD: &str = "dead messages may be redriven";
 
 impl Sources {
     /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
-    /// clocks. The error has the source with the longest time.
+    /// clocks. The error names the source with the longest time.
     pub(crate) fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
         let Horizon::After(horizon) = horizon else {
             return Ok(());

@@ -1,5 +1,6 @@
 //! Pure: no I/O, no clock.
-//! How the facts for the table are read from real records, at every edge of time.
+//! Tests of `decide` with whole records, from which it reads the facts for the table of decisions:
+//! at every edge of time.
 
 use std::time::Duration;
 

@@ -7,7 +7,7 @@
 //!   values.
 //! * The text form is that of PostgreSQL's `int8multirange`, in both directions.
 //!
-//! Not here: fences and ages, which live in memory only (`open`).
+//! Not here: fences and ages of gaps, which live in memory only (`gaps::open`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -37,7 +37,7 @@ impl Range {
 /// A set of positions as ascending ranges. Its text is that of a multirange: `{[3,4),[5,6)}`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct GapSet {
-    /// First position to one past the last.
+    /// From the first position of each range to one past its last.
     ranges: BTreeMap<i64, i64>,
 }
 
