@@ -5,6 +5,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/circles.rs"]
+mod circles;
 #[path = "tidy/plan.rs"]
 mod plan;
 #[path = "tidy/schemas.rs"]

@@ -65,9 +65,14 @@ pub(crate) fn room(path: &Path) -> Option<&'static str> {
     PACKAGES.into_iter().find(|package| path.starts_with(package)).or_else(|| room_of(&module_of(path)?))
 }
 
-/// The path of the module that this file of the library is.
-fn module_of(path: &Path) -> Option<Vec<String>> {
-    let inside = path.strip_prefix("src").ok()?.with_extension("");
+/// The folder of the sources of a package, up to and with `src`.
+fn root_of(path: &Path) -> Option<&Path> {
+    path.ancestors().find(|folder| folder.ends_with("src"))
+}
+
+/// The path of the module that this file is in its package.
+pub(crate) fn module_of(path: &Path) -> Option<Vec<String>> {
+    let inside = path.strip_prefix(root_of(path)?).ok()?.with_extension("");
     let parts = inside.components().map(|part| part.as_os_str().to_str().unwrap().to_owned());
     Some(parts.filter(|part| part != "lib" && part != "mod").collect())
 }
@@ -89,10 +94,10 @@ fn spread(tree: &str) -> Vec<String> {
     found
 }
 
-/// What a file of the library names of the library, each with its line: `use` with its groups, and
-/// paths in code. Documentation may point anywhere.
-fn named(path: &Path, text: &str) -> Vec<(usize, Vec<String>)> {
-    let own = module_of(path).unwrap();
+/// What a file names of its own package, each with its line: `use` with its groups, and paths in
+/// code. Documentation may point anywhere.
+pub(crate) fn named(path: &Path, text: &str) -> Vec<(usize, Vec<String>)> {
+    let (root, own) = (root_of(path).unwrap(), module_of(path).unwrap());
     let (mut module, mut group, mut found) = (own.clone(), None::<(usize, String)>, Vec::new());
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//")) {
         // Modules within a file stand at its margin, as `rustfmt` leaves them.
@@ -117,17 +122,17 @@ fn named(path: &Path, text: &str) -> Vec<(usize, Vec<String>)> {
             let words = words.filter(|word| word.starts_with("crate::") || word.starts_with("super::"));
             paths.extend(words.map(|word| (number + 1, word.to_owned())));
         }
-        found.extend(paths.into_iter().filter_map(|(line, path)| Some((line, resolved(&module, &path)?))));
+        found.extend(paths.into_iter().filter_map(|(line, path)| Some((line, resolved(root, &module, &path)?))));
     }
     found
 }
 
-/// The path from the root of the library, where it begins there, at a parent or at a child.
-fn resolved(module: &[String], path: &str) -> Option<Vec<String>> {
+/// The path from the root of the package, where it begins there, at a parent or at a child.
+fn resolved(root: &Path, module: &[String], path: &str) -> Option<Vec<String>> {
     let mut from = module.to_vec();
     let mut parts = path.split("::").peekable();
     let first = *parts.peek()?;
-    let folder: PathBuf = std::iter::once("src").chain(module.iter().map(String::as_str)).collect();
+    let folder = root.join(module.iter().collect::<PathBuf>());
     let is_child = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(format!("{first}.rs")).is_file();
     match first {
         "crate" => from.clear(),
