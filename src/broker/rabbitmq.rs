@@ -5,7 +5,8 @@
 //! |---|---|
 //! | `config` | settings, and reading the URL |
 //! | `socket` | a connection whose socket we own (R29), TLS |
-//! | `publisher`, `confirms`, `unsettled`, `lanes` | the session, its task, what both share, the order of a key's rows (R20, R21) |
+//! | `publisher`, `confirms`, `unsettled` | the session, its task, the state that they share (R21) |
+//! | `lanes` | the order of the rows of a key (R20) |
 //! | `cuts` | connections that are cut at the same message (R16) |
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |

@@ -3,7 +3,8 @@
 //! Guarantees: a row of evidence is never changed, and the database sets its time. Of answers that
 //! ask to wait only the last one is kept.
 //!
-//! Not here: what evidence proves (`operation::rules`), and its end (`expiry`, `phases`, `records`).
+//! Not here: what evidence proves (`operation::rules`), and when it is deleted (`expiry`, `phases`,
+//! `records`).
 
 use uuid::Uuid;
 
