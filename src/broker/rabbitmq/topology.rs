@@ -38,8 +38,8 @@ pub(super) struct QueueState {
     pub(super) limit_as_it_stands: bool,
 }
 
-/// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the hash
-/// exchange.
+/// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the
+/// hash exchange.
 pub(super) fn queues(config: &RabbitConfig, queue: &str) -> Vec<String> {
     match config.partitions {
         1 => vec![queue.to_owned()],

@@ -85,7 +85,7 @@ struct Lanes {
     each_by_hand: f64,
     /// oncebox with [`Effect`], a handler of one message.
     one: f64,
-    /// oncebox with [`InSets`].
+    /// oncebox with [`InSets`], a handler of sets.
     sets: f64,
     /// oncebox with the handler that is configured as SQL.
     sql: f64,

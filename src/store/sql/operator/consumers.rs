@@ -2,11 +2,10 @@
 
 use uuid::Uuid;
 
-use super::name as as_stored;
 use crate::error::StoreError;
 use crate::operator::{ActContext, Forgotten};
 use crate::store::sql::audit::{self, Act};
-use crate::store::sql::{SqlStore, sql};
+use crate::store::sql::{SqlStore, name as as_stored, sql};
 
 const CONSUMER: &str = "select consumer_id, {age seen_at} from oncebox.consumer where name = :name {lock}";
 
