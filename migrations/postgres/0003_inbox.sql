@@ -373,4 +373,25 @@ end
 $$;
 comment on function oncebox.run_block(text, text[]) is 'hands values over to a DO block, and runs it';
 
+-- A handler that commits would leave inbox rows without the rest of the batch. Every batch opens the cursor `oncebox_open` WITH HOLD
+-- over `refuse_commit`: the server runs such a query at COMMIT, before anything is committed, so that COMMIT becomes a rollback.
+-- Both without `set search_path`, which would cost every batch: they look up nothing but a type.
+create function oncebox.refuse_commit() returns void
+language plpgsql volatile as $$
+begin
+  raise exception using errcode = '2D000', message = 'a handler must not commit: the transaction is the consumer''s, and nothing of it stays';
+end
+$$;
+comment on function oncebox.refuse_commit() is 'makes a COMMIT a rollback, as the query of a held cursor';
+
+create function oncebox.permit_commit() returns void
+language plpgsql volatile as $$
+declare
+  ours pg_catalog.refcursor := 'oncebox_open';
+begin
+  close ours;
+end
+$$;
+comment on function oncebox.permit_commit() is 'closes that cursor before the COMMIT of the consumer; an error where it is gone';
+
 revoke execute on all functions in schema oncebox from public;

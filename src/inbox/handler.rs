@@ -21,11 +21,12 @@ type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
 /// It has no commit and no rollback: returning `Ok` or `Err` decides.
 ///
 /// A handler must not end the transaction by a statement of its own either (COMMIT, DDL on MySQL, a
-/// procedure that commits). Where it does, the consumer finds out and stores the messages as dead.
-/// Two limits remain. If the process dies between that COMMIT and the dead rows, the messages of a
-/// batch are lost: their inbox rows are committed, so they come again as duplicates, and nothing
-/// tells of what the handler did not do. (A message that waited for its retry is dead already, and
-/// SQLite turns such a COMMIT into a rollback.)
+/// procedure that commits). PostgreSQL and SQLite turn such a COMMIT into a rollback, and the try
+/// fails. On MySQL and MariaDB the consumer finds out and stores the messages as dead.
+/// Two limits remain. If the process dies there between that COMMIT and the dead rows, the messages
+/// of a batch are lost: their inbox rows are committed, so they come again as duplicates, and
+/// nothing tells of what the handler did not do. (A message that waited for its retry is dead
+/// already. It is the same on PostgreSQL for a handler that says `close all` before its COMMIT.)
 /// Under the policy `skip` the next message of the key may run while such a handler still runs.
 pub struct HandlerTx<'t, S: Store> {
     connection: &'t mut Connection<S>,
@@ -39,7 +40,8 @@ impl<'t, S: Store> HandlerTx<'t, S> {
     }
 
     /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT,
-    /// DDL on MySQL) are detected before the commit; the message is then dead or tried again.
+    /// DDL on MySQL) are refused, or detected before the commit; the message is then dead or tried
+    /// again.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
         self.connection
     }

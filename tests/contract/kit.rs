@@ -40,6 +40,8 @@ pub(crate) trait Sql: Store {
     const EFFECT: &'static str;
     /// What stands before the names of oncebox's tables.
     const PREFIX: &'static str;
+    /// How a handler commits although the database refuses its COMMIT where it can.
+    const COMMIT: &'static str;
 
     async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error>;
     async fn texts(&self, sql: &str) -> Vec<String>;
@@ -50,11 +52,12 @@ pub(crate) trait Sql: Store {
 }
 
 macro_rules! sql {
-    ($store:ty, $begin:literal, $prefix:literal, $effect:literal) => {
+    ($store:ty, $begin:literal, $prefix:literal, $commit:literal, $effect:literal) => {
         #[async_trait]
         impl Sql for $store {
             const EFFECT: &'static str = $effect;
             const PREFIX: &'static str = $prefix;
+            const COMMIT: &'static str = $commit;
 
             async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error> {
                 raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.map(|_| ())
@@ -87,13 +90,21 @@ sql!(
     SqliteStore,
     "BEGIN IMMEDIATE",
     "oncebox_",
+    "commit",
     "create table effect (no integer primary key autoincrement, text text not null)"
 );
-sql!(PostgresStore, "BEGIN", "oncebox.", "create table effect (no bigserial primary key, text text not null)");
+sql!(
+    PostgresStore,
+    "BEGIN",
+    "oncebox.",
+    "close all; commit",
+    "create table effect (no bigserial primary key, text text not null)"
+);
 sql!(
     MySqlStore,
     "START TRANSACTION",
     "oncebox_",
+    "commit",
     "create table effect (no bigint auto_increment primary key, text text not null)"
 );
 

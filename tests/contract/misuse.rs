@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use oncebox::ConsumerOptions;
 
 use oncebox::HandlerError;
+use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{ActContext, Operator as _, OperatorAct};
 
 use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, on_servers, sqlite};
@@ -162,11 +163,36 @@ async fn is_dead_as_ended<S: Sql>(world: &World<S>) {
 #[tokio::test]
 async fn r23_a_raw_commit_is_dead_as_transaction_ended_on_postgres() {
     on_postgres("r23_commit", |world| async move {
-        let consumer = once(&world, || Act::Swallow("commit")).await;
+        let consumer = once(&world, || Act::Swallow(PostgresStore::COMMIT)).await;
         is_dead_as_ended(&world).await;
         consumer.end().await;
     })
     .await;
+}
+
+/// PostgreSQL refuses such a commit, so it is a failure of its message and of no other. Before it
+/// did, the whole batch was dead as `transaction-ended`.
+#[tokio::test]
+async fn r23_a_raw_commit_that_is_refused_fails_its_own_message_only() {
+    for statement in ["commit", "insert into effect (text) values ('more'); end", "commit and chain"] {
+        on_postgres("r23_refused", move |world| async move {
+            world.broker.faults().hold_deliveries(true);
+            world.deliver_all(&["a1", "b1", "c1", "a2"]);
+            let act = move |name: &str, _: &oncebox::Message| match name {
+                "a1" => Act::Run(statement),
+                _ => Act::Done,
+            };
+            let consumer = world.consumer(consumer_options(), Does(act));
+            world.broker.faults().hold_deliveries(false);
+            world.until_consumer("dead after its attempts", |ledger| (ledger.dead, ledger.held) == (1, 1)).await;
+            world.until_effects(&["b1", "c1"]).await;
+            let dead = world.dead().await.remove(0);
+            assert_eq!((dead.reason.as_str(), dead.payload.as_slice()), ("attempts", &b"a1"[..]));
+            assert!(dead.history.iter().all(|one| one.error.contains("must not commit")), "{:?}", dead.history);
+            consumer.end().await;
+        })
+        .await;
+    }
 }
 
 /// Shown to fail on the code before: all three were acknowledged as duplicates, b1 and a2 without
@@ -174,14 +200,14 @@ async fn r23_a_raw_commit_is_dead_as_transaction_ended_on_postgres() {
 #[tokio::test]
 async fn r23_a_raw_commit_before_a_failure_is_dead_too_and_its_batch_is_not_lost() {
     on_postgres("r23_commit_and_fail", |world| async move {
-        let consumer = once(&world, || Act::RunAndFail("commit")).await;
+        let consumer = once(&world, || Act::RunAndFail(PostgresStore::COMMIT)).await;
         is_dead_as_ended(&world).await;
         consumer.end().await;
     })
     .await;
 }
 
-const COMMIT_THEN_ABORT: &str = "commit; begin; select 1 / 0";
+const COMMIT_THEN_ABORT: &str = "close all; commit; begin; select 1 / 0";
 
 /// Shown to fail on the code before: the aborted transaction hid the committed one, and all three
 /// were acknowledged as duplicates.
@@ -240,7 +266,7 @@ async fn r23_a_raw_commit_in_a_retry_that_fails_is_dead_and_not_lost() {
         world.deliver_all(&["a1", "a2"]);
         let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
             ("a1", 0..2) => super::kit::fails(),
-            ("a1", _) => Act::RunAndFail("commit"),
+            ("a1", _) => Act::RunAndFail(PostgresStore::COMMIT),
             _ => Act::Done,
         };
         let consumer = world.consumer(consumer_options(), Does(act));
@@ -258,7 +284,7 @@ async fn r23_a_raw_commit_in_a_retry_holds_the_key_of_its_message<S: Sql>(world:
     world.deliver_all(&["a1", "a2", "a3"]);
     let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
         ("a1", 0..2) => super::kit::fails(),
-        ("a1", 2) => Act::RunAndFail("commit"),
+        ("a1", 2) => Act::RunAndFail(S::COMMIT),
         _ => Act::Done,
     };
     let consumer = world.consumer(consumer_options(), Does(act));
@@ -280,7 +306,7 @@ async fn r23_a_raw_commit_in_a_retry_leaves_its_message_dead_though_the_process_
     world.deliver_all(&["a1", "a2"]);
     let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
         ("a1", 0..2) => super::kit::fails(),
-        ("a1", _) => Act::Then("commit", Box::new(Act::Hang)),
+        ("a1", _) => Act::Then(S::COMMIT, Box::new(Act::Hang)),
         _ => Act::Done,
     };
     let options = ConsumerOptions { handler_timeout: SOON * 2, ..consumer_options() };
@@ -349,7 +375,7 @@ async fn in_a_retry<S: Sql>(world: World<S>, ends: Ends, transient: bool) {
 }
 
 const ON_POSTGRES: Ends = Ends {
-    commit: "commit",
+    commit: PostgresStore::COMMIT,
     sleep: "select pg_sleep(60)",
     sleeping: "select query from pg_stat_activity
         where datname = current_database() and state = 'active' and query = 'select pg_sleep(60)'",

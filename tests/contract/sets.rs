@@ -208,7 +208,7 @@ async fn r23_a_raw_commit_in_a_handler_of_sets_leaves_all_of_the_set_dead_and_no
         world.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
         let tries = AtomicU32::new(0);
         let handler = DoesAll(move |_: &[&str]| match tries.fetch_add(1, Ordering::Relaxed) {
-            0 => Act::RunAndFail("commit"),
+            0 => Act::RunAndFail(PostgresStore::COMMIT),
             _ => Act::Done,
         });
         let consumer = world.consumer_of(consumer_options(), Handlers::new().otherwise_batch(handler));

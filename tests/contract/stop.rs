@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::store::StoreOptions;
+use oncebox::store::postgres::PostgresStore;
 use oncebox::{Consumer, ConsumerEnd, ConsumerOptions, HandlerError, Handlers, Relay, RelayOptions, RetryPolicy};
 use oncebox_testkit::memory::MemoryBroker;
 use tokio_util::sync::CancellationToken;
@@ -127,7 +128,7 @@ async fn stopped_behind_a_commit<S: Sql>(world: World<S>, fails_before: u32) {
     world.deliver_all(&["a1"]);
     let act = move |_: &str, _: &oncebox::Message| match tries.fetch_add(1, Ordering::Relaxed) {
         n if n < fails_before => fails(),
-        _ => Act::Then("commit", Box::new(Act::Hang)),
+        _ => Act::Then(S::COMMIT, Box::new(Act::Hang)),
     };
     let options = ConsumerOptions {
         handler_timeout: Duration::from_secs(60),
@@ -168,7 +169,7 @@ async fn r23_a_stop_says_that_nobody_knows_how_a_transaction_ended() {
             shutdown_grace: Duration::from_secs(10),
             ..consumer_options()
         };
-        let act = |_: &str, _: &oncebox::Message| Act::Then("commit", Box::new(Act::Hang));
+        let act = |_: &str, _: &oncebox::Message| Act::Then(PostgresStore::COMMIT, Box::new(Act::Hang));
         let consumer = through.consumer(options, Does(act));
         direct.until_effects(&["a1"]).await;
         proxy.fails(Failure::Silence);
@@ -190,7 +191,7 @@ async fn r23_a_stop_tells_of_a_message_that_it_could_not_store_as_dead() {
         let Behind { direct, through, proxy } = Behind::new(world, "sslmode=disable", StoreOptions::new("")).await;
         proxy.fail_at("", "insert into oncebox.waiting", 0, When::BeforeRequest, Failure::Silence);
         direct.deliver_all(&["a1"]);
-        let act = |_: &str, _: &oncebox::Message| Act::RunAndFail("commit");
+        let act = |_: &str, _: &oncebox::Message| Act::RunAndFail(PostgresStore::COMMIT);
         let options = ConsumerOptions { shutdown_grace: Duration::from_secs(4), ..consumer_options() };
         let consumer = through.consumer(options, Does(act));
         eventually("it is silent", SOON, || async { proxy.has_failed().then_some(()) }).await;

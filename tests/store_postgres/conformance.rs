@@ -27,6 +27,7 @@ impl Fixture for OnPostgres {
     const KILL: Option<(&'static str, &'static str)> =
         Some(("select pg_backend_pid()", "select pg_terminate_backend({}, 10000)"));
     const UNDOES_WHAT_FOLLOWS: bool = false;
+    const COMMIT: &'static str = "close all; commit";
 
     async fn empty() -> Option<Self> {
         let server = server()?;

@@ -46,6 +46,7 @@ async fn g12_a_connection_that_is_lost_during_commit_leaves_the_outcome_unknown(
         let consumer = database.store.register(&consumer_spec()).await.unwrap();
         let mut tx = database.store.begin(consumer).await.unwrap();
         tx.admit(&[entry()]).await.unwrap();
+        assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         database.connection().await.execute(KILL_OTHERS).await.unwrap();
         let outcome = tx.commit().await;
         assert!(matches!(outcome, Err(StoreError::CommitUnknown(_))), "{outcome:?}");
@@ -249,6 +250,69 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
                 Proof::Same => tx.commit().await.unwrap(),
                 _ => tx.rollback().await.unwrap(),
             }
+        }
+    })
+    .await;
+}
+
+/// A process that dies behind the COMMIT of its handler loses nothing: what comes again is new.
+/// Without the guard the inbox rows stand, so it is a duplicate.
+#[tokio::test]
+async fn r23_a_commit_of_the_handler_is_refused_and_nothing_of_it_stays() {
+    with_database("r23_a_commit_of_the_handler_is_refused_and_nothing_of_it_stays", |database| async move {
+        database.run("create table effect (n int)").await;
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
+        for commit in [
+            "commit",
+            "end",
+            "commit and chain",
+            "commit; begin; insert into effect values (2)",
+            "prepare transaction 'prepared'",
+            "savepoint s; commit",
+            "set search_path = astray, pg_catalog; commit",
+            "set role pg_monitor; commit",
+            "set session_replication_role = replica; commit",
+        ] {
+            let ours = [entry(), entry()];
+            let mut tx = database.store.begin(consumer).await.unwrap();
+            assert_eq!(tx.admit(&ours).await.unwrap(), [None, None]);
+            let handler = format!("insert into effect values (1); {commit}");
+            let ended =
+                sqlx::raw_sql(sqlx::AssertSqlSafe(handler)).execute(tx.connection::<PgConnection>().unwrap()).await;
+            assert!(ended.is_err(), "{commit}");
+            drop(tx);
+            let mut again = database.store.begin(consumer).await.unwrap();
+            assert_eq!(again.admit(&ours).await.unwrap(), [None, None], "{commit}");
+            again.rollback().await.unwrap();
+            assert_eq!(database.value::<i64>("select count(*) from effect").await, 0, "{commit}");
+        }
+    })
+    .await;
+}
+
+/// The guard is in no way of a handler that leaves the end of its transaction to the consumer.
+#[tokio::test]
+async fn r23_the_guard_against_a_commit_fails_no_good_handler() {
+    with_database("r23_the_guard_against_a_commit_fails_no_good_handler", |database| async move {
+        database.run("create table effect (n int)").await;
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
+        for handler in [
+            "set constraints all immediate",
+            "savepoint s; insert into effect values (1); release savepoint s",
+            "savepoint s",
+            "truncate effect",
+            "alter table effect add column m int",
+            "begin",
+            "declare mine cursor with hold for select n from effect; fetch mine; close mine",
+            "set search_path = astray, pg_catalog",
+        ] {
+            let ours = entry();
+            let mut tx = database.store.begin(consumer).await.unwrap();
+            tx.admit(&[ours]).await.unwrap();
+            sqlx::raw_sql(handler).execute(tx.connection::<PgConnection>().unwrap()).await.unwrap();
+            assert_eq!(tx.prove().await.unwrap(), Proof::Same, "{handler}");
+            tx.commit().await.unwrap();
+            assert_eq!(database.store.known(consumer, &[ours.id]).await.unwrap().len(), 1, "{handler}");
         }
     })
     .await;

@@ -72,6 +72,10 @@ pub trait Fixture: Sized + Send + Sync + 'static {
     /// database commits each such statement by itself, and the proof must answer `Ended`.
     const UNDOES_WHAT_FOLLOWS: bool = true;
 
+    /// The statements by which a handler commits although the store refuses what it can. Cases of
+    /// the proof use it: the proof finds out what is not refused.
+    const COMMIT: &'static str = "commit";
+
     /// Makes a private, empty database, without the schema. None where the service that it needs
     /// does not run.
     fn empty() -> impl Future<Output = Option<Self>> + Send;

@@ -1,8 +1,9 @@
 //! Inbox rows, and the transaction that holds them together with the effects of a handler.
 //!
 //! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before
-//! COMMIT proves that it is still the transaction that wrote our rows (R23). Ids that contain a
-//! time go to a range-partitioned table, other ids to a second table (R31).
+//! COMMIT proves that it is still the transaction that wrote our rows (R23), and the server refuses
+//! a COMMIT of the handler. Ids that contain a time go to a range-partitioned table, other ids to a
+//! second table (R31).
 
 mod fate;
 
@@ -88,9 +89,21 @@ macro_rules! ours {
 /// Counts our rows and compares the transaction, in one statement (R23). The server's own counters
 /// of a transaction would be cheaper and are no proof: a table that was emptied in an open
 /// savepoint, or exchanged, leaves them as they were. The statement also sets `synchronous_commit`
-/// back where a handler changed it: what is acknowledged must survive a crash.
-const PROVE: &str =
-    concat!("select ", witness!("pg_current_xact_id_if_assigned()"), ", ", ours!(), ", (", synchronous!("true"), ")");
+/// back where a handler changed it: what is acknowledged must survive a crash. It ends the guard
+/// against a COMMIT, which must not refuse ours; the guard is gone where the transaction ended.
+const PROVE: &str = concat!(
+    "select ",
+    witness!("pg_current_xact_id_if_assigned()"),
+    ", ",
+    ours!(),
+    ", (",
+    synchronous!("true"),
+    "), oncebox.permit_commit()"
+);
+
+/// Opens the guard against a COMMIT of the handler. The server runs the query of a held cursor at
+/// COMMIT, before anything is committed, and this query raises.
+const GUARD: &str = "declare oncebox_open no scroll cursor with hold for select oncebox.refuse_commit()";
 
 /// Reads which of some lanes are blocked, and the times by which ages are judged. Each lane is one
 /// index lookup, however many rows it has. The `order by` is needed: without it the plan for a lane
@@ -111,11 +124,11 @@ impl OwnInbox for PostgresStore {
 
     async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let wait = lock_wait(self.handler_timeout).as_millis();
-        let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}"))).await?;
+        let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}; {GUARD}"))).await?;
         let pool = self.pool.clone();
-        let (witness, works) = (None, false);
+        let (witness, is_guarded, works) = (None, true, false);
         let (ours, buried) = (Ids::default(), Buried::default());
-        Ok(Box::new(PostgresTx { tx, pool, consumer, witness, ours, buried, works }))
+        Ok(Box::new(PostgresTx { tx, pool, consumer, witness, is_guarded, ours, buried, works }))
     }
 
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -187,6 +200,8 @@ pub(super) struct PostgresTx {
     consumer: ConsumerId,
     /// The witness of the transaction that wrote our rows: see `witness!`.
     witness: Option<String>,
+    /// Whether the server refuses a COMMIT: until the proof.
+    is_guarded: bool,
     ours: Ids,
     buried: Buried,
     /// Set when the server was seen executing a statement of this transaction during `undo`.
@@ -292,8 +307,11 @@ impl InboxTx for PostgresTx {
             // A statement failed and the handler swallowed its error. COMMIT would roll back
             // without an error.
             Err(error) if code(&error).as_deref() == Some("25P02") => return Ok(Proof::Aborted),
+            // The guard is gone: a transaction takes it along when it ends.
+            Err(error) if code(&error).as_deref() == Some("34000") => return Ok(Proof::Ended),
             Err(error) => return Err(error.into()),
         };
+        self.is_guarded = false;
         let now: Option<String> = row.try_get(0)?;
         if self.witness.is_some() && now != self.witness {
             return Ok(Proof::Ended);
@@ -322,6 +340,10 @@ impl InboxTx for PostgresTx {
     }
 
     async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
+        // No handler ran where nothing was proven.
+        if self.is_guarded {
+            sqlx::query("close oncebox_open").run(&mut self.tx).await?;
+        }
         self.tx.commit().await
     }
 

@@ -82,14 +82,14 @@ pub async fn r23_an_error_that_was_swallowed_never_commits_half<F: Fixture>(tria
 
 /// The proof never accepts what follows the handler's COMMIT as the transaction that was begun.
 pub async fn r23_a_commit_of_the_handler_is_found_out<F: Fixture>(trial: &Trial<F>) {
-    let end = handler(trial, &["commit"]).await;
+    let end = handler(trial, &[F::COMMIT]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!(end.known, end.before == 1, "what was committed, was committed with its inbox row");
 }
 
 /// The handler commits and begins a new transaction. The proof does not accept the new one.
 pub async fn r23_a_commit_with_a_new_begin_is_found_out<F: Fixture>(trial: &Trial<F>) {
-    let end = handler(trial, &["commit", "begin"]).await;
+    let end = handler(trial, &[F::COMMIT, "begin"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!(end.known, end.before == 1);
     assert_eq!(end.after, 0, "what came after is rolled back");
@@ -97,7 +97,7 @@ pub async fn r23_a_commit_with_a_new_begin_is_found_out<F: Fixture>(trial: &Tria
 
 /// The new transaction of the handler fails. This does not hide what the handler committed before.
 pub async fn r23_a_commit_with_a_new_begin_that_fails_is_found_out<F: Fixture>(trial: &Trial<F>) {
-    let end = handler(trial, &["commit", "begin", "insert into no_such_table (a) values (1)"]).await;
+    let end = handler(trial, &[F::COMMIT, "begin", "insert into no_such_table (a) values (1)"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!((end.known, end.after), (end.before == 1, 0));
 }
@@ -181,7 +181,7 @@ async fn after<F: Fixture>(trial: &Trial<F>, statement: &str) -> (Tx, oncebox::s
 pub async fn what_a_handler_committed_is_told_although_its_connection_is_lost<F: Fixture>(trial: &Trial<F>) {
     let case = "what_a_handler_committed_is_told_although_its_connection_is_lost";
     let consumer = trial.consumer("c").await;
-    for (statement, expected) in [("commit", Undone::Committed), ("select 1", Undone::Lost)] {
+    for (statement, expected) in [(F::COMMIT, Undone::Committed), ("select 1", Undone::Lost)] {
         let (mut tx, entry) = after(trial, statement).await;
         if !trial.end_connection(case, tx.connection().unwrap()).await {
             return tx.rollback().await.unwrap();
@@ -201,7 +201,7 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
     let consumer = trial.consumer("c").await;
     trial.run("create table held (id int primary key, by_whom varchar(9))").await;
     trial.run("insert into held (id) values (1)").await;
-    for (statement, expected) in [("commit", Undone::Committed), ("select 1", Undone::Whole)] {
+    for (statement, expected) in [(F::COMMIT, Undone::Committed), ("select 1", Undone::Whole)] {
         let mut holder = trial.begin().await;
         F::run(&mut holder, "update held set by_whom = 'first' where id = 1").await.unwrap();
         let (mut tx, entry) = after(trial, statement).await;
@@ -221,7 +221,7 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
 /// The handler's own COMMIT left the head dead. The answer `Committed` of `undo` tells of it.
 pub async fn a_head_that_a_handler_committed_is_told<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
-    for statement in ["select 1", "commit"] {
+    for statement in ["select 1", F::COMMIT] {
         trial.park(consumer, &message(statement, ""), due()).await;
         let head = trial.store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
@@ -231,7 +231,7 @@ pub async fn a_head_that_a_handler_committed_is_told<F: Fixture>(trial: &Trial<F
         drop(tx);
         let stands = trial.store.give_back(consumer, &[head]).await.unwrap() == 1;
         assert_eq!(undone, if stands { Undone::Whole } else { Undone::Committed }, "{statement}");
-        assert!(stands || statement == "commit");
+        assert!(stands || statement == F::COMMIT);
     }
 }
 
