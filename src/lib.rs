@@ -59,16 +59,17 @@
 //! | serve requests with an `Idempotency-Key` | `http::idempotency` (feature `http`), `grpc` (feature `grpc`) |
 //! | call a provider in phases that recover | `operation` (feature `operations`) |
 //! | send requests again until their end is known | `client` (feature `client`) |
-//! | write an adapter of your own | the traits of [`store`] and [`broker`], and their suites in the package `oncebox-testkit` |
+//! | write an adapter of your own | the traits of [`store`] (feature `duties`) and [`broker`], and their suites in the package `oncebox-testkit` |
 //!
 //! # Features
 //!
 //! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
 //! `embedded`) each; `tls` to databases, unless a service gives its sqlx another one; `relay` and
-//! `consumer`, inside a service; `duties`, which they bring, for what a store does beyond to
-//! connect, check and migrate; `operations`, and on top of them `http`, `openapi`, `grpc`,
+//! `consumer`, inside a service; `operations`, and on top of them `http`, `openapi`, `grpc`,
 //! `client`, `email`, `redis`, `compress`, `encrypt`; `metrics`, `otel` for what their names say;
-//! `programs` for settings and a `main` of one's own. A service that only enqueues on PostgreSQL:
+//! `programs` for settings and a `main` of one's own. `relay`, `consumer` and `operations` bring
+//! `duties`: what a store does for them. Only an adapter of one's own names it. A service that only
+//! enqueues on PostgreSQL, checks its schema and migrates needs none of these four:
 //! `oncebox = { version = "0.1", default-features = false, features = ["postgres", "tls"] }`.
 //!
 //! # Rooms

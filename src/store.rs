@@ -2,6 +2,8 @@
 //!
 //! A duty is a trait, the *port* of its subject: `outbox::port`, `inbox::port`, `operation::port`,
 //! `operator`, `email::port`; what no subject owns is here, in `base`, `schema` and `statements`.
+//! [`Base`] and [`Schema`] are always there: a service that only enqueues needs no more. The rest
+//! comes with the feature `duties`, and what operations need with `operations`.
 //!
 //! Each adapter has one folder, with the same file names: `connect`, `door`, `schema`, `check`,
 //! `relay`, `inbox`, `operations`. The suite in `oncebox-testkit` tests the promises of the traits
@@ -78,8 +80,7 @@ pub use crate::{
     },
 };
 
-/// A database adapter: all duties of messages together. A service that only enqueues needs
-/// [`Schema`] of it, to connect, check and migrate.
+/// A database adapter: all duties of messages together.
 #[cfg(feature = "duties")]
 pub trait Store: Schema + Statements + Duties {
     /// This store as an object. Its methods are compiled with the adapter; those of the type itself

@@ -146,8 +146,8 @@ fn names_in(file: &str, block: &str, before: &[&str]) -> Vec<String> {
     names
 }
 
-/// Shown by: a setter with another name; taking `open_per_tenant_max`, `BadRequest` and `otel` off
-/// the page.
+/// Shown by: a setter or a field with another name; taking `open_per_tenant_max`, `BadRequest` and
+/// `otel` off the page.
 #[test]
 fn m4_every_setting_of_a_route_and_of_an_engine_stands_on_its_page() {
     let page = read("docs/reference/settings.md");

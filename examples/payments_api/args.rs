@@ -78,10 +78,10 @@ impl Args {
         route.completion_budget = lease.mul_f64(0.2);
         route.retention = Retention { ttl, body: ttl, metadata: ttl.max(Retention::default().metadata) };
         if mode == Mode::Phased {
+            route.operation_path = Some("/operations/".to_owned());
             // Keys of any form, which are free again after their time; the default asks for UUID v7
             // and refuses late ones.
             route.key_format = KeyFormat::Opaque;
-            route.operation_path = Some("/operations/".to_owned());
             route.after_expiry = AfterExpiry::ExecuteAsNew;
         }
         route

@@ -105,6 +105,7 @@ pub struct EngineOptions {
     /// The region of this service, and a function that returns the region that keeps the keys of a
     /// scope. A request whose keys another region keeps gets 421 with that region's name; it is
     /// never redirected (M106). The function returns `None` for keys that every region may serve.
+    /// Default: none, every region serves every key.
     pub region: Option<(String, Home)>,
     /// Where the engine reports whether its store answers, as the part `operations`. The engine
     /// asks the store four times a second on a connection of its own, so `/readyz` waits for no

@@ -1,8 +1,8 @@
-//! Enqueues messages from Rust, in the caller's own transaction.
+//! Enqueues messages and queues e-mails from Rust, in the caller's own transaction.
 //!
 //! Guarantees: one statement for each call; every limit is checked before anything is written, the
-//! same limits as in the SQL doors; a message exists exactly when the caller's transaction
-//! committed (G1). Not here: the statements, which each database has its own.
+//! same limits as in the SQL doors; a message or an e-mail exists exactly when the caller's
+//! transaction committed (G1). Not here: the statements, which each database has its own.
 
 use std::sync::LazyLock;
 

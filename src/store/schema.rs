@@ -243,7 +243,7 @@ impl Finding {
     }
 }
 
-/// Duty: the tables, whether they fit this program, and their migrations.
+/// The tables, whether they fit this program, and their migrations.
 #[async_trait]
 pub trait Schema: Base {
     /// All migrations this program was built with, ascending.

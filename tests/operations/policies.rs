@@ -368,6 +368,8 @@ async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
     let longer = Retention { metadata: Duration::from_secs(900 * 86_400), ..same_tx().retention };
     for other in [
         Endpoint::typed::<Put>(Route { retention: longer, ..same_tx() }),
+        Endpoint::typed::<Put>(Route { kept_body_max: 1, ..same_tx() }),
+        Endpoint::typed::<Put>(Route { operation_path: Some("/operations/".to_owned()), ..same_tx() }),
         Endpoint::raw("put", same_tx()),
         put().schema_version(2),
         put().keeps_header("x-other"),

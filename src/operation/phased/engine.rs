@@ -71,7 +71,7 @@ impl PhasedEngine {
     /// is sent (O22).
     ///
     /// # Errors
-    /// [`PhasedEngineError`]: an operation could not be recovered.
+    /// [`PhasedEngineError`]: a flow does not fit its operation, and could not be recovered.
     pub fn new<'e, S: Phases + Base>(
         engine: &Engine<S>,
         deployment: Uuid,

@@ -324,6 +324,7 @@ mod tests {
         for (too_long, name) in [
             (Route { lease: forever, ..route.clone() }, "lease"),
             (Route { wait_max: forever, ..route.clone() }, "wait_max"),
+            (Route { request_body_within: forever, ..route.clone() }, "request_body_within"),
             (Route { id_skew: forever, ..route.clone() }, "id_skew"),
             (Route { retention, ..route.clone() }, "metadata"),
         ] {

@@ -376,7 +376,7 @@ impl Trier {
             }
             Ok(Err(error)) => Said::Lost { alone: false, why: error.to_string() },
             Err(_) => {
-                let blocked = self.publisher.take().and_then(|publisher| publisher.blocked());
+                let blocked = self.publisher.as_ref().and_then(|publisher| publisher.blocked());
                 Said::nothing(blocked, "the broker does not say whether it is there".to_owned())
             }
         };

@@ -43,7 +43,7 @@ pub(super) async fn positions(pool: &BoundedPool<MySql>, context: &ActContext) -
     )
     .run(&mut transaction)
     .await?;
-    let below: State = State::read_below(&mut transaction, next).await?;
+    let below = State::read_below(&mut transaction, next).await?;
     let shift = below.shift();
     if below.rows.is_some_and(|(_, last)| last + shift >= next) {
         transaction.rollback().await?;

@@ -2,7 +2,7 @@
 
 use chrono::{DateTime, Utc};
 use futures_util::future::BoxFuture;
-use sqlx::postgres::{PgArguments, PgConnection, PgRow};
+use sqlx::postgres::{PgArguments, PgRow};
 use sqlx::{Postgres, query};
 use uuid::Uuid;
 
@@ -88,17 +88,6 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
 fn json_of(headers: &[(String, Vec<u8>)]) -> String {
     let pairs: Vec<[String; 2]> = headers.iter().map(|(name, value)| [stored(name), hex(value)]).collect();
     serde_json::json!(pairs).to_string()
-}
-
-/// Runs statements on a connection of the application.
-impl Session for PgConnection {
-    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
-    }
-
-    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
-    }
 }
 
 impl Session for Bounded<Postgres> {

@@ -79,7 +79,7 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
     }))
 }
 
-/// Runs statements on a connection of the application, or of a transaction.
+/// Runs statements on a connection of the pool, or of a transaction.
 impl Session for SqliteConnection {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
         Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
