@@ -305,6 +305,7 @@ async fn r23_the_guard_against_a_commit_fails_no_good_handler() {
             "begin",
             "declare mine cursor with hold for select n from effect; fetch mine; close mine",
             "set search_path = astray, pg_catalog",
+            "close all",
         ] {
             let ours = entry();
             let mut tx = database.store.begin(consumer).await.unwrap();

@@ -90,7 +90,7 @@ macro_rules! ours {
 /// of a transaction would be cheaper and are no proof: a table that was emptied in an open
 /// savepoint, or exchanged, leaves them as they were. The statement also sets `synchronous_commit`
 /// back where a handler changed it: what is acknowledged must survive a crash. It ends the guard
-/// against a COMMIT, which must not refuse ours; the guard is gone where the transaction ended.
+/// against a COMMIT, which must not refuse ours.
 const PROVE: &str = concat!(
     "select ",
     witness!("pg_current_xact_id_if_assigned()"),
@@ -307,8 +307,6 @@ impl InboxTx for PostgresTx {
             // A statement failed and the handler swallowed its error. COMMIT would roll back
             // without an error.
             Err(error) if code(&error).as_deref() == Some("25P02") => return Ok(Proof::Aborted),
-            // The guard is gone: a transaction takes it along when it ends.
-            Err(error) if code(&error).as_deref() == Some("34000") => return Ok(Proof::Ended),
             Err(error) => return Err(error.into()),
         };
         self.is_guarded = false;
