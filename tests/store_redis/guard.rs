@@ -211,6 +211,24 @@ async fn o25_a_server_that_is_connected_to_anew_is_asked_again_whether_it_may_fo
     store.find(&identity).await.expect("it is trusted again");
 }
 
+// A failover behind the same name, whose former primary keeps its connections. Shown by: keeping a
+// connection that takes no writes (it was used for ever).
+#[tokio::test]
+async fn o25_a_primary_that_became_a_replica_is_left_for_a_new_connection() {
+    let test = "o25_a_primary_that_became_a_replica_is_left_for_a_new_connection";
+    let Some(server) = Server::start(test, &[]).await else { return };
+    let store = RedisKeys::connect(server.options()).await.unwrap();
+    let mut connection = server.connection().await.unwrap();
+    redis::cmd("REPLICAOF").arg("127.0.0.1").arg(1).exec_async(&mut connection).await.unwrap();
+    let written = store.claim(&claim("k"), Basis::New).await.unwrap_err();
+    assert!(matches!(&written, StoreError::Unavailable(_)) && written.to_string().contains("ReadOnly"), "{written}");
+    // Only a new connection asks the server what it is.
+    let anew = store.claim(&claim("k"), Basis::New).await.unwrap_err();
+    assert!(matches!(&anew, StoreError::Refused(why) if why.contains("role:slave")), "{anew}");
+    redis::cmd("REPLICAOF").arg("NO").arg("ONE").exec_async(&mut connection).await.unwrap();
+    take(&store, &claim("k")).await;
+}
+
 // Shown by: `volatile` keys for claims; a connection that is kept after it failed.
 #[tokio::test]
 async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_server_that_is_away_is_none() {

@@ -122,7 +122,7 @@ impl RedisKeys {
     ) -> Result<T, StoreError> {
         let mut connection = self.connection().await?;
         let done = work(&mut connection).await;
-        if done.as_ref().is_err_and(|error| error.is_io_error() || error.is_unrecoverable_error()) {
+        if done.as_ref().is_err_and(|error| is_lost(error) || error.code() == Some(REPLICA)) {
             // The next call connects again. Other calls may still wait for answers on this
             // connection.
             *self.connection.lock().await = None;
@@ -167,11 +167,20 @@ fn client(options: &RedisOptions) -> Result<Client, StoreError> {
     Client::build_with_tls(url, tls).map_err(said)
 }
 
+/// What a replica says to a write. A primary that becomes one keeps its connections, so without a
+/// new connection the name would never lead to the new primary.
+const REPLICA: &str = "READONLY";
+
+/// Whether the connection cannot be used again.
+fn is_lost(error: &RedisError) -> bool {
+    error.is_io_error() || error.is_unrecoverable_error()
+}
+
 /// Maps an error of Redis. After a lost connection it is unknown whether the script ran.
 fn store_error(error: RedisError) -> StoreError {
     /// The server is reachable but cannot serve now.
     const WAIT: [&str; 9] =
-        ["READONLY", "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
+        [REPLICA, "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
     /// A person must change something.
     const REFUSED: [&str; 3] = ["NOAUTH", "WRONGPASS", "NOPERM"];
     // The text of rustls; the client keeps nothing else of that error.
@@ -187,7 +196,7 @@ fn store_error(error: RedisError) -> StoreError {
     match error.code() {
         Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
         Some(code) if REFUSED.contains(&code) => StoreError::Refused(error.to_string()),
-        _ if error.is_io_error() || error.is_timeout() || error.is_unrecoverable_error() => {
+        _ if is_lost(&error) || error.is_timeout() => {
             StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error)))
         }
         _ => StoreError::Other(sqlx::Error::Protocol(error.to_string())),
