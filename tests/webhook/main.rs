@@ -119,6 +119,21 @@ async fn o28_the_only_sends_refusal_is_the_end_and_is_remembered() {
     assert_eq!(receiver.came().len(), 1);
 }
 
+// A page of 100 KiB, and a body that breaks off. Shown by: reading the answer to its end (both were
+// sent again).
+#[tokio::test]
+async fn o28_a_receivers_status_is_its_answer_whatever_becomes_of_its_body() {
+    let page = "x".repeat(100 << 10);
+    let broken = "HTTP/1.1 200 X\r\nconnection: close\r\ncontent-length: 100\r\n\r\nthanks".to_owned();
+    for step in [say(200, &[], &page), Step::Say(broken)] {
+        let service = start(options(), settings()).await;
+        let receiver = Server::start([step, say(500, &[], "one send too many")]).await;
+        service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
+        service.becomes("it is sent", |state| state == Delivery::Sent).await;
+        assert_eq!(receiver.came().len(), 1);
+    }
+}
+
 // Shown by: leaving the check of names out.
 #[tokio::test]
 async fn o28_a_private_address_is_refused_before_a_byte_leaves() {

@@ -89,16 +89,9 @@ impl HttpCaller {
         headers: &[(&str, &str)],
         body: Vec<u8>,
     ) -> Result<CallOutcome, BadHeader> {
-        let mut sent = HeaderMap::new();
-        for (name, value) in headers {
-            let bad = || BadHeader((*name).to_owned());
-            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| bad())?;
-            sent.append(name, HeaderValue::from_str(value).map_err(|_| bad())?);
-        }
-        let mut response = match self.client.request(method, url).headers(sent).body(body).send().await {
+        let mut response = match self.sent(method, url, headers, body).await? {
             Ok(response) => response,
-            Err(error) if was_not_sent(&error) => return Ok(CallOutcome::NotConnected(causes(&error))),
-            Err(error) => return Ok(CallOutcome::NoAnswer(causes(&error))),
+            Err(unanswered) => return Ok(unanswered),
         };
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         Ok(match body_of(&mut response, ANSWER_MAX).await {
@@ -106,6 +99,52 @@ impl HttpCaller {
             // The status alone decides nothing: the body says what was done.
             Err(why) => CallOutcome::NoAnswer(why),
         })
+    }
+
+    /// As [`Self::call`], for a receiver whose status is the whole answer: only the first `saw_max`
+    /// bytes of the body are read, and it may break off.
+    pub(super) async fn call_for_status(
+        &self,
+        (method, url): (Method, Url),
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+        saw_max: usize,
+    ) -> Result<CallOutcome, BadHeader> {
+        let mut response = match self.sent(method, url, headers, body).await? {
+            Ok(response) => response,
+            Err(unanswered) => return Ok(unanswered),
+        };
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        let mut body = Vec::new();
+        while body.len() < saw_max
+            && let Ok(Some(chunk)) = response.chunk().await
+        {
+            body.extend_from_slice(&chunk);
+        }
+        body.truncate(saw_max);
+        Ok(CallOutcome::Answered(Response { status, headers, body }))
+    }
+
+    /// Sends these bytes once. Returns the answer with its body unread, or how the call ended
+    /// without one.
+    async fn sent(
+        &self,
+        method: Method,
+        url: Url,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Result<Result<reqwest::Response, CallOutcome>, BadHeader> {
+        let mut sent = HeaderMap::new();
+        for (name, value) in headers {
+            let bad = || BadHeader((*name).to_owned());
+            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| bad())?;
+            sent.append(name, HeaderValue::from_str(value).map_err(|_| bad())?);
+        }
+        let answered = self.client.request(method, url).headers(sent).body(body).send().await;
+        Ok(answered.map_err(|error| {
+            let why = causes(&error);
+            if was_not_sent(&error) { CallOutcome::NotConnected(why) } else { CallOutcome::NoAnswer(why) }
+        }))
     }
 }
 

@@ -288,13 +288,12 @@ impl Provider for Webhooks {
             ("webhook-timestamp", timestamp.as_str()),
             ("webhook-signature", signature.as_str()),
         ];
-        let (sent, well) = match self.caller.call(Method::POST, url, &headers, body.to_vec()).await {
+        // A receiver answers by its status. Its body may be a long page, or never end.
+        let called = self.caller.call_for_status((Method::POST, url), &headers, body.to_vec(), SAW_MAX).await;
+        let (sent, well) = match called {
             Ok(CallOutcome::Answered(response)) => {
                 let well = matches!(response.status, 200..=299 | 400..=499);
-                let answer = sending::uncompared(response.answer());
-                let mut saw = response.body;
-                saw.truncate(SAW_MAX);
-                (Sent { answer, saw }, well)
+                (Sent { answer: sending::uncompared(response.answer()), saw: response.body }, well)
             }
             Ok(CallOutcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
             Ok(CallOutcome::NotConnected(saw)) => (not_sent(saw), false),
