@@ -28,6 +28,7 @@ mod verdict;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use self::verdict::PAUSE_MAX;
 use crate::time::db_time::DbTime;
 
 pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
@@ -211,6 +212,12 @@ impl Evidence {
         (1..=sends.begun).all(|send| self.not_sent.contains(&send) || self.waived.contains(&send))
     }
 
+    /// Until when the provider asked us to wait; `None` if that is over. A pause that ends later
+    /// than any pause can was written before the clock went back, and is over (R22).
+    fn asks_to_wait(&self, now: DbTime) -> Option<DbTime> {
+        self.wait_until.filter(|&until| until > now && until <= now.after(PAUSE_MAX))
+    }
+
     /// Whether an operator accepted a duplicate of a send that may have arrived.
     fn is_waived(&self) -> bool {
         !self.waived.is_subset(&self.not_sent)
@@ -260,7 +267,7 @@ impl Strategy {
         if let Some(settled) = evidence.settled(sends) {
             return Step::Settle(settled);
         }
-        if let Some(until) = evidence.wait_until.filter(|&until| until > now && self != Self::None) {
+        if let Some(until) = evidence.asks_to_wait(now).filter(|_| self != Self::None) {
             return Step::Wait { until };
         }
         if evidence.is_free(sends) {

@@ -135,6 +135,17 @@ fn o7_a_pause_is_kept_and_a_stored_error_ends_the_resends() {
     assert_eq!(Strategy::Key(WINDOW).next(sends(1), &Evidence::of([one; 3]), at(1)), Step::Resend);
 }
 
+// The pause was written while the clock was an hour ahead. Shown by: waiting for any pause that is
+// not over (nothing was sent or asked for that hour, also if an operator had it tried again).
+#[test]
+fn o7_a_pause_that_was_written_before_the_clock_went_back_is_over() {
+    let asked = evidence(&[Verdict::Wait(Duration::from_secs(600))]);
+    let step = |seconds| Strategy::Query.next(sends(1), &asked, at(seconds));
+    assert_eq!(step(0), Step::Wait { until: at(600) });
+    assert_eq!(step(-1), Step::Query);
+    assert_eq!(step(-3_600), Step::Query);
+}
+
 // Shown by: settling on the last verdict.
 #[test]
 fn o8_evidence_that_contradicts_is_an_operators_and_rewrites_nothing() {

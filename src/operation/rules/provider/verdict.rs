@@ -7,7 +7,7 @@ use std::time::Duration;
 /// The wait when a provider asks for one without giving its length.
 const PAUSE: Duration = Duration::from_secs(2);
 /// The longest pause that a provider is granted. A longer request must not hide an operation.
-const PAUSE_MAX: Duration = Duration::from_secs(600);
+pub(super) const PAUSE_MAX: Duration = Duration::from_secs(600);
 
 /// The answer to a send, as the adapter reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
