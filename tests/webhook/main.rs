@@ -171,6 +171,20 @@ async fn o28_what_may_have_arrived_is_said_with_its_number_and_ends_dead() {
     assert!(sends >= 2 && receiver.all_the_same() == receiver.came().len());
 }
 
+// An operator ends the operation, and its effect has no outcome of its own. Shown by: asking the
+// effect alone (it was possibly sent, or waiting, for ever).
+#[tokio::test]
+async fn o28_what_an_operator_ended_is_not_said_to_be_tried_again() {
+    for succeeded in [true, false] {
+        let service = start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;
+        let receiver = Server::start((0..200).map(|_| say(503, &[], ""))).await;
+        service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
+        let dead = service.becomes("it is dead", |state| matches!(state, Delivery::Dead(_))).await;
+        service.resolve(succeeded).await;
+        assert_eq!(service.state().await, Some(if succeeded { Delivery::Sent } else { dead }));
+    }
+}
+
 // Shown by: counting a send that did not leave.
 #[tokio::test]
 async fn o28_what_did_not_leave_waits_and_an_endpoint_that_fails_is_left_alone() {

@@ -5,11 +5,15 @@ use std::time::Duration;
 use oncebox::operation::phased::webhook::delivery;
 use oncebox::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::operation::{
-    Answered, Delivery, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered, Scope,
+    Answered, Delivery, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered,
+    Retention, Scope, Tombstone,
 };
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Phases, Schema, StoreOptions};
+use oncebox::store::{
+    ActContext, Answer, AnswerBody, Base, KeyOperator, Phases, Resolution, RunOutcome, Schema, StoreOptions,
+    StoredOperation,
+};
 use serde::Serialize;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -74,13 +78,39 @@ impl Service {
         .await
     }
 
-    pub(crate) async fn state(&self) -> Option<Delivery> {
+    async fn operations(&self) -> Vec<StoredOperation> {
         let ids: Vec<Vec<u8>> = sqlx::query_scalar("select operation_id from oncebox_operation")
             .fetch_all(self.store.pool())
             .await
             .unwrap();
+        let mut operations = Vec::new();
         for id in ids {
-            let stored = self.store.operation(Uuid::from_slice(&id).unwrap()).await.unwrap()?;
+            operations.extend(self.store.operation(Uuid::from_slice(&id).unwrap()).await.unwrap());
+        }
+        operations
+    }
+
+    /// An operator says how the only operation ended.
+    pub(crate) async fn resolve(&self, succeeded: bool) {
+        let answer =
+            Answer { status: 200, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld), resource: None };
+        let outcome = match succeeded {
+            true => RunOutcome::Completed(answer),
+            false => RunOutcome::FailedReplayable { answer, error_code: None },
+        };
+        let ended = Resolution::Ended(Box::new(outcome), Retention::default());
+        let act = ActContext {
+            actor: "ada".to_owned(),
+            reason: "the receiver said so".to_owned(),
+            dry_run: false,
+            redrive_age_max: None,
+        };
+        let seen = self.operations().await.remove(0);
+        self.store.resolve(&seen, &ended, false, false, &act).await.unwrap();
+    }
+
+    pub(crate) async fn state(&self) -> Option<Delivery> {
+        for stored in self.operations().await {
             // One that was refused in its first phase intended nothing.
             if let Some(state) = delivery(&stored) {
                 return Some(state);

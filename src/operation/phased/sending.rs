@@ -20,7 +20,8 @@ use crate::operation::Reply;
 use crate::operation::port::phases::StoredOperation;
 use crate::operation::rules::IdempotentCommand;
 use crate::operation::rules::delivery::Delivery;
-use crate::operation::rules::provider::{Answer, Matches, Strategy};
+use crate::operation::rules::flow::Stage;
+use crate::operation::rules::provider::{self, Answer, Matches, Strategy};
 use crate::store::base::Base;
 
 /// The flow with this one effect; `refused` is the code of the answer to a refused effect.
@@ -117,5 +118,8 @@ pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
     let not_sent: BTreeSet<u32> =
         of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
     let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
-    Some(Delivery::of(intent.settled(), stored.parked.is_some(), intent.sends.saturating_sub(not_sent)))
+    // An operator who ends the operation leaves its effect without an outcome of its own.
+    let settled = intent.settled().or((stored.stage == Stage::Succeeded).then_some(provider::Settled::Succeeded));
+    let given_up = stored.parked.is_some() || stored.stage == Stage::Failed;
+    Some(Delivery::of(settled, given_up, intent.sends.saturating_sub(not_sent)))
 }
