@@ -195,23 +195,22 @@ impl Opening {
     }
 
     fn judge(&self, context: &Context, first: First) -> Result<Move, StoreError> {
-        let (flow, end) = (&self.member.flow, first.end());
+        let flow = &self.member.flow;
         let unknown = |what: &str| {
             StoreError::Refused(format!(
                 "the first phase of `{}` goes on at `{what}`, which its flow does not have",
                 flow.name
             ))
         };
-        let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;
         Ok(match first {
             First::RecoveryPoint(point) if flow.local(point.0).is_some() => {
-                Move::Advance(point.0.to_owned(), stage, None)
+                Move::Advance(point.0.to_owned(), Stage::Local, None)
             }
             First::RecoveryPoint(point) => return Err(unknown(point.0)),
             First::Intent(Intent(prepared)) => {
                 let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
                 let intent = new_intent(&self.phased, context, effect, &prepared)?;
-                Move::Advance(effect.sent.clone(), stage, Some((effect.name, intent)))
+                Move::Advance(effect.sent.clone(), Stage::Outstanding, Some((effect.name, intent)))
             }
             First::Response(reply) => Move::Finish(reply, None),
             First::Rejected { reply, code, binding: true } => Move::Finish(reply, Some(code)),
