@@ -48,13 +48,7 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
     } else {
         let known = store.applied().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {
-            Output::Json => {
-                let rows: Vec<_> = known
-                    .iter()
-                    .map(|m| serde_json::json!({ "version": m.version, "description": m.description, "applied": m.applied }))
-                    .collect();
-                data!("{}", serde_json::json!({ "migrations": rows }));
-            }
+            Output::Json => data!("{}", serde_json::json!({ "migrations": known })),
             Output::Table => {
                 for migration in &known {
                     let mark = if migration.applied { "applied" } else { "missing" };
