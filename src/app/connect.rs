@@ -176,10 +176,7 @@ impl<'a> Wait<'a> {
         }
     }
 
-    /// Waits until the next attempt.
-    ///
-    /// # Errors
-    /// The stop came before the wait was over.
+    /// Waits until the next attempt; an error if the stop comes before.
     pub(super) async fn on(&mut self, why: &str) -> Result<(), AppError> {
         self.health.set(self.part, PartState::Waiting(why.to_owned()));
         if self.pace.wait(&self.stop).await {

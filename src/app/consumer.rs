@@ -89,9 +89,6 @@ pub struct ConsumerStart {
 }
 
 /// Runs the consumers of the settings until the stop, or until all are idle if `start` says so.
-///
-/// # Errors
-/// An error that a person must repair.
 pub(crate) async fn run_consumers(
     settings: &Settings,
     start: ConsumerStart,

@@ -29,9 +29,6 @@ const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
 const CLOSE_MAX: Duration = Duration::from_millis(500);
 
 /// Runs the publisher until the stop, or until the outbox is empty if `until_empty` is set.
-///
-/// # Errors
-/// An error that a person must repair.
 pub(crate) async fn run_publisher(
     settings: &Settings,
     until_empty: bool,

@@ -312,7 +312,7 @@ impl Driver {
         };
         match end {
             Local::RecoveryPoint(point) if flow.local(point.0).is_some() => {
-                self.advance(tx, &stored.point, point.0, Stage::Local, None).await
+                self.advance(tx, &stored.point, point.0, Stage::Local).await
             }
             Local::RecoveryPoint(point) => self.impossible(tx, point.0).await,
             Local::Intent(Intent(prepared)) => self.intend(tx, flow, &stored.point, prepared).await,
@@ -335,7 +335,7 @@ impl Driver {
         };
         match end {
             Settled::RecoveryPoint(point) if flow.settled(point.0).is_some() => {
-                self.advance(tx, &stored.point, point.0, Stage::Settled, None).await
+                self.advance(tx, &stored.point, point.0, Stage::Settled).await
             }
             Settled::RecoveryPoint(point) => self.impossible(tx, point.0).await,
             Settled::Intent(Intent(prepared)) | Settled::Compensate(Compensation(prepared)) => {
@@ -446,7 +446,7 @@ impl Driver {
         };
         let outcome = if settled == provider::Settled::Succeeded { "succeeded" } else { "failed" };
         tx.settle(effect.name, outcome).await?;
-        self.advance(tx, point, &effect.settled, Stage::Settled, None).await
+        self.advance(tx, point, &effect.settled, Stage::Settled).await
     }
 
     fn settlements(&self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Settlements, StoreError> {
@@ -464,7 +464,7 @@ impl Driver {
 
     async fn intend(
         &mut self,
-        tx: Box<dyn PhaseTx>,
+        mut tx: Box<dyn PhaseTx>,
         flow: &AnyFlow,
         from: &str,
         prepared: Prepared,
@@ -472,7 +472,8 @@ impl Driver {
         let Some(effect) = flow.effect(prepared.effect) else { return self.impossible(tx, prepared.effect).await };
         let intent = new_intent(&self.phased, &self.context, effect, &prepared)?;
         self.fresh = Some(effect.name);
-        self.advance(tx, from, &effect.sent, Stage::Outstanding, Some(intent)).await
+        let moved = tx.advance(from, &effect.sent, Stage::Outstanding, &[intent]).await?;
+        self.commit(tx, moved).await
     }
 
     async fn advance(
@@ -481,9 +482,8 @@ impl Driver {
         from: &str,
         to: &str,
         stage: Stage,
-        intent: Option<NewIntent>,
     ) -> Result<Next, StoreError> {
-        let moved = tx.advance(from, to, stage, intent.as_slice()).await?;
+        let moved = tx.advance(from, to, stage, &[]).await?;
         self.commit(tx, moved).await
     }
 

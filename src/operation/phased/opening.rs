@@ -47,7 +47,6 @@ pub(super) enum Opened {
     Problem(Code),
     /// The first phase is committed, and this task drives the next phases.
     Driving(JoinHandle<Result<Ended, StoreError>>),
-    Failed(StoreError),
 }
 
 pub(super) struct Opening {
@@ -81,11 +80,7 @@ enum Tried {
 }
 
 impl Opening {
-    pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
-        self.open(begin).await.unwrap_or_else(Opened::Failed)
-    }
-
-    async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
+    pub(super) async fn run(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
         if !self.phased.engine.reach().within(self.phased.is_ours()).await? {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }

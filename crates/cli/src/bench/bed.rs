@@ -1,9 +1,11 @@
 //! Where a benchmark runs: a separate database and separate topics, both removed at the end.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::work::Raw;
+use super::Load;
+use super::work::{Maker, Raw};
 use super::yard::Yard;
 use crate::ground::OwnDatabase;
 use crate::place::{Place, write_config};
@@ -12,6 +14,9 @@ use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with, say};
 use oncebox::broker::Subscription;
 use oncebox::observe::Health;
 use oncebox::store::StoreOptions;
+
+/// How long a client waits to fill a batch, as a careful user sets it.
+pub(super) const LINGER: Duration = Duration::from_millis(5);
 
 /// A place, and the database that was made in it.
 #[derive(Debug)]
@@ -95,6 +100,19 @@ impl<S: Yard> Bed<S> {
         if self.made.iter().all(|made| !made.topics.contains(&topic)) {
             self.made.push(Subscription::new(format!("{topic}-nobody"), vec![topic.clone()]));
         }
+        Ok((topic, names))
+    }
+
+    /// As [`Bed::topic`], with the messages of this load in it.
+    pub(super) async fn filled(
+        &mut self,
+        name: &str,
+        consumers: &[&str],
+        load: Load,
+    ) -> Result<(String, Vec<String>), AppError> {
+        let (topic, names) = self.topic(name, consumers).await?;
+        let rows = Maker::new(&topic, load).rows(load.messages);
+        self.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
         Ok((topic, names))
     }
 
