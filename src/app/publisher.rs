@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::beside::Beside;
 use super::config::Settings;
-use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
+use super::connect::{AnyBroker, Wait, open_broker, open_store};
 use super::exit::AppError;
 use crate::error::{BrokerError, StoreError, redact};
 use crate::observe::Health;
@@ -67,8 +67,7 @@ where
     M: Future<Output = Result<PhasedEngine, AppError>>,
 {
     let broker = open_broker(settings).await?;
-    let options = settings.database.options().map_err(AppError::usage)?;
-    let store: S = open_store_with(&options, Some(&stop), &health).await?;
+    let store: S = open_store(settings, Some((&stop, &health))).await?;
     ready(&store, settings, &stop, &health).await?;
     let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
     // The end of one of the two, even by a panic, ends the other.
@@ -162,7 +161,7 @@ pub(super) async fn ready<S: Store>(
     health: &Health,
 ) -> Result<(), AppError> {
     let name = redact(&settings.database.url.0);
-    let mut wait = Wait::new("database", health, Some(stop));
+    let mut wait = Wait::new("database", health, stop);
     let findings = loop {
         let looked = async {
             store.schema().await?.require()?;
@@ -204,7 +203,7 @@ async fn shards(
     stop: &CancellationToken,
     health: &Health,
 ) -> Result<Vec<i32>, AppError> {
-    let mut wait = Wait::new("database", health, Some(stop));
+    let mut wait = Wait::new("database", health, stop);
     wait.until(&redact(&settings.database.url.0), StoreError::is_transient, || store.shards()).await
 }
 
@@ -216,7 +215,7 @@ async fn declare(
     health: &Health,
 ) -> Result<(), AppError> {
     let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
-    let mut wait = Wait::new("broker", health, Some(stop));
+    let mut wait = Wait::new("broker", health, stop);
     wait.until(&redact(&settings.broker.url.0), is_away, || broker.declare(&[])).await
 }
 

@@ -14,9 +14,8 @@ use sqlx::{AssertSqlSafe, Connection, Executor};
 use super::place::{Place, file_url, private_directory};
 use oncebox::StoreError;
 use oncebox::app::config::{DatabaseSettings, Secret, Settings};
-use oncebox::app::{AppError, open_store_with, require_schema};
+use oncebox::app::{AppError, open_store, require_schema};
 use oncebox::error::redact;
-use oncebox::observe::Health;
 use oncebox::store::{OperationStore, SchemaState, Store};
 
 /// A store that can make a separate database beside the one that a URL names.
@@ -62,8 +61,7 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
     if is_missing_file {
         return Ok(());
     }
-    let options = settings.database.options().map_err(AppError::usage)?;
-    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    let store: S = open_store(settings, None).await?;
     let looked = async {
         if store.schema().await? == SchemaState::Missing {
             return Ok(());
