@@ -98,7 +98,10 @@ fn relay_all(
 ) -> BoxFuture<'_, Result<(), AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
     Box::pin(async move {
-        declare(&broker, settings, &stop, &health).await?;
+        let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
+        let name = redact(&settings.broker.url.0);
+        // Declares the exchange of RabbitMQ.
+        Wait::new("broker", &health, &stop).until(&name, is_away, || broker.declare(&[])).await?;
         let mut relays = JoinSet::new();
         // One failing relay ends all: the process reports why, and its supervisor starts it again.
         let all = stop.child_token();
@@ -118,7 +121,9 @@ fn relay_all(
             }
             Ok(())
         };
-        serve(&mut relays, shards(&*store, settings, &all, &health).await?)?;
+        let (name, is_away) = (redact(&settings.database.url.0), StoreError::is_transient);
+        let shards = Wait::new("database", &health, &all).until(&name, is_away, || store.shards()).await?;
+        serve(&mut relays, shards)?;
         let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
         let mut outcome = Ok(());
         loop {
@@ -194,29 +199,6 @@ pub(super) async fn ready<S: Store>(
         }
     }
     Ok(())
-}
-
-/// The shards to serve; waits for a database that is away.
-async fn shards(
-    store: &dyn Duties,
-    settings: &Settings,
-    stop: &CancellationToken,
-    health: &Health,
-) -> Result<Vec<i32>, AppError> {
-    let mut wait = Wait::new("database", health, stop);
-    wait.until(&redact(&settings.database.url.0), StoreError::is_transient, || store.shards()).await
-}
-
-/// Declares the exchange of RabbitMQ; waits for a broker that is away.
-async fn declare(
-    broker: &AnyBroker,
-    settings: &Settings,
-    stop: &CancellationToken,
-    health: &Health,
-) -> Result<(), AppError> {
-    let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
-    let mut wait = Wait::new("broker", health, stop);
-    wait.until(&redact(&settings.broker.url.0), is_away, || broker.declare(&[])).await
 }
 
 /// The name of an owner: host, process and a random part.
