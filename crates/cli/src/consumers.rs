@@ -42,18 +42,23 @@ async fn on<S: Store>(store: &S, command: &ConsumersCommand, output: Output) -> 
 
 fn list(mut consumers: Vec<ConsumerStatus>, limit: usize, output: Output) -> Result<(), AppError> {
     bound(&mut consumers, limit, "consumers");
-    let rows = consumers.iter().map(|consumer| {
-        [
-            consumer.name.clone(),
-            seen(consumer),
-            consumer.inbox_rows.to_string(),
-            consumer.waiting.to_string(),
-            consumer.held.to_string(),
-            consumer.dead.to_string(),
-        ]
-    });
-    let as_json = serde_json::json!({ "consumers": consumers });
-    listed(output, &as_json, ["consumer", "last seen", "inbox rows", "waiting", "held", "dead"], rows)
+    listed(output, &serde_json::json!({ "consumers": consumers }), COLUMNS, consumers.iter().map(row))
+}
+
+/// The columns of a table of consumers.
+pub(super) const COLUMNS: [&str; 7] = ["consumer", "last seen", "inbox rows", "waiting", "held", "oldest", "dead"];
+
+/// A row of a table of consumers.
+pub(super) fn row(consumer: &ConsumerStatus) -> [String; 7] {
+    [
+        consumer.name.clone(),
+        seen(consumer),
+        consumer.inbox_rows.to_string(),
+        consumer.waiting.to_string(),
+        consumer.held.to_string(),
+        format!("{:.1} s", consumer.oldest_waiting_age_seconds),
+        consumer.dead.to_string(),
+    ]
 }
 
 /// A consumer that was not seen for this long is not there: each of its processes reports every ten

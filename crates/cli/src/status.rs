@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::common::{CommonArgs, Output, bound, failed, limit, tabled};
-use super::consumers::{ABSENT, seen};
+use super::consumers::{ABSENT, COLUMNS, row, seen};
 use oncebox::app::AppError;
 use oncebox::store::{Status, Store};
 
@@ -114,18 +114,7 @@ fn print(status: &Status) -> Result<(), AppError> {
     });
     tabled(["shard", "buckets", "cursor", "gaps", "epoch", "owner", "lease left", "cursor age"], shards)?;
     if !status.consumers.is_empty() {
-        let consumers = status.consumers.iter().map(|consumer| {
-            [
-                consumer.name.clone(),
-                seen(consumer),
-                consumer.inbox_rows.to_string(),
-                consumer.waiting.to_string(),
-                consumer.held.to_string(),
-                format!("{:.1} s", consumer.oldest_waiting_age_seconds),
-                consumer.dead.to_string(),
-            ]
-        });
-        tabled(["consumer", "last seen", "inbox rows", "waiting", "held", "oldest", "dead"], consumers)?;
+        tabled(COLUMNS, status.consumers.iter().map(row))?;
     }
     Ok(())
 }
