@@ -48,8 +48,6 @@ mod standing;
 mod sweep;
 mod transactional;
 
-#[cfg(feature = "http")]
-pub(crate) use self::edge::Progress;
 pub(crate) use self::front::{Begin, Front, Turn};
 pub use self::{
     codec::{Kept, SealError, Sealer},
@@ -73,3 +71,5 @@ pub use self::{
     },
     transactional::EffectTx,
 };
+#[cfg(feature = "http")]
+pub(crate) use self::{edge::Progress, front::NoCommand};

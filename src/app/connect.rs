@@ -89,11 +89,7 @@ pub async fn open_store<S: Store>(
     settings: &Settings,
     waits: Option<(&CancellationToken, &Health)>,
 ) -> Result<S, AppError> {
-    let options = settings.database.options().map_err(AppError::usage)?;
-    match waits {
-        Some((stop, health)) => open_store_with(&options, Some(stop), health).await,
-        None => open_store_with(&options, None, &Health::default()).await,
-    }
+    open_store_with(&settings.database.options().map_err(AppError::usage)?, waits).await
 }
 
 /// As [`open_store`], with your own options.
@@ -102,8 +98,7 @@ pub async fn open_store<S: Store>(
 /// As [`open_store`].
 pub async fn open_store_with<S: Store>(
     options: &StoreOptions,
-    stop: Option<&CancellationToken>,
-    health: &Health,
+    waits: Option<(&CancellationToken, &Health)>,
 ) -> Result<S, AppError> {
     let kind = store_kind(&options.url)?;
     if kind != S::NAME {
@@ -114,12 +109,14 @@ pub async fn open_store_with<S: Store>(
     }
     exists("database.ca_file", options.ca_file.as_deref())?;
     let name = redact(&options.url);
+    let nobody = (&CancellationToken::new(), &Health::default());
+    let (stop, health) = waits.unwrap_or(nobody);
     let mut wait = Wait::new("database", health, stop);
     loop {
         match S::connect(options).await {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
-            Err(error) if stop.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
+            Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
             // Without a connection only the URL is checked, and the error shows it.
             Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
             Err(error) => return Err(AppError::from(error).on(&name)),
@@ -146,9 +143,8 @@ pub(super) struct Wait<'a> {
 }
 
 impl<'a> Wait<'a> {
-    pub(super) fn new(part: &'static str, health: &'a Health, stop: Option<&CancellationToken>) -> Self {
-        let stop = stop.cloned().unwrap_or_default();
-        Self { part, health, stop, pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
+    pub(super) fn new(part: &'static str, health: &'a Health, stop: &CancellationToken) -> Self {
+        Self { part, health, stop: stop.clone(), pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
     }
 
     /// Asks until the server is there, and returns its answer. `name` is the server's, for
@@ -176,10 +172,7 @@ impl<'a> Wait<'a> {
         }
     }
 
-    /// Waits until the next attempt.
-    ///
-    /// # Errors
-    /// The stop came before the wait was over.
+    /// Waits until the next attempt; an error if the stop comes before.
     pub(super) async fn on(&mut self, why: &str) -> Result<(), AppError> {
         self.health.set(self.part, PartState::Waiting(why.to_owned()));
         if self.pace.wait(&self.stop).await {

@@ -89,9 +89,6 @@ pub struct ConsumerStart {
 }
 
 /// Runs the consumers of the settings until the stop, or until all are idle if `start` says so.
-///
-/// # Errors
-/// An error that a person must repair.
 pub(crate) async fn run_consumers(
     settings: &Settings,
     start: ConsumerStart,
@@ -150,7 +147,7 @@ impl Run<'_> {
             handler_timeout: timeout,
             ..store_options
         };
-        let store: S = super::open_store_with(&store_options, Some(&self.stop), &self.health).await?;
+        let store: S = super::open_store_with(&store_options, Some((&self.stop, &self.health))).await?;
         ready(&store, self.settings, &self.stop, &self.health).await?;
         let duties = store.clone().into_duties();
         let all = self.stop.child_token();
@@ -194,7 +191,7 @@ impl Run<'_> {
                 settings.name
             )));
         }
-        let mut wait = Wait::new("database", &self.health, Some(&self.stop));
+        let mut wait = Wait::new("database", &self.health, &self.stop);
         for on in &settings.on {
             if on.handler != "sql" {
                 return Err(AppError::usage(format!(

@@ -46,9 +46,6 @@ impl PublisherArgs {
 
     /// Runs the program and, beside it, the recovery of phased operations; see
     /// [`run_publisher_with`].
-    ///
-    /// # Errors
-    /// An error that a person must repair.
     pub(crate) async fn run_with<S, F, M>(self, common: &CommonArgs, operations: F) -> Result<(), AppError>
     where
         S: Store,

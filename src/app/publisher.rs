@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::beside::Beside;
 use super::config::Settings;
-use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
+use super::connect::{AnyBroker, Wait, open_broker, open_store};
 use super::exit::AppError;
 use crate::error::{BrokerError, StoreError, redact};
 use crate::observe::Health;
@@ -29,9 +29,6 @@ const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
 const CLOSE_MAX: Duration = Duration::from_millis(500);
 
 /// Runs the publisher until the stop, or until the outbox is empty if `until_empty` is set.
-///
-/// # Errors
-/// An error that a person must repair.
 pub(crate) async fn run_publisher(
     settings: &Settings,
     until_empty: bool,
@@ -70,8 +67,7 @@ where
     M: Future<Output = Result<PhasedEngine, AppError>>,
 {
     let broker = open_broker(settings).await?;
-    let options = settings.database.options().map_err(AppError::usage)?;
-    let store: S = open_store_with(&options, Some(&stop), &health).await?;
+    let store: S = open_store(settings, Some((&stop, &health))).await?;
     ready(&store, settings, &stop, &health).await?;
     let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
     // The end of one of the two, even by a panic, ends the other.
@@ -102,7 +98,10 @@ fn relay_all(
 ) -> BoxFuture<'_, Result<(), AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
     Box::pin(async move {
-        declare(&broker, settings, &stop, &health).await?;
+        let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
+        let name = redact(&settings.broker.url.0);
+        // Declares the exchange of RabbitMQ.
+        Wait::new("broker", &health, &stop).until(&name, is_away, || broker.declare(&[])).await?;
         let mut relays = JoinSet::new();
         // One failing relay ends all: the process reports why, and its supervisor starts it again.
         let all = stop.child_token();
@@ -122,7 +121,9 @@ fn relay_all(
             }
             Ok(())
         };
-        serve(&mut relays, shards(&*store, settings, &all, &health).await?)?;
+        let (name, is_away) = (redact(&settings.database.url.0), StoreError::is_transient);
+        let shards = Wait::new("database", &health, &all).until(&name, is_away, || store.shards()).await?;
+        serve(&mut relays, shards)?;
         let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
         let mut outcome = Ok(());
         loop {
@@ -165,7 +166,7 @@ pub(super) async fn ready<S: Store>(
     health: &Health,
 ) -> Result<(), AppError> {
     let name = redact(&settings.database.url.0);
-    let mut wait = Wait::new("database", health, Some(stop));
+    let mut wait = Wait::new("database", health, stop);
     let findings = loop {
         let looked = async {
             store.schema().await?.require()?;
@@ -198,29 +199,6 @@ pub(super) async fn ready<S: Store>(
         }
     }
     Ok(())
-}
-
-/// The shards to serve; waits for a database that is away.
-async fn shards(
-    store: &dyn Duties,
-    settings: &Settings,
-    stop: &CancellationToken,
-    health: &Health,
-) -> Result<Vec<i32>, AppError> {
-    let mut wait = Wait::new("database", health, Some(stop));
-    wait.until(&redact(&settings.database.url.0), StoreError::is_transient, || store.shards()).await
-}
-
-/// Declares the exchange of RabbitMQ; waits for a broker that is away.
-async fn declare(
-    broker: &AnyBroker,
-    settings: &Settings,
-    stop: &CancellationToken,
-    health: &Health,
-) -> Result<(), AppError> {
-    let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
-    let mut wait = Wait::new("broker", health, Some(stop));
-    wait.until(&redact(&settings.broker.url.0), is_away, || broker.declare(&[])).await
 }
 
 /// The name of an owner: host, process and a random part.

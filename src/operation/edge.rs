@@ -31,7 +31,6 @@ use futures_util::FutureExt;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use self::heart::Heart;
 use super::codec::Kept;
 use super::endpoint::Registered;
 use super::engine::Engine;
@@ -229,7 +228,7 @@ impl Edge {
         let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
         let route = endpoint.route();
         let stop = CancellationToken::new();
-        let heart = Heart::start(&self.front, self.owned.clone(), stop.clone());
+        let heart = heart::renew(&self.front, self.owned.clone(), stop.clone());
         let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone(), stop);
         let progress = guard.progress().clone();
         // The closure itself may panic, not only its future.

@@ -84,10 +84,10 @@ pub struct Asking {
     pub command: Arc<dyn Canonical + Send + Sync>,
 }
 
-/// Stands for a command about which nothing more is decided.
-struct Forgotten;
+/// Stands for a command that was not read, or about which nothing more is decided.
+pub(crate) struct NoCommand;
 
-impl Canonical for Forgotten {
+impl Canonical for NoCommand {
     fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
 }
 
@@ -254,13 +254,13 @@ impl Front {
     /// A front of the same request without its command, to make an answer while another task holds
     /// this one.
     pub(super) fn under_way(&self) -> Self {
-        self.engine.front(&self.endpoint, Asking { command: Arc::new(Forgotten), ..self.asking.clone() })
+        self.engine.front(&self.endpoint, Asking { command: Arc::new(NoCommand), ..self.asking.clone() })
     }
 
     /// Drops the command, which may be a copy of the whole body that no memory permit counts. The
     /// caller has made its claim and takes no more turns, but may hold this front for long.
     pub(super) fn forget_command(&mut self) {
-        self.asking.command = Arc::new(Forgotten);
+        self.asking.command = Arc::new(NoCommand);
     }
 
     /// The same request under a key that the server makes: for an operation that must claim when

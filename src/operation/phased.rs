@@ -25,8 +25,8 @@
 //! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
 //!
 //! Not here: what an answer proves and what the next step is
-//! ([`rules::provider`](crate::operation::rules::provider)), which stage follows which
-//! (`rules::flow`), and the rows (`store`).
+//! ([`rules::provider`](crate::operation::rules::provider)), the stages (`rules::flow`), and the
+//! rows (`store`).
 
 mod context;
 mod driver;

@@ -84,7 +84,7 @@ impl MigrationText {
 }
 
 /// A migration and whether it was applied.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct AppliedMigration {
     /// Its number, ascending from 1.
     pub version: i64,
@@ -189,7 +189,8 @@ pub(crate) const LOST_AT_FAILOVER: &str =
     "a failover undoes what was committed last; Kafka delivers it again, RabbitMQ does not";
 
 /// How serious a finding is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Severity {
     /// As it should be.
     Ok,
@@ -204,7 +205,7 @@ pub enum Severity {
 }
 
 /// One answer of a check: what was looked at, how it is, what to do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Finding {
     /// What was looked at, for example `sequence cache`.
     pub name: String,

@@ -5,7 +5,10 @@
 use std::io::Write;
 
 use clap::Args;
+use serde_json::json;
 
+use super::common::Output;
+use super::progress::shown;
 use oncebox::app::{AppError, say};
 use oncebox::store::ActContext;
 
@@ -44,6 +47,28 @@ impl Act {
     /// What stands before the verb where nothing is done.
     pub(super) fn would(&self) -> &'static str {
         if self.dry_run { "would " } else { "" }
+    }
+
+    /// Says what was done, or would be: with which of these, and how many more match and stay.
+    pub(super) fn told(
+        &self,
+        verb: &str,
+        kind: &str,
+        names: &[String],
+        remaining: usize,
+        output: Output,
+    ) -> Result<(), AppError> {
+        if output == Output::Json {
+            let mut value = json!({ "act": verb, "dry_run": self.dry_run });
+            value[kind] = names.into();
+            if remaining > 0 {
+                value["remaining"] = remaining.into();
+            }
+            data!("{value}");
+            return Ok(());
+        }
+        data!("{}{verb} {}:{}", self.would(), names.len(), shown(names));
+        Ok(())
     }
 
     /// Asks for the count before an act on more than one item, unless `--yes` or `--dry-run` is

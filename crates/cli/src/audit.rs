@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
-use super::common::{CommonArgs, Output, hint_of_more, limit, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, listed};
 use oncebox::app::AppError;
 use oncebox::store::Store;
 
@@ -33,16 +33,11 @@ pub(super) async fn run(command: &AuditCommand, common: &CommonArgs, output: Out
 async fn list<S: Store>(store: &S, args: &ListArgs, output: Output) -> Result<(), AppError> {
     let acts = store.audit(args.id, args.limit).await?;
     hint_of_more(acts.len(), args.limit);
-    if output == Output::Json {
-        data!("{}", serde_json::json!({ "audit": acts }));
-        return Ok(());
-    }
-    let mut table = table(["when", "who", "act", "why", "of", "number", "id", "detail"]);
-    for act in acts {
+    let as_json = serde_json::json!({ "audit": acts });
+    let rows = acts.into_iter().map(|act| {
         let id = if act.message_id.is_nil() { String::new() } else { act.message_id.to_string() };
         let when = act.at.format("%Y-%m-%d %H:%M:%S").to_string();
-        table.add_row([when, act.actor, act.act, act.reason, act.place, act.number, id, act.detail]);
-    }
-    data!("{table}");
-    Ok(())
+        [when, act.actor, act.act, act.reason, act.place, act.number, id, act.detail]
+    });
+    listed(output, &as_json, ["when", "who", "act", "why", "of", "number", "id", "detail"], rows)
 }

@@ -2,6 +2,7 @@
 
 use clap::builder::RangedU64ValueParser;
 use comfy_table::{ContentArrangement, Table, presets};
+use serde_json::Value;
 
 use oncebox::app::{AppError, say};
 pub(super) use oncebox::app::{CommonArgs, run};
@@ -72,14 +73,42 @@ pub(super) fn bound<T>(list: &mut Vec<T>, limit: usize, of: &str) {
     }
 }
 
-/// A table for people: on a terminal long cells are wrapped, elsewhere every row is one line.
-pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
+/// Prints a list as JSON, or as a table with these rows.
+pub(super) fn listed<const COLUMNS: usize>(
+    output: Output,
+    as_json: &Value,
+    header: [&str; COLUMNS],
+    rows: impl Iterator<Item = [String; COLUMNS]>,
+) -> Result<(), AppError> {
+    if output == Output::Table {
+        return tabled(header, rows);
+    }
+    data!("{as_json}");
+    Ok(())
+}
+
+/// Prints a table for people: on a terminal long cells are wrapped, elsewhere every row is one
+/// line.
+pub(super) fn tabled<const COLUMNS: usize>(
+    header: [&str; COLUMNS],
+    rows: impl Iterator<Item = [String; COLUMNS]>,
+) -> Result<(), AppError> {
     const WIDTH: u16 = 120;
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(header);
+    table.set_header(header).add_rows(rows);
     if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
         table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
     }
-    table
+    data!("{table}");
+    Ok(())
+}
+
+/// A value of JSON for people.
+pub(super) fn plain(value: &Value) -> String {
+    match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
 }

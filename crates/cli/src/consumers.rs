@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Subcommand;
 
 use super::act::{Act, refused};
-use super::common::{CommonArgs, Output, bound, limit, table};
+use super::common::{CommonArgs, Output, bound, limit, listed};
 use oncebox::app::AppError;
 use oncebox::store::{ConsumerStatus, Store};
 
@@ -42,23 +42,23 @@ async fn on<S: Store>(store: &S, command: &ConsumersCommand, output: Output) -> 
 
 fn list(mut consumers: Vec<ConsumerStatus>, limit: usize, output: Output) -> Result<(), AppError> {
     bound(&mut consumers, limit, "consumers");
-    if output == Output::Json {
-        data!("{}", serde_json::json!({ "consumers": consumers }));
-        return Ok(());
-    }
-    let mut table = table(["consumer", "last seen", "inbox rows", "waiting", "held", "dead"]);
-    for consumer in &consumers {
-        table.add_row([
-            consumer.name.clone(),
-            seen(consumer),
-            consumer.inbox_rows.to_string(),
-            consumer.waiting.to_string(),
-            consumer.held.to_string(),
-            consumer.dead.to_string(),
-        ]);
-    }
-    data!("{table}");
-    Ok(())
+    listed(output, &serde_json::json!({ "consumers": consumers }), COLUMNS, consumers.iter().map(row))
+}
+
+/// The columns of a table of consumers.
+pub(super) const COLUMNS: [&str; 7] = ["consumer", "last seen", "inbox rows", "waiting", "held", "oldest", "dead"];
+
+/// A row of a table of consumers.
+pub(super) fn row(consumer: &ConsumerStatus) -> [String; 7] {
+    [
+        consumer.name.clone(),
+        seen(consumer),
+        consumer.inbox_rows.to_string(),
+        consumer.waiting.to_string(),
+        consumer.held.to_string(),
+        format!("{:.1} s", consumer.oldest_waiting_age_seconds),
+        consumer.dead.to_string(),
+    ]
 }
 
 /// A consumer that was not seen for this long is not there: each of its processes reports every ten

@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use uuid::Uuid;
 
 use super::act::{Act, of_all, refused};
-use super::common::{CommonArgs, Output, failed, hint_of_more, limit, table};
+use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -259,17 +259,13 @@ fn place(message: &DeadMessage) -> &str {
 async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
     hint_of_more(dead.len(), filter.limit);
-    if output == Output::Json {
-        data!("{}", serde_json::json!({ "dead": dead }));
-        return Ok(());
-    }
-    let mut table = table([
+    let header = [
         "number", "state", "where", "topic", "key", "id", "sent as", "reason", "error", "tries", "next try", "behind",
         "since",
-    ]);
-    for message in &dead {
+    ];
+    let rows = dead.iter().map(|message| {
         let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
-        table.add_row([
+        [
             message.number.clone(),
             State::of(message.state).to_owned(),
             place(message).to_owned(),
@@ -286,10 +282,9 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
             message.next_try.map_or_else(String::new, |at| at.format("%H:%M:%S").to_string()),
             message.behind.to_string(),
             message.dead_at.format("%Y-%m-%d %H:%M:%S").to_string(),
-        ]);
-    }
-    data!("{table}");
-    Ok(())
+        ]
+    });
+    listed(output, &serde_json::json!({ "dead": dead }), header, rows)
 }
 
 async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, output: Output) -> Result<(), AppError> {

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use clap::Args;
+use serde_json::json;
 
 use super::act::refused;
-use super::common::{CommonArgs, Output, table};
+use super::common::{CommonArgs, Output, listed, plain};
 use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError, open_broker, say};
@@ -246,37 +247,9 @@ fn horizon(consumer: &oncebox::app::config::ConsumerSettings) -> Option<Finding>
 }
 
 fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
-    let word = |severity: Severity| match severity {
-        Severity::Ok => "ok",
-        Severity::Warning => "warning",
-        Severity::Stuck => "stuck",
-        Severity::Waits => "waits",
-        Severity::Refused => "refused",
-    };
-    if output == Output::Json {
-        let rows: Vec<_> = findings
-            .iter()
-            .map(|finding| {
-                serde_json::json!({
-                    "name": finding.name,
-                    "severity": word(finding.severity),
-                    "detail": finding.detail,
-                    "remedy": finding.remedy,
-                })
-            })
-            .collect();
-        data!("{}", serde_json::json!({ "findings": rows }));
-        return Ok(());
-    }
-    let mut table = table(["", "looked at", "found", "to do"]);
-    for finding in findings {
-        table.add_row([
-            word(finding.severity),
-            &finding.name,
-            &finding.detail,
-            finding.remedy.as_deref().unwrap_or(""),
-        ]);
-    }
-    data!("{table}");
-    Ok(())
+    let as_json = json!({ "findings": findings });
+    let rows = findings.iter().map(|Finding { name, severity, detail, remedy }| {
+        [plain(&json!(severity)), name.clone(), detail.clone(), remedy.clone().unwrap_or_default()]
+    });
+    listed(output, &as_json, ["", "looked at", "found", "to do"], rows)
 }

@@ -4,19 +4,14 @@
 
 use std::path::Path;
 
-#[cfg(feature = "mysql")]
-use sqlx::mysql::MySqlConnection;
-#[cfg(feature = "postgres")]
-use sqlx::postgres::PgConnection;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
 use super::place::{Place, file_url, private_directory};
 use oncebox::StoreError;
 use oncebox::app::config::{DatabaseSettings, Secret, Settings};
-use oncebox::app::{AppError, open_store_with, require_schema};
+use oncebox::app::{AppError, open_store, require_schema};
 use oncebox::error::redact;
-use oncebox::observe::Health;
 use oncebox::store::{OperationStore, SchemaState, Store};
 
 /// A store that can make a separate database beside the one that a URL names.
@@ -62,8 +57,7 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
     if is_missing_file {
         return Ok(());
     }
-    let options = settings.database.options().map_err(AppError::usage)?;
-    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    let store: S = open_store(settings, None).await?;
     let looked = async {
         if store.schema().await? == SchemaState::Missing {
             return Ok(());
@@ -86,44 +80,30 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
 }
 
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-fn on_server(server: &str, name: &str) -> Result<String, AppError> {
-    let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
-    url.set_path(name);
-    Ok(url.to_string())
-}
+macro_rules! on_server {
+    ($store:ty, $connection:ty, $drop:literal) => {
+        impl Ground for $store {
+            async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
+                let mut admin = <$connection>::connect(server).await.map_err(StoreError::from)?;
+                admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
+                admin.close().await.map_err(StoreError::from)?;
+                let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
+                url.set_path(name);
+                Ok(url.to_string())
+            }
 
+            async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
+                let mut admin = <$connection>::connect(server).await.map_err(StoreError::from)?;
+                admin.execute(AssertSqlSafe(format!($drop, name))).await.map_err(StoreError::from)?;
+                Ok(admin.close().await.map_err(StoreError::from)?)
+            }
+        }
+    };
+}
 #[cfg(feature = "postgres")]
-impl Ground for oncebox::store::postgres::PostgresStore {
-    async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
-        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
-        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
-        admin.close().await.map_err(StoreError::from)?;
-        on_server(server, name)
-    }
-
-    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
-        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
-        let drop = format!("drop database if exists {name} with (force)");
-        admin.execute(AssertSqlSafe(drop)).await.map_err(StoreError::from)?;
-        Ok(admin.close().await.map_err(StoreError::from)?)
-    }
-}
-
+on_server!(oncebox::store::postgres::PostgresStore, sqlx::PgConnection, "drop database if exists {} with (force)");
 #[cfg(feature = "mysql")]
-impl Ground for oncebox::store::mysql::MySqlStore {
-    async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
-        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
-        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
-        admin.close().await.map_err(StoreError::from)?;
-        on_server(server, name)
-    }
-
-    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
-        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
-        admin.execute(AssertSqlSafe(format!("drop database if exists {name}"))).await.map_err(StoreError::from)?;
-        Ok(admin.close().await.map_err(StoreError::from)?)
-    }
-}
+on_server!(oncebox::store::mysql::MySqlStore, sqlx::MySqlConnection, "drop database if exists {}");
 
 #[cfg(feature = "sqlite")]
 impl Ground for oncebox::store::sqlite::SqliteStore {

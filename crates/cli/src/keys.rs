@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, limit, table};
-use super::progress::{Batches, shown};
+use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain};
+use super::progress::Batches;
 use oncebox::adapter::{DbTime, hex};
 use oncebox::app::{AppError, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
@@ -294,21 +294,20 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
 async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let (found, unreadable) = split(store.keys(&filter.to_store()).await?);
     hint_of_more(found.len() + unreadable.len(), filter.limit.unwrap_or(LIMIT) as usize);
-    if output == Output::Json {
-        let keys: Vec<Value> = found.iter().map(|one| fields(one, false)).collect();
-        let unreadable = unreadable.iter().map(|(digest, why)| json!({ "hash": &hex(digest)[..SHOWN], "error": why }));
-        let unreadable: Vec<Value> = unreadable.collect();
-        data!("{}", json!({ "keys": keys, "unreadable": unreadable }));
-        return Ok(());
-    }
+    let keys: Vec<Value> = found.iter().map(|one| fields(one, false)).collect();
+    let mut unread: Vec<Value> = Vec::new();
     for (digest, why) in &unreadable {
-        say("ERROR", &format!("key {} cannot be read: {why}", &hex(digest)[..SHOWN]));
+        let hash = &hex(digest)[..SHOWN];
+        if output == Output::Table {
+            say("ERROR", &format!("key {hash} cannot be read: {why}"));
+        }
+        unread.push(json!({ "hash": hash, "error": why }));
     }
-    let mut table = table(["hash", "tenant", "operation", "mode", "state", "tries", "lease left", "since", "outcome"]);
-    for ReadRecord { now, record } in &found {
+    let header = ["hash", "tenant", "operation", "mode", "state", "tries", "lease left", "since", "outcome"];
+    let rows = found.iter().map(|ReadRecord { now, record }| {
         let left = record.lease_left(*now);
         let state = record.state_at(*now).to_string();
-        table.add_row([
+        [
             hash(record)[..SHOWN].to_owned(),
             record.identity.tenant().to_owned(),
             record.identity.operation().to_string(),
@@ -318,10 +317,9 @@ async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> 
             if left.is_zero() { String::new() } else { format!("{} s", left.as_secs()) },
             moment(record.created_at),
             record.outcome_at.map(moment).unwrap_or_default(),
-        ]);
-    }
-    data!("{table}");
-    Ok(())
+        ]
+    });
+    listed(output, &json!({ "keys": keys, "unreadable": unread }), header, rows)
 }
 
 async fn show<S: OperationStore>(store: &S, found: &ReadRecord, named: bool, output: Output) -> Result<(), AppError> {
@@ -341,8 +339,7 @@ async fn show<S: OperationStore>(store: &S, found: &ReadRecord, named: bool, out
         return Ok(());
     }
     for (name, value) in fields.as_object().into_iter().flatten() {
-        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        data!("{:<19} {}", name.replace('_', " "), if value == "null" { "-" } else { &value });
+        data!("{:<19} {}", name.replace('_', " "), plain(value));
     }
     for run in runs {
         let status = run.evidence.status.map(|status| format!(" with status {status}")).unwrap_or_default();
@@ -448,7 +445,7 @@ async fn purge_all<S: OperationStore>(
             batches.next(hashes.len() - before);
         }
     }
-    told("purge", &hashes, 0, act, output)
+    act.told("purge", "hashes", &hashes, 0, output)
 }
 
 async fn act_on<S: OperationStore>(
@@ -472,18 +469,5 @@ async fn act_on<S: OperationStore>(
         }
     }
     let hashes: Vec<String> = meant.iter().map(|one| hash(&one.record)[..SHOWN].to_owned()).collect();
-    told(verb, &hashes, remaining, act, output)
-}
-
-fn told(verb: &str, hashes: &[String], remaining: usize, act: &Act, output: Output) -> Result<(), AppError> {
-    if output == Output::Json {
-        let mut value = json!({ "act": verb, "dry_run": act.dry_run, "hashes": hashes });
-        if remaining > 0 {
-            value["remaining"] = remaining.into();
-        }
-        data!("{value}");
-        return Ok(());
-    }
-    data!("{}{verb} {}:{}", act.would(), hashes.len(), shown(hashes));
-    Ok(())
+    act.told(verb, "hashes", &hashes, remaining, output)
 }

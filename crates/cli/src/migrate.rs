@@ -6,7 +6,6 @@ use super::common::{CommonArgs, Output};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, open_store_with, require_schema};
 use oncebox::error::redact;
-use oncebox::observe::Health;
 use oncebox::store::{Schema, Store, StoreOptions};
 
 /// What to do with the tables.
@@ -33,7 +32,7 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
     let options = settings.database.options().map_err(AppError::usage)?;
     let options = StoreOptions { create: matches!(command, MigrateCommand::Up), ..options };
     let name = redact(&options.url);
-    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    let store: S = open_store_with(&options, None).await?;
     if let MigrateCommand::Up = command {
         let applied = store.migrate().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {
@@ -48,13 +47,7 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
     } else {
         let known = store.applied().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {
-            Output::Json => {
-                let rows: Vec<_> = known
-                    .iter()
-                    .map(|m| serde_json::json!({ "version": m.version, "description": m.description, "applied": m.applied }))
-                    .collect();
-                data!("{}", serde_json::json!({ "migrations": rows }));
-            }
+            Output::Json => data!("{}", serde_json::json!({ "migrations": known })),
             Output::Table => {
                 for migration in &known {
                     let mark = if migration.applied { "applied" } else { "missing" };

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::act::{Act, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, limit, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain};
 use super::keys::moment;
 use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
@@ -260,32 +260,30 @@ fn fields(one: &StoredOperation) -> Value {
 async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
     let FoundOperations { operations: found, unreadable, orphans } = store.operations(&filter.to_store()).await?;
     hint_of_more(found.len() + unreadable.len(), filter.limit as usize);
-    if output == Output::Json {
-        let operations: Vec<Value> = found.iter().map(fields).collect();
-        let unreadable = unreadable.iter().map(|(id, why)| json!({ "operation_id": id, "error": why }));
-        let unreadable: Vec<Value> = unreadable.collect();
-        data!("{}", json!({ "operations": operations, "unreadable": unreadable, "orphans": orphans }));
-        return Ok(());
+    if output == Output::Table {
+        for (id, why) in &unreadable {
+            say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {why}"));
+        }
+        for id in &orphans {
+            say(
+                "ERROR",
+                &format!(
+                    "something happened of operation {id}, and nothing else is known of it: find out what it did, then `oncebox operations judge {id}`"
+                ),
+            );
+        }
     }
-    for (id, why) in &unreadable {
-        say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {why}"));
-    }
-    for id in &orphans {
-        say(
-            "ERROR",
-            &format!(
-                "something happened of operation {id}, and nothing else is known of it: find out what it did, then `oncebox operations judge {id}`"
-            ),
-        );
-    }
-    let mut table =
-        table(["operation", "tenant", "flow", "stage", "point", "effects", "tries", "parked", "due", "since"]);
-    for one in &found {
+    let operations: Vec<Value> = found.iter().map(fields).collect();
+    let unreadable = unreadable.iter().map(|(id, why)| json!({ "operation_id": id, "error": why }));
+    let unreadable: Vec<Value> = unreadable.collect();
+    let as_json = json!({ "operations": operations, "unreadable": unreadable, "orphans": orphans });
+    let header = ["operation", "tenant", "flow", "stage", "point", "effects", "tries", "parked", "due", "since"];
+    let rows = found.iter().map(|one| {
         let effects = one
             .intents
             .iter()
             .map(|intent| format!("{}: {}", intent.intent.effect, intent.outcome.as_deref().unwrap_or("open")));
-        table.add_row([
+        [
             one.operation_id.to_string(),
             one.identity.as_ref().map(|identity| identity.tenant().to_owned()).unwrap_or_default(),
             format!("{} v{}", one.flow, one.flow_version),
@@ -296,10 +294,9 @@ async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> 
             one.parked.clone().unwrap_or_default(),
             one.due_at.map(moment).unwrap_or_default(),
             moment(one.created_at),
-        ]);
-    }
-    data!("{table}");
-    Ok(())
+        ]
+    });
+    listed(output, &as_json, header, rows)
 }
 
 fn show(one: &StoredOperation, output: Output) -> Result<(), AppError> {
@@ -308,18 +305,13 @@ fn show(one: &StoredOperation, output: Output) -> Result<(), AppError> {
         data!("{fields}");
         return Ok(());
     }
-    let text = |value: &Value| match value {
-        Value::Null => "-".to_owned(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    };
     for (name, value) in fields.as_object().into_iter().flatten() {
         match value.as_array() {
-            None => data!("{:<15} {}", name.replace('_', " "), text(value)),
+            None => data!("{:<15} {}", name.replace('_', " "), plain(value)),
             Some(rows) => {
                 for row in rows {
                     let parts = row.as_object().into_iter().flatten();
-                    let parts = parts.map(|(name, value)| format!("{} {}", name.replace('_', " "), text(value)));
+                    let parts = parts.map(|(name, value)| format!("{} {}", name.replace('_', " "), plain(value)));
                     data!("{:<15} {}", name, parts.collect::<Vec<String>>().join(", "));
                 }
             }
@@ -351,11 +343,6 @@ async fn retry<S: OperationStore>(
 }
 
 fn told(verb: &str, ids: &[Uuid], act: &Act, output: Output) -> Result<(), AppError> {
-    if output == Output::Json {
-        data!("{}", json!({ "act": verb, "dry_run": act.dry_run, "operations": ids }));
-        return Ok(());
-    }
-    let shown: String = ids.iter().map(|id| format!(" {id}")).collect();
-    data!("{}{verb} {}:{shown}", act.would(), ids.len());
-    Ok(())
+    let ids: Vec<String> = ids.iter().map(Uuid::to_string).collect();
+    act.told(verb, "operations", &ids, 0, output)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::common::{CommonArgs, Output, table};
+use super::common::{CommonArgs, Output, tabled};
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
 
@@ -89,11 +89,8 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
             }
         }
         Output::Table => {
-            let mut rows = table(["consumer", "topic", "partitions"]);
-            for (consumer, topic) in done {
-                rows.add_row([consumer, topic, partitions.to_string()]);
-            }
-            data!("{rows}");
+            let rows = done.into_iter().map(|(consumer, topic)| [consumer, topic, partitions.to_string()]);
+            tabled(["consumer", "topic", "partitions"], rows)?;
         }
     }
     Ok(())

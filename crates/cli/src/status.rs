@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::common::{CommonArgs, Output, bound, failed, limit, table};
-use super::consumers::{ABSENT, seen};
+use super::common::{CommonArgs, Output, bound, failed, limit, tabled};
+use super::consumers::{ABSENT, COLUMNS, row, seen};
 use oncebox::app::AppError;
 use oncebox::store::{Status, Store};
 
@@ -100,9 +100,8 @@ fn print(status: &Status) -> Result<(), AppError> {
         status.dead,
         status.emails_pending
     );
-    let mut shards = table(["shard", "buckets", "cursor", "gaps", "epoch", "owner", "lease left", "cursor age"]);
-    for shard in &status.shards {
-        shards.add_row([
+    let shards = status.shards.iter().map(|shard| {
+        [
             shard.shard.to_string(),
             format!("{}-{}", shard.buckets.0, shard.buckets.1),
             shard.scanned_to.to_string(),
@@ -111,23 +110,11 @@ fn print(status: &Status) -> Result<(), AppError> {
             shard.owner.clone().unwrap_or_else(|| "nobody".to_owned()),
             format!("{:.1} s", shard.lease_seconds_left),
             format!("{:.1} s", shard.cursor_age_seconds),
-        ]);
-    }
-    data!("{shards}");
+        ]
+    });
+    tabled(["shard", "buckets", "cursor", "gaps", "epoch", "owner", "lease left", "cursor age"], shards)?;
     if !status.consumers.is_empty() {
-        let mut consumers = table(["consumer", "last seen", "inbox rows", "waiting", "held", "oldest", "dead"]);
-        for consumer in &status.consumers {
-            consumers.add_row([
-                consumer.name.clone(),
-                seen(consumer),
-                consumer.inbox_rows.to_string(),
-                consumer.waiting.to_string(),
-                consumer.held.to_string(),
-                format!("{:.1} s", consumer.oldest_waiting_age_seconds),
-                consumer.dead.to_string(),
-            ]);
-        }
-        data!("{consumers}");
+        tabled(COLUMNS, status.consumers.iter().map(row))?;
     }
     Ok(())
 }

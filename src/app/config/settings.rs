@@ -533,9 +533,6 @@ impl Default for LogSettings {
 
 impl PublisherSettings {
     /// The options of the relay for the runtime.
-    ///
-    /// # Errors
-    /// The setting that cannot be used, and why.
     pub(crate) fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
         crate::message::limits::check_printable("publisher.source", &self.source, 255)
             .map_err(|error| error.to_string())?;

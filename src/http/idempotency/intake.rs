@@ -16,8 +16,8 @@ use http_body_util::BodyExt;
 
 use super::respond::problem_response;
 use crate::operation::rules::raw::essence;
-use crate::operation::rules::{Canonical, Code, FingerprintWriter, Key, KeyFormat, Scope};
-use crate::operation::{Asking, BodyPermit, Core, Front, KeyGiven, Problem, Registered};
+use crate::operation::rules::{Code, Key, KeyFormat, Scope};
+use crate::operation::{Asking, BodyPermit, Core, Front, KeyGiven, NoCommand, Problem, Registered};
 
 /// The scope of a request. Only verified authentication may put it into the request's extensions
 /// (pitfall 15).
@@ -39,16 +39,9 @@ pub(super) fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
 }
 
-/// The command of a request whose body was not read.
-struct Unread;
-
-impl Canonical for Unread {
-    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
-}
-
 /// The front of a request whose body was not read, for what is decided before it is read.
 pub(super) fn unread(engine: &Core, endpoint: &Registered, scope: Option<Scope>, key: KeyGiven) -> Front {
-    engine.front(endpoint, Asking { scope, key, command: Arc::new(Unread) })
+    engine.front(endpoint, Asking { scope, key, command: Arc::new(NoCommand) })
 }
 
 /// Reads the body within the limits of the operation. Keep the permit as long as the bytes.

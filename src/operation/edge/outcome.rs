@@ -1,4 +1,4 @@
-//! Writes the outcome of an edge run, with retries until the lease ends (O12).
+//! Writes the outcome of an edge run, with retries for one lease (O12).
 //!
 //! Promises: if the store refuses an outcome because of its content, the outcome is written without
 //! its body, so that it does not become unknown. Evidence is never fenced; decisions are (O8). A
@@ -8,11 +8,12 @@
 
 use std::time::{Duration, Instant};
 
+use tokio_util::sync::DropGuard;
+
 use super::{Edge, EdgeAnswer};
 use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
-use crate::operation::edge::heart::Heart;
 use crate::operation::port::evidence::{NewEvidence, Sealed};
 use crate::operation::port::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, Owned, RunOutcome};
 use crate::operation::rules::classify::Settle;
@@ -45,7 +46,7 @@ impl Edge {
         &self,
         settle: Settle,
         kept: Option<&Kept>,
-        heart: Heart,
+        heart: DropGuard,
         answer: EdgeAnswer<T>,
         tell: impl FnOnce(EdgeAnswer<T>),
     ) {
@@ -77,9 +78,9 @@ impl Edge {
         self.front.note(Noted::StoreError("complete"));
         tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
         let mut pause = AGAIN;
-        // The lease is still being renewed. Without a limit of its own, this loop would retry a
-        // write that can never succeed for ever.
-        while heart.is_ours() && Instant::now() < until {
+        // The lease is still being renewed. Without a limit, this loop would retry a write that can
+        // never succeed for ever.
+        while Instant::now() < until {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(AGAIN_MAX);
             match self.write(&self.owned, &end).await {
@@ -94,7 +95,7 @@ impl Edge {
                 }
             }
         }
-        tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
+        tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the outcome could not be written within a lease: it becomes unknown");
     }
 
     fn end(&self, settle: Settle, kept: Option<&Kept>) -> End {

@@ -46,7 +46,7 @@ use crate::observe::Noted;
 use crate::operation::port::phases::{Driven, NewIntent, PhaseTx, StoredOperation};
 use crate::operation::port::{Fenced, RunOutcome};
 use crate::operation::rules::Fingerprint;
-use crate::operation::rules::flow::{PhaseEnd, Stage};
+use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{self, Gap, Sends, Step, Strategy, Verdict};
 use crate::operation::{Kept, Reply};
 use crate::text::panic::panic_text;
@@ -310,14 +310,12 @@ impl Driver {
             Ok(ended) => ended,
             Err(next) => return Ok(next),
         };
-        // The stage UNKNOWN means here that an earlier drive was given up at this point.
-        let Some(stage) = Stage::Local.after(end.end()) else { return self.impossible(tx, end.end()).await };
         match end {
             Local::RecoveryPoint(point) if flow.local(point.0).is_some() => {
-                self.advance(tx, &stored.point, point.0, stage, None).await
+                self.advance(tx, &stored.point, point.0, Stage::Local).await
             }
-            Local::RecoveryPoint(_) => self.impossible(tx, PhaseEnd::RecoveryPoint).await,
-            Local::Intent(Intent(prepared)) => self.intend(tx, flow, &stored.point, stage, prepared).await,
+            Local::RecoveryPoint(point) => self.impossible(tx, point.0).await,
+            Local::Intent(Intent(prepared)) => self.intend(tx, flow, &stored.point, prepared).await,
             Local::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
             Local::Rejected { reply, code } => self.finish(tx, &stored.point, &reply, Some(code)).await,
             Local::Retryable => self.failed(tx, stored, &HandlerError::retryable("the phase asked to run again")).await,
@@ -335,15 +333,13 @@ impl Driver {
             Ok(ended) => ended,
             Err(next) => return Ok(next),
         };
-        // The stage UNKNOWN means here that an earlier run of this phase was lost.
-        let Some(stage) = Stage::Settled.after(end.end()) else { return self.impossible(tx, end.end()).await };
         match end {
             Settled::RecoveryPoint(point) if flow.settled(point.0).is_some() => {
-                self.advance(tx, &stored.point, point.0, stage, None).await
+                self.advance(tx, &stored.point, point.0, Stage::Settled).await
             }
-            Settled::RecoveryPoint(_) => self.impossible(tx, PhaseEnd::RecoveryPoint).await,
+            Settled::RecoveryPoint(point) => self.impossible(tx, point.0).await,
             Settled::Intent(Intent(prepared)) | Settled::Compensate(Compensation(prepared)) => {
-                self.intend(tx, flow, &stored.point, stage, prepared).await
+                self.intend(tx, flow, &stored.point, prepared).await
             }
             Settled::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
             Settled::Failure { proof: _, reply, code } => match flow.standing(&settlements) {
@@ -450,8 +446,7 @@ impl Driver {
         };
         let outcome = if settled == provider::Settled::Succeeded { "succeeded" } else { "failed" };
         tx.settle(effect.name, outcome).await?;
-        let stage = Stage::Outstanding.after(PhaseEnd::Settle).unwrap_or(Stage::Settled);
-        self.advance(tx, point, &effect.settled, stage, None).await
+        self.advance(tx, point, &effect.settled, Stage::Settled).await
     }
 
     fn settlements(&self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Settlements, StoreError> {
@@ -469,16 +464,16 @@ impl Driver {
 
     async fn intend(
         &mut self,
-        tx: Box<dyn PhaseTx>,
+        mut tx: Box<dyn PhaseTx>,
         flow: &AnyFlow,
         from: &str,
-        stage: Stage,
         prepared: Prepared,
     ) -> Result<Next, StoreError> {
-        let Some(effect) = flow.effect(prepared.effect) else { return self.impossible(tx, PhaseEnd::Intent).await };
+        let Some(effect) = flow.effect(prepared.effect) else { return self.impossible(tx, prepared.effect).await };
         let intent = new_intent(&self.phased, &self.context, effect, &prepared)?;
         self.fresh = Some(effect.name);
-        self.advance(tx, from, &effect.sent, stage, Some(intent)).await
+        let moved = tx.advance(from, &effect.sent, Stage::Outstanding, &[intent]).await?;
+        self.commit(tx, moved).await
     }
 
     async fn advance(
@@ -487,9 +482,8 @@ impl Driver {
         from: &str,
         to: &str,
         stage: Stage,
-        intent: Option<NewIntent>,
     ) -> Result<Next, StoreError> {
-        let moved = tx.advance(from, to, stage, intent.as_slice()).await?;
+        let moved = tx.advance(from, to, stage, &[]).await?;
         self.commit(tx, moved).await
     }
 

@@ -62,12 +62,12 @@
 //! }
 //! ```
 //!
-//! Not here: which stage each end leads to ([`flow`](crate::operation::rules::flow)).
+//! Not here: the stages ([`flow`](crate::operation::rules::flow)), and which end leads to which
+//! ([`driver`](super::driver), for the first phase [`opening`](super::opening)).
 
 use super::effect::{Compensation, Intent, Proven};
 use super::point::{LocalPoint, SettledPoint};
 use crate::operation::Reply;
-use crate::operation::rules::flow::PhaseEnd;
 
 /// How the first phase ends. Before it commits, nothing of the operation is stored.
 #[derive(Debug)]
@@ -134,41 +134,4 @@ pub enum Settled {
         /// The code of the failure, stored with the outcome.
         code: Option<String>,
     },
-}
-
-impl First {
-    pub(super) fn end(&self) -> PhaseEnd {
-        match self {
-            Self::RecoveryPoint(_) => PhaseEnd::RecoveryPoint,
-            Self::Intent(_) => PhaseEnd::Intent,
-            Self::Response(_) => PhaseEnd::Succeed,
-            Self::Rejected { binding: true, .. } => PhaseEnd::Rejected,
-            Self::Rejected { binding: false, .. } | Self::DontStore(_) => PhaseEnd::DontStore,
-            Self::Retryable(_) => PhaseEnd::Retryable,
-        }
-    }
-}
-
-impl Local {
-    pub(super) fn end(&self) -> PhaseEnd {
-        match self {
-            Self::RecoveryPoint(_) => PhaseEnd::RecoveryPoint,
-            Self::Intent(_) => PhaseEnd::Intent,
-            Self::Response(_) => PhaseEnd::Succeed,
-            Self::Rejected { .. } => PhaseEnd::Rejected,
-            Self::Retryable => PhaseEnd::Retryable,
-        }
-    }
-}
-
-impl Settled {
-    pub(super) fn end(&self) -> PhaseEnd {
-        match self {
-            Self::RecoveryPoint(_) => PhaseEnd::RecoveryPoint,
-            Self::Intent(_) => PhaseEnd::Intent,
-            Self::Compensate(_) => PhaseEnd::Compensate,
-            Self::Response(_) => PhaseEnd::Succeed,
-            Self::Failure { .. } => PhaseEnd::FailProven,
-        }
-    }
 }

@@ -213,7 +213,8 @@ impl PhasedEngine {
                         return front.no_room();
                     };
                     let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
-                        Some(Ok(opened)) => opened,
+                        Some(Ok(Ok(opened))) => opened,
+                        Some(Ok(Err(error))) => return front.store_failed("claim", &error),
                         ended => {
                             if let Some(Err(error)) = ended {
                                 tracing::error!(operation = %endpoint.operation(), %error, "the first phase died");
@@ -229,7 +230,6 @@ impl PhasedEngine {
                         Opened::Replied(reply) => return front.first(began.elapsed(), reply),
                         Opened::Look => front.look_again(),
                         Opened::Problem(code) => return front.problem(code),
-                        Opened::Failed(error) => return front.store_failed("claim", &error),
                         Opened::Driving(driving) => {
                             if let Some(answered) = wait(&front, driving, until, began).await {
                                 return answered;

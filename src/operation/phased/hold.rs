@@ -10,7 +10,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::operation::port::Fenced;
 use crate::operation::port::phases::{Driven, Phases};
@@ -22,6 +22,7 @@ use crate::time::since::Since;
 #[derive(Debug)]
 pub(super) struct Hold {
     shared: Arc<HeldLease>,
+    _done: DropGuard,
 }
 
 #[derive(Debug)]
@@ -38,9 +39,10 @@ impl Hold {
     /// Holds a lease that a statement sent at `asked` has granted.
     pub(super) fn new(store: Arc<dyn Phases>, driven: Driven, lease: Duration, asked: Since) -> Self {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
+        let guard = done.clone().drop_guard();
         let shared = Arc::new(HeldLease { store, driven, lease, granted: Mutex::new(asked), lost, done });
         tokio::spawn(Arc::clone(&shared).renew_until_done());
-        Self { shared }
+        Self { shared, _done: guard }
     }
 
     /// The operation that is held, with the token and epoch of its owner.
@@ -69,12 +71,6 @@ impl Hold {
     /// Stops the renewals: the operation was released or has its outcome.
     pub(super) fn drop_lease_watch(&self) {
         self.shared.done.cancel();
-    }
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        self.drop_lease_watch();
     }
 }
 

@@ -47,7 +47,6 @@ pub(super) enum Opened {
     Problem(Code),
     /// The first phase is committed, and this task drives the next phases.
     Driving(JoinHandle<Result<Ended, StoreError>>),
-    Failed(StoreError),
 }
 
 pub(super) struct Opening {
@@ -81,11 +80,7 @@ enum Tried {
 }
 
 impl Opening {
-    pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
-        self.open(begin).await.unwrap_or_else(Opened::Failed)
-    }
-
-    async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
+    pub(super) async fn run(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
         if !self.phased.engine.reach().within(self.phased.is_ours()).await? {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }
@@ -195,23 +190,22 @@ impl Opening {
     }
 
     fn judge(&self, context: &Context, first: First) -> Result<Move, StoreError> {
-        let (flow, end) = (&self.member.flow, first.end());
+        let flow = &self.member.flow;
         let unknown = |what: &str| {
             StoreError::Refused(format!(
                 "the first phase of `{}` goes on at `{what}`, which its flow does not have",
                 flow.name
             ))
         };
-        let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;
         Ok(match first {
             First::RecoveryPoint(point) if flow.local(point.0).is_some() => {
-                Move::Advance(point.0.to_owned(), stage, None)
+                Move::Advance(point.0.to_owned(), Stage::Local, None)
             }
             First::RecoveryPoint(point) => return Err(unknown(point.0)),
             First::Intent(Intent(prepared)) => {
                 let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
                 let intent = new_intent(&self.phased, context, effect, &prepared)?;
-                Move::Advance(effect.sent.clone(), stage, Some((effect.name, intent)))
+                Move::Advance(effect.sent.clone(), Stage::Outstanding, Some((effect.name, intent)))
             }
             First::Response(reply) => Move::Finish(reply, None),
             First::Rejected { reply, code, binding: true } => Move::Finish(reply, Some(code)),

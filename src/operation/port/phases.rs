@@ -26,8 +26,8 @@
 //!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
 //!
-//! Not here: what evidence proves ([`provider`](crate::operation::rules::provider)), which stage
-//! follows which ([`flow`](crate::operation::rules::flow)), and encryption of the bytes.
+//! Not here: what evidence proves ([`provider`](crate::operation::rules::provider)), the stages
+//! ([`flow`](crate::operation::rules::flow)), and encryption of the bytes.
 
 use std::any::Any;
 use std::fmt::Debug;

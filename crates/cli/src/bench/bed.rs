@@ -1,17 +1,21 @@
 //! Where a benchmark runs: a separate database and separate topics, both removed at the end.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::work::Raw;
+use super::Load;
+use super::work::{Maker, Raw};
 use super::yard::Yard;
 use crate::ground::OwnDatabase;
 use crate::place::{Place, write_config};
 use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with, say};
 use oncebox::broker::Subscription;
-use oncebox::observe::Health;
 use oncebox::store::StoreOptions;
+
+/// How long a client waits to fill a batch, as a careful user sets it.
+pub(super) const LINGER: Duration = Duration::from_millis(5);
 
 /// A place, and the database that was made in it.
 #[derive(Debug)]
@@ -98,6 +102,19 @@ impl<S: Yard> Bed<S> {
         Ok((topic, names))
     }
 
+    /// As [`Bed::topic`], with the messages of this load in it.
+    pub(super) async fn filled(
+        &mut self,
+        name: &str,
+        consumers: &[&str],
+        load: Load,
+    ) -> Result<(String, Vec<String>), AppError> {
+        let (topic, names) = self.topic(name, consumers).await?;
+        let rows = Maker::new(&topic, load).rows(load.messages);
+        self.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
+        Ok((topic, names))
+    }
+
     /// The client of this broker without oncebox.
     pub(super) async fn raw(&self, linger: Duration) -> Result<Raw, AppError> {
         Raw::open(&self.settings, &self.broker, linger).await
@@ -125,5 +142,5 @@ impl<S: Yard> Bed<S> {
 async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {
     let options = settings.database.options().map_err(AppError::usage)?;
     let options = StoreOptions { create: true, connections_max: 24, ..options };
-    open_store_with(&options, None, &Health::default()).await
+    open_store_with(&options, None).await
 }

@@ -15,7 +15,7 @@ use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
 use super::Load;
-use super::bed::Bed;
+use super::bed::{Bed, LINGER};
 use super::figure::Figure;
 use super::relay::rate;
 use super::watched::Watched;
@@ -33,8 +33,6 @@ use oncebox::{
 
 /// The loop by hand is slow, with a commit for each message: it gets `messages / SLOW_SHARE`.
 const SLOW_SHARE: usize = 4;
-/// How long the client that fills the topic waits for more messages to send together.
-pub(super) const LINGER: Duration = Duration::from_millis(5);
 
 /// A handler that does one business write for each message.
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::common::{Output, failed, table};
+use crate::common::{Output, failed, tabled};
 use oncebox::app::AppError;
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -79,10 +79,10 @@ pub(super) fn print(figures: &[Figure], output: Output) -> Result<(), AppError> 
         }
         return Ok(());
     }
-    let mut table = table(["figure", "value", "unit", "baseline", "ratio", "min", "max", "wanted", "against"]);
+    let header = ["figure", "value", "unit", "baseline", "ratio", "min", "max", "wanted", "against"];
     let optional = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
-    for figure in figures {
-        table.add_row([
+    let rows = figures.iter().map(|figure| {
+        [
             figure.name.to_owned(),
             short(figure.value),
             figure.unit.to_owned(),
@@ -92,10 +92,9 @@ pub(super) fn print(figures: &[Figure], output: Output) -> Result<(), AppError> 
             short(figure.max),
             figure.target.unwrap_or("-").to_owned(),
             figure.against.unwrap_or("-").to_owned(),
-        ]);
-    }
-    data!("{table}");
-    Ok(())
+        ]
+    });
+    tabled(header, rows)
 }
 
 fn short(value: f64) -> String {

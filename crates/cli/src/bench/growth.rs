@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::Load;
-use super::bed::Bed;
-use super::consume::{LINGER, Side, sql};
+use super::bed::{Bed, LINGER};
+use super::consume::{Side, sql};
 use super::figure::Figure;
 use super::keys::FILL;
 use super::relay::{fill, rate};

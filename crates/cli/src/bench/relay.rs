@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::Load;
-use super::bed::Bed;
+use super::bed::{Bed, LINGER};
 use super::figure::Figure;
 use super::watched::Watched;
 use super::work::Maker;
@@ -23,8 +23,6 @@ use oncebox::{Relay, RelayOptions};
 
 /// The simple loop gets `messages / SLOW_SHARE` rows, and at least 100.
 const SLOW_SHARE: usize = 50;
-/// How long the client waits to fill a batch, as a careful user sets it.
-const LINGER: Duration = Duration::from_millis(5);
 
 struct Round {
     relay: f64,

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::roles::Payment;
 use super::stage::Stage;
 use super::tables::Tables;
-use crate::common::{Output, failed, table};
+use crate::common::{Output, failed, tabled};
 use oncebox::app::{AnyBroker, AppError};
 
 /// What was counted after the demo, and whether the promise was kept.
@@ -53,19 +53,22 @@ impl Verdict {
             data!("{value}");
             return Ok(());
         }
-        let mut table = table(["counted", "", "should be"]);
-        let row = |what: &str, count: String, should: String| [what.to_owned(), count, should];
         let of_all = self.messages.to_string();
-        table.add_row(row("payments taken", of_all.clone(), of_all.clone()));
-        table.add_row(row("ledger entries", self.ledger_entries.to_string(), of_all.clone()));
-        table.add_row(row("e-mail rows", self.emails.to_string(), of_all.clone()));
-        table.add_row(row("e-mails sent (.eml files)", self.email_files.to_string(), of_all));
-        table.add_row(row("sum of payments", money(self.payments_minor), money(self.payments_minor)));
-        table.add_row(row("sum of the ledger", money(self.ledger_minor), money(self.payments_minor)));
-        table.add_row(row("lost", self.lost.to_string(), "0".into()));
-        table.add_row(row("doubled", self.doubled.to_string(), "0".into()));
-        table.add_row(row("out of order", self.out_of_order.to_string(), "0".into()));
-        data!("{table}");
+        let rows = [
+            ("payments taken", of_all.clone(), of_all.clone()),
+            ("ledger entries", self.ledger_entries.to_string(), of_all.clone()),
+            ("e-mail rows", self.emails.to_string(), of_all.clone()),
+            ("e-mails sent (.eml files)", self.email_files.to_string(), of_all),
+            ("sum of payments", money(self.payments_minor), money(self.payments_minor)),
+            ("sum of the ledger", money(self.ledger_minor), money(self.payments_minor)),
+            ("lost", self.lost.to_string(), "0".into()),
+            ("doubled", self.doubled.to_string(), "0".into()),
+            ("out of order", self.out_of_order.to_string(), "0".into()),
+        ];
+        tabled(
+            ["counted", "", "should be"],
+            rows.into_iter().map(|(what, count, should)| [what.to_owned(), count, should]),
+        )?;
         data!(
             "{} deliveries for {} effects: {} duplicates suppressed; {} processes killed with SIGKILL; {:.1} s",
             self.deliveries,

@@ -19,7 +19,6 @@ use crate::operation::phased::evidence;
 use crate::operation::port::Fenced;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{Due, Leave, StoredIntent, StoredOperation};
-use crate::operation::rules::flow::{PhaseEnd, Stage};
 use crate::operation::rules::provider::{Gap, Sends};
 use crate::time::bound::LONGEST;
 use crate::time::pace::Pace;
@@ -184,7 +183,7 @@ impl Driver {
         self.reached = true;
         let counts = !error.is_transient();
         let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
-        if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
+        if stored.stage.has_intents() {
             return Ok(Next::End(self.release_unknown_outcome(after, counts).await?));
         }
         Ok(Next::End(self.release(after, counts).await?))

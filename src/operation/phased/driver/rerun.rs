@@ -15,7 +15,6 @@ use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
 use crate::operation::port::phases::{PhaseTx, Run, StoredOperation};
-use crate::operation::rules::flow::PhaseEnd;
 use crate::time::pace::Pace;
 
 /// The reason for the failure of a phase that returned a success.
@@ -105,10 +104,11 @@ impl Driver {
         }
     }
 
-    /// A phase ended in a way that is not allowed at its point: rolls back and parks the operation.
-    pub(super) async fn impossible(&mut self, tx: Box<dyn PhaseTx>, end: PhaseEnd) -> Result<Next, StoreError> {
+    /// A phase names a point or an effect that its flow does not have: rolls back and parks the
+    /// operation.
+    pub(super) async fn impossible(&mut self, tx: Box<dyn PhaseTx>, what: &str) -> Result<Next, StoreError> {
         tx.rollback().await?;
-        tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
+        tracing::error!(operation = %self.driven.operation_id, what, "a phase names a point or effect that its flow does not have");
         self.park_for_operator("phase-ended-impossibly").await
     }
 }

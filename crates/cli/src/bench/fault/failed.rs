@@ -11,9 +11,8 @@ use super::SLOW_SHARE;
 use super::running::{Running, drain, options};
 use crate::bench::Load;
 use crate::bench::bed::Bed;
-use crate::bench::consume::{Effect, LINGER};
+use crate::bench::consume::Effect;
 use crate::bench::figure::Figure;
-use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
@@ -55,9 +54,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
     let load = Load { messages, keys: 1, ..load };
     let mut pairs = Vec::new();
     for _ in Rounds::start("after a failure", load.rounds) {
-        let (topic, names) = bed.topic("failed", &["plain", "failed"]).await?;
-        let rows = Maker::new(&topic, load).rows(load.messages);
-        bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
+        let (topic, names) = bed.filled("failed", &["plain", "failed"], load).await?;
         let before = bed.store.effects().await?;
         let plain = drain(bed, &names[0], &topic, before + load.messages).await?.rate(before);
         pairs.push((failed(bed, &names[1], &topic, load.messages).await?, plain));

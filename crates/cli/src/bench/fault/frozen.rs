@@ -1,15 +1,11 @@
 //! A peer is frozen with its transactions open: the rate of the other consumer, from the moment at
 //! which it has the partitions of the peer.
 
-use std::sync::Arc;
-
 use super::peer::Peer;
 use super::running::drain;
 use crate::bench::Load;
 use crate::bench::bed::Bed;
-use crate::bench::consume::LINGER;
 use crate::bench::figure::Figure;
-use crate::bench::work::Maker;
 use crate::bench::yard::{ACCOUNTS, Yard};
 use crate::progress::Rounds;
 use oncebox::app::AppError;
@@ -19,9 +15,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
     let load = Load { keys: load.keys.min(ACCOUNTS as u32), ..load };
     let mut pairs = Vec::new();
     for _ in Rounds::start("a frozen peer", load.rounds) {
-        let (topic, names) = bed.topic("frozen", &["plain", "frozen"]).await?;
-        let rows = Maker::new(&topic, load).rows(load.messages);
-        bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
+        let (topic, names) = bed.filled("frozen", &["plain", "frozen"], load).await?;
         let plain = survivor(bed, &names[0], &topic, load.messages).await?;
         let peer = Peer::halted(bed, &names[1], &topic, 1).await?;
         peer.freeze();

@@ -1,15 +1,11 @@
 //! A SIGKILL in the middle of a backlog: how soon the next process reaches half the usual rate,
 //! from the moment at which it has the partitions.
 
-use std::sync::Arc;
-
 use super::peer::Peer;
 use super::running::drain;
 use crate::bench::Load;
 use crate::bench::bed::Bed;
-use crate::bench::consume::LINGER;
 use crate::bench::figure::Figure;
-use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
@@ -20,9 +16,7 @@ const KILL_AT: usize = 4;
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
     let (mut seconds, mut rates) = (Vec::new(), Vec::new());
     for _ in Rounds::start("after a kill", load.rounds) {
-        let (topic, names) = bed.topic("killed", &["plain", "killed"]).await?;
-        let rows = Maker::new(&topic, load).rows(load.messages);
-        bed.raw(LINGER).await?.send_all(Arc::new(rows)).await?;
+        let (topic, names) = bed.filled("killed", &["plain", "killed"], load).await?;
         let before = bed.store.effects().await?;
         let plain = drain(bed, &names[0], &topic, before + load.messages).await?;
         let plain_rate = plain.rate(before);
