@@ -95,6 +95,19 @@ async fn o28_a_webhook_is_repeated_under_one_id_with_the_same_bytes_and_a_fresh_
     assert_eq!((receiver.came().len(), receiver.effects().len()), (5, 1));
 }
 
+// Shown by: reading the body to its end as a part of the answer. A receiver that had taken the
+// webhook then got it again and again, and it ended dead.
+#[tokio::test]
+async fn o28_a_2xx_is_the_end_also_where_its_body_is_too_long_or_breaks_off() {
+    for taken in [say(200, &[], &"x".repeat(70_000)), Step::Cut] {
+        let service = start(options(), settings()).await;
+        let receiver = Server::start([taken]).await;
+        service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
+        service.becomes("it is sent", |state| state == Delivery::Sent).await;
+        assert_eq!(receiver.came().len(), 1);
+    }
+}
+
 // Shown by: following redirects; taking a 3xx for taken.
 #[tokio::test]
 async fn o28_a_redirect_is_a_failure_and_is_not_followed() {

@@ -89,22 +89,61 @@ impl HttpCaller {
         headers: &[(&str, &str)],
         body: Vec<u8>,
     ) -> Result<CallOutcome, BadHeader> {
-        let mut sent = HeaderMap::new();
-        for (name, value) in headers {
-            let bad = || BadHeader((*name).to_owned());
-            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| bad())?;
-            sent.append(name, HeaderValue::from_str(value).map_err(|_| bad())?);
-        }
-        let mut response = match self.client.request(method, url).headers(sent).body(body).send().await {
+        let mut response = match self.head(method, url, headers, body).await? {
             Ok(response) => response,
-            Err(error) if was_not_sent(&error) => return Ok(CallOutcome::NotConnected(causes(&error))),
-            Err(error) => return Ok(CallOutcome::NoAnswer(causes(&error))),
+            Err(outcome) => return Ok(outcome),
         };
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
         Ok(match body_of(&mut response, ANSWER_MAX).await {
             Ok(body) => CallOutcome::Answered(Response { status, headers, body }),
             // The status alone decides nothing: the body says what was done.
             Err(why) => CallOutcome::NoAnswer(why),
+        })
+    }
+
+    /// As [`Self::call`], for a receiver whose status alone is its answer. A body that is too long,
+    /// or that breaks off, changes nothing: the part that came is kept.
+    pub(super) async fn call_for_status(
+        &self,
+        method: Method,
+        url: Url,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Result<CallOutcome, BadHeader> {
+        let mut response = match self.head(method, url, headers, body).await? {
+            Ok(response) => response,
+            Err(outcome) => return Ok(outcome),
+        };
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        let mut body = Vec::new();
+        while body.len() < ANSWER_MAX
+            && let Ok(Some(chunk)) = response.chunk().await
+        {
+            body.extend_from_slice(&chunk);
+        }
+        body.truncate(ANSWER_MAX);
+        Ok(CallOutcome::Answered(Response { status, headers, body }))
+    }
+
+    /// Sends the bytes once, and returns the answer as soon as its head is there; the inner error is
+    /// the outcome of a call without an answer.
+    async fn head(
+        &self,
+        method: Method,
+        url: Url,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Result<Result<reqwest::Response, CallOutcome>, BadHeader> {
+        let mut sent = HeaderMap::new();
+        for (name, value) in headers {
+            let bad = || BadHeader((*name).to_owned());
+            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| bad())?;
+            sent.append(name, HeaderValue::from_str(value).map_err(|_| bad())?);
+        }
+        Ok(match self.client.request(method, url).headers(sent).body(body).send().await {
+            Ok(response) => Ok(response),
+            Err(error) if was_not_sent(&error) => Err(CallOutcome::NotConnected(causes(&error))),
+            Err(error) => Err(CallOutcome::NoAnswer(causes(&error))),
         })
     }
 }

@@ -5,10 +5,10 @@
 //!
 //! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
 //!   and are the same in every send. Timestamp and signature are made for each send.
-//! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
-//!   arrived. Redirects are failures and are not followed. All other results are tried again with
-//!   the backoff of [`DriveSettings`](super::DriveSettings) while the window is open. After that
-//!   the webhook is dead, which an operator sees as parked.
+//! * A 2xx ends the operation, whatever body comes with it. A 4xx is a refusal if it answers the
+//!   only send that can have arrived. Redirects are failures and are not followed. All other
+//!   results are tried again with the backoff of [`DriveSettings`](super::DriveSettings) while the
+//!   window is open. After that the webhook is dead, which an operator sees as parked.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
 //! * Endpoints at private addresses are refused, unless their host is allowed. If a name resolves
 //!   to a private address, nothing is sent. This is no refusal, because the next resolution may
@@ -288,7 +288,7 @@ impl Provider for Webhooks {
             ("webhook-timestamp", timestamp.as_str()),
             ("webhook-signature", signature.as_str()),
         ];
-        let (sent, well) = match self.caller.call(Method::POST, url, &headers, body.to_vec()).await {
+        let (sent, well) = match self.caller.call_for_status(Method::POST, url, &headers, body.to_vec()).await {
             Ok(CallOutcome::Answered(response)) => {
                 let well = matches!(response.status, 200..=299 | 400..=499);
                 let answer = sending::uncompared(response.answer());
