@@ -383,6 +383,22 @@ async fn m71_a_binding_refusal_is_replayed_with_its_details_and_leaves_no_effect
     assert_eq!(world.payments().await, 0);
 }
 
+// Shown by: a replayed refusal without the state of the key. A client that had lost an answer then
+// never learned that its payment was refused.
+#[tokio::test]
+async fn o26_m109_a_client_in_doubt_ends_at_the_replayed_refusal_of_the_service() {
+    let world = World::new().await;
+    let careless = CreatePayment { account_id: "careless".to_owned(), ..payment(100) };
+    for (key, command, code) in [(KEY, payment(2_000), Code::FailedPrecondition), (OTHER, careless, Code::Unknown)] {
+        let first = world.call(key, command.clone()).await;
+        assert_ne!(after_attempt(seen(&first), true), Next::Done, "it says nothing of an attempt before");
+        let again = world.call(key, command).await;
+        assert_eq!(again.as_ref().unwrap_err().code(), code);
+        assert_eq!(after_attempt(seen(&again), true), Next::Done);
+    }
+    assert_eq!(world.payments().await, 0);
+}
+
 // Shown by: running the handler in the call's own future.
 #[tokio::test]
 async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_outcome() {

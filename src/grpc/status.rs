@@ -18,6 +18,10 @@ use crate::operation::{Problem, Reply};
 
 /// Metadata of a response that repeats the response of an earlier call; its value is `true`.
 pub const REPLAYED_METADATA: &str = "idempotent-replayed";
+/// Metadata of such a response: the state of the key, `spent`. A refusal of the service itself has
+/// no `ErrorInfo` of the engine, and a client in doubt must still learn that this is the outcome
+/// (O26).
+pub const KEY_STATE_METADATA: &str = "idempotency-key-state";
 /// The domain of `google.rpc.ErrorInfo` in the errors of the engine.
 const DOMAIN: &str = "oncebox";
 
@@ -62,6 +66,7 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
     }
     if replayed {
         metadata.insert(REPLAYED_METADATA, AsciiMetadataValue::from_static("true"));
+        metadata.insert(KEY_STATE_METADATA, AsciiMetadataValue::from_static(KeyState::Spent.as_str()));
     }
     match reply.status {
         0 => {
@@ -109,7 +114,12 @@ pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let reason: Option<Code> = info.as_ref().and_then(|info| info.reason.parse().ok());
     let key_state: Option<KeyState> =
         info.as_ref().and_then(|info| info.metadata.get("key_state")).and_then(|state| state.parse().ok());
-    Seen::of_grpc(status.code().into(), reason, key_state)
+    Seen::of_grpc(status.code().into(), reason, key_state.or_else(|| replayed_state(status)))
+}
+
+/// The state of the key in the metadata of a replayed refusal.
+fn replayed_state(status: &Status) -> Option<KeyState> {
+    status.metadata().get(KEY_STATE_METADATA)?.to_str().ok()?.parse().ok()
 }
 
 #[cfg(test)]

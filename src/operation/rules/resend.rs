@@ -138,9 +138,9 @@ fn says(status: u16, code: Option<Code>) -> Says {
 }
 
 impl Seen {
-    /// The result of a unary gRPC call, by the number of its status. `reason` and `key_state` come
-    /// from `ErrorInfo`. A deadline or a cancellation is mostly the client's own and says nothing
-    /// about the server (O27).
+    /// The result of a unary gRPC call, by the number of its status. `reason` comes from
+    /// `ErrorInfo`, `key_state` from there or from the metadata of a replayed answer. A deadline or
+    /// a cancellation is mostly the client's own and says nothing about the server (O27).
     pub(crate) fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
         let http = match status {
             0 => return Self::Success,
@@ -156,6 +156,8 @@ impl Seen {
             // that is no status: only a reason from the server counts.
             _ => match reason {
                 Some(code) => code.status(),
+                // The stored refusal of a service that refuses by this status.
+                None if key_state.is_some_and(KeyState::ends_the_operation) => 422,
                 None => return Self::NoAnswer,
             },
         };
@@ -284,6 +286,9 @@ mod tests {
             let seen = Seen::of_grpc(status, None, None);
             assert_eq!(seen, Seen::NoAnswer, "{status}");
             assert_eq!(after_attempt(seen, false), Next::Again { doubt: true });
+            // The replayed refusal of a service that refuses by this status. Shown by: hearing a
+            // reason only.
+            assert_eq!(after_attempt(Seen::of_grpc(status, None, Some(KeyState::Spent)), true), Next::Done, "{status}");
         }
         assert_eq!(Seen::of_grpc(0, None, None), Seen::Success);
         for code in Code::all() {
