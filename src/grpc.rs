@@ -35,7 +35,8 @@
 //! * A call whose deadline has passed, or that was cancelled, continues in its own task, and the
 //!   next call finds its outcome (O27).
 //! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`)
-//!   and, if waiting helps, a `RetryInfo`.
+//!   and, if waiting helps, a `RetryInfo`. Where the answer is not kept, a `ResourceInfo` or the
+//!   `location` in the metadata says what was made.
 //!
 //! A message is stored as its bytes and decoded into the current type: fields that this program
 //! does not know are not replayed.

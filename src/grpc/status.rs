@@ -69,26 +69,37 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
         metadata.insert(KEY_STATE_METADATA, AsciiMetadataValue::from_static(KeyState::Spent.as_str()));
     }
     match reply.status {
-        0 => {
-            let message = R::decode(reply.body.as_slice());
+        0 => match R::decode(reply.body.as_slice()) {
+            Ok(message) => {
+                let mut response = Response::new(message);
+                *response.metadata_mut() = metadata;
+                Ok(response)
+            }
             // Not an `R`: another program wrote it. The call was done, but its response cannot be
             // shown.
-            let message = message.map_err(|_| of_problem(&Problem::new(Code::ResultNotRetained)))?;
-            let mut response = Response::new(message);
-            *response.metadata_mut() = metadata;
-            Ok(response)
-        }
+            Err(_) => Err(not_retained(metadata)),
+        },
         number @ 1..=16 => {
             let refused = Refused::decode(reply.body.as_slice()).unwrap_or_default();
             let code = tonic::Code::from_i32(number.into());
             Err(Status::with_details_and_metadata(code, refused.message, refused.details.into(), metadata))
         }
-        // Not a gRPC code: the reply was stored by another transport, for example HTTP.
-        _ => Err(of_problem(&Problem::new(Code::ResultNotRetained))),
+        // Not a gRPC code: the reply is a reference to the resource, or was stored by another
+        // transport, for example HTTP.
+        _ => Err(not_retained(metadata)),
     }
 }
 
-/// The gRPC error for a problem: its reason as `ErrorInfo`, and how long to wait as `RetryInfo`.
+/// The error of a call that was done and has no message to show. A `location` of the reply stays in
+/// the metadata.
+fn not_retained(metadata: MetadataMap) -> Status {
+    let mut status = of_problem(&Problem::new(Code::ResultNotRetained));
+    *status.metadata_mut() = metadata;
+    status
+}
+
+/// The gRPC error for a problem: its reason as `ErrorInfo`, how long to wait as `RetryInfo`, and
+/// what was made as `ResourceInfo`.
 pub(super) fn of_problem(problem: &Problem) -> Status {
     let mut facts = HashMap::from([
         ("key_state".to_owned(), problem.key_state.to_string()),
@@ -100,6 +111,9 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
     details.set_error_info(problem.code.as_str(), DOMAIN, facts);
     if let Some(seconds) = problem.retry_after {
         details.set_retry_info(Some(Duration::from_secs(seconds.into())));
+    }
+    if let Some(resource) = &problem.resource {
+        details.set_resource_info(&resource.kind, &resource.id, "", "");
     }
     let message = problem.detail.clone().unwrap_or_else(|| problem.code.to_string());
     Status::with_error_details(tonic::Code::from_i32(problem.code.grpc()), message, details)
@@ -125,6 +139,20 @@ fn replayed_state(status: &Status) -> Option<KeyState> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::operation::rules::record::Resource;
+
+    // Shown by: leaving the resource out of the details; an error without the metadata.
+    #[test]
+    fn m63_m109_a_call_whose_answer_is_not_kept_learns_what_it_made() {
+        let resource = Resource { kind: "payment".to_owned(), id: "7".to_owned(), location: None };
+        let problem = Problem { resource: Some(resource), ..Problem::new(Code::ResultNotRetained) };
+        let made = of_problem(&problem).get_details_resource_info().expect("what was made");
+        assert_eq!((made.resource_type.as_str(), made.resource_name.as_str()), ("payment", "7"));
+        let reference = Reply::new(303).header("location", "payments/7");
+        let answered = of_reply::<()>(&reference, true).expect_err("no message");
+        assert_eq!(answered.metadata().get("location").map(AsciiMetadataValue::as_bytes), Some(&b"payments/7"[..]));
+        assert_eq!(seen::<()>(&Err(answered)), seen::<()>(&Err(of_problem(&Problem::new(Code::ResultNotRetained)))));
+    }
 
     // Shown by: keeping the code of the status: the client decodes the refusal as a response.
     #[test]
