@@ -30,8 +30,8 @@
 //!   ([`KeyField`]). If both are given they must be equal, else the answer is `INVALID_ARGUMENT`.
 //!   The sender comes from the request's extensions, where an interceptor that verified it put a
 //!   [`Scope`], never from metadata.
-//! * A repeated call gets the stored status, message, details and metadata,
-//!   `idempotent-replayed: true` and `idempotency-key-state: spent`.
+//! * A repeated call gets the stored status, message, details and metadata, and
+//!   `idempotent-replayed: true`. With a refusal it gets `idempotency-key-state: spent` too.
 //! * A call whose deadline has passed, or that was cancelled, continues in its own task, and the
 //!   next call finds its outcome (O27).
 //! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`)

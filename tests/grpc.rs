@@ -448,6 +448,25 @@ async fn o29_m109_a_run_holds_the_memory_of_its_message_after_its_call_was_dropp
     assert_eq!(world.payments().await, 2);
 }
 
+// Shown by: taking `OUT_OF_RANGE` for a refusal; a replayed message that says `spent`, which its
+// client reports with the error. The client then believed that nothing was paid.
+#[tokio::test]
+async fn o27_m109_an_answer_that_is_too_long_for_its_client_leaves_doubt() {
+    let world = World::new().await;
+    for _first_and_replayed in 0..2 {
+        let mut client = tonic::client::Grpc::new(world.service.clone()).max_decoding_message_size(1);
+        let mut request = Request::new(payment(100));
+        request.metadata_mut().insert(KEY_METADATA, KEY.parse().unwrap());
+        request.metadata_mut().insert("authorization", "t1".parse().unwrap());
+        client.ready().await.unwrap();
+        let path = http::uri::PathAndQuery::from_static("/payments.Payments/CreatePayment");
+        let unread = client.unary(request, path, Prost::<CreatePayment, Payment>::default()).await;
+        assert_eq!(unread.as_ref().unwrap_err().code(), Code::OutOfRange);
+        assert_eq!((world.payments().await, after_attempt(seen(&unread), false)), (1, Next::Again { doubt: true }));
+    }
+    assert_eq!(world.call(KEY, payment(100)).await.unwrap().get_ref().amount_minor, 100);
+}
+
 /// The service behind tonic's own server on a socket, and a client that is connected to it.
 async fn over_a_socket(service: Payments) -> (Channel, tokio::task::JoinHandle<()>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

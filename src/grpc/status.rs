@@ -4,6 +4,7 @@
 //! otherwise it is the text and the details of the status.
 
 use std::collections::HashMap;
+use std::error::Error;
 use std::time::Duration;
 
 use prost::Message;
@@ -18,9 +19,9 @@ use crate::operation::{Problem, Reply};
 
 /// Metadata of a response that repeats the response of an earlier call; its value is `true`.
 pub const REPLAYED_METADATA: &str = "idempotent-replayed";
-/// Metadata of such a response: the state of the key, `spent`. A refusal of the service itself has
-/// no `ErrorInfo` of the engine, and a client in doubt must still learn that this is the outcome
-/// (O26).
+/// Metadata of a refusal that is replayed: the state of the key, `spent`. A refusal of the service
+/// itself has no `ErrorInfo` of the engine, and a client in doubt must still learn that this is the
+/// outcome (O26).
 pub const KEY_STATE_METADATA: &str = "idempotency-key-state";
 /// The domain of `google.rpc.ErrorInfo` in the errors of the engine.
 const DOMAIN: &str = "oncebox";
@@ -66,6 +67,9 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
     }
     if replayed {
         metadata.insert(REPLAYED_METADATA, AsciiMetadataValue::from_static("true"));
+    }
+    // Not with a message: a client that cannot read it makes an error with this metadata.
+    if replayed && reply.status != 0 {
         metadata.insert(KEY_STATE_METADATA, AsciiMetadataValue::from_static(KeyState::Spent.as_str()));
     }
     match reply.status {
@@ -120,15 +124,27 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
 }
 
 /// What a client saw of a unary call, for
-/// [`after_attempt`](crate::operation::resend::after_attempt). `DEADLINE_EXCEEDED` and `CANCELLED`
-/// count as no answer: the server may have done the work or not (O27).
+/// [`after_attempt`](crate::operation::resend::after_attempt). `DEADLINE_EXCEEDED`, `CANCELLED` and
+/// a status that the client itself made count as no answer: the server may have done the work or
+/// not (O27).
 pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let Err(status) = result else { return Seen::Success };
+    if is_of_the_client(status) {
+        return Seen::NoAnswer;
+    }
     let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN);
     let reason: Option<Code> = info.as_ref().and_then(|info| info.reason.parse().ok());
     let key_state: Option<KeyState> =
         info.as_ref().and_then(|info| info.metadata.get("key_state")).and_then(|state| state.parse().ok());
     Seen::of_grpc(status.code().into(), reason, key_state.or_else(|| replayed_state(status)))
+}
+
+/// Whether tonic's client made this status and no server sent it: from an error of the connection,
+/// whatever code that has, or because it cannot read the coding of what came.
+fn is_of_the_client(status: &Status) -> bool {
+    let is_unreadable =
+        status.code() == tonic::Code::Unimplemented && status.metadata().contains_key("grpc-accept-encoding");
+    status.source().is_some() || is_unreadable
 }
 
 /// The state of the key in the metadata of a replayed refusal.
@@ -164,7 +180,7 @@ mod tests {
         }
     }
 
-    // Shown by: leaving the details out; another domain's reason.
+    // Shown by: leaving the details out; another domain's reason; hearing the client itself.
     #[test]
     fn m109_every_problem_is_a_status_with_its_reason_and_its_wait() {
         for code in Code::all() {
@@ -180,6 +196,14 @@ mod tests {
         }
         assert_eq!(seen::<()>(&Err(Status::deadline_exceeded("Timeout expired"))), Seen::NoAnswer);
         assert_eq!(seen::<()>(&Err(Status::cancelled(""))), Seen::NoAnswer);
+        // Of the client, from an error of its connection, or because it cannot read the answer.
+        let mut broken = Status::permission_denied("h2 protocol error");
+        assert_ne!(seen::<()>(&Err(broken.clone())), Seen::NoAnswer);
+        broken.set_source(std::sync::Arc::new(std::fmt::Error));
+        assert_eq!(seen::<()>(&Err(broken)), Seen::NoAnswer);
+        let mut coded = Status::unimplemented("Content is compressed with `zstd` which isn't supported");
+        coded.metadata_mut().insert("grpc-accept-encoding", AsciiMetadataValue::from_static("identity"));
+        assert_eq!(seen::<()>(&Err(coded)), Seen::NoAnswer);
         let mut details = ErrorDetails::new();
         details.set_error_info(Code::ResultNotRetained.as_str(), "another.example", HashMap::new());
         let foreign = Status::with_error_details(tonic::Code::FailedPrecondition, "", details);
