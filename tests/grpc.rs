@@ -453,7 +453,7 @@ async fn o29_m109_a_run_holds_the_memory_of_its_message_after_its_call_was_dropp
 #[tokio::test]
 async fn o27_m109_an_answer_that_is_too_long_for_its_client_leaves_doubt() {
     let world = World::new().await;
-    for _first_and_replayed in 0..2 {
+    for _ in 0..2 {
         let mut client = tonic::client::Grpc::new(world.service.clone()).max_decoding_message_size(1);
         let mut request = Request::new(payment(100));
         request.metadata_mut().insert(KEY_METADATA, KEY.parse().unwrap());
