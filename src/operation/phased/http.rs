@@ -125,8 +125,8 @@ impl HttpCaller {
         Ok(CallOutcome::Answered(Response { status, headers, body }))
     }
 
-    /// Sends the bytes once, and returns the answer as soon as its head is there. The inner error is
-    /// the outcome of a call without an answer.
+    /// Sends the bytes once, and returns the answer as soon as its head is there. The inner error
+    /// is the outcome of a call without an answer.
     async fn head(
         &self,
         method: Method,
