@@ -31,11 +31,12 @@
 //!   The sender comes from the request's extensions, where an interceptor that verified it put a
 //!   [`Scope`], never from metadata.
 //! * A repeated call gets the stored status, message, details and metadata, and
-//!   `idempotent-replayed: true`.
+//!   `idempotent-replayed: true`. With a refusal it gets `idempotency-key-state: spent` too.
 //! * A call whose deadline has passed, or that was cancelled, continues in its own task, and the
 //!   next call finds its outcome (O27).
 //! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`)
-//!   and, if waiting helps, a `RetryInfo`.
+//!   and, if waiting helps, a `RetryInfo`. Where the answer is not kept, a `ResourceInfo` or the
+//!   `location` in the metadata says what was made.
 //!
 //! A message is stored as its bytes and decoded into the current type: fields that this program
 //! does not know are not replayed.
@@ -52,7 +53,7 @@ use tonic::{Request, Response, Status};
 
 pub use self::{
     key::{KEY_METADATA, KeyField},
-    status::{REPLAYED_METADATA, refusal, reply, seen},
+    status::{KEY_STATE_METADATA, REPLAYED_METADATA, refusal, reply, seen},
 };
 
 use crate::error::HandlerError;

@@ -383,6 +383,22 @@ async fn m71_a_binding_refusal_is_replayed_with_its_details_and_leaves_no_effect
     assert_eq!(world.payments().await, 0);
 }
 
+// Shown by: a replayed refusal without the state of the key. A client that had lost an answer then
+// never learned that its payment was refused.
+#[tokio::test]
+async fn o26_m109_a_client_in_doubt_ends_at_the_replayed_refusal_of_the_service() {
+    let world = World::new().await;
+    let careless = CreatePayment { account_id: "careless".to_owned(), ..payment(100) };
+    for (key, command, code) in [(KEY, payment(2_000), Code::FailedPrecondition), (OTHER, careless, Code::Unknown)] {
+        let first = world.call(key, command.clone()).await;
+        assert_ne!(after_attempt(seen(&first), true), Next::Done, "it says nothing of an attempt before");
+        let again = world.call(key, command).await;
+        assert_eq!(again.as_ref().unwrap_err().code(), code);
+        assert_eq!(after_attempt(seen(&again), true), Next::Done);
+    }
+    assert_eq!(world.payments().await, 0);
+}
+
 // Shown by: running the handler in the call's own future.
 #[tokio::test]
 async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_outcome() {
@@ -430,6 +446,25 @@ async fn o29_m109_a_run_holds_the_memory_of_its_message_after_its_call_was_dropp
     assert!(service.engine.drain(SOON).await);
     call(service, Some("t1"), OTHER, payment(100)).await.unwrap();
     assert_eq!(world.payments().await, 2);
+}
+
+// Shown by: taking `OUT_OF_RANGE` for a refusal; a replayed message that says `spent`, which its
+// client reports with the error. The client then believed that nothing was paid.
+#[tokio::test]
+async fn o27_m109_an_answer_that_is_too_long_for_its_client_leaves_doubt() {
+    let world = World::new().await;
+    for _ in 0..2 {
+        let mut client = tonic::client::Grpc::new(world.service.clone()).max_decoding_message_size(1);
+        let mut request = Request::new(payment(100));
+        request.metadata_mut().insert(KEY_METADATA, KEY.parse().unwrap());
+        request.metadata_mut().insert("authorization", "t1".parse().unwrap());
+        client.ready().await.unwrap();
+        let path = http::uri::PathAndQuery::from_static("/payments.Payments/CreatePayment");
+        let unread = client.unary(request, path, Prost::<CreatePayment, Payment>::default()).await;
+        assert_eq!(unread.as_ref().unwrap_err().code(), Code::OutOfRange);
+        assert_eq!((world.payments().await, after_attempt(seen(&unread), false)), (1, Next::Again { doubt: true }));
+    }
+    assert_eq!(world.call(KEY, payment(100)).await.unwrap().get_ref().amount_minor, 100);
 }
 
 /// The service behind tonic's own server on a socket, and a client that is connected to it.

@@ -8,6 +8,9 @@
 //! an answer from another URL still ends nothing, but the key has been sent there. Put no
 //! middleware below it that sends again by itself: it hides an attempt of unknown outcome behind
 //! the last one.
+//!
+//! The timeout of a request (`RequestBuilder::timeout`) is not used: an attempt has the client's
+//! `attempt_timeout`, and a call its `total`.
 
 use std::sync::Arc;
 

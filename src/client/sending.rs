@@ -26,6 +26,8 @@ use crate::time::since::Since;
 /// How far the clock may have been set back since a key was stored in the journal. Beyond it the
 /// age of the key is unknown and counts as too old.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
+/// The largest number of origins that are remembered because they failed.
+const ORIGINS_MAX: usize = 4_096;
 
 /// Carries out one attempt.
 pub(super) trait Transport: Send {
@@ -221,13 +223,19 @@ impl ClientState {
     fn tell(&self, url: &Url, well: bool) {
         let Some(options) = self.options.breaker else { return };
         let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
-        let origin = url.origin().ascii_serialization();
+        let (origin, now) = (url.origin().ascii_serialization(), self.began.elapsed());
         if well {
             breakers.remove(&origin);
-        } else {
-            let breaker = breakers.entry(origin).or_insert_with(|| Breaker::new(options));
-            breaker.ended(false, self.began.elapsed());
+            return;
         }
+        if breakers.len() >= ORIGINS_MAX && !breakers.contains_key(&origin) {
+            breakers.retain(|_, breaker| breaker.is_open(now));
+            // So many are left alone now: this one is asked on, as without a breaker.
+            if breakers.len() >= ORIGINS_MAX {
+                return;
+            }
+        }
+        breakers.entry(origin).or_insert_with(|| Breaker::new(options)).ended(false, now);
     }
 }
 
@@ -309,6 +317,23 @@ fn failed(error: &reqwest_middleware::Error) -> Met {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::time::breaker::BreakerOptions;
+
+    // Shown by: a map that only grows, in a service whose tenants give the URLs.
+    #[test]
+    fn m110_origins_that_are_remembered_because_they_failed_are_bounded() {
+        let url = |number: usize| Url::parse(&format!("https://{number}.example")).expect("a URL");
+        for failures in [1, 2] {
+            let breaker = Some(BreakerOptions { failures, open: Duration::from_secs(3_600) });
+            let state = ClientState::new(ClientOptions { breaker, ..ClientOptions::default() }, None);
+            for number in 0..=ORIGINS_MAX {
+                state.tell(&url(number), false);
+            }
+            assert!(state.breakers.lock().expect("no panic").len() <= ORIGINS_MAX);
+            // Those that are left alone are not forgotten for others.
+            assert_eq!(state.admit(&url(0)).is_err(), failures == 1);
+        }
+    }
 
     // Shown by: treating a first send in the future as one at this moment.
     #[test]

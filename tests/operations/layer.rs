@@ -93,7 +93,8 @@ pub(crate) async fn layered<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: 
     serve(router).await
 }
 
-// Shown by: a deny-list of headers; `insert` for repeated ones; no fingerprint of path parameters.
+// Shown by: a deny-list of headers; `insert` for repeated ones; no fingerprint of path parameters;
+// a query that counts as it was decoded.
 async fn m108_a_second_request_gets_the_first_answer_and_its_headers<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = layered(&world, Endpoint::raw("put", edge()), &gate).await;
@@ -113,6 +114,10 @@ async fn m108_a_second_request_gets_the_first_answer_and_its_headers<S: Sql>(wor
     send(post(&format!("{url}/put/8"), K2, "{}")).await.is(Code::KeyReused);
     send(post(&format!("{url}/put"), K1, "{}").header("test-scope", "t1:p2")).await.is(Code::KeyReused);
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    // A handler may read the bytes of a query that are no UTF-8.
+    send(post(&format!("{url}/put?x=%FF"), "key-000000000000query", "{}")).await;
+    send(post(&format!("{url}/put?x=%FE"), "key-000000000000query", "{}")).await.is(Code::KeyReused);
+    assert_eq!((gate.calls(), world.effects().await), (3, 3));
 }
 
 // Shown by: keeping 2xx only; releasing what was not found.

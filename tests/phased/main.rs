@@ -29,6 +29,7 @@ mod proxy;
 mod quota;
 mod recovery;
 mod registration;
+mod room;
 mod scripted;
 #[path = "../support/standstill.rs"]
 mod standstill;

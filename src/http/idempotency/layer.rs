@@ -162,9 +162,15 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
     if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {
         path.extend(params.iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
-    let query = parts.uri.query().unwrap_or("").as_bytes();
-    let query = url::form_urlencoded::parse(query).map(|(name, value)| (name.into_owned(), value.into_owned()));
-    let mut command = RawCommand::new(path, query.collect()).body(&content_type(&parts.headers), body)?;
+    let raw = parts.uri.query().unwrap_or("");
+    let query = url::form_urlencoded::parse(raw.as_bytes());
+    let query: Vec<_> = query.map(|(name, value)| (name.into_owned(), value.into_owned())).collect();
+    // Bytes that are no UTF-8 were replaced, so two queries that differ may read the same.
+    let is_replaced = |text: &str| text.contains(char::REPLACEMENT_CHARACTER);
+    if query.iter().any(|(name, value)| is_replaced(name) || is_replaced(value)) {
+        path.push(("@query".to_owned(), raw.to_owned()));
+    }
+    let mut command = RawCommand::new(path, query).body(&content_type(&parts.headers), body)?;
     for (name, since) in endpoint.counted_headers() {
         for value in parts.headers.get_all(name.as_str()) {
             command = command.header(*since, name, value.as_bytes());

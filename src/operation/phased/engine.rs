@@ -212,7 +212,14 @@ impl PhasedEngine {
                     let Some(place) = engine.admission().place(endpoint.operation()).await else {
                         return front.no_room();
                     };
-                    let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
+                    // The task holds the place, because it goes on if this request is dropped.
+                    let opening = engine.spawn(async move {
+                        let opened = opening.run(begin).await;
+                        // From here on the operation holds a connection only for short moments.
+                        drop(place);
+                        opened
+                    });
+                    let opened = match engine.attended(opening).await {
                         Some(Ok(Ok(opened))) => opened,
                         Some(Ok(Err(error))) => return front.store_failed("claim", &error),
                         ended => {
@@ -223,8 +230,6 @@ impl PhasedEngine {
                             return front.problem(Code::CommitUnknown);
                         }
                     };
-                    // From here on the operation holds a connection only for short moments.
-                    drop(place);
                     match opened {
                         Opened::Refused(begin) => front.refused(begin),
                         Opened::Replied(reply) => return front.first(began.elapsed(), reply),

@@ -138,13 +138,13 @@ fn says(status: u16, code: Option<Code>) -> Says {
 }
 
 impl Seen {
-    /// The result of a unary gRPC call, by the number of its status. `reason` and `key_state` come
-    /// from `ErrorInfo`. A deadline or a cancellation is mostly the client's own and says nothing
-    /// about the server (O27).
+    /// The result of a unary gRPC call, by the number of its status. `reason` comes from
+    /// `ErrorInfo`, `key_state` from there or from the metadata of a replayed answer. A deadline or
+    /// a cancellation is mostly the client's own and says nothing about the server (O27).
     pub(crate) fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
         let http = match status {
             0 => return Self::Success,
-            3 | 11 => 400,
+            3 => 400,
             5 => 404,
             7 => 403,
             8 => 429,
@@ -152,10 +152,13 @@ impl Seen {
             6 | 9 => 422,
             12 => 405,
             16 => 401,
-            // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, or a number
-            // that is no status: only a reason from the server counts.
+            // Cancelled, unknown, deadline, aborted, out of range (tonic's word for an answer that
+            // is longer than its client takes), internal, unavailable, data loss, or a number that
+            // is no status: only a reason from the server counts.
             _ => match reason {
                 Some(code) => code.status(),
+                // The stored refusal of a service that refuses by this status.
+                None if key_state.is_some_and(KeyState::ends_the_operation) => 422,
                 None => return Self::NoAnswer,
             },
         };
@@ -277,13 +280,17 @@ mod tests {
         assert_eq!(after_attempt(answer(422, Some(Code::KeyReused)), true), Next::Unknown);
     }
 
-    // Shown by: mapping 4 to 408 and ending there; hearing an unavailable server without a reason.
+    // Shown by: mapping 4 to 408 and ending there; hearing an unavailable server without a reason;
+    // taking 11 for a refusal.
     #[test]
     fn o27_a_deadline_or_a_cancellation_says_nothing_of_the_server() {
-        for status in [1, 2, 4, 10, 13, 14, 15, 17, -1] {
+        for status in [1, 2, 4, 10, 11, 13, 14, 15, 17, -1] {
             let seen = Seen::of_grpc(status, None, None);
             assert_eq!(seen, Seen::NoAnswer, "{status}");
             assert_eq!(after_attempt(seen, false), Next::Again { doubt: true });
+            // The replayed refusal of a service that refuses by this status. Shown by: hearing a
+            // reason only.
+            assert_eq!(after_attempt(Seen::of_grpc(status, None, Some(KeyState::Spent)), true), Next::Done, "{status}");
         }
         assert_eq!(Seen::of_grpc(0, None, None), Seen::Success);
         for code in Code::all() {

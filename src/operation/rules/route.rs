@@ -180,6 +180,10 @@ pub enum RouteError {
     /// The store may forget records, so the effects must be `Repeatable`, in mode `Edge` (O25).
     #[error("a guard store forgets: it takes mode edge with `effects = repeatable` only")]
     GuardNeedsRepeatable,
+    /// `operation_path` cannot stand in the header `Location`: a client would take the 202 without
+    /// it for the end of the operation.
+    #[error("`operation_path` may have visible ASCII characters only: it stands in the header `Location`")]
+    OperationPath,
     /// The lifetimes of `retention` contradict each other.
     #[error(transparent)]
     Retention(#[from] RetentionError),
@@ -256,6 +260,10 @@ impl Route {
                 self.while_running == WhileRunning::Wait && (self.wait_max.is_zero() || self.waiters_max == 0),
                 RouteError::NoWait,
             ),
+            (
+                self.operation_path.as_ref().is_some_and(|path| !path.bytes().all(|byte| byte.is_ascii_graphic())),
+                RouteError::OperationPath,
+            ),
             (store == Durability::Guard && self.effects != Effects::Repeatable, RouteError::GuardNeedsRepeatable),
         ];
         if let Some((_, error)) = checks.into_iter().find(|(applies, _)| *applies) {
@@ -311,6 +319,10 @@ mod tests {
         assert_eq!(refused(&Route { lease: Duration::from_secs(25), ..edge.clone() }), RouteError::LeaseTooShort);
         let wait = Route { while_running: WhileRunning::Wait, wait_max: Duration::ZERO, ..edge.clone() };
         assert_eq!(refused(&wait), RouteError::NoWait);
+        for path in ["/op\u{e9}rations/", "/operations /", "/operations/\r\n"] {
+            let operation_path = Some(path.to_owned());
+            assert_eq!(refused(&Route { operation_path, ..phased.clone() }), RouteError::OperationPath, "{path:?}");
+        }
         let retention = Retention { ttl: Duration::ZERO, ..Retention::default() };
         assert_eq!(refused(&Route { retention, ..edge }), RouteError::Retention(RetentionError::NoTtl));
     }
