@@ -295,7 +295,8 @@ pub trait InboxTx: Send {
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
     /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,
-    /// message id, content hash): a second one is ignored.
+    /// message id, content hash): a second one is ignored, unless the first was dead by such a
+    /// verdict and the second is not. Then it replaces the first.
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError>;
 
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
@@ -304,9 +305,9 @@ pub trait InboxTx: Send {
     /// Makes leased waiting messages of one key and one lease dead at their places, before their
     /// handlers run. False where the lease is not ours any more: then roll back. Call
     /// [`Self::finish`] after the proof. A handler that commits by itself commits the dead rows, so
-    /// none of its messages is lost or runs again, and what stands behind them is not due. Where a
-    /// dead copy with the same id and content is there already, the message is removed instead. At
-    /// most one call.
+    /// none of its messages is lost or runs again, and what stands behind them is not due. A dead
+    /// copy with the same id and content that has no inbox row is deleted; where another dead copy
+    /// is there, the message is removed instead. At most one call.
     async fn bury(
         &mut self,
         leased: &[crate::inbox::port::waiting::LeasedMessage],

@@ -62,6 +62,7 @@ pub(in crate::store) mod phases;
 mod pieces;
 #[cfg(feature = "operations")]
 pub(in crate::store) mod records;
+pub(in crate::store) mod refused;
 mod row;
 pub(in crate::store) mod waiting;
 

@@ -1,10 +1,11 @@
 //! How long the inbox remembers (R31, G8): a duplicate of what it has forgotten is dead as too old,
 //! never run again.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::store::{ConsumerSpec, OperatorAct};
-use oncebox::{Consumer, ConsumerOptions, Handlers, Horizon, TopicRetention};
+use oncebox::{Consumer, ConsumerOptions, HandlerError, Handlers, Horizon, TopicRetention};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -14,6 +15,7 @@ use super::support::eventually;
 on_all! {
     g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old,
     r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven,
+    r31_what_was_from_the_future_and_fails_later_holds_its_key_and_runs_when_redriven,
     r31_a_rule_that_is_accepted_while_a_process_waits_for_its_broker_stays,
 }
 
@@ -105,6 +107,30 @@ async fn r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_re
     world.deliver(&future, "made", "a2");
     world.deliver_all(&["a6"]);
     world.until_effects(&["a1", "a4", "a5", "a2", "a3", "a6"]).await;
+    assert!(world.dead().await.is_empty());
+    consumer.end().await;
+}
+
+/// A copy arrives when the time in its id has come, and its handler fails for good. Shown by: the
+/// refused row stood for the failure, so a2 ran, and the redrive discarded a1 as handled.
+async fn r31_what_was_from_the_future_and_fails_later_holds_its_key_and_runs_when_redriven<S: Sql>(world: World<S>) {
+    let (future, tries) = (id_at(2 * 3_600), AtomicU32::new(0));
+    let act = move |name: &str, _: &oncebox::Message| match name {
+        "a1" if tries.fetch_add(1, Ordering::Relaxed) == 0 => Act::Fail(HandlerError::terminal("no")),
+        _ => Act::Done,
+    };
+    world.deliver(&future, "made", "a1");
+    let consumer = world.consumer(consumer_options(), Does(act));
+    world.until_consumer("refused", |ledger| ledger.dead == 1).await;
+    // As if two hours had passed.
+    world.run(&format!("update {}limits set value = 10800 where name = 'id_skew_seconds'", S::PREFIX)).await;
+    world.deliver(&future, "made", "a1");
+    world.deliver_all(&["a2"]);
+    world.until_consumer("dead by its failure", |ledger| (ledger.dead, ledger.held) == (1, 1)).await;
+    let dead = world.dead().await.remove(0);
+    assert_eq!((dead.reason.as_str(), dead.payload.as_slice()), ("terminal", b"a1".as_slice()));
+    world.act(OperatorAct::Redrive).await;
+    world.until_effects(&["a1", "a2"]).await;
     assert!(world.dead().await.is_empty());
     consumer.end().await;
 }

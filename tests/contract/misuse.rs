@@ -132,21 +132,30 @@ async fn g4_an_error_that_the_handler_swallowed_commits_nothing_of_it_on_postgre
     .await;
 }
 
-#[tokio::test]
-async fn r23_a_raw_rollback_runs_the_messages_again_and_each_effect_once() {
-    on_postgres("r23_rollback", |world| async move {
-        let consumer = once(&world, || Act::Swallow("rollback")).await;
-        // What the handlers after it wrote outside any transaction is beyond the promise; nothing
-        // is dead, nothing is lost.
-        let seen = super::support::eventually("all ran", super::kit::SOON, || async {
-            let seen = world.effects().await;
-            ["a1", "b1", "a2"].iter().all(|name| seen.iter().any(|one| one == name)).then_some(seen)
-        })
-        .await;
-        assert_eq!(seen.iter().filter(|name| *name == "a1").count(), 1, "{seen:?}");
-        consumer.end().await;
+/// The handler of a1 ends its transaction so that nothing of it stays, and goes on. What the
+/// handlers after it then write outside any transaction is beyond the promise; nothing is dead,
+/// nothing is lost.
+async fn all_run_again<S: Sql>(world: World<S>, ends: &'static str) {
+    let consumer = once(&world, move || Act::Swallow(ends)).await;
+    let seen = super::support::eventually("all ran", super::kit::SOON, || async {
+        let seen = world.effects().await;
+        ["a1", "b1", "a2"].iter().all(|name| seen.iter().any(|one| one == name)).then_some(seen)
     })
     .await;
+    assert_eq!(seen.iter().filter(|name| *name == "a1").count(), 1, "{seen:?}");
+    assert!(world.dead().await.is_empty());
+    consumer.end().await;
+}
+
+#[tokio::test]
+async fn r23_a_raw_rollback_runs_the_messages_again_and_each_effect_once() {
+    on_postgres("r23_rollback", |world| all_run_again(world, "rollback")).await;
+}
+
+/// Shown by: a COMMIT that is not refused leaves all three dead.
+#[tokio::test]
+async fn r23_a_handler_that_swallows_the_refusal_of_its_commit_runs_again() {
+    on_postgres("r23_swallowed", |world| all_run_again(world, "commit")).await;
 }
 
 /// Dead, loudly, and nothing that stood in the same transaction is taken for a duplicate.

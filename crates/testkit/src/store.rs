@@ -312,7 +312,7 @@ macro_rules! store_conformance {
                 r25_a_head_is_leased_once_by_many_at_once,
                 r25_finishing_makes_the_next_of_the_key_due,
                 r23_what_is_committed_before_the_proof_is_dead_at_its_place,
-                a_message_with_a_dead_copy_is_buried_as_that_copy,
+                a_message_with_a_dead_copy_is_dead_once,
                 a_message_comes_back_from_waiting_as_it_was,
                 a_message_is_not_due_before_its_time,
                 a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,
@@ -352,6 +352,7 @@ macro_rules! store_conformance {
                 r31_a_message_with_a_new_id_is_redriven_again_under_that_id,
                 what_stands_behind_a_dead_message_counts_no_dead_ones,
                 r25_after_a_redrive_only_the_first_of_its_key_is_due,
+                r31_what_was_refused_and_failed_since_is_dead_by_its_failure,
             ];
             operations: [
                 o2_a_bridged_outcome_goes_with_the_handlers_transaction,

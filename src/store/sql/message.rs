@@ -2,15 +2,17 @@
 //! later try or an operator needs nothing else.
 //!
 //! Guarantees: a message is read back exactly as it was stored, with any bytes and characters. A
-//! dead message is stored once for its id and content hash.
+//! dead message is stored once for its id and content hash; one that was refused makes room for one
+//! that ran.
 
 use std::collections::HashMap;
 
 use uuid::Uuid;
 
-use super::{Row, Session, Statement, Value, foreign, sql};
+use super::{Row, Session, Statement, Value, foreign, refused, sql};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, ParkAs, Parked};
+use crate::inbox::rules::horizon::Verdict;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
 use crate::operator::kept_error;
 
@@ -73,7 +75,8 @@ const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, conten
     {pg lite: on conflict (consumer_id, message_id, content_hash) where state = 'dead' do nothing}\
     {my: on duplicate key update sequence = sequence}";
 
-/// Stores messages as waiting or dead, in order. A dead copy that is there already stays as it is.
+/// Stores messages as waiting or dead, in order. A dead copy that is there already stays as it is,
+/// unless it was refused and this one has an inbox row.
 pub(in crate::store) async fn park(
     session: &mut dyn Session,
     consumer: ConsumerId,
@@ -87,6 +90,12 @@ pub(in crate::store) async fn park(
     for row in session.rows(sql(HISTORIES).bind("consumer", consumer).bind("ids", ids)).await? {
         histories.insert(row.get::<Uuid>(0)?, row.get::<String>(1)?);
     }
+    let dead = parked.iter().filter(|parked| match &parked.park_as {
+        ParkAs::Dead { reason, .. } => !Verdict::left_no_inbox_row(reason),
+        ParkAs::Due(_) | ParkAs::Behind => false,
+    });
+    let dead: Vec<&Message> = dead.map(|parked| &parked.message).collect();
+    refused::make_room(session, consumer, &dead).await?;
     for parked in parked {
         let history = histories.get(&parked.message.id.uuid()).map_or("[]", String::as_str);
         session.run(stored(consumer, parked, history)).await?;

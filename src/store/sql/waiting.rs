@@ -24,10 +24,11 @@ use uuid::Uuid;
 use super::inbox::OwnInbox;
 use super::message::{error_text, message_columns, message_of};
 use super::pieces::exact_rows;
-use super::{Row, Session, Statement, Value, sql};
+use super::{Row, Session, Statement, Value, refused, sql};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::inbox::port::waiting::{LEASE_MAX, LeasedMessage, RowLease, Scope, Waiting};
+use crate::message::Message;
 
 /// Rows that one sweep changes at most.
 const SWEEP_MAX: i64 = 1_000;
@@ -425,20 +426,40 @@ pub(in crate::store) async fn bury(
     holds: bool,
 ) -> Result<Option<Buried>, StoreError> {
     let Some(first) = leased.first() else { return Ok(None) };
-    let of_lease =
-        |text, rows: Vec<i64>| sql(text).bind("rows", rows).bind("lease", first.lease).bind("consumer", consumer);
-    let mut dead = 0;
-    for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
-        let attempts = group.first().map_or(0, |one| one.message.attempt);
-        let buried = of_lease(BURY, numbers(group)).bind("attempts", attempts).bind("reason", reason);
-        dead += session.run(buried.bind("error", error_text(error)).bind("holds", holds)).await?;
+    let all = leased.len() as u64;
+    let mut dead = bury_at_their_places(session, consumer, leased, reason, error, holds).await?;
+    if dead < all {
+        let messages: Vec<&Message> = leased.iter().map(|one| &one.message).collect();
+        if refused::make_room(session, consumer, &messages).await? > 0 {
+            dead += bury_at_their_places(session, consumer, leased, reason, error, holds).await?;
+        }
     }
     // What is still leased has a dead copy: one row is enough.
-    let copies = leased.len() as u64 - dead;
-    if copies > 0 && session.run(of_lease(REMOVE_LEASED, numbers(leased))).await? != copies {
+    let copies = all - dead;
+    let remove = sql(REMOVE_LEASED).bind("rows", numbers(leased)).bind("lease", first.lease).bind("consumer", consumer);
+    if copies > 0 && session.run(remove).await? != copies {
         return Ok(None);
     }
     Ok(Some(Buried { rows: numbers(leased), dead }))
+}
+
+/// Makes those of the leased messages dead that have no dead copy; returns how many.
+async fn bury_at_their_places(
+    session: &mut dyn Session,
+    consumer: ConsumerId,
+    leased: &[LeasedMessage],
+    reason: &str,
+    error: &str,
+    holds: bool,
+) -> Result<u64, StoreError> {
+    let mut dead = 0;
+    for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
+        let Some(first) = group.first() else { continue };
+        let bury = sql(BURY).bind("rows", numbers(group)).bind("lease", first.lease).bind("consumer", consumer);
+        let bury = bury.bind("attempts", first.message.attempt).bind("reason", reason);
+        dead += session.run(bury.bind("error", error_text(error)).bind("holds", holds)).await?;
+    }
+    Ok(dead)
 }
 
 /// Removes what [`bury`] made dead in the same transaction. False where not all of it is there.

@@ -15,13 +15,13 @@ use crate::store::base::{Base, StoreOptions};
 use crate::store::schema::Schema;
 use crate::store::sql::inbox::{STORED, purge};
 use crate::store::sql::operator::{list, status};
-use crate::store::sql::{evidence, mailbox, outbox, phases, records, sql, waiting};
+use crate::store::sql::{evidence, mailbox, outbox, phases, records, refused, sql, waiting};
 use crate::store::statements::Dialect;
 
 /// The text for SQLite. It gets a value for every name that these texts use.
 fn words(text: &'static str) -> &'static str {
     let ones = "consumer lane head most rows lease length lease_max limit lanes after first from below topics places kinds \
-                of_kinds timed skipped all kept content reason attempts error holds";
+                of_kinds timed skipped all kept content reason attempts error holds ids";
     ones.split(' ').fold(sql(text), |text, name| text.bind(name, 1_i64)).in_words_of(Dialect::Sqlite).unwrap().0
 }
 
@@ -71,6 +71,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("lease", words(waiting::LEASE)),
         ("bury", words(waiting::BURY)),
         ("remove what was buried", words(waiting::REMOVE_BURIED)),
+        ("refused copies", words(refused::DEAD)),
         ("leased too long", words(waiting::LEASED_TOO_LONG)),
         ("lost heads", words(waiting::LOST_HEADS)),
         ("wake next", words(waiting::TO_WAKE)),

@@ -7,7 +7,9 @@ use super::trial::{context, dead, due, message};
 use super::waiting::{finish_run, lease, payloads};
 use super::{Fixture, Trial};
 use oncebox::message::Message;
-use oncebox::store::{DeadFilter, DeadMessage, DeadState, LeasedMessage, Operator, OperatorAct, ParkAs, Waiting};
+use oncebox::store::{
+    DeadFilter, DeadMessage, DeadState, Inbox, LeasedMessage, Operator, OperatorAct, ParkAs, Waiting,
+};
 
 /// The only message of this consumer in the list with this payload.
 async fn listed<F: Fixture>(trial: &Trial<F>, state: DeadState, payload: &str) -> DeadMessage {
@@ -80,4 +82,36 @@ pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(tr
     next.sort_by(|one, other| one.message.payload.cmp(&other.message.payload));
     assert_eq!(payloads(&next), ["a2", "b2"]);
     assert!(finish_run(trial, consumer, &next[..1]).await);
+}
+
+/// A message was refused. A copy of it came later, ran, and failed for good, at once or after it
+/// waited. Its one dead row is that of the failure: it holds the key, and a redrive runs it. Shown
+/// by: the refused row stayed, held nothing, and was discarded as handled by its redrive.
+pub async fn r31_what_was_refused_and_failed_since_is_dead_by_its_failure<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    for (reason, waits) in
+        [("too-old", false), ("too-old", true), ("from-the-future", false), ("from-the-future", true)]
+    {
+        let name = format!("{reason} {waits}");
+        let copy = message(&name, &name);
+        trial.refuse(consumer, &copy, reason).await;
+        if waits {
+            trial.park(consumer, &copy, due()).await;
+            let head = lease(trial, consumer).await.remove(0);
+            assert!(trial.store.bury(&head, "terminal", "no", true).await.unwrap());
+        } else {
+            trial.park(consumer, &copy, dead(true)).await;
+        }
+        let found = listed(trial, DeadState::Dead, &name).await;
+        assert_eq!(found.reason, "terminal", "{name}");
+        let lane = copy.lane_id().unwrap();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert!(tx.standing(&[lane]).await.unwrap().blocked.contains(&lane), "{name}: it holds its key");
+        tx.rollback().await.unwrap();
+        act(trial, &found, OperatorAct::Redrive).await;
+        let head = lease(trial, consumer).await;
+        assert_eq!(payloads(&head), [name]);
+        assert!(finish_run(trial, consumer, &head).await);
+    }
+    assert_eq!(trial.rows("waiting").await, 0);
 }
