@@ -5,9 +5,9 @@
 //! Guarantees:
 //!
 //! * The name, status, `retryable` and `key_state` of a code are the same everywhere.
-//! * `retryable` answers one question: may the same request be sent again under the same key, and
-//!   can that help? It is false for a request that is refused for its own content. Such a request,
-//!   corrected, may use the same key unless `key_state` forbids it.
+//! * `retryable` answers one question: may a request come again under the same key? It is true also
+//!   where the body or its type must be corrected first, because nothing is stored of such a request.
+//!   When to come again is another question: [`Code::pause`] answers it.
 //! * `key_state` states only what was looked up. It is `spent` only where the outcome of this same
 //!   command is known: a client that has lost an answer may end its operation at `spent`, and at no
 //!   other problem (O26). So a mismatch says `not_said`: it must not show the state of another's
@@ -131,8 +131,8 @@ const TABLE: [Row; 23] = {
         row(Code::KeyInvalid, "IDEMPOTENCY_KEY_INVALID", (400, INVALID_ARGUMENT), false, Free, None),
         row(Code::ScopeRequired, "IDEMPOTENCY_SCOPE_REQUIRED", (403, PERMISSION_DENIED), true, NotSaid, None),
         row(Code::Unauthenticated, "UNAUTHENTICATED", (401, UNAUTHENTICATED), true, NotSaid, None),
-        row(Code::RequestInvalid, "REQUEST_INVALID", (400, INVALID_ARGUMENT), false, NotSaid, None),
-        row(Code::UnsupportedMediaType, "UNSUPPORTED_MEDIA_TYPE", (415, INVALID_ARGUMENT), false, NotSaid, None),
+        row(Code::RequestInvalid, "REQUEST_INVALID", (400, INVALID_ARGUMENT), true, NotSaid, None),
+        row(Code::UnsupportedMediaType, "UNSUPPORTED_MEDIA_TYPE", (415, INVALID_ARGUMENT), true, NotSaid, None),
         row(Code::BodyTooLarge, "IDEMPOTENCY_BODY_TOO_LARGE", (413, INVALID_ARGUMENT), false, NotSaid, None),
         row(Code::BodyTooSlow, "IDEMPOTENCY_BODY_TOO_SLOW", (408, UNAVAILABLE), true, NotSaid, None),
         row(Code::BodyMemoryExceeded, "IDEMPOTENCY_BODY_MEMORY_EXCEEDED", (503, UNAVAILABLE), true, NotSaid, Some(1)),
@@ -194,7 +194,7 @@ impl Code {
         self.row().grpc
     }
 
-    /// Whether the same request may be sent again under the same key, and whether that can help.
+    /// Whether a request may come again under the same key, where needed with a corrected body.
     #[must_use]
     pub fn retryable(self) -> bool {
         self.row().retryable
@@ -276,8 +276,8 @@ mod tests {
             ("IDEMPOTENCY_KEY_INVALID", 400, false),
             ("IDEMPOTENCY_SCOPE_REQUIRED", 403, true),
             ("UNAUTHENTICATED", 401, true),
-            ("REQUEST_INVALID", 400, false),
-            ("UNSUPPORTED_MEDIA_TYPE", 415, false),
+            ("REQUEST_INVALID", 400, true),
+            ("UNSUPPORTED_MEDIA_TYPE", 415, true),
             ("IDEMPOTENCY_BODY_TOO_LARGE", 413, false),
             ("IDEMPOTENCY_BODY_TOO_SLOW", 408, true),
             ("IDEMPOTENCY_BODY_MEMORY_EXCEEDED", 503, true),
