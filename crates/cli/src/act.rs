@@ -68,8 +68,11 @@ impl Act {
                 "{count} {what} would be {verb}\nhint: look with --dry-run, then give --yes"
             )));
         }
-        eprint!("{count} {what} will be {verb}. Type the number to go on: ");
-        let _ = std::io::stderr().flush();
+        let mut stderr = std::io::stderr();
+        let asked = write!(stderr, "{count} {what} will be {verb}. Type the number to go on: ");
+        if let Err(error) = asked.and_then(|()| stderr.flush()) {
+            return Err(AppError::refused(format!("the question cannot be asked, so nothing was done: {error}")));
+        }
         let mut line = String::new();
         let read = std::io::stdin().read_line(&mut line);
         if read.is_ok() && line.trim() == count.to_string() {
