@@ -241,8 +241,8 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
 }
 
 /// A URL in a form that may be printed: the user stays, the password and the values of secret query
-/// parameters are replaced. Of a URL with an `@` in its query only the first name is left. In other
-/// texts, everything before the last `@` is replaced.
+/// parameters are replaced. Where the `@` may be one of the query, only the first name is left. In
+/// other texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else {

@@ -1,5 +1,7 @@
 //! What the commands share with the programs, and how data is printed.
 
+use std::fmt;
+
 use clap::builder::RangedU64ValueParser;
 use comfy_table::{ContentArrangement, Table, presets};
 
@@ -72,8 +74,35 @@ pub(super) fn bound<T>(list: &mut Vec<T>, limit: usize, of: &str) {
     }
 }
 
+/// A text with its control characters escaped. A key, an id or an error comes from somebody else,
+/// and must neither begin a line nor steer the terminal.
+pub(super) fn printable(text: &str) -> String {
+    escaped(text, |_| false)
+}
+
+/// The same for a text of several lines.
+pub(super) fn printable_lines(text: &str) -> String {
+    escaped(text, |c| matches!(c, '\n' | '\t'))
+}
+
+fn escaped(text: &str, stays: impl Fn(char) -> bool) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && !stays(c) {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
 /// A table for people: on a terminal long cells are wrapped, elsewhere every row is one line.
-pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
+#[derive(Debug)]
+pub(super) struct Rows(Table);
+
+/// A table with this header and no rows yet.
+pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Rows {
     const WIDTH: u16 = 120;
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
@@ -81,5 +110,19 @@ pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
     if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
         table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
     }
-    table
+    Rows(table)
+}
+
+impl Rows {
+    /// Adds a row of texts that may come from anybody.
+    pub(super) fn add_row<C: AsRef<str>>(&mut self, cells: impl IntoIterator<Item = C>) {
+        let cells: Vec<String> = cells.into_iter().map(|cell| printable(cell.as_ref())).collect();
+        self.0.add_row(cells);
+    }
+}
+
+impl fmt::Display for Rows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, limit, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, printable, table};
 use super::progress::{Batches, shown};
 use oncebox::adapter::{DbTime, hex};
 use oncebox::app::{AppError, say};
@@ -341,7 +341,7 @@ async fn show<S: OperationStore>(store: &S, found: &ReadRecord, named: bool, out
         return Ok(());
     }
     for (name, value) in fields.as_object().into_iter().flatten() {
-        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let value = value.as_str().map_or_else(|| value.to_string(), printable);
         data!("{:<19} {}", name.replace('_', " "), if value == "null" { "-" } else { &value });
     }
     for run in runs {

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::act::{Act, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, limit, table};
+use super::common::{CommonArgs, Output, hint_of_more, limit, printable, table};
 use super::keys::moment;
 use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
@@ -268,7 +268,7 @@ async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> 
         return Ok(());
     }
     for (id, why) in &unreadable {
-        say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {why}"));
+        say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {}", printable(why)));
     }
     for id in &orphans {
         say(
@@ -310,7 +310,7 @@ fn show(one: &StoredOperation, output: Output) -> Result<(), AppError> {
     }
     let text = |value: &Value| match value {
         Value::Null => "-".to_owned(),
-        Value::String(text) => text.clone(),
+        Value::String(text) => printable(text),
         other => other.to_string(),
     };
     for (name, value) in fields.as_object().into_iter().flatten() {
