@@ -202,7 +202,7 @@ impl Run<'_> {
             }
         }
         beside.end().await?;
-        if outcome.is_ok() && self.start.until_idle.is_some() {
+        if outcome.is_ok() && self.start.until_idle.is_some() && !self.stop.is_cancelled() {
             for consumer in duties.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
