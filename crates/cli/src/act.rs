@@ -16,10 +16,10 @@ const UNASKED_MAX: usize = 1;
 #[derive(Debug, Clone, Args)]
 pub(super) struct Act {
     /// Why; stored in the audit row
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = said)]
     pub(super) why: String,
     /// Who acts, for the audit row; by default the user of this shell, or its number
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = said)]
     by: Option<String>,
     /// Only say what would be done
     #[arg(long)]
@@ -79,6 +79,15 @@ impl Act {
             return Ok(());
         }
         Err(AppError::refused("nothing was done"))
+    }
+}
+
+/// Reads what stands in the audit row: an empty text tells nobody why or who.
+pub(super) fn said(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() {
+        Err("it stands in the audit row, and is empty".to_owned())
+    } else {
+        Ok(text.to_owned())
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::act::refused;
+use super::act::{refused, said};
 use super::common::{CommonArgs, Output, table};
 use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::{ConsumerSettings, Settings};
@@ -36,10 +36,10 @@ pub(super) struct DoctorArgs {
     #[arg(long, requires = "fix")]
     yes: bool,
     /// Why; stored in the audit row
-    #[arg(long, value_name = "TEXT", requires = "fix", default_value = "oncebox doctor --fix")]
+    #[arg(long, value_name = "TEXT", requires = "fix", default_value = "oncebox doctor --fix", value_parser = said)]
     why: String,
     /// Who acts; stored in the audit row
-    #[arg(long, value_name = "NAME", requires = "fix")]
+    #[arg(long, value_name = "NAME", requires = "fix", value_parser = said)]
     by: Option<String>,
 }
 

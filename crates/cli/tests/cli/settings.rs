@@ -213,6 +213,8 @@ fn unknown_flags_commands_and_values_are_usage_errors() {
         (place.oncebox(&["dead", "show", "17"]), &["'17'", "no number of a dead message", "o17, c9"]),
         (place.oncebox(&["dead", "redrive", "o0", "--why", "x"]), &["'o0'", "no number of a dead message"]),
         (place.oncebox(&["dead", "discard", "o1"]), &["--why <TEXT>"]),
+        (place.oncebox(&["dead", "discard", "o1", "--why", " "]), &["--why <TEXT>", "audit row, and is empty"]),
+        (place.oncebox(&["keys", "purge", "--all", "--why", "x", "--by", ""]), &["--by <NAME>", "is empty"]),
         (place.oncebox(&["dead", "list", "--source", "shop"]), &["--id <ID>"]),
         (place.oncebox(&["completions", "tcsh"]), &["tcsh", "bash"]),
         (place.oncebox(&["demo", "--messages", "0"]), &["--messages"]),
