@@ -241,7 +241,8 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
 }
 
 /// A URL in a form that may be printed: the user stays, the password and the values of secret query
-/// parameters are replaced. In other texts, everything before the last `@` is replaced.
+/// parameters are replaced. Where the `@` may be one of the query, only the first name is left. In
+/// other texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else {
@@ -252,6 +253,12 @@ pub fn redact(url: &str) -> String {
     let query = rest.find('@').and_then(|at| rest[at..].find('?').map(|query| at + query));
     let at = rest[..query.unwrap_or(rest.len())].rfind('@');
     let (user_info, tail) = match at {
+        // The `@` may be one of a password in the query (`//host/db?password=a@b`): nothing shows
+        // where that ends.
+        Some(at) if rest[..at].contains('?') => {
+            let first = rest.split([':', '/', '?', '#', '@']).next().unwrap_or_default();
+            return format!("{scheme}://{first}:***");
+        }
         Some(at) => (Some(&rest[..at]), &rest[at + 1..]),
         None => (None, rest),
     };
@@ -296,6 +303,8 @@ mod tests {
             "postgres://app:x?s3cret@localhost/db",
             "postgres://app:x#s3cret@localhost/db",
             "postgres:app:s3cret@localhost/db",
+            "postgres://db.example/app?user=app&password=s3@s3cret",
+            "postgres://db.example:5432/app?password=x@s3cret",
             "app:s3cret@localhost/db",
         ] {
             assert!(!redact(url).contains("s3"), "{}", redact(url));

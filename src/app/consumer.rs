@@ -79,6 +79,33 @@ impl<S: Store> Default for HandlersByConsumer<S> {
     }
 }
 
+/// Refuses two consumers that would take each other's messages: those of one group (Kafka and
+/// embedded) that share a topic, and those of one queue (RabbitMQ).
+fn apart(consumers: &[ConsumerSettings], broker: &str) -> Result<(), AppError> {
+    let mut taken = BTreeMap::new();
+    for consumer in consumers {
+        let subscription = consumer.subscription();
+        for topic in &consumer.topics {
+            let (place, setting) = match broker {
+                "rabbitmq" => (format!("queue `{}`", subscription.queue(topic)), "queues"),
+                _ => (format!("topic `{topic}` in the group `{}`", subscription.group()), "group"),
+            };
+            if let Some(other) = taken.insert(place.clone(), &consumer.name) {
+                let name = &consumer.name;
+                let between = if other == name {
+                    format!("consumer `{name}` twice")
+                } else {
+                    format!("consumers `{other}` and `{name}`")
+                };
+                return Err(AppError::usage(format!(
+                    "{between} would read the {place}, and each message reaches only one of the two: give one of them another `{setting}`"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Choices for one start of the consumers that are not settings.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ConsumerStart {
@@ -138,6 +165,7 @@ impl Run<'_> {
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;
+        apart(&consumers, broker.name())?;
         let lanes: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
         let store_options = self.settings.database.options().map_err(AppError::usage)?;
@@ -171,7 +199,7 @@ impl Run<'_> {
             }
         }
         beside.end().await?;
-        if outcome.is_ok() && self.start.until_idle.is_some() {
+        if outcome.is_ok() && self.start.until_idle.is_some() && !self.stop.is_cancelled() {
             for consumer in duties.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
@@ -257,5 +285,25 @@ mod tests {
     fn handlers_for_one_consumer_twice_are_refused_by_name() {
         let refused = handlers(["ledger", "ledger"]).beside(&[]).expect_err("one would be left out silently");
         assert!(refused.message.contains("`ledger`"), "{refused}");
+    }
+
+    #[test]
+    fn two_consumers_that_would_take_each_others_messages_are_refused_with_their_names() {
+        let one = |name: &str, topic: &str| ConsumerSettings::new(name, vec![topic.to_owned()]);
+        let grouped = |name, topic| ConsumerSettings { group: Some("g".to_owned()), ..one(name, topic) };
+        // The names of both queues are made to `a.b.c`.
+        let alike = [one("c", "a.b"), one("b.c", "a")];
+        let [ledger, emails] = [grouped("ledger", "payments"), grouped("emails", "payments")];
+        let refused = |consumers: &[ConsumerSettings], broker| {
+            let error = apart(consumers, broker).expect_err("a message would reach one of them only");
+            error.message
+        };
+        let of_group = refused(&[ledger.clone(), emails.clone()], "kafka");
+        assert!(["`ledger`", "`emails`", "`g`", "`payments`"].iter().all(|word| of_group.contains(word)), "{of_group}");
+        let of_queue = refused(&alike, "rabbitmq");
+        assert!(["`c`", "`b.c`", "`a.b.c`"].iter().all(|word| of_queue.contains(word)), "{of_queue}");
+        assert!(apart(&alike, "kafka").is_ok(), "their groups differ");
+        assert!(apart(&[ledger.clone(), emails], "rabbitmq").is_ok(), "their queues differ");
+        assert!(apart(&[ledger, grouped("audit", "refunds")], "embedded").is_ok(), "they share no topic");
     }
 }

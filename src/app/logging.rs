@@ -1,9 +1,11 @@
 //! Logs go to stderr, as text for people or as JSON for machines. `RUST_LOG` overrides the setting,
 //! but no setting enables lines that print payloads or passwords.
 //!
-//! Promise: with the format `json`, every line that a program writes to stderr is one JSON object,
-//! including the last error.
+//! Promises: with the format `json`, every line that a program writes to stderr is one JSON object,
+//! including the last error. With `text`, an event is one line, whatever its texts hold. A log that
+//! cannot be written ends no work.
 
+use std::io::{self, Write};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -53,10 +55,15 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
             filter = filter.add_directive(directive);
         }
     }
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // The subscriber would say on stderr too that stderr cannot be written, by a macro that panics:
+    // a full disk would end the relay, and use up the tries of messages.
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).log_internal_errors(false);
     // A subscriber that is installed already (tests, embedding) stays.
     let _ = match format {
-        LogFormat::Text => builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).try_init(),
+        LogFormat::Text => builder
+            .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
+            .with_writer(|| OneLine(io::stderr()))
+            .try_init(),
         LogFormat::Json => builder.json().try_init(),
     };
     Ok(())
@@ -72,16 +79,61 @@ pub fn speak(format: LogFormat) {
 
 /// Writes a line to stderr whatever the log filter is; `level` is `ERROR` or `INFO`.
 pub fn say(level: &str, text: &str) {
-    if JSON.load(Ordering::Relaxed) {
+    let line = if JSON.load(Ordering::Relaxed) {
         let timestamp = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Micros, true);
         let fields = serde_json::json!({ "message": text });
-        eprintln!(
-            "{}",
-            serde_json::json!({ "timestamp": timestamp, "level": level, "fields": fields, "target": "oncebox" })
-        );
+        serde_json::json!({ "timestamp": timestamp, "level": level, "fields": fields, "target": "oncebox" }).to_string()
     } else if level == "ERROR" {
-        eprintln!("error: {text}");
+        format!("error: {text}")
     } else {
-        eprintln!("{text}");
+        text.to_owned()
+    };
+    // Not `eprintln!`, which panics where stderr is a full disk or its reader is gone.
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Writes each event as one line. A line break in an id or an error would otherwise begin a line
+/// that looks like an event of its own.
+#[derive(Debug)]
+struct OneLine<W>(W);
+
+impl<W: Write> Write for OneLine<W> {
+    /// Writes a whole event, as the subscriber hands it over.
+    fn write(&mut self, event: &[u8]) -> io::Result<usize> {
+        let text = event.strip_suffix(b"\n").unwrap_or(event);
+        let mut line = Vec::with_capacity(event.len());
+        for byte in text {
+            match byte {
+                b'\n' => line.extend_from_slice(b"\\n"),
+                b'\r' => line.extend_from_slice(b"\\r"),
+                byte => line.push(*byte),
+            }
+        }
+        line.extend_from_slice(&event[text.len()..]);
+        self.0.write_all(&line)?;
+        Ok(event.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_one_line_whatever_an_id_or_an_error_holds() -> io::Result<()> {
+        for (event, line) in [
+            ("INFO ready\n", "INFO ready\n"),
+            ("ERROR dead sent_id=a\r\nINFO all is well\n", "ERROR dead sent_id=a\\r\\nINFO all is well\n"),
+            ("no end", "no end"),
+        ] {
+            let mut written = OneLine(Vec::new());
+            written.write_all(event.as_bytes())?;
+            assert_eq!(String::from_utf8_lossy(&written.0), line);
+        }
+        Ok(())
     }
 }

@@ -151,7 +151,8 @@ fn relay_all(
             }
         }
         beside.end().await?;
-        if outcome.is_ok() && until_empty {
+        // Stopped before its end, it knows nothing of the outbox, and need not wait for a database.
+        if outcome.is_ok() && until_empty && !stop.is_cancelled() {
             report(&store.status().await?);
         }
         outcome

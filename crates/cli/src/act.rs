@@ -19,10 +19,10 @@ const UNASKED_MAX: usize = 1;
 #[derive(Debug, Clone, Args)]
 pub(super) struct Act {
     /// Why; stored in the audit row
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = said)]
     pub(super) why: String,
     /// Who acts, for the audit row; by default the user of this shell, or its number
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = said)]
     by: Option<String>,
     /// Only say what would be done
     #[arg(long)]
@@ -93,14 +93,26 @@ impl Act {
                 "{count} {what} would be {verb}\nhint: look with --dry-run, then give --yes"
             )));
         }
-        eprint!("{count} {what} will be {verb}. Type the number to go on: ");
-        let _ = std::io::stderr().flush();
+        let mut stderr = std::io::stderr();
+        let asked = write!(stderr, "{count} {what} will be {verb}. Type the number to go on: ");
+        if let Err(error) = asked.and_then(|()| stderr.flush()) {
+            return Err(AppError::refused(format!("the question cannot be asked, so nothing was done: {error}")));
+        }
         let mut line = String::new();
         let read = std::io::stdin().read_line(&mut line);
         if read.is_ok() && line.trim() == count.to_string() {
             return Ok(());
         }
         Err(AppError::refused("nothing was done"))
+    }
+}
+
+/// Reads what stands in the audit row: an empty text tells nobody why or who.
+pub(super) fn said(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() {
+        Err("it stands in the audit row, and is empty".to_owned())
+    } else {
+        Ok(text.to_owned())
     }
 }
 

@@ -73,6 +73,29 @@ pub(super) fn bound<T>(list: &mut Vec<T>, limit: usize, of: &str) {
     }
 }
 
+/// A text with its control characters escaped. A key, an id or an error comes from somebody else,
+/// and must neither begin a line nor steer the terminal.
+pub(super) fn printable(text: &str) -> String {
+    escaped(text, |_| false)
+}
+
+/// The same for a text of several lines.
+pub(super) fn printable_lines(text: &str) -> String {
+    escaped(text, |c| matches!(c, '\n' | '\t'))
+}
+
+fn escaped(text: &str, stays: impl Fn(char) -> bool) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && !stays(c) {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
 /// Prints a list as JSON, or as a table with these rows.
 pub(super) fn listed<const COLUMNS: usize>(
     output: Output,
@@ -87,8 +110,8 @@ pub(super) fn listed<const COLUMNS: usize>(
     Ok(())
 }
 
-/// Prints a table for people: on a terminal long cells are wrapped, elsewhere every row is one
-/// line.
+/// Prints a table of texts that may come from anybody: on a terminal long cells are wrapped,
+/// elsewhere every row is one line.
 pub(super) fn tabled<const COLUMNS: usize>(
     header: [&str; COLUMNS],
     rows: impl Iterator<Item = [String; COLUMNS]>,
@@ -96,7 +119,7 @@ pub(super) fn tabled<const COLUMNS: usize>(
     const WIDTH: u16 = 120;
     let mut table = Table::new();
     table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(header).add_rows(rows);
+    table.set_header(header).add_rows(rows.map(|row| row.map(|cell| printable(&cell))));
     if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
         table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
     }
@@ -108,7 +131,7 @@ pub(super) fn tabled<const COLUMNS: usize>(
 pub(super) fn plain(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
-        Value::String(text) => text.clone(),
+        Value::String(text) => printable(text),
         other => other.to_string(),
     }
 }

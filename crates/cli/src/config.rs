@@ -6,7 +6,7 @@ use comfy_table::{Table, presets};
 
 use super::common::{CommonArgs, Output, failed};
 use oncebox::app::AppError;
-use oncebox::app::config::{Loaded, TEMPLATE};
+use oncebox::app::config::{Loaded, Secret, TEMPLATE};
 
 /// What to do with settings.
 #[derive(Debug, Subcommand)]
@@ -34,7 +34,7 @@ fn show(loaded: &Loaded, output: Output) -> Result<(), AppError> {
     let rows: Vec<(String, String, String)> = rows
         .into_iter()
         .map(|(path, value)| {
-            let shown = if is_secret(&path) { redacted(&value) } else { value.to_string() };
+            let shown = shown(&path, &value);
             let origin = loaded.origin(&path);
             (path, shown, origin)
         })
@@ -74,14 +74,14 @@ fn flatten(prefix: &str, value: &toml::Value, rows: &mut Vec<(String, toml::Valu
     }
 }
 
-/// Whether the value is redacted: URLs and properties of librdkafka may hold passwords.
-fn is_secret(path: &str) -> bool {
-    path.ends_with("url") || path.contains("password") || path.contains("properties")
-}
-
-fn redacted(value: &toml::Value) -> String {
+/// A value that may be printed: a URL without its password, and nothing of a password or of a
+/// property of librdkafka, which may be one.
+fn shown(path: &str, value: &toml::Value) -> String {
+    let is_hidden = path.contains("password") || path.contains("properties");
     match value.as_str() {
-        Some(text) => format!("{:?}", oncebox::app::config::Secret(text.to_owned())),
-        None => value.to_string(),
+        // Also where it looks like a URL.
+        Some(text) if is_hidden && !text.is_empty() => "***".to_owned(),
+        Some(text) if path.ends_with("url") => format!("{:?}", Secret(text.to_owned())),
+        _ => value.to_string(),
     }
 }

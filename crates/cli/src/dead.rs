@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use uuid::Uuid;
 
 use super::act::{Act, of_all, refused};
-use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed};
+use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed, printable, printable_lines};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -308,27 +308,29 @@ async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, outp
     data!("state         {}", State::of(message.state));
     data!("where         {}", place(&message));
     data!("message id    {}", message.message_id);
-    data!("id as sent    {}", message.sent_id.clone().unwrap_or_else(|| message.message_id.to_string()));
-    data!("topic         {}", message.topic);
-    data!("key           {}", message.key.as_deref().unwrap_or("-"));
-    data!("kind          {}", message.kind);
-    data!("content type  {}", message.content_type.as_deref().unwrap_or("-"));
-    data!("reason        {}", message.reason);
+    let or_none = |text: Option<&str>| text.map_or_else(|| "-".to_owned(), printable);
+    let sent_id = message.sent_id.as_deref().map_or_else(|| message.message_id.to_string(), printable);
+    data!("id as sent    {sent_id}");
+    data!("topic         {}", printable(&message.topic));
+    data!("key           {}", or_none(message.key.as_deref()));
+    data!("kind          {}", printable(&message.kind));
+    data!("content type  {}", or_none(message.content_type.as_deref()));
+    data!("reason        {}", printable(&message.reason));
     data!("tries         {}", message.attempts);
     data!("behind it     {}", message.behind);
     data!("since         {}", message.dead_at.to_rfc3339());
     data!("next try      {}", message.next_try.map_or_else(|| "-".to_owned(), |at| at.to_rfc3339()));
     data!("requested     {}", message.requested.as_deref().unwrap_or("-"));
     for (name, value) in &message.headers {
-        data!("header        {name}: {value}");
+        data!("header        {}: {}", printable(name), printable(value));
     }
     for entry in &message.history {
-        data!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
+        data!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), printable(&entry.error));
     }
     let bytes = message.payload.len();
     match (payload_to, std::str::from_utf8(&message.payload)) {
         (Some(file), _) => data!("payload       {bytes} bytes, in {}", file.display()),
-        (None, Ok(text)) => data!("payload       {bytes} bytes\n{text}"),
+        (None, Ok(text)) => data!("payload       {bytes} bytes\n{}", printable_lines(text)),
         (None, Err(_)) => data!("payload       {bytes} bytes that are no UTF-8; --payload-to FILE writes them"),
     }
     Ok(())
@@ -471,7 +473,7 @@ async fn act_on<S: Store>(
     }
     if !wait.is_zero() {
         for (number, became) in &became {
-            data!("{number}: {became}");
+            data!("{number}: {}", printable(&became.to_string()));
         }
         return done();
     }

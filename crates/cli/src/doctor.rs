@@ -7,10 +7,10 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::json;
 
-use super::act::refused;
+use super::act::{refused, said};
 use super::common::{CommonArgs, Output, listed, plain};
 use oncebox::adapter::{Announced, Versions, unreadable};
-use oncebox::app::config::Settings;
+use oncebox::app::config::{ConsumerSettings, Settings};
 use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};
 use oncebox::error::redact;
@@ -37,10 +37,10 @@ pub(super) struct DoctorArgs {
     #[arg(long, requires = "fix")]
     yes: bool,
     /// Why; stored in the audit row
-    #[arg(long, value_name = "TEXT", requires = "fix", default_value = "oncebox doctor --fix")]
+    #[arg(long, value_name = "TEXT", requires = "fix", default_value = "oncebox doctor --fix", value_parser = said)]
     why: String,
     /// Who acts; stored in the audit row
-    #[arg(long, value_name = "NAME", requires = "fix")]
+    #[arg(long, value_name = "NAME", requires = "fix", value_parser = said)]
     by: Option<String>,
 }
 
@@ -65,6 +65,7 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
         Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings, &held).await),
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
+    findings.extend(settings.consumer.iter().filter_map(|consumer| unusable(consumer, &settings)));
     findings.extend(settings.consumer.iter().filter_map(horizon));
     print(&findings, output)?;
     match findings.iter().map(|finding| finding.severity).max() {
@@ -234,8 +235,18 @@ fn versions(live: &[Announced]) -> Vec<Finding> {
     found
 }
 
+/// A consumer that does not start with its settings.
+fn unusable(consumer: &ConsumerSettings, settings: &Settings) -> Option<Finding> {
+    let why = consumer.options(false, settings.shutdown_grace).err()?;
+    Some(Finding::refused(
+        format!("consumer {}: settings", consumer.name),
+        why,
+        "mend it, or `consumer` does not start",
+    ))
+}
+
 /// Says what an inbox with a horizon cannot recognise (G8).
-fn horizon(consumer: &oncebox::app::config::ConsumerSettings) -> Option<Finding> {
+fn horizon(consumer: &ConsumerSettings) -> Option<Finding> {
     let horizon = consumer.horizon.duration()?;
     let name = format!("consumer {}: horizon", consumer.name);
     let detail = format!(

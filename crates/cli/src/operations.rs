@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::act::{Act, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain};
+use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain, printable};
 use super::keys::moment;
 use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
@@ -262,7 +262,7 @@ async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> 
     hint_of_more(found.len() + unreadable.len(), filter.limit as usize);
     if output == Output::Table {
         for (id, why) in &unreadable {
-            say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {why}"));
+            say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {}", printable(why)));
         }
         for id in &orphans {
             say(

@@ -79,6 +79,9 @@ impl DatabaseSettings {
     /// # Errors
     /// The setting that cannot be used, and why.
     pub fn options(&self) -> Result<StoreOptions, String> {
+        if self.connections_max == 0 {
+            return Err("database.connections_max: at least 1, or no statement ever gets a connection".into());
+        }
         if self.answer_timeout.is_some_and(|timeout| timeout.0 < Span::seconds(1).0) {
             return Err("database.answer_timeout: at least 1s, or a busy server is taken for a silent one".into());
         }
@@ -346,6 +349,11 @@ pub struct ConsumerSettings {
     pub on: Vec<OnSettings>,
 }
 
+/// The first item that equals an earlier one.
+fn again<T: PartialEq>(items: &[T]) -> Option<&T> {
+    items.iter().enumerate().find(|(at, item)| items[..*at].contains(item)).map(|(_, item)| item)
+}
+
 fn envelope() -> String {
     "envelope".into()
 }
@@ -433,6 +441,21 @@ impl ConsumerSettings {
         }
         if self.topics.is_empty() {
             return Err(bad("topics", "name at least one topic"));
+        }
+        if let Some(twice) = again(&self.topics) {
+            return Err(bad("topics", &format!("`{twice}` stands there twice")));
+        }
+        if let Some(topic) = self.queues.keys().find(|topic| !self.topics.contains(topic)) {
+            return Err(bad("queues", &format!("`{topic}` is none of its topics: {}", self.topics.join(", "))));
+        }
+        let kinds: Vec<_> = self.on.iter().map(|on| on.kind.as_deref()).collect();
+        if let Some(kind) = again(&kinds) {
+            let kind = kind.map_or_else(|| "every other kind".to_owned(), |kind| format!("`{kind}`"));
+            let why = "has two handlers, and only the first would run: write the statements of both into one `sql`";
+            return Err(bad("on", &format!("{kind} {why}")));
+        }
+        if self.handler_timeout.is_some_and(|timeout| timeout.0.is_zero()) {
+            return Err(bad("handler_timeout", "more than 0s, or no handler has time to run"));
         }
         options.id_rule = self.id.parse().map_err(|why: String| bad("id", &why))?;
         options.id_epoch.clone_from(&self.id_epoch);
@@ -539,9 +562,23 @@ impl PublisherSettings {
         if self.lease.0 < Span::seconds(1).0 {
             return Err("publisher.lease: at least 1s, or a short pause loses it".into());
         }
-        let bounds = [self.batch_rows, self.read_bytes.0, self.window_rows, self.window_bytes.0];
-        if bounds.contains(&0) {
-            return Err("publisher: batch_rows, read_bytes, window_rows and window_bytes must be more than 0".into());
+        let numbers = [
+            ("batch_rows", self.batch_rows),
+            ("read_bytes", self.read_bytes.0),
+            ("window_rows", self.window_rows),
+            ("window_bytes", self.window_bytes.0),
+            ("held_rows_max", self.held_rows_max),
+        ];
+        if let Some((name, _)) = numbers.iter().find(|(_, number)| *number == 0) {
+            return Err(format!("publisher.{name}: more than 0, or nothing is read"));
+        }
+        let times = [
+            ("poll_max", self.poll_max, "the database is asked without a pause"),
+            ("publish_stall", self.publish_stall, "every topic is held before the broker can answer"),
+            ("probe", self.probe, "a blocked topic is tried without a pause"),
+        ];
+        if let Some((name, _, otherwise)) = times.iter().find(|(_, time, _)| time.0.is_zero()) {
+            return Err(format!("publisher.{name}: more than 0s, or {otherwise}"));
         }
         Ok(RelayOptions {
             lease: self.lease.0,

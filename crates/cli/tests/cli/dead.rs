@@ -527,3 +527,29 @@ fn a_redrive_of_many_goes_at_the_rate_that_was_said() {
     assert_eq!(listed(&place, &["--state", "waiting"]).len(), 5);
     assert_eq!(place.audit(), vec!["redrive x"; 5]);
 }
+
+/// The id and the payload of a producer that is not ours: one clears the screen, a line break hides
+/// what follows.
+///
+/// Shown by printing texts as they are: the row is two lines, and the terminal obeys.
+#[test]
+fn what_a_producer_wrote_neither_steers_the_terminal_nor_breaks_a_row() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    // The topic is there from then on.
+    place.consume(&config).ok();
+    let id = "evt\u{1b}[2J\n17";
+    let headers = [("ce_id", id), ("ce_source", "shop"), ("ce_type", "payment.created")];
+    place.append(Some("acc-7"), &headers, "{\u{1b}[2J\n}");
+    place.consume(&config).ok();
+    let escaped = r"evt\u{1b}[2J\n17";
+    let listed = place.oncebox(&["dead", "list"]).run().ok();
+    let row = listed.lines().find(|line| line.contains(escaped)).unwrap_or_else(|| panic!("{listed}"));
+    assert!(row.contains("c1") && row.contains("acc-7"), "{row}");
+    let shown = place.oncebox(&["dead", "show", "c1"]).run().ok();
+    for line in [format!("id as sent    {escaped}"), r"{\u{1b}[2J".to_owned(), "}".to_owned()] {
+        assert!(shown.lines().any(|shown| shown == line), "{line} in {shown}");
+    }
+    assert!(!listed.contains('\u{1b}') && !shown.contains('\u{1b}'), "{listed}{shown}");
+    assert_eq!(place.json(&["dead", "list"])["dead"][0]["sent_id"], id, "JSON escapes by itself");
+}

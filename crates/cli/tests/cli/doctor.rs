@@ -54,6 +54,18 @@ fn what_breaks_a_promise_is_3_with_the_remedy() {
     place.publisher(&["--until-empty"]).run().fails(3, &["limits", place.database()]);
 }
 
+/// Shown by looking at the statements of its handlers alone.
+#[test]
+fn a_consumer_that_cannot_start_with_its_settings_is_refused() {
+    let place = Place::migrated();
+    let config = place.config("consumer = [{ name = 'c', topics = ['t'], queues = { tt = 'q' } }]");
+    let done = doctor(&place, &["--config", &config]);
+    done.ends_with(3, &["broken"]);
+    let refused: Vec<_> = findings(&done).into_iter().filter(|(_, severity, _)| severity == "refused").collect();
+    assert!(refused.len() == 1 && refused[0].0 == "consumer c: settings", "{refused:?}");
+    assert!(done.stdout.contains("`tt` is none of its topics"), "{}", done.stdout);
+}
+
 #[test]
 fn both_sides_are_looked_at_where_one_is_broken() {
     let place = Place::new();

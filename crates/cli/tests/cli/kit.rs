@@ -82,6 +82,12 @@ impl Program {
         self.start_with(false).ends()
     }
 
+    /// Where its log and its errors go, instead of to the test; its exit code.
+    pub(crate) fn stderr(mut self, to: std::fs::File) -> Option<i32> {
+        let mut child = self.0.stdout(Stdio::null()).stderr(to).spawn().unwrap();
+        eventually("the program ends", || child.try_wait().unwrap()).code()
+    }
+
     /// Starts it and waits for its end.
     pub(crate) fn run(self) -> Done {
         self.start().ends()

@@ -1,6 +1,8 @@
 //! Where things are said: data to stdout, the rest to stderr; with `--log-format json` every line
 //! of stderr is an object.
 
+use std::fs::File;
+
 use serde_json::Value;
 
 use crate::kit::{Done, Place, payment};
@@ -82,6 +84,51 @@ fn a_reader_that_goes_away_is_no_error() {
     drop(reader);
     let done = place.oncebox(&["migrate", "print"]).stdout(std::os::fd::OwnedFd::from(writer).into());
     assert_eq!((done.code(), done.stderr.as_str()), (Some(0), ""), "{done:?}");
+}
+
+/// Stderr is a file on a full disk, or a pipe without a reader.
+///
+/// Shown by leaving `log_internal_errors(false)` away (the subscriber panics, and with it the relay
+/// and the consumer), and by `eprintln!` for the last error (exit code 101).
+#[test]
+fn a_log_that_cannot_be_written_ends_no_work() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let closed = File::from(std::os::fd::OwnedFd::from(std::io::pipe().unwrap().1));
+    let mut payments = Vec::new();
+    for format in ["text", "json"] {
+        for (stderr, name) in [(&full, "full"), (&closed, "closed")] {
+            let stderr = || stderr.try_clone().unwrap();
+            let id = format!("{format}-{name}");
+            place.enqueue(&id, &payment(&id));
+            payments.push(id);
+            let publisher = place.publisher(&["--until-empty", "--log-format", format]).env("RUST_LOG", "debug");
+            assert_eq!(publisher.stderr(stderr()), Some(0), "{format}, {name}");
+            let arguments = ["--until-idle", "300ms", "--config", &config, "--log-format", format];
+            let consumer = place.consumer(&arguments).env("RUST_LOG", "debug");
+            assert_eq!(consumer.stderr(stderr()), Some(0), "{format}, {name}");
+            let failing = place.oncebox(&["dead", "show", "c9", "--log-format", format]);
+            assert_eq!(failing.stderr(stderr()), Some(1), "{format}, {name}");
+        }
+    }
+    payments.sort();
+    assert_eq!(place.entries(), payments);
+}
+
+/// The id of a message, which its producer chose. Shown by a writer that takes an event as it is.
+#[test]
+fn a_line_break_in_an_id_makes_no_line_of_the_log() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.consume(&config).ok();
+    let headers = [("ce_id", "evt\nERROR all is lost"), ("ce_source", "shop"), ("ce_type", "payment.created")];
+    place.append(Some("acc-7"), &headers, "{}");
+    let done = place.consume(&config);
+    let whole = |line: &str| line.contains("a message is dead") && line.contains("all is lost");
+    assert!(done.stderr.lines().any(whole), "{done:?}");
+    assert!(!done.stderr.lines().any(|line| line.starts_with("ERROR all")), "{done:?}");
+    done.ok();
 }
 
 /// The list, the message whole, the log and the filter. Shown by naming the UUID alone that we make

@@ -147,6 +147,37 @@ fn the_first_signal_ends_a_program_with_0_and_what_came_meanwhile_is_not_lost() 
     assert_eq!(place.entries(), ["p-INT", "p-TERM"]);
 }
 
+/// With a dead message on both sides, and one that the broker, which is away, cannot take.
+///
+/// Shown by reporting at the end whatever it was: "the outbox is empty", and "idle".
+#[test]
+fn a_program_that_is_stopped_before_its_end_says_of_nothing_that_it_is_empty_or_idle() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-9", "{}");
+    place.publish();
+    place.consume(&config).ok();
+    place.sql(
+        "insert into oncebox_outbox_dead (position, bucket, message_id, topic, key, kind, headers, payload, content_type, \
+         created_at, state, holds, reason, diverted_at) values (1, 0, '0199aaaa-0000-7000-8000-000000000001', \
+         'payments', 'k', 'made', '[]', 'x', 'text/plain', unixepoch() * 1000, 'dead', 1, 'too large', unixepoch() * 1000)",
+    );
+    place.enqueue("acc-7", &payment("p1"));
+    let listen = ["--listen", "127.0.0.1:0"];
+    let away = [&listen[..], &["--until-empty", "--broker", "kafka://127.0.0.1:1"]].concat();
+    let mut publisher = place.publisher(&away).env("ONCEBOX_SHUTDOWN_GRACE", "1s").start();
+    publisher.until_ready_says(503, &["relay 0: waiting"]);
+    let long = [&listen[..], &["--until-idle", "1h", "--config", &config]].concat();
+    let mut consumer = place.consumer(&long).start();
+    consumer.until_ready_says(200, &["consumer ledger: ready"]);
+    let (publisher, consumer) = (publisher.stop(), consumer.stop());
+    assert!(!publisher.stderr.contains("the outbox is empty"), "{publisher:?}");
+    assert!(!consumer.stderr.contains("idle, but"), "{consumer:?}");
+    publisher.ok();
+    consumer.ok();
+    assert_eq!(place.json(&["status"])["pending"], 1);
+}
+
 /// As `timeout` of GNU does it: to the process, and to its group. Shown by counting every signal.
 #[test]
 fn a_signal_that_is_sent_twice_at_once_is_one_signal() {

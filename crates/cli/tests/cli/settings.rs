@@ -91,6 +91,11 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
         ("publisher.lease = '10ms'", &["publisher.lease", "at least 1s"][..]),
         ("publisher.batch_rows = 0", &["batch_rows", "more than 0"]),
         ("publisher.source = 'ä'", &["source", "printable ASCII"]),
+        ("publisher.held_rows_max = 0", &["publisher.held_rows_max", "more than 0"]),
+        ("publisher.poll_max = '0s'", &["publisher.poll_max", "more than 0s"]),
+        ("publisher.publish_stall = '0s'", &["publisher.publish_stall", "more than 0s"]),
+        ("publisher.probe = '0s'", &["publisher.probe", "more than 0s"]),
+        ("database.connections_max = 0", &["database.connections_max", "at least 1"]),
         ("broker.embedded.partitions = 0", &["partitions", "1 to 1024"]),
         ("broker.embedded.session_timeout = '1ms'", &["session_timeout", "300 ms"]),
     ] {
@@ -107,6 +112,28 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
             &["`uuid` is no id rule", "header:NAME"],
         ),
         (format!("consumer = [{{ name = 'c', topics = ['t'], retry.attempts_max = 0, {on} }}]"), &["`c`", "retry"]),
+        (format!("consumer = [{{ name = 'c', topics = ['t', 't'], {on} }}]"), &["`c`", "topics", "`t`", "twice"]),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], queues = {{ tt = 'q' }}, {on} }}]"),
+            &["`c`", "queues", "`tt` is none of its topics: t"],
+        ),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], handler_timeout = '0s', {on} }}]"),
+            &["`c`", "handler_timeout", "more than 0s"],
+        ),
+        // Shown by taking both: the second one never runs, and nothing says so.
+        (
+            "consumer = [{ name = 'c', topics = ['t'], on = [{ kind = 'k', handler = 'sql', sql = ['select 1'] }, \
+             { kind = 'k', handler = 'sql', sql = ['select 2'] }] }]"
+                .to_owned(),
+            &["`c`", "`k` has two handlers", "one `sql`"],
+        ),
+        (
+            "consumer = [{ name = 'a', group = 'g', topics = ['t'], on = [{ handler = 'sql', sql = ['select 1'] }] }, \
+             { name = 'b', group = 'g', topics = ['t'], on = [{ handler = 'sql', sql = ['select 1'] }] }]"
+                .to_owned(),
+            &["`a` and `b`", "topic `t` in the group `g`"],
+        ),
         (
             "consumer = [{ name = 'c', topics = ['t'], on = [{ handler = 'lua' }] }]".to_owned(),
             &["`lua`", "known is `sql`"],
@@ -186,6 +213,8 @@ fn unknown_flags_commands_and_values_are_usage_errors() {
         (place.oncebox(&["dead", "show", "17"]), &["'17'", "no number of a dead message", "o17, c9"]),
         (place.oncebox(&["dead", "redrive", "o0", "--why", "x"]), &["'o0'", "no number of a dead message"]),
         (place.oncebox(&["dead", "discard", "o1"]), &["--why <TEXT>"]),
+        (place.oncebox(&["dead", "discard", "o1", "--why", " "]), &["--why <TEXT>", "audit row, and is empty"]),
+        (place.oncebox(&["keys", "purge", "--all", "--why", "x", "--by", ""]), &["--by <NAME>", "is empty"]),
         (place.oncebox(&["dead", "list", "--source", "shop"]), &["--id <ID>"]),
         (place.oncebox(&["completions", "tcsh"]), &["tcsh", "bash"]),
         (place.oncebox(&["demo", "--messages", "0"]), &["--messages"]),

@@ -56,13 +56,14 @@ fn flag_stands_over_environment_over_file_over_default_and_each_value_knows_its_
 /// The kit looks for the word in everything that is printed; here that the rest of each value is
 /// still shown.
 ///
-/// Shown by taking `password` out of the names of secrets.
+/// Shown by taking `password` out of the names of secrets, and by showing a password as a URL where
+/// it looks like one.
 #[test]
 fn passwords_are_hidden_and_what_is_none_is_shown() {
     let place = Place::new();
     let config = place.config(&format!(
         "[database]\nurl = 'postgres://app:{SECRET}@db.example:5432/app?password={SECRET}'\n[broker]\nurl = 'kafka://app:{SECRET}@a:1,b:2'\n\
-         [broker.kafka]\nusername = 'app'\npassword = '{SECRET}'\n[broker.kafka.properties]\n'ssl.key.password' = '{SECRET}'\n\
+         [broker.kafka]\nusername = 'app'\npassword = 'a://{SECRET}'\n[broker.kafka.properties]\n'ssl.key.password' = '{SECRET}'\n\
          [email]\nsmtp_url = 'smtps://app:{SECRET}@mail.example'\n"
     ));
     for format in ["table", "json"] {
