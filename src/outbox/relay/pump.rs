@@ -414,7 +414,14 @@ impl<'a> Pump<'a> {
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
         let says_something = !mark.is_empty();
-        self.session.checkpoint(mark).await?;
+        if let Err(error) = self.session.checkpoint(mark).await {
+            // The mark may have been made. A verdict that was carried out must not meet its row
+            // again once an operator redrives it, so the row is judged anew.
+            if matches!(error, StoreError::CommitUnknown(_)) {
+                stored.iter().chain(&changed).for_each(|position| _ = self.memory.verdicts.remove(position));
+            }
+            return Err(error.into());
+        }
         self.done_since = None;
         self.checkpoint_at = Instant::now();
         if says_something {
