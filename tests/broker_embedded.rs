@@ -170,6 +170,27 @@ async fn a_topic_keeps_the_partitions_it_was_made_with_and_a_key_its_partition()
     assert_eq!(places, BTreeSet::from([i32::try_from(0x5553_33e3_u32 % 4).unwrap()]));
 }
 
+/// Shown by: trusting the id of a partition. The rows of `t` then stood in `u`, and were settled.
+#[tokio::test]
+async fn a_session_whose_topic_was_deleted_ends_and_writes_into_no_other_topic() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(20)).await;
+    broker.remove(&[subscription()]).await.unwrap();
+    // It gets the ids that `t` had.
+    broker.declare(&["u".to_owned()]).await.unwrap();
+    publisher.send((20..).zip(messages(20)).collect()).await.unwrap();
+    let mut settled = Vec::new();
+    let ended = tokio::time::timeout(PATIENCE, publisher.settle(&mut settled)).await.unwrap();
+    assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("was deleted")), "{ended:?}");
+    assert!(settled.is_empty() && broker.read_all("u").await.unwrap().is_empty());
+    publisher.close().await;
+    // The next session makes the topic anew.
+    publish_some(&broker, 20).await;
+    assert_eq!(broker.read_all("t").await.unwrap().len(), 20);
+}
+
 #[tokio::test]
 async fn a_row_is_on_disk_before_it_is_settled() {
     let embedded = Embedded::new();

@@ -237,7 +237,7 @@ impl Relay {
                     // That owner draws its own conclusions. An operator may redrive a row that ours
                     // are about.
                     *memory = Memory { refused: memory.refused, doubts: memory.doubts, ..Memory::default() };
-                    let wait = left.clamp(Duration::from_millis(50), self.options.lease / 4);
+                    let wait = left.min(self.options.lease / 4).max(Duration::from_millis(50));
                     if !sleep_unless(stop, wait).await {
                         return Ok(None);
                     }

@@ -38,6 +38,7 @@ mod ready;
 mod relay;
 mod relay_held;
 mod relay_marks;
+mod relay_stop;
 mod relay_stuck;
 mod retries;
 mod sender;

@@ -212,3 +212,14 @@ async fn a_stop_marks_what_was_proven_and_gives_the_lease_back() {
     let status = world.status().await;
     assert_eq!((status.pending, status.shards[0].owner.as_ref()), (0, None));
 }
+
+/// Shown by: a pause of at least 50 ms and at most a quarter of the lease (the relay panicked).
+#[tokio::test]
+async fn a_relay_with_a_very_short_lease_stands_by() {
+    let world = sqlite().await;
+    let other = world.other_owner().await;
+    let relay = world.relay(RelayOptions { lease: Duration::from_millis(100), ..relay_options() });
+    eventually("it stands by", SOON, || async { world.says("standing by").then_some(()) }).await;
+    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    other.release().await.unwrap();
+}

@@ -247,6 +247,79 @@ async fn proven_rows_go_after_their_retention_though_their_partition_is_never_fu
     .await;
 }
 
+/// Each row of this partition takes a while to delete, as one with a large payload does.
+async fn deletes_slowly(database: &Database, partition: &str, seconds: f32) {
+    let slow = format!(
+        "create function oncebox.slow() returns trigger language plpgsql as
+           $$ begin perform pg_sleep({seconds}); return old; end $$;
+         create trigger slow before delete on oncebox.{partition} for each row execute function oncebox.slow();
+         update oncebox.setting set value = 0 where name = 'outbox_retention_seconds'"
+    );
+    database.run(&slow).await;
+}
+
+/// Shown by: pages of one size. The server cut each try short after five seconds, in which nothing
+/// was sent, and no row ever went.
+#[tokio::test]
+async fn g11_proven_rows_go_in_smaller_pages_where_a_page_takes_too_long() {
+    with_database("g11_proven_rows_go_in_smaller_pages_where_a_page_takes_too_long", |database| async move {
+        let mut connection = database.connection().await;
+        enqueue_all(&mut connection, (0..600).map(|n| message(&n.to_string())).collect()).await.unwrap();
+        let mut relay = Relay::of(&database.store).await;
+        relay.drain().await;
+        deletes_slowly(&database, "outbox_p1", 0.01).await;
+        relay.drain_until(&database, "select not exists (select 1 from oncebox.outbox)").await;
+        assert_eq!(relay.sent.len(), 600);
+    })
+    .await;
+}
+
+/// Shown by: dropping what was found empty without another look. A transaction that had drawn its
+/// position long ago writes its row between the two.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r8_a_partition_that_got_a_row_after_it_was_found_empty_is_not_dropped() {
+    with_database("r8_a_partition_that_got_a_row_after_it_was_found_empty_is_not_dropped", |database| async move {
+        ranges_end_soon(&database).await;
+        // The positions of forty small ranges are drawn, and have no row.
+        database
+            .run(
+                "alter table oncebox.outbox detach partition oncebox.outbox_p1;
+                 drop table oncebox.outbox_p1;
+                 select oncebox.attach_outbox_range(1 + 10 * (i - 1), 1 + 10 * i, -1) from generate_series(1, 40) i;
+                 select oncebox.attach_outbox_range(401, 100001, -1);
+                 select setval('oncebox.outbox_position_seq', 400);
+                 update oncebox.setting set value = 86400 where name = 'outbox_retention_seconds'",
+            )
+            .await;
+        put(&mut database.connection().await, "a").await;
+        let mut relay = Relay::of(&database.store).await;
+        assert_eq!(relay.drain().await, ["a"]);
+        assert_eq!(scanned_to(&database).await, 401);
+        deletes_slowly(&database, "outbox_p401", 0.6).await;
+        // While the page of proven rows is deleted, the empty ranges were looked at already.
+        let late = async {
+            let asleep = "select exists (select 1 from pg_stat_activity
+                where wait_event = 'PgSleep' and datname = current_database())";
+            let began = Instant::now();
+            while !database.value::<bool>(asleep).await {
+                assert!(began.elapsed() < SOON, "no page was deleted within {SOON:?}");
+            }
+            database
+                .run(
+                    "insert into oncebox.outbox (position, bucket, message_id, topic, kind, payload, content_type)
+                     values (5, 0, gen_random_uuid(), 't', 'k', 'late', 'text/plain')",
+                )
+                .await;
+        };
+        let tidied =
+            relay.drain_until(&database, "select not exists (select 1 from oncebox.outbox where position > 400)");
+        tokio::join!(late, tidied);
+        let left: i64 = database.value("select count(*) from oncebox.outbox where position = 5").await;
+        assert_eq!(left, 1);
+    })
+    .await;
+}
+
 /// The ids that stand in the DEFAULT partition of the inbox, and those for which no range is there.
 const AROUND: &str = "
 select array(select extract(hour from at)::int from generate_series(

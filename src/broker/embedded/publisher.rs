@@ -302,14 +302,23 @@ impl Writer {
         }
         for (partition_id, indexes) in partitions {
             let rows = i64::try_from(indexes.len()).unwrap_or(i64::MAX);
-            let next: i64 = sqlx::query_scalar(
-                "update topic_partition set next_offset = next_offset + ? where partition_id = ? returning next_offset",
+            let (_, topic, hash) = &places[indexes[0]];
+            let number = *hash as usize % topics[topic].partitions.len();
+            // The name and the number too: another topic may have got the id of a deleted one.
+            let next: Option<i64> = sqlx::query_scalar(
+                "update topic_partition set next_offset = next_offset + ? where partition_id = ? and number = ? \
+                   and topic_id = (select topic_id from topic where name = ?) returning next_offset",
             )
             .bind(rows)
             .bind(partition_id)
-            .fetch_one(&mut *write.tx)
+            .bind(i64::try_from(number).unwrap_or(i64::MAX))
+            .bind(topic.as_str())
+            .fetch_optional(&mut *write.tx)
             .await
             .map_err(failed)?;
+            let Some(next) = next else {
+                return Err(BrokerError::Session(format!("topic `{topic}` was deleted; the session starts anew")));
+            };
             for (at, index) in (next - rows..).zip(indexes) {
                 records[index].position = position(partition_id, at);
                 if let Ok(Receipt::Offset { offset, .. }) = &mut settled[index].outcome {

@@ -170,6 +170,9 @@ impl KafkaPublisher {
     /// sent. Called also when the session is dropped: the sessions of a process share what they
     /// know about limits.
     fn distrust_changed_topics(&mut self) {
+        if let Some(topic) = self.session.window.take_refused_batch() {
+            self.limits.refused_batch(&topic, self.session.sizes.batch_max);
+        }
         for topic in self.session.window.changed_topics() {
             if self.ready.remove(&topic) {
                 self.limits.forget(&topic);
@@ -510,6 +513,7 @@ mod tests {
     use futures_util::FutureExt;
     use rdkafka::mocking::MockCluster;
     use rdkafka::producer::DefaultProducerContext;
+    use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
     use crate::broker::Refusal;
@@ -562,6 +566,23 @@ mod tests {
         assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
         assert!(publisher.session.window.partition_of("t", b"k").is_some());
         Box::new(publisher).close().await;
+    }
+
+    /// Shown by: batches of the usual size in every session (the topic refuses them for ever).
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn r19_a_topic_that_refused_a_batch_and_does_not_tell_its_limit_gets_smaller_ones() {
+        let (mock, mut publisher) = opened().await;
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        let limits = Arc::clone(&publisher.limits);
+        assert_eq!(limits.message_max("t"), None, "the mock cluster does not tell it");
+        let before = limits.sizes().batch_max;
+        mock.request_errors(RDKafkaApiKey::Produce, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_MSG_SIZE_TOO_LARGE]);
+        let rows = [0, 1].map(|tag| (tag, OutgoingMessage::sample("t", None)));
+        publisher.send(rows.into()).await.unwrap();
+        let ended = publisher.settle(&mut Vec::new()).await;
+        assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("smaller batches")), "{ended:?}");
+        Box::new(publisher).close().await;
+        assert_eq!(limits.sizes().batch_max, before / 2);
     }
 
     /// It fails where an earlier refusal is not forgotten: it is then taken for the cause, and the

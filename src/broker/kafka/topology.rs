@@ -25,6 +25,8 @@ use crate::inbox::rules::horizon::TopicRetention;
 // Above the broker's default limit (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
 const BATCH_MAX: usize = 1_000_000;
+// Batches become no smaller than this where a topic refuses them and its limit is not known.
+const BATCH_MIN: usize = 16 << 10;
 /// Up to so many topics are asked for by name; for more, one request asks for all topics.
 const ASKED_ONE_BY_ONE: usize = 8;
 
@@ -53,6 +55,8 @@ pub(super) struct TopicLimits {
     known: Mutex<BTreeMap<String, Limits>>,
     /// How many partitions each topic had when it was seen last.
     partitions: Mutex<HashMap<String, usize>>,
+    /// The largest batch, once a topic whose limit is not known has refused a larger one.
+    batch_max: Mutex<Option<usize>>,
 }
 
 /// A topic that got partitions since it was seen last.
@@ -116,6 +120,18 @@ impl TopicLimits {
         self.known().get(topic)?.message_max
     }
 
+    /// Notes that a topic refused a batch of a session whose batches have at most so many bytes.
+    /// Where the broker does not tell the topic's limit, as to a user without that right, the
+    /// batches of later sessions are half as large: otherwise the topic would refuse them for ever.
+    pub(super) fn refused_batch(&self, topic: &str, batch_max: usize) {
+        if self.message_max(topic).is_some() {
+            return;
+        }
+        let half = (batch_max / 2).max(BATCH_MIN);
+        let mut known = self.batch_max.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Some(known.map_or(half, |known| known.min(half)));
+    }
+
     /// Forgets the limits of a topic, so that the broker is asked again.
     pub(super) fn forget(&self, topic: &str) {
         self.known().remove(topic);
@@ -123,9 +139,10 @@ impl TopicLimits {
 
     /// The sizes that fit all known topics.
     pub(super) fn sizes(&self) -> Sizes {
+        let batch_max = self.batch_max.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or(BATCH_MAX);
         let known = self.known();
         let known = known.values().filter_map(|limits| limits.message_max);
-        known.fold(Sizes { message_max: MESSAGE_MAX_FLOOR, batch_max: BATCH_MAX }, |sizes, max| Sizes {
+        known.fold(Sizes { message_max: MESSAGE_MAX_FLOOR, batch_max }, |sizes, max| Sizes {
             message_max: sizes.message_max.max(max),
             batch_max: sizes.batch_max.min(max),
         })
@@ -451,5 +468,14 @@ mod tests {
         assert_eq!(limits.unknown(&["unknown", "other"]), BTreeSet::from(["other"]));
         limits.forget("small");
         assert_eq!(limits.sizes(), Sizes { message_max: 5_000_000, batch_max: BATCH_MAX });
+        // One that tells its limit is asked for it again.
+        limits.refused_batch("large", BATCH_MAX);
+        assert_eq!(limits.sizes().batch_max, BATCH_MAX);
+        for batch_max in [BATCH_MAX, BATCH_MAX, BATCH_MAX / 2] {
+            limits.refused_batch("unknown", batch_max);
+        }
+        assert_eq!(limits.sizes().batch_max, BATCH_MAX / 4);
+        limits.refused_batch("unknown", 1);
+        assert_eq!(limits.sizes().batch_max, BATCH_MIN);
     }
 }

@@ -50,6 +50,8 @@ struct State {
     refused_topics: HashMap<String, (u64, String)>,
     /// Topics that refused a message as too large.
     too_small: Vec<String>,
+    /// A topic that refused a batch as too large.
+    refused_batch: Option<String>,
     /// True where a row was refused since the session was last seen to work.
     has_refused: bool,
     /// Set where a refusal may be due to this session's batch size, or where a report of success
@@ -213,6 +215,11 @@ impl PublishWindow {
         topics
     }
 
+    /// Takes the topic that refused a batch as too large.
+    pub(super) fn take_refused_batch(&self) -> Option<String> {
+        self.state().refused_batch.take()
+    }
+
     /// Whether a row was refused since `forget_refusal`.
     pub(super) fn has_refused(&self) -> bool {
         self.state().has_refused
@@ -239,6 +246,7 @@ impl PublishWindow {
         }
         state.stale = Some(format!("kafka topic `{topic}` takes smaller batches than before"));
         state.too_small.push(topic.to_owned());
+        state.refused_batch = Some(topic.to_owned());
         state.has_refused = true;
         drop(state);
         self.changed.notify_one();

@@ -149,16 +149,15 @@ impl<'a> Pump<'a> {
     pub(super) async fn run(mut self, stop: &CancellationToken) -> End {
         match self.work(stop).await {
             Ok(end) => {
-                if let Err(error) = self.session.release().await {
-                    tracing::debug!(%error, "the lease was not given back; it runs out");
-                }
+                give_back(self.session).await;
                 self.publisher.close().await;
                 end
             }
             Err(doubt) => {
                 // A doubt about the broker takes nothing back of what it has proven.
                 let is_proven = self.window.has_something_done() && !self.window.has_decision_done();
-                let mark = (is_proven && !matches!(doubt, Doubt::Store(_))).then(|| self.window.take_done());
+                let mut is_sound = !matches!(doubt, Doubt::Store(_));
+                let mark = (is_proven && is_sound).then(|| self.window.take_done());
                 // Closed first: the client must send nothing more of what it holds.
                 self.publisher.close().await;
                 if let Some(mark) = mark {
@@ -166,9 +165,13 @@ impl<'a> Pump<'a> {
                         Ok(()) => (self.memory.doubts, self.memory.refused) = (0, false),
                         Err(error @ StoreError::Fenced(_)) => return End::Doubt(error.into()),
                         Err(error) => {
+                            is_sound = false;
                             tracing::warn!(%error, "the last mark was not made: its rows are sent again");
                         }
                     }
+                }
+                if is_sound && stop.is_cancelled() {
+                    give_back(self.session).await;
                 }
                 End::Doubt(doubt)
             }
@@ -414,7 +417,14 @@ impl<'a> Pump<'a> {
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
         let says_something = !mark.is_empty();
-        self.session.checkpoint(mark).await?;
+        if let Err(error) = self.session.checkpoint(mark).await {
+            // The mark may have been made. A verdict that was carried out must not meet its row
+            // again once an operator redrives it, so the row is judged anew.
+            if matches!(error, StoreError::CommitUnknown(_)) {
+                stored.iter().chain(&changed).for_each(|position| _ = self.memory.verdicts.remove(position));
+            }
+            return Err(error.into());
+        }
         self.done_since = None;
         self.checkpoint_at = Instant::now();
         if says_something {
@@ -579,7 +589,13 @@ impl<'a> Pump<'a> {
     async fn finish(&mut self) -> Result<End, Doubt> {
         let grace = self.relay.options.shutdown_grace;
         let deadline = Instant::now() + grace - MARK_KEPT.min(grace / 4);
-        while self.window.in_flight() > 0 && Instant::now() < deadline {
+        while self.window.in_flight() > 0 && (self.ending.is_some() || Instant::now() < deadline) {
+            // The broker may still take a row behind a refused one of its key. So the refusal is
+            // not marked while the client has that row.
+            if self.ending.is_some() {
+                self.drain().await?;
+                continue;
+            }
             let settling = tokio::time::timeout_at(deadline, self.publisher.settle(&mut self.settled));
             let lease = self.relay.options.lease;
             match renewing(self.session.as_mut(), &mut self.checkpoint_at, lease, settling).await? {
@@ -587,12 +603,16 @@ impl<'a> Pump<'a> {
                 // Rows that are not proven are sent again by the next session.
                 Ok(Err(_)) | Err(_) => break,
             }
-            if self.ending.is_some() {
-                break;
-            }
         }
         self.checkpoint().await?;
         Ok(End::Stopped)
+    }
+}
+
+/// Gives the lease back, so that a standby need not wait for its end.
+async fn give_back(session: Box<dyn RelaySession>) {
+    if let Err(error) = session.release().await {
+        tracing::debug!(%error, "the lease was not given back; it runs out");
     }
 }
 

@@ -42,8 +42,11 @@ const DEFAULT_BYTES_MAX: i64 = 64 << 20;
 /// The longest background scan. Its ranges lie so far ahead that no position of them is drawn
 /// meanwhile.
 const SCAN_MAX: Duration = Duration::from_secs(300);
-/// Rows that are deleted at a time.
+/// Most rows that are deleted at a time.
 const PAGE: i64 = 10_000;
+/// The longest deletion of a page, because the relay sends nothing meanwhile. Of large payloads a
+/// full page takes longer: then the next page is smaller.
+const PAGE_MAX: Duration = Duration::from_secs(1);
 /// An advisory lock of the process that makes ranges beside a large DEFAULT partition.
 const BESIDE: &str = "x'6f6e636562657369'::bit(64)::bigint";
 
@@ -56,6 +59,8 @@ pub(super) struct Tidied {
     drop_not_before: Option<Instant>,
     /// The last position drawn at an earlier time, and that time.
     drawn: Option<(Instant, i64)>,
+    /// The rows of the next page, where a full page took too long.
+    page: Option<i64>,
 }
 
 impl Tidied {
@@ -145,7 +150,7 @@ pub(super) async fn tidy_outbox(
             tracing::debug!(from, to, "made an outbox partition");
         }
     }
-    if free_proven(connection, &ranges, scanned_to, retention).await? {
+    if free_proven(connection, tidied, &ranges, scanned_to, retention).await? {
         again = AGAIN_AFTER;
     }
     drop_emptied(connection, tidied, &ranges, scanned_to).await?;
@@ -216,6 +221,7 @@ impl Plan {
 /// once.
 async fn free_proven(
     connection: &mut Bounded<Postgres>,
+    tidied: &mut Tidied,
     ranges: &[OutboxRange],
     scanned_to: i64,
     retention: i64,
@@ -223,7 +229,7 @@ async fn free_proven(
     let full = ranges.iter().filter(|range| range.to <= scanned_to.saturating_add(1) && !range.is_empty);
     let filling = ranges.iter().find(|range| !range.is_empty && range.from <= scanned_to && range.to > scanned_to + 1);
     let mut more = match filling {
-        Some(range) => delete_page(connection, &range.name, scanned_to, retention).await?,
+        Some(range) => delete_page(connection, tidied, &range.name, scanned_to, retention).await?,
         None => false,
     };
     let full = full.map(|range| (range.name.as_str(), range.from, range.to)).take(AT_A_TIME);
@@ -250,40 +256,53 @@ async fn free_proven(
         if may == Some(true) && attempt(connection, &format!("truncate oncebox.{name}{decided}")).await? {
             tracing::debug!(name, "emptied a proven outbox partition");
         } else if name == "outbox_default" {
-            more |= delete_page(connection, name, scanned_to, retention).await?;
+            more |= delete_page(connection, tidied, name, scanned_to, retention).await?;
         }
     }
     Ok(more)
 }
 
 /// Deletes a page of the oldest rows of a partition that are proven and older than the retention,
-/// and the decisions about them. Returns true where the page was full, so another may follow.
+/// and the decisions about them. Returns true where another may follow: the page was full, or it
+/// took too long and a smaller one is to be tried.
 async fn delete_page(
     connection: &mut Bounded<Postgres>,
+    tidied: &mut Tidied,
     name: &str,
     scanned_to: i64,
     retention: i64,
 ) -> Result<bool, StoreError> {
+    let rows = tidied.page.unwrap_or(PAGE);
     let page = format!(
         "select max(position), count(*)
            from (select position, created_at from oncebox.{name}
                   where position <= {scanned_to}
                     and (select created_at < clock_timestamp() - {retention} * interval '1 second'
                            from oncebox.{name} order by position limit 1)
-                  order by position limit {PAGE}) page
+                  order by position limit {rows}) page
           where created_at < clock_timestamp() - {retention} * interval '1 second'"
     );
     let page = raw_sql(AssertSqlSafe(page)).one(&mut *connection).await?;
     let (Some(to), count) = (page.try_get::<Option<i64>, _>(0)?, page.try_get::<i64, _>(1)?) else { return Ok(false) };
     let delete = format!(
-        "with gone as (
+        "set local statement_timeout = {};
+         with gone as (
            delete from oncebox.{name} o
             where position <= {to} and created_at < clock_timestamp() - {retention} * interval '1 second'
               and not exists (select 1 from oncebox.shard s where s.gaps @> o.position)
            returning position)
-         delete from oncebox.decision d using gone where d.position = gone.position"
+         delete from oncebox.decision d using gone where d.position = gone.position",
+        PAGE_MAX.as_millis()
     );
-    Ok(attempt(connection, &delete).await? && count == PAGE)
+    let began = Instant::now();
+    if !attempt(connection, &delete).await? {
+        tidied.page = Some((count / 2).max(1));
+        return Ok(count > 1);
+    }
+    if began.elapsed() < PAGE_MAX / 4 {
+        tidied.page = Some(rows.saturating_mul(2)).filter(|more| *more < PAGE);
+    }
+    Ok(count == rows)
 }
 
 /// Drops the oldest emptied partition where there are many. This is rare, because it locks the
@@ -307,10 +326,17 @@ async fn drop_emptied(
     Ok(())
 }
 
-/// Drops a partition. DETACH locks the whole table, so it waits only briefly.
+/// Drops a partition that was found empty. DETACH locks the whole table, so it waits only briefly.
+/// A row may have come since the partition was found empty, so it is looked at again under the
+/// lock.
 pub(super) fn dropping(table: &str, partition: &str) -> String {
     format!(
-        "set local lock_timeout = '50ms'; alter table oncebox.{table} detach partition oncebox.{partition}; \
+        "set local lock_timeout = '50ms'; alter table oncebox.{table} detach partition oncebox.{partition};
+         do $$ begin
+           if exists (select 1 from oncebox.{partition}) then
+             raise exception 'oncebox: {partition} is not empty any more' using errcode = 'object_not_in_prerequisite_state';
+           end if;
+         end $$;
          drop table oncebox.{partition}"
     )
 }
@@ -417,16 +443,7 @@ async fn drop_past(connection: &mut Bounded<Postgres>) -> Result<(), StoreError>
         if !raw_sql(AssertSqlSafe(is_empty)).one(&mut *connection).await?.try_get::<bool, _>(0)? {
             continue;
         }
-        let dropped = format!(
-            "set local lock_timeout = '50ms'; alter table oncebox.inbox_timed detach partition oncebox.{name};
-             do $$ begin
-               if exists (select 1 from oncebox.{name}) then
-                 raise exception 'oncebox: {name} is not empty any more' using errcode = 'object_not_in_prerequisite_state';
-               end if;
-             end $$;
-             drop table oncebox.{name}"
-        );
-        if attempt(connection, &dropped).await? {
+        if attempt(connection, &dropping("inbox_timed", &name)).await? {
             tracing::debug!(name, "dropped an emptied inbox partition");
         }
         break;

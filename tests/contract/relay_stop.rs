@@ -1,0 +1,117 @@
+//! A relay that is stopped while its client has rows that the broker may still take.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use oncebox::broker::{Broker, BrokerFinding, Publisher, Refusal, Settled, Subscriber, Subscription, TopicState};
+use oncebox::message::{Arrived, OutgoingMessage};
+use oncebox::{BrokerError, Relay, RelayEnd, RelayOptions};
+use oncebox_testkit::memory::MemoryBroker;
+use tokio_util::sync::CancellationToken;
+
+use super::kit::{Running, SOON, relay_options, sqlite};
+use super::support::eventually;
+
+/// A broker that says nothing before the stop. Then it refuses the first row, and says nothing of
+/// the others. In all else it is the broker in memory.
+#[derive(Debug)]
+struct Late {
+    broker: MemoryBroker,
+    sent: Arc<AtomicUsize>,
+    stop: CancellationToken,
+}
+
+struct LatePublisher {
+    first: Option<u64>,
+    has_refused: bool,
+    sent: Arc<AtomicUsize>,
+    stop: CancellationToken,
+}
+
+#[async_trait]
+impl Publisher for LatePublisher {
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
+        Ok(vec![TopicState::Ready; topics.len()])
+    }
+
+    async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+        self.first = self.first.or(rows.first().map(|(tag, _)| *tag));
+        self.sent.fetch_add(rows.len(), Ordering::SeqCst);
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
+        self.stop.cancelled().await;
+        // The answer takes a moment: the relay, which does not wait so long in its turns, gets it
+        // when it waits for what is in flight at its stop.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if let Some(tag) = self.first.filter(|_| !self.has_refused) {
+            self.has_refused = true;
+            settled.push(Settled { tag, outcome: Err(Refusal::Message("too large".to_owned())) });
+            return Ok(());
+        }
+        std::future::pending().await
+    }
+
+    async fn close(self: Box<Self>) {}
+}
+
+#[async_trait]
+impl Broker for Late {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
+        let (sent, stop) = (Arc::clone(&self.sent), self.stop.clone());
+        Ok(Box::new(LatePublisher { first: None, has_refused: false, sent, stop }))
+    }
+
+    async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
+        self.broker.subscriber(subscription).await
+    }
+
+    async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
+        self.broker.declare(topics).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+        self.broker.check(subscriptions).await
+    }
+
+    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+        self.broker.read_all(topic).await
+    }
+
+    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
+        self.broker.tap(topic).await
+    }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        self.broker.remove(subscriptions).await
+    }
+}
+
+/// Shown by: marking at once what is known at the stop. Then a1 is held, although the client may
+/// still send a2, and nobody hears that the broker took it before a1.
+#[tokio::test]
+async fn g3_a_stop_does_not_hold_a_message_while_the_client_has_a_later_one_of_its_key() {
+    let world = sqlite().await;
+    let (sent, stop) = (Arc::<AtomicUsize>::default(), CancellationToken::new());
+    let broker = Late { broker: world.broker.clone(), sent: Arc::clone(&sent), stop: stop.clone() };
+    let options = RelayOptions { publish_stall: 10 * SOON, shutdown_grace: SOON, ..relay_options() };
+    let relay = Relay::new(world.store.clone(), Arc::new(broker), options, world.health.clone());
+    let token = stop.clone();
+    let relay = Running { stop, task: tokio::spawn(async move { relay.run(token).await }) };
+    // In two batches: the first one is settled when its only row is refused.
+    for (count, name) in [(1, "a1"), (2, "a2")] {
+        world.enqueue("t", &[name]).await;
+        eventually("it is sent", SOON, || async { (sent.load(Ordering::SeqCst) == count).then_some(()) }).await;
+    }
+    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    let status = world.status().await;
+    assert_eq!((status.held, status.pending), (0, 2));
+    assert_eq!(status.shards[0].owner, None, "the lease was given back");
+}
