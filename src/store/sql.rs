@@ -239,12 +239,6 @@ pub(in crate::store) fn sql(text: &'static str) -> Statement {
     Statement { text, values: Vec::new() }
 }
 
-/// A text in the words of a database, for a statement that binds its values itself.
-#[cfg(any(test, feature = "operations"))]
-pub(in crate::store) fn words(text: &'static str, dialect: Dialect) -> &'static str {
-    written(&sql(text), dialect).text
-}
-
 impl Statement {
     /// Binds the value of `:name` in the text.
     #[must_use]

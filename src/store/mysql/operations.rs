@@ -7,7 +7,6 @@
 
 mod tx;
 
-use std::sync::LazyLock;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -26,11 +25,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::records::{KeyStore, OutcomeTransaction};
-use crate::store::sql::{records, words};
-use crate::store::statements::Dialect;
-
-static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::MySql));
+use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
 
 /// Inserts a claim; its state is a parameter.
 macro_rules! insert {
@@ -75,10 +70,6 @@ impl KeyStore for MySqlStore {
         Ok(self.pool.sign_of_life().await?)
     }
 
-    async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
-        find(&mut self.pool.acquire().await?, identity).await
-    }
-
     async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
         Ok(inserted(insert(INSERT, claim, State::InProgress, owned).run(&self.pool).await)?)
     }
@@ -120,7 +111,7 @@ impl Bridged for MySqlConnection {
 impl Operations for MySqlStore {
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
         let mut connection = self.pool.fresh().await?;
-        let found = find(&mut connection, identity).await;
+        let found = records::find(&mut connection, identity).await;
         connection.close().await;
         found
     }
@@ -143,15 +134,6 @@ impl Operations for MySqlStore {
 }
 
 type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
-
-async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Result<Look, StoreError> {
-    let row = sqlx::query(*FIND)
-        .bind(identity.operation().as_str().as_bytes().to_vec())
-        .bind(identity.digest().to_vec())
-        .one(connection)
-        .await?;
-    records::look_and_body_of(&row)
-}
 
 /// The seconds of the lease. None where the transaction itself owns the claim.
 fn lease(claim: &KeyClaim, owned: &Owned) -> Option<f64> {

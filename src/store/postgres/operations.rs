@@ -9,7 +9,6 @@ mod expiry;
 mod finish;
 mod tx;
 
-use std::sync::LazyLock;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -29,11 +28,7 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::records::{KeyStore, OutcomeTransaction};
-use crate::store::sql::{records, words};
-use crate::store::statements::Dialect;
-
-static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Postgres));
+use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
 
 /// Inserts a claim in the given state, in a transaction of its own.
 macro_rules! insert {
@@ -79,10 +74,6 @@ impl OutcomeTransaction for Bounded<Postgres> {
 impl KeyStore for PostgresStore {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
-    }
-
-    async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
-        find(&mut self.pool.acquire().await?, identity).await
     }
 
     async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
@@ -139,7 +130,7 @@ impl Operations for PostgresStore {
 
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
         let mut connection = self.pool.fresh().await?;
-        let found = find(&mut connection, identity).await;
+        let found = records::find(&mut connection, identity).await;
         connection.close().await;
         found
     }
@@ -167,15 +158,6 @@ impl Operations for PostgresStore {
 }
 
 type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
-
-async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> Result<Look, StoreError> {
-    let row = sqlx::query(*FIND)
-        .bind(identity.operation().as_str().as_bytes())
-        .bind(identity.digest().as_slice())
-        .one(connection)
-        .await?;
-    records::look_and_body_of(&row)
-}
 
 /// Binds the values that every claim has. The caller may bind more.
 fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {

@@ -236,8 +236,12 @@ impl Writing<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{asked, sql, words};
+    use super::super::{asked, sql, write};
     use super::*;
+
+    fn words(text: &'static str, dialect: Dialect) -> String {
+        write(&sql(text), dialect).0
+    }
 
     #[test]
     fn every_piece_is_written_for_every_database() {

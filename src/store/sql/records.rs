@@ -28,10 +28,9 @@ use crate::store::base::Base;
 use crate::time::db_time::{DbTime, micros_of};
 use crate::time::lease::Lease;
 
-/// The record of a key, as [`look_of`] reads it, or [`look_and_body_of`] where small bodies are in
-/// the row.
-pub(in crate::store) const FIND: &str = "select {piece look}\
-    {pg my: , r.body_headers, r.body_bytes, r.body_format, r.body_kid} from (select {clock} as at) as n \
+/// The record of a key, as [`look_of`] reads it, and its small body where that is in the row.
+const FIND: &str = "select {piece look}\
+    {pg my: , r.body_headers, r.body_bytes, r.body_format, r.body_kid}{lite: , null, null, null, null} from (select {clock} as at) as n \
     left join oncebox.idempotency_purge as p on p.operation = :operation \
     left join oncebox.idempotency_request as r on r.key_digest = :digest \
     left join oncebox.operation as o on r.mode = 'phased' and o.operation_id = r.operation_id";
@@ -171,9 +170,6 @@ pub(in crate::store) trait KeyStore: SqlStore + Base {
         Ok(())
     }
 
-    /// Keeps the promises of [`Keys::find`].
-    async fn look(&self, identity: &Identity) -> Result<Look, StoreError>;
-
     /// Inserts a claim in a transaction of its own; false where the key has a record.
     async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError>;
 
@@ -215,12 +211,13 @@ impl<S: KeyStore> Keys for S {
     }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
-        self.look(identity).await
+        find(&mut *self.reader().await?, identity).await
     }
 
     async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
-        lock(&mut *self.reader().await?, identity).await?;
-        self.look(identity).await
+        let mut reader = self.reader().await?;
+        lock(&mut *reader, identity).await?;
+        find(&mut *reader, identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
@@ -368,7 +365,7 @@ async fn renew(
 pub(super) const LOOK_COLUMNS: usize = 27;
 
 /// Reads a row of the piece `look`. From the third column on it is null where there is no record.
-pub(in crate::store) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
+pub(super) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
     let now: DbTime = row.get(0)?;
     let purged_below = row.get_opt(1)?;
     let Some(tenant) = row.get_opt::<Vec<u8>>(2)? else {
@@ -415,13 +412,15 @@ fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, St
     Ok(StoredAnswer { status, schema_version: row.get(20)?, body, body_until, resource })
 }
 
-/// As `look_of`, for a row that ends with the columns of a small body.
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(in crate::store) fn look_and_body_of(row: &dyn Row) -> Result<Look, StoreError> {
-    let mut look = look_of(row)?;
+/// Reads the record of a key, with its body where that is in the row.
+pub(in crate::store) async fn find(session: &mut dyn Session, identity: &Identity) -> Result<Look, StoreError> {
+    let operation = identity.operation().as_str().as_bytes();
+    let find = sql(FIND).bind("operation", operation).bind("digest", &identity.digest()[..]);
+    let row = session.only(find).await?;
+    let mut look = look_of(&*row)?;
     let answer = look.record.as_ref().and_then(|record| record.answer.as_ref());
     if answer.is_some_and(|answer| answer.body == StoredBody::Kept) && row.get_int(LOOK_COLUMNS + 2)?.is_some() {
-        look.body = Some(body_at(row, LOOK_COLUMNS)?);
+        look.body = Some(body_at(&*row, LOOK_COLUMNS)?);
     }
     Ok(look)
 }

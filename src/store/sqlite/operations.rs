@@ -8,7 +8,6 @@
 
 mod tx;
 
-use std::sync::LazyLock;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -28,11 +27,8 @@ use crate::operation::port::{
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
-use crate::store::sql::records::{KeyStore, OutcomeTransaction};
-use crate::store::sql::{Session, records, words};
-use crate::store::statements::Dialect;
-
-static FIND: LazyLock<&'static str> = LazyLock::new(|| words(records::FIND, Dialect::Sqlite));
+use crate::store::sql::Session;
+use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
 
 /// Inserts a claim in the given state.
 macro_rules! insert {
@@ -79,10 +75,6 @@ impl OutcomeTransaction for Write {
 
 #[async_trait]
 impl KeyStore for SqliteStore {
-    async fn look(&self, identity: &Identity) -> Result<Look, StoreError> {
-        find(&mut *self.pool().acquire().await?, identity).await
-    }
-
     async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
         Ok(self.run_insert(insert(insert!("IN_PROGRESS"), claim, owned)).await? == 1)
     }
@@ -133,7 +125,7 @@ impl Bridged for SqliteConnection {
 impl Operations for SqliteStore {
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
         let mut connection = self.pool().connect_options().connect().await?;
-        let found = find(&mut connection, identity).await;
+        let found = records::find(&mut connection, identity).await;
         connection.close().await?;
         found
     }
@@ -156,11 +148,6 @@ impl Operations for SqliteStore {
 }
 
 type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
-
-async fn find(connection: &mut SqliteConnection, identity: &Identity) -> Result<Look, StoreError> {
-    let find = query(*FIND).bind(identity.operation().as_str().as_bytes().to_vec()).bind(identity.digest().to_vec());
-    records::look_of(&find.fetch_one(connection).await?)
-}
 
 /// Inserts or renews the claim. Returns false where the key has a record, or must not be renewed.
 async fn stake(write: &mut Write, claim: &KeyClaim, basis: Basis<'_>, owned: &Owned) -> Result<bool, StoreError> {

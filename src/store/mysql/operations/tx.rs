@@ -7,7 +7,7 @@ use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
 use super::super::inbox::{NO_SAVEPOINT, START_HANDLER};
 use super::super::{MySqlStore, inserted, is_locked, number};
-use super::{INSERT_AT_ONCE, find, finish, insert};
+use super::{INSERT_AT_ONCE, finish, insert};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -100,7 +100,7 @@ async fn staked_at_once(
     match try_claim(&mut transaction, claim, basis, owned).await {
         Ok(true) => Ok(Begun::Claimed(transaction)),
         Ok(false) => {
-            let found = find(&mut transaction, &claim.identity).await?.record;
+            let found = records::find(&mut transaction, &claim.identity).await?.record;
             transaction.rollback().await?;
             Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }

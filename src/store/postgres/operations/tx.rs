@@ -8,7 +8,7 @@ use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 use super::super::connect::BEGIN;
 use super::super::door::checked;
 use super::super::{PostgresStore, code};
-use super::{CLAIM, Within, find, finish, insert};
+use super::{CLAIM, Within, finish, insert};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -149,7 +149,7 @@ async fn staked_in(
         return Ok(Begun::Claimed((tx, token)));
     }
     // A new statement sees what was committed meanwhile.
-    let found = find(&mut tx, &claim.identity).await?.record;
+    let found = records::find(&mut tx, &claim.identity).await?.record;
     tx.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }

@@ -8,13 +8,14 @@ use async_trait::async_trait;
 use super::super::connect::SqliteStore;
 use super::super::savepoint::Savepoint;
 use super::super::write::Write;
-use super::{find, finish, stake};
+use super::{finish, stake};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::outbox::enqueue::enqueue_all;
+use crate::store::sql::records;
 
 /// A transaction that holds one claim, the turn, and the write lock of the file.
 #[derive(Debug)]
@@ -56,7 +57,7 @@ pub(in crate::store::sqlite) async fn staked(
     if stake(&mut write, claim, basis, owned).await? {
         return Ok(Begun::Claimed(write));
     }
-    let found = find(write.connection(), &claim.identity).await?.record;
+    let found = records::find(write.connection(), &claim.identity).await?.record;
     write.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }
