@@ -225,11 +225,6 @@ impl RelaySession for MySqlSession {
         found.iter().map(outbox_row).collect()
     }
 
-    async fn tidy(&mut self) -> Result<(), StoreError> {
-        // The mark has deleted what was proven; there is nothing else to tidy here.
-        Ok(())
-    }
-
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
         match Session::run(&mut self.pool.acquire().await?, outbox::release(0, self.fence)).await? {
             1 => Ok(()),

@@ -15,6 +15,7 @@ use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::{LEASE_MAX, RowLease};
 use crate::operator::COUNTED_MAX;
+use crate::time::bound::LONGEST;
 
 /// E-mails that may be leased. On SQLite each half is a query of its own, which reads only a part
 /// of the index; with `or` all pending rows would be read.
@@ -55,14 +56,8 @@ pub(in crate::store) const BLANK: &str = concat!(
       where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = true"
 );
 
-pub(in crate::store) const FORGET: &str = concat!(
-    "{pg: /* planned anew */ }delete {my: e} from ",
-    exact_rows!("email", "e", "email_id"),
-    " where {pg lite: e.email_id {in ints :rows} and} e.state <> 'pending' and e.has_content = false"
-);
-
-/// A longer time is this one: no database can subtract every duration from its clock.
-const KEPT_MAX: Duration = Duration::from_secs(100 * 365 * 86_400);
+pub(in crate::store) const FORGET: &str = "{pg: /* planned anew */ }delete {my: e} from \
+    {each email e ints email_id :rows primary} and e.state <> 'pending' and e.has_content = false";
 
 /// Changes a page of the rows that were settled this long ago; returns how many.
 async fn change_old(
@@ -71,7 +66,7 @@ async fn change_old(
     settled_for: Duration,
     rows_max: usize,
 ) -> Result<u64, StoreError> {
-    let old = sql(OLD).bind("content", content).bind("kept", settled_for.min(KEPT_MAX)).bind("most", rows_max);
+    let old = sql(OLD).bind("content", content).bind("kept", settled_for.min(LONGEST)).bind("most", rows_max);
     let rows: Vec<i64> = store.reader().await?.column(old).await?;
     if rows.is_empty() {
         return Ok(0);

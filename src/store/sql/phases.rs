@@ -123,12 +123,10 @@ pub(in crate::store) const INTENTS: &str = "\
        {micros last_sent_at}, sends, outcome, undoes \
       from oncebox.operation_intent where operation_id = :id order by first_sent_at, effect";
 
-/// No process drives the operation, and one may take it up. A lease that ends later than its full
-/// length from now was written before the clock went back, and is over (R22).
+/// No process drives the operation, and one may take it up.
 macro_rules! is_free {
     () => {
-        "o.parked is null and o.outcome_at is null and (o.owner is null or o.lease_until <= {clock} \
-         or o.lease_until > {clock} + {lease of o})"
+        "o.parked is null and o.outcome_at is null and (o.owner is null or {piece lease is over})"
     };
 }
 

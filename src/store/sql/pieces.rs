@@ -1,7 +1,6 @@
 //! The words that become a text: short ones, by a table, and the two longer ones, `{piece NAME}`
 //! and `{each ..}`. Pieces are texts that several statements share; `each` stands for the rows of a
-//! table that a list names. The macro [`exact_rows`] is for such rows where exactly they are to be
-//! locked.
+//! table that a list names. The macro [`exact_rows`] is for such rows in an UPDATE.
 //!
 //! Guarantee: every piece can be written for every database. Not here: the words that decide what
 //! is written, `{if ..}` and the databases (`sql`).
@@ -71,9 +70,9 @@ macro_rules! none_late {
     };
 }
 
-/// The rows `:rows` of a table, under a short name, by their numbers. MySQL and MariaDB would lock
-/// others too, so they read them by the key, in the order of the list; elsewhere the condition
-/// `in ints :rows` selects them.
+/// The rows `:rows` of a table, under a short name, by their numbers, in an UPDATE: its SET comes
+/// before its conditions. MySQL and MariaDB would lock other rows too, so they read these by the
+/// key, in the order of the list; elsewhere the condition `in ints :rows` selects them.
 macro_rules! exact_rows {
     ($table:literal, $row:literal, $number:literal) => {
         concat!(

@@ -164,21 +164,11 @@ pub(in crate::store) const BURY: &str = concat!(
             and d.state = 'dead' limit 1)} is null"
 );
 
-/// A deletion of the rows `:rows` of a consumer, by their numbers.
-macro_rules! remove_rows {
-    ($only:literal) => {
-        concat!(
-            "{pg: /* planned anew */ }delete {my: w} from ",
-            exact_rows!("waiting", "w", "sequence"),
-            " where {pg lite: w.sequence {in ints :rows} and }w.consumer_id = :consumer and ",
-            $only
-        )
-    };
-}
+const REMOVE_LEASED: &str = "{pg: /* planned anew */ }delete {my: w} from \
+    {each waiting w ints sequence :rows primary} and w.consumer_id = :consumer and w.lease = :lease";
 
-const REMOVE_LEASED: &str = remove_rows!("w.lease = :lease");
-
-pub(in crate::store) const REMOVE_BURIED: &str = remove_rows!("w.state = 'dead'");
+pub(in crate::store) const REMOVE_BURIED: &str = "{pg: /* planned anew */ }delete {my: w} from \
+    {each waiting w ints sequence :rows primary} and w.consumer_id = :consumer and w.state = 'dead'";
 
 /// The first row of each of these keys, if it waits without a due time.
 pub(in crate::store) const TO_WAKE: &str = concat!(

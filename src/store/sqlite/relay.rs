@@ -214,12 +214,6 @@ impl RelaySession for SqliteSession {
         Ok(rows)
     }
 
-    /// Does nothing: marks delete what they prove, and SQLite moves its log into the file by
-    /// itself.
-    async fn tidy(&mut self) -> Result<(), StoreError> {
-        Ok(())
-    }
-
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
         match self.store.run_alone(outbox::release(self.shard, self.fence)).await? {
             1 => Ok(()),
