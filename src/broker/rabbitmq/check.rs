@@ -164,16 +164,17 @@ async fn other_layout(
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<Option<BrokerFinding>, BrokerError> {
-    let other = repartition::other_layout(&subscription.queue(topic), topology).await?;
+    let queue = subscription.queue(topic);
+    let other = repartition::other_layout(&queue, topology).await?;
     if other.is_empty() {
         return Ok(None);
     }
     let (ready, _) = repartition::left(&other, topology).await?;
-    let (found, wanted) = (repartition::described(topic, &other, ready), topology.config.partitions);
+    let (found, wanted) = (repartition::described(&queue, topic, &other, ready), topology.config.partitions);
     Ok(Some(BrokerFinding::refused(
         format!("queues of {topic}"),
         format!("{found}, but partitions = {wanted}: nobody reads them"),
-        format!("set partitions = {} again, or change the number with `oncebox queues repartition`", other.len()),
+        repartition::remedy(&queue, &other),
     )))
 }
 

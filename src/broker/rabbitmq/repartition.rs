@@ -63,7 +63,7 @@ pub(super) async fn admit(
     }
     if !is_draining(&queue, topology).await? {
         let (ready, _) = left(&other, topology).await?;
-        return Err(refused(topology.config, topic, &other, ready));
+        return Err(refused(topology.config, &queue, topic, &other, ready));
     }
     topology.declare_queues(&queue, unlimited).await
 }
@@ -113,21 +113,27 @@ fn draining(queue: &str, from: usize) -> String {
 }
 
 /// The error for a consumer of the configured number while queues of another number exist.
-fn refused(config: &RabbitConfig, topic: &str, other: &[String], ready: u64) -> BrokerError {
+fn refused(config: &RabbitConfig, queue: &str, topic: &str, other: &[String], ready: u64) -> BrokerError {
     BrokerError::Refused(format!(
-        "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; \
-         set partitions = {} again, or change the number with `oncebox queues repartition`",
-        described(topic, other, ready),
+        "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; {}",
+        described(queue, topic, other, ready),
         config.partitions,
-        other.len()
+        remedy(queue, other)
     ))
 }
 
+/// What to do where queues of another number exist.
+pub(super) fn remedy(queue: &str, other: &[String]) -> String {
+    let number = number(queue, other);
+    format!("set partitions = {number} again, or change the number with `oncebox queues repartition`")
+}
+
 /// Describes the queues of another number for people.
-pub(super) fn described(topic: &str, other: &[String], ready: u64) -> String {
+pub(super) fn described(queue: &str, topic: &str, other: &[String], ready: u64) -> String {
     let names: Vec<String> = other.iter().map(|queue| format!("`{queue}`")).collect();
     let (what, names) = (if names.len() == 1 { "queue" } else { "queues" }, names.join(", "));
-    format!("topic `{topic}` has the {what} {names} of partitions = {} with {ready} ready messages", other.len())
+    let number = number(queue, other);
+    format!("topic `{topic}` has the {what} {names} of partitions = {number} with {ready} ready messages")
 }
 
 /// Takes the next step towards the configured number of queues, and returns what is left to do.
@@ -220,4 +226,19 @@ async fn is_draining(queue: &str, topology: &mut Topology<'_>) -> Result<bool, B
     let first = &queues(topology.config, queue)[0];
     let marker = draining(queue, topology.config.partitions as usize);
     Ok(topology.queue_as_it_stands(first).await?.is_some() && topology.exchange_exists(&marker).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by counting the queues: partitions = 1 was refused with the advice to set it to 1.
+    #[test]
+    fn a_numbered_queue_that_is_left_alone_is_told_as_one_of_several() {
+        let (rest, plain) = (["t.ledger.0".to_owned()], ["t.ledger".to_owned()]);
+        let told =
+            |other: &[String]| format!("{}; {}", described("t.ledger", "t", other, 3), remedy("t.ledger", other));
+        assert!(told(&rest).contains("of partitions = 2 with 3") && told(&rest).contains("set partitions = 2 again"));
+        assert!(told(&plain).contains("of partitions = 1 with 3") && told(&plain).contains("set partitions = 1 again"));
+    }
 }
