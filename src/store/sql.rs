@@ -39,8 +39,8 @@
 //! * On SQLite everything that writes runs in a transaction that begins with the write lock.
 //!
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
-//! read and claim, admission to the inbox, the doors, the claim of a new key and the outcome of an
-//! operation.
+//! read and claim, admission to the inbox, the doors, the claim of a new key; and the outcome of an
+//! operation on PostgreSQL.
 
 pub(in crate::store) mod audit;
 #[cfg(feature = "operations")]
@@ -57,6 +57,8 @@ pub(in crate::store) mod mailbox;
 pub(in crate::store) mod message;
 pub(in crate::store) mod operator;
 pub(in crate::store) mod outbox;
+#[cfg(all(feature = "operations", any(feature = "mysql", feature = "sqlite")))]
+pub(in crate::store) mod outcome;
 #[cfg(feature = "operations")]
 pub(in crate::store) mod phases;
 mod pieces;

@@ -11,7 +11,7 @@ use crate::operation::rules::retention::Retention;
 
 /// Up to how many bytes of headers and body an adapter may keep in the row of the claim. A page has
 /// room for several such rows, and the database need not move a row because of it.
-#[cfg(any(feature = "postgres", feature = "mysql"))]
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 const SMALL_BODY_MAX: u64 = 2_048;
 
 /// The error for a stored value that cannot be read.
@@ -82,12 +82,12 @@ impl<'a> Columns<'a> {
         self.kept.map(|kept| i64::try_from(kept.stands_in()).unwrap_or(i64::MAX))
     }
 
-    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
     pub(crate) fn small(&self) -> Option<&'a KeptBody> {
         self.kept.filter(|kept| kept.stands_in() <= SMALL_BODY_MAX)
     }
 
-    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    #[cfg(feature = "postgres")]
     pub(crate) fn large(&self) -> Option<&'a KeptBody> {
         if self.small().is_some() { None } else { self.kept }
     }

@@ -18,14 +18,15 @@ pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 use super::inbox::NO_SAVEPOINT;
 use super::{MySqlStore, START, inserted, number};
 use crate::error::StoreError;
-use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
     Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode, State};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::outcome;
 use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
+use crate::store::statements::Dialect;
 
 /// Inserts a claim; its state is a parameter.
 macro_rules! insert {
@@ -43,15 +44,6 @@ const INSERT: &str = insert!();
 /// most the one second that [`tx`] sets on MySQL (O17).
 const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
 
-const FINISH: &str = "update oncebox_idempotency_request \
-    set state = ?, owner = null, lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6), \
-        outcome_at = if(? is null, null, utc_timestamp(6)), \
-        expires_at = utc_timestamp(6) + interval ? microsecond, answer_status = ?, schema_version = ?, body = ?, \
-        body_expires_at = utc_timestamp(6) + interval ? microsecond, resource_kind = ?, resource_id = ?, resource_location = ?, \
-        error_code = ?, body_headers = ?, body_bytes = ?, body_format = ?, body_kid = ?, kept_bytes = ? \
-  where key_digest = ? and epoch = ? and owner <=> ? \
-    and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
-
 #[async_trait]
 impl OutcomeTransaction for Bounded<MySql> {
     async fn finish_record(
@@ -60,7 +52,7 @@ impl OutcomeTransaction for Bounded<MySql> {
         outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(self, fence, outcome, retention).await
+        outcome::finish(self, Dialect::MySql, fence, outcome, retention).await
     }
 }
 
@@ -86,12 +78,7 @@ impl Bridged for MySqlConnection {
         outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        let (fence, columns) = (owned.into(), Columns::of(outcome, retention));
-        let fenced = Fenced::rows(finishing(&fence, &columns).execute(&mut *self).await?.rows_affected());
-        if let (Fenced::Done, Some(keep)) = (fenced, keeping(&fence, &columns)) {
-            keep.execute(self).await?;
-        }
-        Ok(fenced)
+        outcome::finish(self, Dialect::MySql, &owned.into(), outcome, retention).await
     }
 
     async fn stands(&mut self) -> Result<(), StoreError> {
@@ -155,54 +142,4 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
         .bind(lease(claim, owned))
         .bind(lease(claim, owned))
         .bind(owned.operation_id)
-}
-
-/// Writes the outcome, then a large body: two statements. The caller's transaction holds both.
-pub(super) async fn finish(
-    connection: &mut Bounded<sqlx::MySql>,
-    fence: &RecordFence,
-    outcome: &RunOutcome,
-    retention: &Retention,
-) -> Result<Fenced, StoreError> {
-    let columns = Columns::of(outcome, retention);
-    let fenced = Fenced::rows(finishing(fence, &columns).run(&mut *connection).await?.rows_affected());
-    if let (Fenced::Done, Some(keep)) = (fenced, keeping(fence, &columns)) {
-        keep.run(connection).await?;
-    }
-    Ok(fenced)
-}
-
-fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
-    sqlx::query(FINISH)
-        .bind(columns.state.as_str())
-        .bind(columns.ttl.map(super::micros))
-        .bind(columns.ttl.map(super::micros))
-        .bind(columns.status)
-        .bind(columns.schema_version)
-        .bind(columns.body)
-        .bind(columns.body_ttl.map(super::micros))
-        .bind(columns.resource.map(|resource| resource.kind.clone()))
-        .bind(columns.resource.map(|resource| resource.id.clone()))
-        .bind(columns.resource.and_then(|resource| resource.location.clone()))
-        .bind(columns.error_code.map(str::to_owned))
-        .bind(columns.small().map(|kept| pack(&kept.headers)))
-        .bind(columns.small().map(|kept| kept.bytes.clone()))
-        .bind(columns.small().map(|kept| kept.format))
-        .bind(columns.small().and_then(|kept| kept.kid.clone()))
-        .bind(columns.kept_bytes())
-        .bind(fence.digest.clone())
-        .bind(fence.epoch)
-        .bind(fence.owner)
-        .bind(fence.unknown)
-}
-
-/// The statement that stores a large body. None where the body is not large.
-fn keeping<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Option<Query<'q>> {
-    let kept = columns.large()?;
-    let keep = sqlx::query(
-        "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
-         select key_digest, epoch, body_expires_at, ?, ?, ?, ? from oncebox_idempotency_request where key_digest = ?",
-    );
-    let keep = keep.bind(pack(&kept.headers)).bind(kept.bytes.clone()).bind(kept.format).bind(kept.kid.clone());
-    Some(keep.bind(fence.digest.clone()))
 }

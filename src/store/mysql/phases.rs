@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, Row, query, raw_sql};
 
 use super::inbox::START_HANDLER;
-use super::operations::{Held, SHORT_WAIT, USUAL_WAIT, finish, staked};
+use super::operations::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 use super::{MySqlStore, inserted, is_locked};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
@@ -19,6 +19,7 @@ use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore};
+use crate::store::sql::records::OutcomeTransaction;
 
 /// Errors after which InnoDB may have ended the transaction by itself: a lock timeout (where the
 /// server is set so), a deadlock (also of XA and of group replication), a record that changed since
@@ -144,7 +145,7 @@ impl HeldPhase for MySqlPhase {
         outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(&mut self.held.transaction, record, outcome, retention).await
+        self.held.transaction.finish_record(record, outcome, retention).await
     }
 
     async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {

@@ -87,6 +87,18 @@ impl Session for Bounded<MySql> {
     }
 }
 
+/// Runs statements on the connection of a handler, which bounds their time itself.
+#[cfg(feature = "operations")]
+impl Session for sqlx::MySqlConnection {
+    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
+        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
+    }
+
+    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
+    }
+}
+
 impl Transaction for Bounded<MySql> {
     fn session(&mut self) -> &mut dyn Session {
         self

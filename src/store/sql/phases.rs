@@ -6,8 +6,7 @@
 //! point and epoch that it began with (O1, O9). Record and operation change together.
 //!
 //! Not here, but in the folder of each database ([`PhaseStore`], [`HeldPhase`]): the claim of the
-//! record and its outcome, which are on the hot path; the mark of a run; and the proof that a
-//! transaction is still the one that began.
+//! record; the mark of a run; and the proof that a transaction is still the one that began.
 
 mod stored;
 mod tx;

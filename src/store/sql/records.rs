@@ -4,8 +4,8 @@
 //! So the change sees everything that was committed until then, and the current time. Every change
 //! compares the epoch that was read before (O4).
 //!
-//! Not here: the claim of a new key and the outcome, which are on the hot path, so each database
-//! has its own ([`KeyStore`]); the purge (`expiry`).
+//! Not here: the claim of a new key, which each database has in its own words ([`KeyStore`]); the
+//! outcome (`outcome`, and in the folder of PostgreSQL); the purge (`expiry`).
 
 use std::time::Duration;
 

@@ -20,15 +20,15 @@ use super::connect::SqliteStore;
 use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::operation::port::stored::{Columns, pack};
 use crate::operation::port::{
     Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
 use crate::store::base::Base;
-use crate::store::sql::Session;
 use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
+use crate::store::sql::{Session, outcome};
+use crate::store::statements::Dialect;
 
 /// Inserts a claim in the given state.
 macro_rules! insert {
@@ -49,18 +49,6 @@ macro_rules! insert {
     };
 }
 
-const FINISH: &str = concat!(
-    "update oncebox_idempotency_request \
-     set state = ?4, owner = null, lease_until = null, lease_ms = null, updated_at = n.at, \
-         outcome_at = case when ?5 is not null then n.at end, expires_at = n.at + ?5, answer_status = ?6, schema_version = ?7, \
-         body = ?8, body_expires_at = n.at + ?9, resource_kind = ?10, resource_id = ?11, resource_location = ?12, error_code = ?13, \
-         kept_bytes = ?15 \
-     from (select ",
-    now_ms!(),
-    " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 \
-       and (state = 'IN_PROGRESS' or (?14 and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
-);
-
 #[async_trait]
 impl OutcomeTransaction for Write {
     async fn finish_record(
@@ -69,7 +57,7 @@ impl OutcomeTransaction for Write {
         outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(self.connection(), fence, outcome, retention).await
+        outcome::finish(self, Dialect::Sqlite, fence, outcome, retention).await
     }
 }
 
@@ -105,7 +93,7 @@ impl Bridged for SqliteConnection {
         // A nested transaction, so that both statements take effect together or not at all, even if
         // the caller ignores an error.
         let mut both = self.begin().await?;
-        let fenced = finish(&mut both, &owned.into(), outcome, retention).await?;
+        let fenced = outcome::finish(&mut *both, Dialect::Sqlite, &owned.into(), outcome, retention).await?;
         both.commit().await?;
         Ok(fenced)
     }
@@ -176,42 +164,4 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, owned: &Owned) -> Query
         .bind(owned.owner)
         .bind(lease(claim, owned))
         .bind(owned.operation_id)
-}
-
-/// Writes the outcome, then the body. The caller's transaction holds both.
-pub(super) async fn finish(
-    connection: &mut SqliteConnection,
-    fence: &RecordFence,
-    outcome: &RunOutcome,
-    retention: &Retention,
-) -> Result<Fenced, StoreError> {
-    let columns = Columns::of(outcome, retention);
-    let done = query(FINISH)
-        .bind(fence.digest.clone())
-        .bind(fence.epoch)
-        .bind(fence.owner)
-        .bind(columns.state.as_str())
-        .bind(columns.ttl.map(millis))
-        .bind(columns.status)
-        .bind(columns.schema_version)
-        .bind(columns.body)
-        .bind(columns.body_ttl.map(millis))
-        .bind(columns.resource.map(|resource| resource.kind.clone()))
-        .bind(columns.resource.map(|resource| resource.id.clone()))
-        .bind(columns.resource.and_then(|resource| resource.location.clone()))
-        .bind(columns.error_code.map(str::to_owned))
-        .bind(fence.unknown)
-        .bind(columns.kept_bytes())
-        .execute(&mut *connection)
-        .await?;
-    let fenced = Fenced::rows(done.rows_affected());
-    if let (Fenced::Done, Some(kept)) = (fenced, columns.kept) {
-        let keep = query(
-            "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
-             select key_digest, epoch, body_expires_at, ?2, ?3, ?4, ?5 from oncebox_idempotency_request where key_digest = ?1",
-        );
-        let keep = keep.bind(fence.digest.clone()).bind(pack(&kept.headers)).bind(kept.bytes.clone());
-        keep.bind(kept.format).bind(kept.kid.clone()).execute(connection).await?;
-    }
-    Ok(fenced)
 }

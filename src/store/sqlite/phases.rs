@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::connect::SqliteStore;
-use super::operations::{finish, staked};
+use super::operations::staked;
 use super::savepoint::Savepoint;
 use super::write::Write;
 use crate::error::StoreError;
@@ -18,6 +18,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence,
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore};
+use crate::store::sql::records::OutcomeTransaction;
 
 #[derive(Debug)]
 struct SqlitePhase {
@@ -82,7 +83,7 @@ impl HeldPhase for SqlitePhase {
         outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(self.write.connection(), record, outcome, retention).await
+        self.write.finish_record(record, outcome, retention).await
     }
 
     async fn commit(self: Box<Self>) -> Result<(), StoreError> {

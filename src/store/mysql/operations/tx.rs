@@ -7,7 +7,7 @@ use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
 use super::super::inbox::{NO_SAVEPOINT, START_HANDLER};
 use super::super::{MySqlStore, inserted, is_locked, number};
-use super::{INSERT_AT_ONCE, finish, insert};
+use super::{INSERT_AT_ONCE, insert};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -15,6 +15,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::State;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::records::OutcomeTransaction;
 use crate::store::sql::{Session, records, savepoint_name};
 
 /// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
@@ -196,7 +197,7 @@ impl OperationTx for MySqlOperationTx {
             return Ok(proof);
         }
         self.held.transaction.enqueue(messages).await?;
-        Ok(match finish(&mut self.held.transaction, &(&self.owned).into(), outcome, retention).await? {
+        Ok(match self.held.transaction.finish_record(&(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })

@@ -8,14 +8,14 @@ use async_trait::async_trait;
 use super::super::connect::SqliteStore;
 use super::super::savepoint::Savepoint;
 use super::super::write::Write;
-use super::{finish, stake};
+use super::stake;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::outbox::enqueue::enqueue_all;
-use crate::store::sql::records;
+use crate::store::sql::records::{self, OutcomeTransaction};
 
 /// A transaction that holds one claim, the turn, and the write lock of the file.
 #[derive(Debug)]
@@ -92,7 +92,7 @@ impl OperationTx for SqliteOperationTx {
             return Ok(proof);
         }
         enqueue_all(self.write.connection(), messages).await?;
-        Ok(match finish(self.write.connection(), &(&self.owned).into(), outcome, retention).await? {
+        Ok(match self.write.finish_record(&(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })
