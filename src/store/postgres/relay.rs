@@ -44,14 +44,11 @@ returning epoch, revision, scanned_to, gaps::text, bucket_from, bucket_to, pg_cu
 const HOLDER: &str = "
 select owner, extract(epoch from lease_until - clock_timestamp())::float8 from oncebox.shard where shard_id = $1";
 
+/// A checkpoint. Where something is marked, the cursor moves with it.
 const CHECKPOINT: &str = "
-update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second'
- where shard_id = $1 and epoch = $2 and revision = $3
-returning pg_current_xact_id()::text::bigint";
-
-const CHECKPOINT_AND_MARK: &str = "
 update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second',
-       updated_at = clock_timestamp(), scanned_to = $4, gaps = $5::text::int8multirange
+       updated_at = case when $4::bigint is null then updated_at else clock_timestamp() end,
+       scanned_to = coalesce($4, scanned_to), gaps = coalesce($5::text::int8multirange, gaps)
  where shard_id = $1 and epoch = $2 and revision = $3
 returning pg_current_xact_id()::text::bigint";
 
@@ -226,11 +223,9 @@ impl RelaySession for PostgresSession {
             Some(number) => self.cursor.mark_through(number),
             None => self.cursor.mark_idle(),
         };
-        let query = sqlx::query(if moved.is_some() { CHECKPOINT_AND_MARK } else { CHECKPOINT });
-        let mut query = query.bind(self.shard).bind(self.fence.epoch).bind(self.fence.revision);
-        if let Some(moved) = &moved {
-            query = query.bind(moved.scanned_to).bind(moved.gaps.to_string());
-        }
+        let query = sqlx::query(CHECKPOINT).bind(self.shard).bind(self.fence.epoch).bind(self.fence.revision);
+        let query = query.bind(moved.as_ref().map(|moved| moved.scanned_to));
+        let query = query.bind(moved.as_ref().map(|moved| moved.gaps.to_string()));
         let made = if mark.moves_rows() {
             self.connection.begin(BEGIN).await?;
             let made = query.optional(&mut self.connection).await?;
