@@ -6,8 +6,9 @@ use std::time::Duration;
 use super::{Answer, AnswerBody, KeptBody, RunOutcome};
 use crate::error::StoreError;
 use crate::operation::rules::State;
-use crate::operation::rules::record::Resource;
+use crate::operation::rules::record::{Resource, StoredBody, Tombstone};
 use crate::operation::rules::retention::Retention;
+use crate::time::db_time::DbTime;
 
 /// Up to how many bytes of headers and body an adapter may keep in the row of the claim. A page has
 /// room for several such rows, and the database need not move a row because of it.
@@ -93,6 +94,17 @@ impl<'a> Columns<'a> {
     }
 }
 
+/// Reads the word that [`Columns`] wrote of a body. A kept body counts as purged at the end of its
+/// time.
+pub(crate) fn body_of(word: &str, until: Option<DbTime>, now: DbTime) -> Result<StoredBody, StoreError> {
+    Ok(match word {
+        "kept" if until.is_some_and(|until| until > now) => StoredBody::Kept,
+        "kept" => StoredBody::Tombstone(Tombstone::Purged),
+        "reference" => StoredBody::Reference,
+        reason => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
+    })
+}
+
 /// Writes names and values, each after its length in four bytes, most significant byte first.
 pub(crate) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
     let mut packed = Vec::new();
@@ -123,7 +135,6 @@ pub(crate) fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreE
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::operation::rules::record::Tombstone;
 
     #[test]
     fn headers_come_back_as_they_were_and_nothing_is_guessed() {

@@ -116,7 +116,7 @@ impl HeldPhase for PostgresPhase {
         outcome: &RunOutcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        let within = Some(Within::token(&self.held.token));
+        let within = Some(Within { token: &self.held.token, messages: &[] });
         finish(&mut self.held.tx, record, outcome, retention, within).await
     }
 

@@ -15,11 +15,11 @@ use super::connect::RedisKeys;
 use super::scripts;
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
-use crate::operation::port::stored::{Columns, pack, unpack};
+use crate::operation::port::stored::{Columns, body_of, pack, unpack};
 use crate::operation::port::{
     Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RunOutcome,
 };
-use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::operation::rules::record::{Resource, StoredAnswer};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
@@ -81,12 +81,7 @@ impl Fields {
                     }),
                     None => None,
                 },
-                body: match (self.text("body")?, self.time("body_until")?) {
-                    ("kept", Some(until)) if until > now => StoredBody::Kept,
-                    ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
-                    ("reference", _) => StoredBody::Reference,
-                    (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
-                },
+                body: body_of(self.text("body")?, self.time("body_until")?, now)?,
             }),
         };
         Ok(Record {

@@ -15,11 +15,11 @@ use uuid::Uuid;
 use super::{Row, Session, SqlStore, Statement, Transaction, evidence, expiry, live, sql};
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
-use crate::operation::port::stored::{corrupt, unpack};
+use crate::operation::port::stored::{body_of, corrupt, unpack};
 use crate::operation::port::{
     Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RecordFence, RunOutcome,
 };
-use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::versions::Versions;
@@ -399,12 +399,7 @@ pub(super) fn look_of(row: &dyn Row) -> Result<Look, StoreError> {
 
 fn answer_of(row: &dyn Row, status: u16, now: DbTime) -> Result<StoredAnswer, StoreError> {
     let body_until = row.get_opt::<DbTime>(22)?;
-    let body = match (row.get::<String>(21)?.as_str(), body_until) {
-        ("kept", Some(until)) if until > now => StoredBody::Kept,
-        ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
-        ("reference", _) => StoredBody::Reference,
-        (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
-    };
+    let body = body_of(&row.get::<String>(21)?, body_until, now)?;
     let resource = match row.get_opt(23)? {
         Some(kind) => Some(Resource { kind, id: row.get(24)?, location: row.get_opt(25)? }),
         None => None,

@@ -30,12 +30,6 @@ pub(in crate::store::postgres) struct Within<'a> {
     pub(in crate::store::postgres) messages: &'a [NewMessage],
 }
 
-impl<'a> Within<'a> {
-    pub(in crate::store::postgres) fn token(token: &'a str) -> Self {
-        Self { token, messages: &[] }
-    }
-}
-
 /// Writes the outcome and the body.
 pub(in crate::store::postgres) async fn finish(
     connection: &mut Bounded<Postgres>,
