@@ -140,6 +140,11 @@ impl PollerState {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What is acknowledged and not known to be committed: of these partitions, or of all.
+    fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
+        self.assignment().unconfirmed(of)
+    }
+
     fn tell(&self, event: Result<Event, BrokerError>) {
         // Sending fails only when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);
@@ -304,7 +309,7 @@ fn commit_now(
     use RDKafkaErrorCode as Code;
     let end = Instant::now() + COMMIT_PATIENCE;
     loop {
-        let positions = shared.assignment().unconfirmed(of);
+        let positions = shared.unconfirmed(of);
         if positions.is_empty() {
             return;
         }

@@ -64,14 +64,17 @@ impl Link {
         let unavailable = |error: io::Error| BrokerError::Unavailable(format!("RabbitMQ at {server}: {error}"));
         let client = |error: lapin::Error| connecting(&error, server);
         let runtime = lapin::runtime::default_runtime().map_err(client)?;
-        let stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
+        let mut stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
         let socket = match &stream {
             AsyncTcpStream::Plain(plain) => {
                 Socket(plain.get_ref().as_fd().try_clone_to_owned().map_err(unavailable)?.into())
             }
             _ => return Err(BrokerError::Session("a fresh socket is not plain".to_owned())),
         };
-        let stream = secured(stream, config, server).await?;
+        if server.tls() {
+            let connector = connector(config.ca_file.as_deref())?;
+            stream = stream.into_rustls(&connector, server.host()).await.map_err(|error| untrusted(&error, server))?;
+        }
         // The library gets the stream from a function that it could call again. There is only one
         // stream, so a second call fails.
         let once = Mutex::new(Some(stream));
@@ -135,21 +138,8 @@ pub(super) async fn resolve(server: &Server) -> Result<Vec<SocketAddr>, BrokerEr
     }
 }
 
-/// Adds TLS, where the URL asks for it.
-pub(super) async fn secured(
-    stream: AsyncTcpStream,
-    config: &RabbitConfig,
-    server: &Server,
-) -> Result<AsyncTcpStream, BrokerError> {
-    if !server.tls() {
-        return Ok(stream);
-    }
-    let connector = connector(config.ca_file.as_deref())?;
-    stream.into_rustls(&connector, server.host()).await.map_err(|error| untrusted(&error, server))
-}
-
 /// The TLS settings: they trust the built-in public authorities, or only those of `ca_file`.
-fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, BrokerError> {
+pub(super) fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, BrokerError> {
     let roots = match ca_file {
         None => RustlsConnectorConfig::new_with_webpki_root_certs(),
         Some(file) => {
@@ -167,7 +157,7 @@ fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, BrokerError> {
 }
 
 /// Classifies a failed handshake: no trust, no TLS, or a server that is away.
-fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
+pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     match inner {
         Some(rustls::Error::InvalidCertificate(why)) => BrokerError::Untrusted(format!(

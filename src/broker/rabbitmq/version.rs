@@ -8,7 +8,7 @@ use lapin::AsyncTcpStream;
 use lapin::types::{AMQPValue, parsing};
 
 use super::config::{RabbitConfig, Server};
-use super::socket::{resolve, secured};
+use super::socket::{connector, resolve, untrusted};
 use crate::error::BrokerError;
 
 /// Most bytes of the first frame that are read.
@@ -45,8 +45,11 @@ pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerEr
 async fn greet(config: &RabbitConfig, server: &Server) -> Result<ServerVersion, BrokerError> {
     let unavailable = |error: std::io::Error| BrokerError::Unavailable(format!("RabbitMQ at {server}: {error}"));
     let runtime = lapin::runtime::default_runtime().map_err(|error| BrokerError::Session(error.to_string()))?;
-    let stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
-    let mut stream = secured(stream, config, server).await?;
+    let mut stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
+    if server.tls() {
+        let connector = connector(config.ca_file.as_deref())?;
+        stream = stream.into_rustls(&connector, server.host()).await.map_err(|error| untrusted(&error, server))?;
+    }
     stream.write_all(b"AMQP\0\0\x09\x01").await.map_err(unavailable)?;
     stream.flush().await.map_err(unavailable)?;
     let mut header = [0; 7];
