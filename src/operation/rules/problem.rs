@@ -6,8 +6,8 @@
 //!
 //! * The name, status, `retryable` and `key_state` of a code are the same everywhere.
 //! * `retryable` answers one question: may a request come again under the same key? It is true also
-//!   where the body or its type must be corrected first, because nothing is stored of such a request.
-//!   When to come again is another question: [`Code::pause`] answers it.
+//!   where the body or its type must be corrected first, because nothing is stored of such a
+//!   request. When to come again is another question: [`Code::pause`] answers it.
 //! * `key_state` states only what was looked up. It is `spent` only where the outcome of this same
 //!   command is known: a client that has lost an answer may end its operation at `spent`, and at no
 //!   other problem (O26). So a mismatch says `not_said`: it must not show the state of another's
