@@ -170,25 +170,52 @@ async fn a_topic_keeps_the_partitions_it_was_made_with_and_a_key_its_partition()
     assert_eq!(places, BTreeSet::from([i32::try_from(0x5553_33e3_u32 % 4).unwrap()]));
 }
 
-/// Shown by: trusting the id of a partition. The rows of `t` then stood in `u`, and were settled.
+/// Sends rows in a session whose topic was deleted, which ends it: none of them is written.
+async fn ends_over_a_deleted_topic(publisher: &mut dyn Publisher, rows: Vec<OutgoingMessage>) {
+    publisher.send((20..).zip(rows).collect()).await.unwrap();
+    let mut settled = Vec::new();
+    let ended = tokio::time::timeout(PATIENCE, publisher.settle(&mut settled)).await.unwrap();
+    assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("was deleted")), "{ended:?}");
+    assert!(settled.is_empty());
+}
+
+/// Shown by: trusting the id of a partition, and asking only for the first row of a partition. The
+/// rows of `t` then stood in `u`, and were settled.
 #[tokio::test]
 async fn a_session_whose_topic_was_deleted_ends_and_writes_into_no_other_topic() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
-    let mut publisher = broker.publisher().await.unwrap();
-    publish(publisher.as_mut(), messages(20)).await;
-    broker.remove(&[subscription()]).await.unwrap();
-    // It gets the ids that `t` had.
-    broker.declare(&["u".to_owned()]).await.unwrap();
-    publisher.send((20..).zip(messages(20)).collect()).await.unwrap();
-    let mut settled = Vec::new();
-    let ended = tokio::time::timeout(PATIENCE, publisher.settle(&mut settled)).await.unwrap();
-    assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("was deleted")), "{ended:?}");
-    assert!(settled.is_empty() && broker.read_all("u").await.unwrap().is_empty());
-    publisher.close().await;
+    let of_u = || messages(20).into_iter().map(|row| OutgoingMessage { topic: "u".to_owned(), ..row });
+    for rows in [messages(20), of_u().chain(messages(20)).collect()] {
+        let mut publisher = broker.publisher().await.unwrap();
+        publish(publisher.as_mut(), messages(20)).await;
+        broker.remove(&[subscription()]).await.unwrap();
+        // It gets the ids that `t` had. The rows are sent at once, so one transaction has them all.
+        broker.declare(&["u".to_owned()]).await.unwrap();
+        ends_over_a_deleted_topic(publisher.as_mut(), rows).await;
+        assert!(broker.read_all("u").await.unwrap().is_empty());
+        publisher.close().await;
+        broker.remove(&[Subscription::new("c", vec!["u".into()])]).await.unwrap();
+    }
     // The next session makes the topic anew.
     publish_some(&broker, 20).await;
     assert_eq!(broker.read_all("t").await.unwrap().len(), 20);
+}
+
+/// Shown by: asking for the name of the topic only. The session then chose partitions by the old
+/// count of them, so a key had rows in two partitions.
+#[tokio::test]
+async fn a_session_whose_topic_was_made_anew_with_more_partitions_ends() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig { partitions: 2, ..EmbeddedConfig::new(embedded.file()) }).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(20)).await;
+    broker.remove(&[subscription()]).await.unwrap();
+    let other = open(EmbeddedConfig { partitions: 5, ..EmbeddedConfig::new(embedded.file()) }).await;
+    publish_some(&other, 20).await;
+    ends_over_a_deleted_topic(publisher.as_mut(), messages(20)).await;
+    assert_eq!(other.read_all("t").await.unwrap().len(), 20);
+    publisher.close().await;
 }
 
 #[tokio::test]

@@ -288,7 +288,7 @@ impl Writer {
             return Err(BrokerError::Session("the session has ended".to_owned()));
         }
         let mut settled = Vec::with_capacity(records.len());
-        let mut partitions: HashMap<i64, Vec<usize>> = HashMap::new();
+        let mut partitions: HashMap<(&str, i64), Vec<usize>> = HashMap::new();
         for (index, (tag, topic, hash)) in places.iter().enumerate() {
             if !topics.contains_key(topic) {
                 let made = topology::ensure(&mut write.tx, topic, log.config.partitions).await.map_err(failed)?;
@@ -296,23 +296,22 @@ impl Writer {
             }
             let ids = &topics[topic].partitions;
             let number = *hash as usize % ids.len();
-            partitions.entry(ids[number]).or_default().push(index);
+            partitions.entry((topic.as_str(), ids[number])).or_default().push(index);
             let partition = i32::try_from(number).unwrap_or(i32::MAX);
             settled.push(Settled { tag: *tag, outcome: Ok(Receipt::Offset { partition, offset: 0 }) });
         }
-        for (partition_id, indexes) in partitions {
+        for ((topic, partition_id), indexes) in partitions {
             let rows = i64::try_from(indexes.len()).unwrap_or(i64::MAX);
-            let (_, topic, hash) = &places[indexes[0]];
-            let number = *hash as usize % topics[topic].partitions.len();
-            // The name and the number too: another topic may have got the id of a deleted one.
+            // The partition must be of the topic that this session knows: after a deletion its id
+            // goes to the next topic that is made, also to one of the same name.
             let next: Option<i64> = sqlx::query_scalar(
-                "update topic_partition set next_offset = next_offset + ? where partition_id = ? and number = ? \
-                   and topic_id = (select topic_id from topic where name = ?) returning next_offset",
+                "update topic_partition set next_offset = next_offset + ? where partition_id = ? and topic_id = \
+                   (select topic_id from topic where name = ? and topic_id || '-' || created_at = ?) returning next_offset",
             )
             .bind(rows)
             .bind(partition_id)
-            .bind(i64::try_from(number).unwrap_or(i64::MAX))
-            .bind(topic.as_str())
+            .bind(topic)
+            .bind(topics[topic].made.as_str())
             .fetch_optional(&mut *write.tx)
             .await
             .map_err(failed)?;
