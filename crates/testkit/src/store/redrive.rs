@@ -84,26 +84,32 @@ pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(tr
     assert!(finish_run(trial, consumer, &next[..1]).await);
 }
 
-/// A message was refused. A copy of it came later, ran, and failed for good, at once or after it
-/// waited. Its one dead row is that of the failure: it holds the key, and a redrive runs it. Shown
-/// by: the refused row stayed, held nothing, and was discarded as handled by its redrive.
+/// A message was refused. A copy of it came later, ran, and failed for good: at once, after it
+/// waited, or because an operator buried it. Its one dead row is that of the failure: it holds the
+/// key, and a redrive runs it. Shown by: the refused row stayed, held nothing, and was discarded as
+/// handled by its redrive; the act of the operator was refused.
 pub async fn r31_what_was_refused_and_failed_since_is_dead_by_its_failure<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
-    for (reason, waits) in
-        [("too-old", false), ("too-old", true), ("from-the-future", false), ("from-the-future", true)]
-    {
-        let name = format!("{reason} {waits}");
+    let ways = ["at once", "after it waited", "buried"];
+    for (reason, way) in ["too-old", "from-the-future"].into_iter().flat_map(|reason| ways.map(|way| (reason, way))) {
+        let name = format!("{reason} {way}");
         let copy = message(&name, &name);
         trial.refuse(consumer, &copy, reason).await;
-        if waits {
-            trial.park(consumer, &copy, due()).await;
-            let head = lease(trial, consumer).await.remove(0);
-            assert!(trial.store.bury(&head, "terminal", "no", true).await.unwrap());
-        } else {
+        if way == "at once" {
             trial.park(consumer, &copy, dead(true)).await;
+        } else {
+            trial.park(consumer, &copy, due()).await;
+        }
+        match way {
+            "after it waited" => {
+                let head = lease(trial, consumer).await.remove(0);
+                assert!(trial.store.bury(&head, "terminal", "no", true).await.unwrap());
+            }
+            "buried" => act(trial, &listed(trial, DeadState::Waiting, &name).await, OperatorAct::Bury).await,
+            _ => {}
         }
         let found = listed(trial, DeadState::Dead, &name).await;
-        assert_eq!(found.reason, "terminal", "{name}");
+        assert_eq!(found.reason, if way == "buried" { way } else { "terminal" }, "{name}");
         let lane = copy.lane_id().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
         assert!(tx.standing(&[lane]).await.unwrap().blocked.contains(&lane), "{name}: it holds its key");

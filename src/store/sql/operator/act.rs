@@ -7,6 +7,7 @@ use uuid::Uuid;
 use super::list::{self, ConsumerRow, FoundMessage, FoundRow};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
+use crate::inbox::rules::horizon::Verdict;
 use crate::message::{Headers, MessageId, content_hash, lane_id};
 use crate::operator::{
     ActContext, BURIED, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome, Redriven, redriven,
@@ -23,9 +24,11 @@ const CAUSATION: &str = "oncebox-causation-id";
 /// Another copy of the message that is dead. There is only one dead row for a message id and
 /// content hash.
 const DEAD_COPY: &str = "\
-select d.sequence from oncebox.waiting w join oncebox.waiting d on d.consumer_id = w.consumer_id \
+select d.sequence, d.reason from oncebox.waiting w join oncebox.waiting d on d.consumer_id = w.consumer_id \
    and d.message_id = w.message_id and d.content_hash = w.content_hash and d.state = 'dead' \
  where w.sequence = :sequence";
+
+const DELETE_COPY: &str = "delete from oncebox.waiting where sequence = :sequence and state = 'dead'";
 
 const BURY: &str = "\
 update oncebox.waiting set state = 'dead', dead_at = {now}, reason = :reason, due_at = null, \
@@ -134,12 +137,16 @@ fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext)
     }
 }
 
-/// Makes a consumer's message dead. False where a process has its lease, or another copy is dead
-/// already.
+/// Makes a consumer's message dead. A copy that was refused makes room for it (`refused`). False
+/// where a process has its lease, or where another copy is dead.
 async fn bury(session: &mut dyn Session, dialect: Dialect, found: &FoundMessage) -> Result<bool, StoreError> {
     let FoundRow::Consumer(row) = &found.row else { return Ok(false) };
-    if !session.rows(sql(DEAD_COPY).bind("sequence", row.sequence)).await?.is_empty() {
-        return Ok(false);
+    if let Some(copy) = session.first(sql(DEAD_COPY).bind("sequence", row.sequence)).await? {
+        let (copy, reason): (i64, String) = (copy.get(0)?, copy.get(1)?);
+        if !Verdict::left_no_inbox_row(&reason) {
+            return Ok(false);
+        }
+        session.run(sql(DELETE_COPY).bind("sequence", copy)).await?;
     }
     Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", row.sequence)).await? == 1)
 }
