@@ -274,6 +274,35 @@ async fn g11_proven_rows_go_in_smaller_pages_where_a_page_takes_too_long() {
     .await;
 }
 
+/// Shown by: halving the page whatever failed. After a wait for the lock that another process had,
+/// the three rows went one by one.
+#[tokio::test]
+async fn a_page_of_proven_rows_becomes_no_smaller_because_another_process_tidies() {
+    with_database("a_page_of_proven_rows_becomes_no_smaller_because_another_process_tidies", |database| async move {
+        let mut connection = database.connection().await;
+        enqueue_all(&mut connection, ["a", "b", "c"].map(message).into()).await.unwrap();
+        let mut relay = Relay::of(&database.store).await;
+        relay.drain().await;
+        database.run("update oncebox.setting set value = 0 where name = 'outbox_retention_seconds'").await;
+        let mut other = connection.begin().await.unwrap();
+        other.execute("select pg_advisory_xact_lock(x'6f6e636570617274'::bit(64)::bigint)").await.unwrap();
+        let began = Instant::now();
+        loop {
+            let tried = Instant::now();
+            relay.session.tidy().await.unwrap();
+            // It waited for the lock.
+            if tried.elapsed() > Duration::from_millis(140) {
+                break;
+            }
+            assert!(began.elapsed() < SOON, "no page was tried within {SOON:?}");
+        }
+        other.rollback().await.unwrap();
+        relay.drain_until(&database, "select count(*) < 3 from oncebox.outbox").await;
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.outbox").await, 0);
+    })
+    .await;
+}
+
 /// Shown by: dropping what was found empty without another look. A transaction that had drawn its
 /// position long ago writes its row between the two.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

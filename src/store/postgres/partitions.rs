@@ -296,8 +296,12 @@ async fn delete_page(
     );
     let began = Instant::now();
     if !attempt(connection, &delete).await? {
-        tidied.page = Some((count / 2).max(1));
-        return Ok(count > 1);
+        // What failed sooner waited for a lock: a smaller page would not help.
+        let is_slow = began.elapsed() >= PAGE_MAX;
+        if is_slow {
+            tidied.page = Some((count / 2).max(1));
+        }
+        return Ok(is_slow && count > 1);
     }
     if began.elapsed() < PAGE_MAX / 4 {
         tidied.page = Some(rows.saturating_mul(2)).filter(|more| *more < PAGE);
