@@ -149,8 +149,15 @@ impl<'a> Pump<'a> {
     pub(super) async fn run(mut self, stop: &CancellationToken) -> End {
         match self.work(stop).await {
             Ok(end) => {
-                give_back(self.session).await;
-                self.publisher.close().await;
+                // A client that still holds rows must end first: it could send them beside the next
+                // owner. One that holds none may take its time.
+                if self.window.in_flight() > 0 {
+                    self.publisher.close().await;
+                    give_back(self.session).await;
+                } else {
+                    give_back(self.session).await;
+                    self.publisher.close().await;
+                }
                 end
             }
             Err(doubt) => {
