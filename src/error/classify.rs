@@ -104,6 +104,17 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
     transient(error) == Some(Transient::Unavailable)
 }
 
+/// Whether the server takes no writes, as one that was a primary before a failover.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
+    let sqlx::Error::Database(database) = error else { return false };
+    #[cfg(feature = "mysql")]
+    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        return matches!(error.number(), 1290 | 1836);
+    }
+    database.code().is_some_and(|code| code == "25006")
+}
+
 /// Whether one statement may have caused an error that looks like a database that is away: the
 /// statement needed more memory or space than the server grants to one, or its connection ended.
 /// False for a full disk and for a server that starts, stops or has no connection left, because

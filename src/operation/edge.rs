@@ -7,9 +7,8 @@
 //!   released (O11). The handler runs in its own task, and its lease is extended while it runs. The
 //!   handler is not stopped when the client disconnects, when the engine's timeout answers 409, or
 //!   when the lease is lost.
-//! * The answer is given only after the outcome is stored. Until then the request gets 503
-//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is retried until the lease ends, also after
-//!   that answer.
+//! * The answer is given only after the outcome is stored. If that fails, the request gets 503
+//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is retried for one lease after that answer.
 //! * How the run ended is judged only by what is certain
 //!   ([`classify`](crate::operation::rules::classify)).
 //!

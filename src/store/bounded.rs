@@ -48,8 +48,8 @@ use sqlx_core::transaction::TransactionManager;
 use tokio::sync::Mutex;
 use tokio::time::timeout;
 
-use self::hosts::{Hosts, Watch};
-use crate::error::StoreError;
+use self::hosts::{Hosts, Moved, Watch};
+use crate::error::{StoreError, classify};
 use crate::outbox::enqueue::commit_error;
 
 /// A pooled connection that was idle for longer is pinged before it is used.
@@ -126,6 +126,8 @@ pub(super) struct BoundedPool<Db: Remote> {
     reset: Option<Arc<str>>,
     /// Switches between several hosts, as long as a clone of this pool exists.
     watch: Option<Arc<Watch>>,
+    /// What leaves a single host that takes no writes.
+    moved: Option<Moved>,
 }
 
 impl<Db: Remote> Clone for BoundedPool<Db> {
@@ -136,6 +138,7 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
             pulse: Arc::clone(&self.pulse),
             reset: self.reset.clone(),
             watch: self.watch.clone(),
+            moved: self.moved.clone(),
         }
     }
 }
@@ -171,8 +174,9 @@ pub(super) fn pool_options<Db: Remote>(
 impl<Db: Remote> BoundedPool<Db> {
     pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration, reset: Option<String>, hosts: Hosts<Db>) -> Self {
         let pulse = Arc::default();
+        let moved = (!hosts.are_several()).then(|| hosts.moved());
         let watch = Watch::start(hosts, pool.clone(), Arc::clone(&pulse)).map(Arc::new);
-        Self { pool, answer_timeout, pulse, reset: reset.map(Arc::from), watch }
+        Self { pool, answer_timeout, pulse, reset: reset.map(Arc::from), watch, moved }
     }
 
     /// The pool as sqlx has it.
@@ -186,6 +190,7 @@ impl<Db: Remote> BoundedPool<Db> {
         let held = Held::Pooled(Box::pin(self.pool.acquire()).await?);
         let mut connection = Bounded::new(held, self.answer_timeout);
         connection.reset.clone_from(&self.reset);
+        connection.moved.clone_from(&self.moved);
         Ok(connection)
     }
 
@@ -256,7 +261,7 @@ fn ended_at_rest(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(error) => error.kind() != io::ErrorKind::TimedOut,
         sqlx::Error::Protocol(_) => true,
-        sqlx::Error::Database(_) => crate::error::classify::is_unavailable(error),
+        sqlx::Error::Database(_) => classify::is_unavailable(error),
         _ => false,
     }
 }
@@ -283,14 +288,15 @@ pub(super) struct Bounded<Db: Remote> {
     in_transaction: bool,
     answer_timeout: Duration,
     reset: Option<Arc<str>>,
+    moved: Option<Moved>,
     /// A handler has used the plain connection, so the session must be reset.
     lent: bool,
 }
 
 impl<Db: Remote> Bounded<Db> {
     fn new(held: Held<Db>, answer_timeout: Duration) -> Self {
-        let (state, in_transaction, reset, lent) = (State::Rests, false, None, false);
-        Self { held: Some(held), state, in_transaction, answer_timeout, reset, lent }
+        let (state, in_transaction, reset, moved, lent) = (State::Rests, false, None, None, false);
+        Self { held: Some(held), state, in_transaction, answer_timeout, reset, moved, lent }
     }
 
     /// The plain connection for a handler. The session is reset before the connection is used
@@ -409,6 +415,11 @@ impl<Db: Remote> Bounded<Db> {
     }
 
     fn settle<T>(&mut self, outcome: &sqlx::Result<T>) {
+        if let (Some(moved), Err(error)) = (&self.moved, outcome)
+            && classify::is_read_only(error)
+        {
+            moved.perhaps();
+        }
         self.state = match outcome {
             Err(sqlx::Error::Io(_) | sqlx::Error::Protocol(_) | sqlx::Error::Tls(_)) => State::GivenUp,
             _ => State::Rests,

@@ -29,6 +29,8 @@ pub(crate) struct Faults {
     pub(crate) has_arrived: AtomicBool,
     /// Bodies are refused, for good.
     pub(crate) bodies: AtomicBool,
+    /// The server may not be used for outcomes, whatever they are.
+    pub(crate) finish_refused: AtomicBool,
     /// A claim waits as long as this is set.
     pub(crate) claim_waits: AtomicBool,
     /// So many claims find a record of another, which is gone before they can read it.
@@ -135,11 +137,14 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
     async fn finish(&self, owned: &Owned, outcome: &RunOutcome, retention: &Retention) -> Result<Fenced, StoreError> {
         self.faults.finishes.fetch_add(1, Ordering::SeqCst);
         away(&self.faults.finish)?;
+        if self.faults.finish_refused.load(Ordering::SeqCst) {
+            return Err(StoreError::Refused("the server is a replica".to_owned()));
+        }
         if let RunOutcome::Completed(answer) = outcome
             && matches!(answer.body, AnswerBody::Kept(_))
             && self.faults.bodies.load(Ordering::SeqCst)
         {
-            return Err(StoreError::Refused("no bodies".to_owned()));
+            return Err(StoreError::Other(sqlx::Error::Protocol("no bodies".to_owned())));
         }
         self.inner.finish(owned, outcome, retention).await
     }

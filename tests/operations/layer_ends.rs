@@ -100,6 +100,20 @@ async fn o12_a_body_that_the_store_refuses_leaves_a_tombstone_and_not_unknown() 
     assert_eq!(gate.calls(), 1);
 }
 
+// A failover of Redis: the name leads to the former primary for a while. Shown by: taking any error
+// that is not transient for one about the content (the body was lost).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_a_server_that_is_refused_for_a_while_costs_no_body() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_secs(60))).await;
+    store.faults.finish_refused.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
+    until("it is tried again", || async { store.faults.finishes.load(Ordering::SeqCst) > 1 }).await;
+    store.faults.finish_refused.store(false, Ordering::SeqCst);
+    world.completes(K1).await;
+    until("it is replayed", || async { send(post(&url, K1, "{}")).await.is_replayed() }).await;
+    assert_eq!(gate.calls(), 1);
+}
+
 // Shown by: answering 503 and leaving the claim that arrived: nobody drives it, and it is UNKNOWN
 // for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use oncebox::message::MessageId;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, Schema, StoreOptions};
 use oncebox::{StoreError, message::ContentHash};
 use sqlx::{AssertSqlSafe, MySqlConnection};
 
-use crate::fixture::{Db, execute};
+use crate::fixture::{Db, PrivateServer, execute};
 
 const HASH: ContentHash = [7; 16];
 
@@ -287,6 +287,39 @@ async fn r28_a_begin_that_is_given_up_loses_no_later_write() {
         sqlx::query("insert into effect values (?)").bind(n).execute(store.pool()).await.unwrap();
         assert_eq!(db.count("effect").await, i64::try_from(n).unwrap() + 1, "the write after begin {n} is lost");
     }
+    store.close().await;
+}
+
+// A planned failover behind one name: the former primary keeps its connections and takes no writes.
+// Shown by: using these connections as long as they live, which is half an hour.
+#[tokio::test(flavor = "multi_thread")]
+async fn g10_a_server_that_takes_no_writes_is_left_for_new_connections() {
+    let test = "g10_a_server_that_takes_no_writes_is_left_for_new_connections";
+    let Some(server) = PrivateServer::start(test, &[]) else { return };
+    let db = Db::on(&server.url().await).await;
+    db.store.migrate().await.unwrap();
+    let consumer = db.consumer("ledger").await;
+    let mut admin = db.app().await;
+    // Root may write on a read-only server.
+    execute(&mut admin, "create user service@localhost").await;
+    execute(&mut admin, "grant select, insert, update, delete, execute on *.* to service@localhost").await;
+    let url = db.url.replacen("root@", "service@", 1);
+    let store = MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(url) }).await.unwrap();
+    let id = async || -> i64 {
+        sqlx::query_scalar("select cast(connection_id() as signed)").fetch_one(store.pool()).await.unwrap()
+    };
+    let before = id().await;
+    assert_eq!(id().await, before);
+    execute(&mut admin, "set global read_only = 1").await;
+    let mut tx = store.begin(consumer).await.unwrap();
+    let refused = tx.admit(&[entry()]).await.unwrap_err();
+    assert!(matches!(refused, StoreError::Unavailable(_)), "{refused}");
+    tx.rollback().await.unwrap();
+    assert_ne!(id().await, before, "the same connection leads to the same server");
+    execute(&mut admin, "set global read_only = 0").await;
+    let mut tx = store.begin(consumer).await.unwrap();
+    assert_eq!(tx.admit(&[entry()]).await.unwrap(), [None]);
+    tx.commit().await.unwrap();
     store.close().await;
 }
 

@@ -233,10 +233,11 @@ impl Edge {
     }
 }
 
-/// After an error that is not transient, removes the parts of the outcome that the store may have
-/// refused. The fact that the run ended is then still stored.
+/// After an error that may be about the content, removes the parts of the outcome that the store
+/// may have refused. The fact that the run ended is then still stored. [`StoreError::Refused`] is
+/// about the server, such as a Redis that became a replica: the next try may reach another one.
 fn shorten(write: &mut Option<RunOutcome>, error: &StoreError) {
-    if error.is_transient() {
+    if error.is_transient() || matches!(error, StoreError::Refused(_)) {
         return;
     }
     match write {

@@ -22,7 +22,8 @@ pub enum Delivery {
     Sent,
     /// It was refused for good, and no try arrived.
     Refused,
-    /// Only a person tries it again. This many tries may each have arrived.
+    /// It was given up. A person may have it tried again, unless its operation has ended. This many
+    /// tries may each have arrived.
     Dead(u32),
 }
 

@@ -103,7 +103,8 @@ pub struct Evidence {
     /// The sends that were refused, for good or not.
     refused: BTreeSet<u32>,
     mismatch: bool,
-    wait_until: Option<DbTime>,
+    /// The ends of the pauses that the provider asked for.
+    pauses: BTreeSet<DbTime>,
     not_found: bool,
     stored_errors: BTreeSet<u32>,
     /// The sends that did not leave this process. A row that was written twice counts once, here
@@ -192,7 +193,7 @@ impl Evidence {
                 Verdict::Mismatch => evidence.mismatch = true,
                 Verdict::NotSent => evidence.not_sent.extend(send),
                 Verdict::Waived => evidence.waived.extend(send),
-                Verdict::Wait(pause) => evidence.wait_until = Some(at.after(pause)).max(evidence.wait_until),
+                Verdict::Wait(pause) => evidence.pauses.extend([at.after(pause)]),
                 Verdict::NotFound => evidence.not_found = true,
                 Verdict::StoredError => evidence.stored_errors.extend(send),
                 Verdict::Indefinite => {}
@@ -213,9 +214,11 @@ impl Evidence {
     }
 
     /// Until when the provider asked us to wait; `None` if that is over. A pause that ends later
-    /// than any pause can was written before the clock went back, and is over (R22).
+    /// than any pause can was written before the clock went back, and is over (R22). It does not
+    /// hide a pause that was asked for since.
     fn asks_to_wait(&self, now: DbTime) -> Option<DbTime> {
-        self.wait_until.filter(|&until| until > now && until <= now.after(PAUSE_MAX))
+        let last = self.pauses.range(..=now.after(PAUSE_MAX)).next_back().copied();
+        last.filter(|&until| until > now)
     }
 
     /// Whether an operator accepted a duplicate of a send that may have arrived.

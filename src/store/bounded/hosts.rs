@@ -5,6 +5,9 @@
 //! or takes writes, and another one does, all new connections go there within seconds, and no older
 //! connection is taken from the pool again.
 //!
+//! The name of a single host may lead to another server after a failover. When the server that is
+//! used says that it takes no writes, the connections to it are left, and new ones follow the name.
+//!
 //! Not here: replication. The database and its operators decide which server takes writes; if two
 //! do, the first one is used.
 
@@ -24,7 +27,7 @@ use crate::error::{StoreError, classify};
 const ONE_MAX: Duration = Duration::from_secs(10);
 /// How long each host may take if there are several.
 const EACH_MAX: Duration = Duration::from_secs(3);
-/// The pause between two checks of the host that is used.
+/// The pause between two checks of the host that is used, or of where its name leads.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// How a connection to a database is made.
@@ -37,18 +40,27 @@ pub(in crate::store) struct Hosts<Db: Remote> {
     moved: Moved,
 }
 
-/// The time of the last change to another host.
+/// The time since which connections that are older are not used any more.
 #[derive(Debug, Clone, Default)]
 pub(in crate::store) struct Moved(Arc<Mutex<Option<Instant>>>);
 
 impl Moved {
-    /// How long ago the host was changed; none if it never was.
+    /// How long ago older connections were left; none if they never were.
     pub(in crate::store) fn since(&self) -> Option<Duration> {
         Some(self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.elapsed())
     }
 
     fn now(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Leaves older connections, at most once in [`LOOK`]: a server that takes no writes may do so
+    /// for long, and its name may lead to it all that time.
+    pub(in crate::store) fn perhaps(&self) {
+        let mut at = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if at.is_none_or(|at| at.elapsed() >= LOOK) {
+            *at = Some(Instant::now());
+        }
     }
 }
 

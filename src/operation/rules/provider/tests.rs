@@ -146,6 +146,21 @@ fn o7_a_pause_that_was_written_before_the_clock_went_back_is_over() {
     assert_eq!(step(-3_600), Step::Query);
 }
 
+// Shown by: keeping only the pause that ends last (the provider was asked again at once, until the
+// attempts were used up).
+#[test]
+fn o7_a_pause_from_before_the_clock_went_back_hides_no_later_pause() {
+    let asked = |send, seconds, pause| Proof {
+        send: Some(send),
+        verdict: Verdict::Wait(Duration::from_secs(pause)),
+        at: at(seconds),
+    };
+    let evidence = Evidence::of([asked(1, 0, 600), asked(2, -3_600, 60)]);
+    let step = |seconds| Strategy::Query.next(sends(2), &evidence, at(seconds));
+    assert_eq!(step(-3_599), Step::Wait { until: at(-3_540) });
+    assert_eq!(step(-3_540), Step::Query);
+}
+
 // Shown by: settling on the last verdict.
 #[test]
 fn o8_evidence_that_contradicts_is_an_operators_and_rewrites_nothing() {
