@@ -241,25 +241,22 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
 }
 
 /// A URL in a form that may be printed: the user stays, the password and the values of secret query
-/// parameters are replaced. Where the `@` may be one of the query, only the first name is left. In
-/// other texts, everything before the last `@` is replaced.
+/// parameters are replaced. Where an `@` stands behind a `?`, only the first name is left. In other
+/// texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else {
         return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
-    // A password may contain `/`, `?`, `#` and `@` without escapes. So the last `@` before the
-    // query ends it, and a query begins only after an `@`.
-    let query = rest.find('@').and_then(|at| rest[at..].find('?').map(|query| at + query));
-    let at = rest[..query.unwrap_or(rest.len())].rfind('@');
-    let (user_info, tail) = match at {
-        // The `@` may be one of a password in the query (`//host/db?password=a@b`): nothing shows
-        // where that ends.
-        Some(at) if rest[..at].contains('?') => {
-            let first = rest.split([':', '/', '?', '#', '@']).next().unwrap_or_default();
-            return format!("{scheme}://{first}:***");
-        }
-        Some(at) => (Some(&rest[..at]), &rest[at + 1..]),
+    // The `?` may be one of a password before the host, and the `@` one of a password in the query
+    // (`//host/db?password=a@b`): nothing shows where the password ends.
+    if rest.split_once('?').is_some_and(|(_, behind)| behind.contains('@')) {
+        let first = rest.split([':', '/', '?', '#', '@']).next().unwrap_or_default();
+        return format!("{scheme}://{first}:***");
+    }
+    // A password may contain `/`, `#` and `@` without escapes, so the last `@` ends it.
+    let (user_info, tail) = match rest.rsplit_once('@') {
+        Some((user_info, tail)) => (Some(user_info), tail),
         None => (None, rest),
     };
     let (path, query) = match tail.split_once('?') {
@@ -302,6 +299,7 @@ mod tests {
             "postgres://a@b:x/s3cret@localhost/db",
             "postgres://app:x?s3cret@localhost/db",
             "postgres://app:x#s3cret@localhost/db",
+            "postgres://app:x@s3?s3cret@localhost/db",
             "postgres:app:s3cret@localhost/db",
             "postgres://db.example/app?user=app&password=s3@s3cret",
             "postgres://db.example:5432/app?password=x@s3cret",

@@ -1,7 +1,7 @@
 //! Consumers as a process: those in the configuration, with handlers from the configuration or in
 //! Rust.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,14 +51,6 @@ impl<S: Store> HandlersByConsumer<S> {
     /// The consumers to run, those of the configuration first, and the handlers in Rust by name.
     fn beside(self, configured: &[ConsumerSettings]) -> Result<(Vec<ConsumerSettings>, ByName<S>), AppError> {
         let mut consumers = configured.to_vec();
-        let twice =
-            configured.iter().enumerate().find(|(at, one)| configured[..*at].iter().any(|o| o.name == one.name));
-        if let Some((_, ConsumerSettings { name, .. })) = twice {
-            return Err(AppError::usage(format!(
-                "two [[consumer]] have the name `{name}`; a name is one consumer with one set of topics: \
-                 give one of them another name, or list the topics and handlers of both under one"
-            )));
-        }
         let mut by_name = ByName::new();
         for (default, handlers) in self.0 {
             if by_name.insert(default.name.clone(), handlers).is_some() {
@@ -79,28 +71,42 @@ impl<S: Store> Default for HandlersByConsumer<S> {
     }
 }
 
-/// Refuses two consumers that would take each other's messages: those of one group (Kafka and
-/// embedded) that share a topic, and those of one queue (RabbitMQ).
-fn apart(consumers: &[ConsumerSettings], broker: &str) -> Result<(), AppError> {
-    let mut taken = BTreeMap::new();
+/// Refuses consumers that would take each other's messages: two of one name, two of one group
+/// (Kafka and embedded) that share a topic, and two of one queue (RabbitMQ). A queue has one topic
+/// too: `oncebox queues repartition` moves one topic and deletes its old queue, with what came of
+/// the other topic.
+///
+/// # Errors
+/// Their names, and what they share.
+pub fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(), AppError> {
+    let has_queues = broker_url.starts_with("amqp");
+    let (mut names, mut taken) = (BTreeSet::new(), BTreeMap::new());
     for consumer in consumers {
-        let subscription = consumer.subscription();
-        for topic in &consumer.topics {
-            let (place, setting) = match broker {
-                "rabbitmq" => (format!("queue `{}`", subscription.queue(topic)), "queues"),
-                _ => (format!("topic `{topic}` in the group `{}`", subscription.group()), "group"),
+        let (name, subscription) = (&consumer.name, consumer.subscription());
+        if !names.insert(name) {
+            return Err(AppError::usage(format!(
+                "two [[consumer]] have the name `{name}`; a name is one consumer with one set of topics: \
+                 give one of them another name, or list the topics and handlers of both under one"
+            )));
+        }
+        // A topic that stands there twice is told by the options of its consumer.
+        for topic in consumer.topics.iter().collect::<BTreeSet<_>>() {
+            let (place, setting) = if has_queues {
+                (format!("queue `{}`", subscription.queue(topic)), "queues")
+            } else {
+                (format!("topic `{topic}` in the group `{}`", subscription.group()), "group")
             };
-            if let Some(other) = taken.insert(place.clone(), &consumer.name) {
-                let name = &consumer.name;
-                let between = if other == name {
-                    format!("consumer `{name}` twice")
-                } else {
-                    format!("consumers `{other}` and `{name}`")
-                };
-                return Err(AppError::usage(format!(
-                    "{between} would read the {place}, and each message reaches only one of the two: give one of them another `{setting}`"
-                )));
-            }
+            let Some(other) = taken.insert(place.clone(), name) else { continue };
+            let what = if other == name {
+                format!(
+                    "consumer `{name}` would read two topics from the {place}, and a change of the number of queues moves only one"
+                )
+            } else {
+                format!(
+                    "consumers `{other}` and `{name}` would read the {place}, and each message reaches only one of the two"
+                )
+            };
+            return Err(AppError::usage(format!("{what}: give one of them another `{setting}`")));
         }
     }
     Ok(())
@@ -156,6 +162,7 @@ impl Run<'_> {
                 "no consumer is configured\nhint: add [[consumer]] to the configuration file; `oncebox config template` shows one",
             ));
         }
+        require_apart(&consumers, &self.settings.broker.url.0)?;
         let mut options = Vec::new();
         for consumer in &consumers {
             let mut one = consumer.options(S::HAS_ONE_WRITER, self.settings.shutdown_grace).map_err(AppError::usage)?;
@@ -165,7 +172,6 @@ impl Run<'_> {
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;
-        apart(&consumers, broker.name())?;
         let lanes: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
         let store_options = self.settings.database.options().map_err(AppError::usage)?;
@@ -276,8 +282,7 @@ mod tests {
     #[test]
     fn two_consumers_of_one_name_are_refused_by_name() {
         let configured = ["payments", "refunds"].map(|topic| ConsumerSettings::new("ledger", vec![topic.to_owned()]));
-        let refused =
-            handlers(["audit", "emails"]).beside(&configured).expect_err("each would take the other's messages");
+        let refused = require_apart(&configured, "kafka://a:1").expect_err("each would take the other's messages");
         assert!(refused.message.contains("`ledger`"), "{refused}");
     }
 
@@ -294,16 +299,26 @@ mod tests {
         // The names of both queues are made to `a.b.c`.
         let alike = [one("c", "a.b"), one("b.c", "a")];
         let [ledger, emails] = [grouped("ledger", "payments"), grouped("emails", "payments")];
-        let refused = |consumers: &[ConsumerSettings], broker| {
-            let error = apart(consumers, broker).expect_err("a message would reach one of them only");
+        let (kafka, rabbitmq) = ("kafka://a:1", "amqps://a/%2f");
+        let refused = |consumers: &[ConsumerSettings], url| {
+            let error = require_apart(consumers, url).expect_err("a message would reach one of them only");
             error.message
         };
-        let of_group = refused(&[ledger.clone(), emails.clone()], "kafka");
+        let of_group = refused(&[ledger.clone(), emails.clone()], kafka);
         assert!(["`ledger`", "`emails`", "`g`", "`payments`"].iter().all(|word| of_group.contains(word)), "{of_group}");
-        let of_queue = refused(&alike, "rabbitmq");
+        let of_queue = refused(&alike, rabbitmq);
         assert!(["`c`", "`b.c`", "`a.b.c`"].iter().all(|word| of_queue.contains(word)), "{of_queue}");
-        assert!(apart(&alike, "kafka").is_ok(), "their groups differ");
-        assert!(apart(&[ledger.clone(), emails], "rabbitmq").is_ok(), "their queues differ");
-        assert!(apart(&[ledger, grouped("audit", "refunds")], "embedded").is_ok(), "they share no topic");
+        assert!(require_apart(&alike, kafka).is_ok(), "their groups differ");
+        assert!(require_apart(&[ledger.clone(), emails], rabbitmq).is_ok(), "their queues differ");
+        assert!(
+            require_apart(&[ledger, grouped("audit", "refunds")], "embedded://file").is_ok(),
+            "they share no topic"
+        );
+        let queues = ["payments", "refunds"].map(|topic| (topic.to_owned(), "q".to_owned()));
+        let topics = queues.clone().map(|(topic, _)| topic).into();
+        let of_one = ConsumerSettings { queues: queues.into(), ..ConsumerSettings::new("ledger", topics) };
+        let of_queue = refused(std::slice::from_ref(&of_one), rabbitmq);
+        assert!(["`ledger`", "two topics", "`q`"].iter().all(|word| of_queue.contains(word)), "{of_queue}");
+        assert!(require_apart(&[of_one], kafka).is_ok(), "there are no queues");
     }
 }

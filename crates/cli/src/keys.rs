@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
-use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain};
+use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain, printable};
 use super::progress::Batches;
 use oncebox::adapter::{DbTime, hex};
 use oncebox::app::{AppError, say};
@@ -299,7 +299,7 @@ async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> 
     for (digest, why) in &unreadable {
         let hash = &hex(digest)[..SHOWN];
         if output == Output::Table {
-            say("ERROR", &format!("key {hash} cannot be read: {why}"));
+            say("ERROR", &format!("key {hash} cannot be read: {}", printable(why)));
         }
         unread.push(json!({ "hash": hash, "error": why }));
     }

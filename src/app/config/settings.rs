@@ -445,6 +445,11 @@ impl ConsumerSettings {
         if let Some(twice) = again(&self.topics) {
             return Err(bad("topics", &format!("`{twice}` stands there twice")));
         }
+        // RabbitMQ makes a new queue each time that one without a name is declared, and Kafka takes
+        // no group without one: the consumer would try for ever.
+        if self.topics.iter().chain(self.queues.values()).chain(&self.group).any(String::is_empty) {
+            return Err(bad("topics, queues, group", "a name has at least one character"));
+        }
         if let Some(topic) = self.queues.keys().find(|topic| !self.topics.contains(topic)) {
             return Err(bad("queues", &format!("`{topic}` is none of its topics: {}", self.topics.join(", "))));
         }
@@ -556,7 +561,10 @@ impl Default for LogSettings {
 
 impl PublisherSettings {
     /// The options of the relay for the runtime.
-    pub(crate) fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
+    ///
+    /// # Errors
+    /// The setting that cannot be used, and why.
+    pub fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
         crate::message::limits::check_printable("publisher.source", &self.source, 255)
             .map_err(|error| error.to_string())?;
         if self.lease.0 < Span::seconds(1).0 {

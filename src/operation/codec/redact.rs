@@ -18,10 +18,15 @@ pub(super) fn redacted(body: &[u8], pointers: &[String]) -> Option<Vec<u8>> {
     }
     let mut text = std::str::from_utf8(body).ok()?.to_owned();
     for pointer in pointers {
-        // From the last place on, so that the ones before it stay where they are.
-        for place in places(&text, pointer).ok()?.into_iter().rev() {
-            text.replace_range(place, "\"[redacted]\"");
+        let mut kept = String::with_capacity(text.len());
+        let mut done = 0;
+        for place in places(&text, pointer).ok()? {
+            kept.push_str(&text[done..place.start]);
+            kept.push_str("\"[redacted]\"");
+            done = place.end;
         }
+        kept.push_str(&text[done..]);
+        text = kept;
     }
     Some(text.into_bytes())
 }

@@ -54,16 +54,34 @@ fn what_breaks_a_promise_is_3_with_the_remedy() {
     place.publisher(&["--until-empty"]).run().fails(3, &["limits", place.database()]);
 }
 
-/// Shown by looking at the statements of its handlers alone.
+/// Shown by looking at the statements of handlers alone, and at each consumer alone.
 #[test]
-fn a_consumer_that_cannot_start_with_its_settings_is_refused() {
+fn settings_with_which_a_program_does_not_start_are_refused() {
     let place = Place::migrated();
-    let config = place.config("consumer = [{ name = 'c', topics = ['t'], queues = { tt = 'q' } }]");
-    let done = doctor(&place, &["--config", &config]);
-    done.ends_with(3, &["broken"]);
-    let refused: Vec<_> = findings(&done).into_iter().filter(|(_, severity, _)| severity == "refused").collect();
-    assert!(refused.len() == 1 && refused[0].0 == "consumer c: settings", "{refused:?}");
-    assert!(done.stdout.contains("`tt` is none of its topics"), "{}", done.stdout);
+    for (settings, name, why) in [
+        (
+            "consumer = [{ name = 'c', topics = ['t'], queues = { tt = 'q' } }]",
+            "consumer c: settings",
+            "`tt` is none of its topics",
+        ),
+        (
+            "consumer = [{ name = 'a', group = 'g', topics = ['t'] }, { name = 'b', group = 'g', topics = ['t'] }]",
+            "consumers: settings",
+            "topic `t` in the group `g`",
+        ),
+        (
+            "consumer = [{ name = 'a', topics = ['t'] }, { name = 'a', topics = ['u'] }]",
+            "consumers: settings",
+            "have the name `a`",
+        ),
+        ("publisher.held_rows_max = 0", "publisher: settings", "publisher.held_rows_max"),
+    ] {
+        let done = doctor(&place, &["--config", &place.config(settings)]);
+        done.ends_with(3, &["broken"]);
+        let refused: Vec<_> = findings(&done).into_iter().filter(|(_, severity, _)| severity == "refused").collect();
+        assert!(refused.len() == 1 && refused[0].0 == name, "{refused:?}");
+        assert!(done.stdout.contains(why), "{}", done.stdout);
+    }
 }
 
 #[test]

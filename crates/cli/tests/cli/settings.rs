@@ -113,6 +113,15 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
         ),
         (format!("consumer = [{{ name = 'c', topics = ['t'], retry.attempts_max = 0, {on} }}]"), &["`c`", "retry"]),
         (format!("consumer = [{{ name = 'c', topics = ['t', 't'], {on} }}]"), &["`c`", "topics", "`t`", "twice"]),
+        (format!("consumer = [{{ name = 'c', topics = [''], {on} }}]"), &["`c`", "topics", "at least one character"]),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], queues = {{ t = '' }}, {on} }}]"),
+            &["`c`", "queues", "at least one character"],
+        ),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], group = '', {on} }}]"),
+            &["`c`", "group", "at least one character"],
+        ),
         (
             format!("consumer = [{{ name = 'c', topics = ['t'], queues = {{ tt = 'q' }}, {on} }}]"),
             &["`c`", "queues", "`tt` is none of its topics: t"],
@@ -141,6 +150,16 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
     ] {
         place.consumer(&["--until-idle", "1s", "--config", &place.config(&file)]).run().fails(2, words);
     }
+}
+
+/// Shown by asking the broker at once: the queue would be deleted with the messages of the topic
+/// that is not moved.
+#[test]
+fn a_queue_with_two_topics_is_refused_before_it_is_changed() {
+    let place = Place::new();
+    let config = place.config("consumer = [{ name = 'c', topics = ['t', 'u'], queues = { t = 'q', u = 'q' } }]");
+    let repartition = ["queues", "repartition", "--config", &config, "--broker", "amqp://127.0.0.1:1", "--wait", "0s"];
+    place.oncebox(&repartition).run().fails(2, &["`c`", "two topics", "queue `q`", "another `queues`"]);
 }
 
 #[test]
