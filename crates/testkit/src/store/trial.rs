@@ -121,8 +121,8 @@ impl<F: Fixture> Trial<F> {
         self.store.register(&spec(name)).await.unwrap()
     }
 
-    /// Makes the server end this connection. Returns false, with a line on stderr, where there is no
-    /// server: such a case proves nothing there.
+    /// Makes the server end this connection. Returns false, with a line on stderr, where there is
+    /// no server: such a case proves nothing there.
     pub async fn end_connection(&self, case: &str, connection: &mut Connection<F>) -> bool {
         let Some((number, kill)) = F::KILL else {
             eprintln!("{case}: {} has no connections that could be lost", F::Store::NAME);
