@@ -1,4 +1,4 @@
-//! The description of a metric: a recorder gets it, and a test compares it with the page of metrics.
+//! The description of a metric. A recorder gets it, and a test compares it with the page of them.
 
 pub(super) use metrics::Unit;
 
