@@ -14,7 +14,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::HandlerError;
-use oncebox::app::{LogFormat, start_logging};
+use oncebox::app::{LogFormat, start_logging, stop_on_signals};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedOperation};
 use oncebox::operation::{
     EffectTx, Endpoint, EndpointError, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Mode, Outcome,
@@ -125,7 +125,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     });
 
     let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
-    let stop = async { tokio::signal::ctrl_c().await.unwrap_or_default() };
+    let stop = stop_on_signals()?.cancelled_owned();
     axum::serve(listener, app(&engine, metrics)?).with_graceful_shutdown(stop).await?;
     engine.drain(Duration::from_secs(20)).await;
     Ok(())

@@ -2,7 +2,7 @@
 //!
 //! Promise: for a part that is not ready, its reason and its time are shown. A loop that stopped is
 //! noticed ([`Health::beat`]). Several troubles of one part are kept side by side, each under its
-//! name and its owner: none hides or ends another. Not here: the HTTP endpoints (`app`).
+//! name and its owner: none hides or ends another. Not here: the HTTP endpoints (`http`).
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -1,4 +1,4 @@
-//! What is told of each metric to a recorder, and to a reader of the table.
+//! The description of a metric. A recorder gets it, and a test compares it with the page of them.
 
 pub(super) use metrics::Unit;
 

@@ -1,9 +1,9 @@
-//! How long ago a moment was, when another machine counts too.
+//! How long ago a moment was, for times that another machine measures as well.
 
 use std::time::{Duration, Instant, SystemTime};
 
-/// A moment to count from, for times that another machine counts too, such as a lease or a
-/// provider's memory of a key.
+/// A moment to measure from. It is for times that another machine measures as well, such as a lease
+/// or a provider's memory of a key: a time that is too short would be acted on after its end there.
 ///
 /// The monotonic clock stops while a machine is suspended, and the wall clock may be set back. The
 /// longer time of the two is never too short, unless both happen.

@@ -94,8 +94,9 @@ pub(super) struct Range<'a> {
     pub(super) topic: &'a str,
     pub(super) partition_id: i64,
     pub(super) number: i32,
-    /// The first offset to read; below, the first one not to read.
+    /// The first offset to read.
     pub(super) from: i64,
+    /// The first offset that is not read.
     pub(super) to: i64,
 }
 

@@ -104,8 +104,8 @@ const RULES: &[(&str, Rule, &str)] = &[
     // Properties that our own settings would override.
     ("bootstrap.servers", Never, "name the servers in `[broker] url`"),
     ("security.protocol", Never, "the scheme of `[broker] url` decides: `kafka://` or `kafkas://` (TLS)"),
-    ("sasl.username", Never, "name the user in `[broker] url`"),
-    ("sasl.password", Never, "give the password in `[broker] url`"),
+    ("sasl.username", Never, "name the user in `[broker] url`, or by `[broker.kafka] username`"),
+    ("sasl.password", Never, "give the password in `[broker] url`, or by `[broker.kafka] password`"),
     ("sasl.mechanisms", Never, "use `[broker.kafka] sasl_mechanism`"),
     ("ssl.ca.location", Never, "use `[broker] ca_file`"),
     ("client.id", Never, "it is `KafkaConfig::client_id`, which only a program in Rust sets"),

@@ -6,9 +6,10 @@
 //!
 //! Guarantees:
 //!
-//! * Only cuts in a row count. The caller ends the row by [`Cuts::forget`] when the server cannot
-//!   be reached, closes the connection itself or falls silent; a cut with nothing unconfirmed ends
-//!   it too, and so does the confirm of the last message that was unconfirmed at all of them.
+//! * Only cuts in a row count: a streak. The caller ends the streak by [`Cuts::forget`] when the
+//!   server cannot be reached, closes the connection itself or falls silent. A cut with nothing
+//!   unconfirmed ends it too, and so does the confirm of the last message that was unconfirmed at
+//!   every cut of it.
 //! * Between two confirms at most two messages are suspected. If every message fails, the network
 //!   is the likely cause, not the messages.
 
@@ -24,15 +25,15 @@ const CUTS_BEFORE_SUSPECT: u32 = 3;
 /// The cuts in a row after which a new session publishes one message at a time.
 const CUTS_BEFORE_ONE_BY_ONE: u32 = CUTS_BEFORE_SUSPECT - 1;
 
-/// A row of cuts ends after so many confirms, which is many windows of a session: what comes then
-/// is not in a row any more.
+/// A streak ends after so many confirms, which is many windows of a session: a cut that comes then
+/// has nothing to do with the cuts before.
 const CONFIRMS_END: u32 = 20_000;
 
 /// The most suspicions between two confirms. Without this bound a network that cuts every
 /// connection would make all messages dead, one after the other.
 const SUSPECTS_MAX: usize = 2;
 
-/// The present row of cuts. All publishing sessions of a broker share it.
+/// The present streak of cuts. All publishing sessions of a broker share it.
 #[derive(Debug, Default)]
 pub(super) struct Cuts {
     streak: Mutex<Streak>,
@@ -84,7 +85,7 @@ impl Cuts {
     }
 
     /// Ends the suspicions, because the confirm of this message shows that publishing works. The
-    /// row of cuts stays while another message may be its cause.
+    /// streak stays while another message may be its cause.
     pub(super) fn confirmed(&self, id: &str) {
         if !self.counts.load(Ordering::Relaxed) {
             return;
@@ -106,7 +107,7 @@ impl Cuts {
         self.streak().cuts >= CUTS_BEFORE_ONE_BY_ONE
     }
 
-    /// Ends the row of cuts: the server is away, or ended the connection for a reason of its own.
+    /// Ends the streak: the server is away, or ended the connection for a reason of its own.
     /// The suspicions stay until a confirm.
     pub(super) fn forget(&self) {
         let mut streak = self.streak();
@@ -151,7 +152,7 @@ mod tests {
     /// It fails where a confirm ends only the suspicions: then every later session begins with one
     /// message at a time.
     #[test]
-    fn the_row_of_cuts_ends_when_every_message_that_may_be_its_cause_is_confirmed() {
+    fn a_streak_of_cuts_ends_when_every_message_that_may_be_its_cause_is_confirmed() {
         let cuts = Cuts::default();
         for _ in 0..CUTS_BEFORE_ONE_BY_ONE {
             assert_eq!(cuts.count(ids(&["a", "b"])), None);
@@ -161,7 +162,7 @@ mod tests {
         assert!(cuts.wants_one_by_one(), "it may be b");
         cuts.confirmed("b");
         assert!(!cuts.wants_one_by_one());
-        assert_eq!(cuts.count(ids(&["b"])), None, "the first cut of a new row");
+        assert_eq!(cuts.count(ids(&["b"])), None, "the first cut of a new streak");
         assert!(!cuts.wants_one_by_one());
         // A message that is dead is never confirmed.
         for _ in 0..CUTS_BEFORE_SUSPECT {

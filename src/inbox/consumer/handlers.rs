@@ -1,7 +1,8 @@
 //! Chooses the handler for each kind of message.
 //!
-//! Promise: handlers are written for the connection of one kind of database; the consumer that
-//! calls them knows none. If a handler does not fit the store, its messages fail with an error.
+//! Promise: a handler is written for the connection of one kind of database. The consumer that
+//! calls it is the same for every kind. Where a handler does not fit the store, its messages fail
+//! with an error.
 
 use std::fmt;
 use std::marker::PhantomData;

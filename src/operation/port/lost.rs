@@ -28,7 +28,8 @@ pub(crate) enum Changed {
     To(Box<Record>),
 }
 
-/// Reads the record until it is another one than the run began from. `same` recognises that one.
+/// Reads the record until it is another one than the run began from. `same` says whether a record
+/// is still the one that the run began from.
 pub(crate) async fn find_changed<S: Operations + ?Sized>(
     store: &S,
     identity: &Identity,

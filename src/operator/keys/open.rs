@@ -28,8 +28,8 @@ pub(super) async fn refuse_opposite<K: KeyOperator + ?Sized>(
     Ok(())
 }
 
-/// Makes an abandoned claim UNKNOWN, and returns its record. In a dry run it only
-/// checks, and returns the record as it would be.
+/// Makes an abandoned claim UNKNOWN, and returns its record. In a dry run it only checks, and
+/// returns the record as it would be.
 pub(super) async fn given_up<K: KeyOperator + ?Sized>(
     keys: &K,
     seen: &Record,

@@ -1,5 +1,5 @@
 //! Pure: no I/O, no clock.
-//! What becomes of a key one of whose messages is dead: relay and consumer share the answer (R17).
+//! What happens to a key after one of its messages is dead. Relay and consumer share it (R17).
 
 use serde::{Deserialize, Serialize};
 

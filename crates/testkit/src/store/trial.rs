@@ -17,9 +17,9 @@ pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 /// A lease that no case outlives.
 pub(super) const LEASE: Duration = Duration::from_secs(600);
 
-/// The connection type of a trial's session.
+/// A relay's session with the store of a trial.
 pub(super) type Session = Box<dyn RelaySession>;
-/// The transaction type of a trial's inbox.
+/// A consumer's transaction on the store of a trial.
 pub(super) type Tx = Box<dyn InboxTx>;
 
 /// One case on one private database.
@@ -121,8 +121,8 @@ impl<F: Fixture> Trial<F> {
         self.store.register(&spec(name)).await.unwrap()
     }
 
-    /// Makes the server end this connection. False where there is no server: the case prints that
-    /// and proves nothing.
+    /// Makes the server end this connection. Returns false, with a line on stderr, where there is
+    /// no server: such a case proves nothing there.
     pub async fn end_connection(&self, case: &str, connection: &mut Connection<F>) -> bool {
         let Some((number, kill)) = F::KILL else {
             eprintln!("{case}: {} has no connections that could be lost", F::Store::NAME);

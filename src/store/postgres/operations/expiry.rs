@@ -1,6 +1,9 @@
-//! Removes expired large bodies by whole partitions. Not here: removal in batches (`sql::expiry`).
+//! Removes expired large bodies by whole partitions.
 //!
-//! Guarantee: no wait for a lock is longer than in `partitions` (R8).
+//! Guarantee: it waits for locks only as short as `partitions::attempt` does, so that it does not
+//! stop those who write bodies (R8). What cannot be done now is done by a later call.
+//!
+//! Not here: removal in batches (`sql::expiry`).
 
 use sqlx::Row;
 
