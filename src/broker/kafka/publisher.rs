@@ -578,7 +578,10 @@ mod tests {
         let before = limits.sizes().batch_max;
         mock.request_errors(RDKafkaApiKey::Produce, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_MSG_SIZE_TOO_LARGE]);
         let rows = [0, 1].map(|tag| (tag, OutgoingMessage::sample("t", None)));
+        // What the client gets while its server is away goes as one batch.
+        mock.broker_down(1).unwrap();
         publisher.send(rows.into()).await.unwrap();
+        mock.broker_up(1).unwrap();
         let ended = publisher.settle(&mut Vec::new()).await;
         assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("smaller batches")), "{ended:?}");
         Box::new(publisher).close().await;
