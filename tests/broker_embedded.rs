@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use oncebox::adapter::{Break, Position};
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
+use oncebox::broker::{Begun, Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
 use oncebox::{BrokerError, TopicRetention};
 use oncebox_testkit::broker::{Capabilities, Fixture};
@@ -489,6 +490,38 @@ async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
         assert!(rest.caught_up().await.unwrap());
         rest.close().await;
     }
+}
+
+/// The only partition of an assignment begins at an offset that a database remembers.
+async fn begin_at(subscriber: &mut dyn Subscriber, offset: i64) -> Begun {
+    let Event::Assigned(sources) = next(subscriber).await else { panic!("not assigned") };
+    let remembered = |source| (source, Some(Position { topic_id: None, next: offset }));
+    subscriber.begin(sources.into_iter().map(remembered).collect()).await.unwrap().remove(0)
+}
+
+/// Shown by: reading on at the first row that is left, of which nobody was told.
+#[tokio::test]
+async fn g2_rows_that_are_deleted_before_a_database_that_went_back_has_read_them_again_are_told() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) }).await;
+    publish_some(&broker, 100).await;
+    let mut before = broker.subscriber(&subscription()).await.unwrap();
+    read(before.as_mut(), 100, true).await;
+    before.close().await;
+    let few = Subscription { in_flight_max: 10, ..subscription() };
+    let mut back = broker.subscriber(&few).await.unwrap();
+    begin_at(back.as_mut(), 10).await;
+    let Event::Deliveries(deliveries) = next(back.as_mut()).await else { panic!("no deliveries") };
+    // As retention does it: the group has handled these rows.
+    let trim = "begin immediate; delete from record where position & 0xffffffffff < 50; \
+                update topic_partition set first_offset = 50; commit";
+    sqlx::raw_sql(trim).execute(&mut outside(&embedded.file()).await).await.unwrap();
+    back.acknowledge(&deliveries[9].source, deliveries[9].sequence).await.unwrap();
+    let ended = tokio::time::timeout(PATIENCE, back.next()).await.unwrap();
+    assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("offset 20 on are gone")), "{ended:?}");
+    let mut again = broker.subscriber(&few).await.unwrap();
+    let begun = begin_at(again.as_mut(), 20).await;
+    assert_eq!(begun.start.because, Some(Break::Lost { stood: 20, first: 50 }));
 }
 
 #[tokio::test]
