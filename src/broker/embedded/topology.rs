@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
 
 use super::log::Log;
@@ -129,7 +128,7 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
         let (mut from, to): (i64, i64) =
             sqlx::query_as("select first_offset, next_offset from topic_partition where partition_id = ?")
                 .bind(partition_id)
-                .fetch_one(&mut connection)
+                .fetch_one(&mut *connection)
                 .await
                 .map_err(failed)?;
         while from < to {
@@ -153,7 +152,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     let path = log.config.path.display();
     let mut findings = Vec::new();
 
-    let sound: String = sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut connection).await.map_err(failed)?;
+    let sound: String =
+        sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut *connection).await.map_err(failed)?;
     let detail = format!("`{path}`: {sound}");
     findings.push(match sound.as_str() {
         "ok" => BrokerFinding::fine("file", detail),
@@ -162,7 +162,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
             BrokerFinding::refused("file", detail, remedy)
         }
     });
-    let journal: String = sqlx::query_scalar("pragma journal_mode").fetch_one(&mut connection).await.map_err(failed)?;
+    let journal: String =
+        sqlx::query_scalar("pragma journal_mode").fetch_one(&mut *connection).await.map_err(failed)?;
     let detail = format!("journal mode is `{journal}`; rows are synced to disk before they are settled");
     findings.push(match journal.as_str() {
         "wal" => BrokerFinding::fine("journal", detail),
