@@ -43,6 +43,9 @@ const COMMIT_PATIENCE: Duration = Duration::from_secs(3);
 const COMMIT_AGAIN: Duration = Duration::from_millis(50);
 const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
+/// How long the topics that may be read are read beside one that may not. Then the member joins
+/// anew, which shows whether it still may not.
+const ASK_DENIED_AGAIN: Duration = Duration::from_secs(30);
 
 /// The state that the thread, librdkafka's callbacks and the async side share.
 pub(super) struct PollerState {
@@ -338,6 +341,12 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
         if committed_at.elapsed() >= COMMIT_EVERY {
             committed_at = Instant::now();
             commit_due(&consumer, shared);
+            if let Some((since, why)) = shared.reports.denied()
+                && since.elapsed() >= ASK_DENIED_AGAIN
+            {
+                shared.tell(Err(BrokerError::Destination(format!("a kafka topic may not be read: {why}"))));
+                break;
+            }
         }
         let paused = match pressure(shared, &mut crowded_since) {
             Pressure::Still => {
@@ -475,6 +484,11 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
                 "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can \
                  be read or is deleted"
             ))
+        }
+        Some(Code::TopicAuthorizationFailed) => {
+            tracing::error!(reason, "a kafka topic may not be read");
+            shared.reports.deny(&reason);
+            return;
         }
         // `Reports` logs these.
         Some(

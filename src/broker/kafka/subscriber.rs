@@ -145,7 +145,9 @@ impl Subscriber for KafkaSubscriber {
     }
 
     fn away(&self) -> Option<String> {
-        self.shared.reports.all_down()
+        let reports = &self.shared.reports;
+        let denied = || reports.denied().map(|(_, why)| format!("a kafka topic may not be read: {why}"));
+        reports.all_down().or_else(denied)
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
