@@ -492,8 +492,9 @@ impl Member {
                 .await
                 .map_err(|error| log.failed("read", &error))?;
             let next = rows.last().map_or(owned.position, |last| last.coordinates.offset + 1);
-            // Offsets have no holes. Rows may be missing where the database went back: it reads again
-            // what its group has handled, and retention may delete that. The next session tells it.
+            // Offsets have no holes. Rows may be missing where the database went back: it reads
+            // again what its group has handled, and retention may delete that. The next session
+            // tells it.
             if rows.is_empty() || usize::try_from(next - owned.position) != Ok(rows.len()) {
                 let (place, number, position) = (&owned.id.place, owned.id.partition, owned.position);
                 let gone = format!("rows of `{place}`, partition {number}, from offset {position} on are gone");

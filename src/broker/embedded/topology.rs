@@ -204,7 +204,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     Ok(findings)
 }
 
-/// The groups that nobody is in and that no subscription names, where retention keeps rows for them.
+/// The groups that nobody is in and that no subscription names, where retention keeps rows for
+/// them.
 async fn keepers(
     log: &Log,
     connection: &mut SqliteConnection,
